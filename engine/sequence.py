@@ -1,0 +1,72 @@
+"""A running generation as the engine sees it, and what one step says about it.
+
+A `Sequence` is owned by exactly one scheduler, which alone changes it (`append`, `pages`, `num_computed_tokens`). The
+engine only reads it: `Engine.step` takes `ScheduledSequence`s and returns `StepOutput`, and mutates neither.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.page_hash import hash_pages
+from penstock.types import PageHash, PageId, RequestId, SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens of one generation and the pages that hold their KV.
+
+    Invariant: `num_computed_tokens < len(token_ids)` between steps, and `pages` holds at least
+    `ceil(num_computed_tokens / page_size)` pages. KV of token i stands in `pages[i // page_size]`.
+    """
+
+    request_id: RequestId
+    token_ids: list[int]  # prompt, then output
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    salt: bytes  # root of the page hashes
+    pages: list[PageId] = field(default_factory=list)
+    num_computed_tokens: int = 0  # leading tokens whose KV is in `pages`
+    page_hashes: list[PageHash] = field(default_factory=list)  # of leading full pages, grown by `hash_full_pages`
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def hash_full_pages(self, page_size: int) -> list[PageHash]:
+        """Hashes of every full page of `token_ids`, computed once each."""
+        if len(self.token_ids) // page_size > len(self.page_hashes):
+            self.page_hashes = hash_pages(self.token_ids, page_size, self.salt, self.page_hashes)
+        return self.page_hashes
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Compute KV of the next `num_tokens` tokens; when they are the last ones, draw the token after them.
+
+    `1 <= num_tokens <= sequence.num_uncomputed_tokens`, and the sequence's pages already hold room for them.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def draws(self) -> bool:
+        return self.num_tokens == self.sequence.num_uncomputed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprob: TokenLogprob | None = None  # where sampling.logprobs asks for it
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One entry for each scheduled sequence, in order; None where a chunk did not reach the sequence's end."""
+
+    tokens: tuple[SampledToken | None, ...]

@@ -1,0 +1,186 @@
+"""Configuration: frozen, validated once at the edge, unknown keys refused. Every default lives here.
+
+One `ServeConfig` describes a deployment and is read from TOML or JSON (`load`); a worker process reads the
+`WorkerConfig` part of it, a router process the `RouterConfig` part.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from penstock.errors import ConfigError
+from penstock.types import Role
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # of one gRPC message: a million token ids fit
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineConfig(_Frozen):
+    """One model replica."""
+
+    model: str  # a Hugging Face checkpoint folder
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: as config.json says
+    device: str = "auto"  # auto: cuda where there is one, else cpu
+    page_size: int = Field(16, ge=1, le=1024)  # tokens
+    num_pages: int | None = Field(None, ge=2)  # default: from kv_memory_bytes
+    kv_memory_bytes: int | None = Field(None, ge=1)  # default: 1 GiB on CPU, 80 % of what is free on a GPU
+    max_context: int | None = Field(None, ge=2)  # tokens; default: the model's own
+    attention: Literal["auto", "torch", "triton"] = "auto"
+    prefix_caching: bool = True
+    num_threads: int | None = Field(None, ge=1)  # of the math libraries; default: every core
+
+
+class PrefillConfig(_Frozen):
+    max_batch_tokens: int = Field(512, ge=1)  # computed in one step
+    max_batch_sequences: int = Field(16, ge=1)
+
+
+class DecodeConfig(_Frozen):
+    max_batch_sequences: int = Field(64, ge=1)
+    max_batch_tokens: int = Field(256, ge=1)  # of one step, local prefill chunks included
+    max_waiting: int = Field(1024, ge=1)  # requests held; more are refused with RESOURCE_EXHAUSTED
+    placement: Literal["auto", "remote", "local"] = "auto"  # where prompts are computed
+    watermark: float = Field(0.02, ge=0, lt=1)  # share of pages kept for sequences that are running
+
+
+class TransferConfig(_Frozen):
+    transport: Literal["auto", "nixl", "torch", "shm"] = "auto"
+    host: str = "127.0.0.1"  # address that transports listen on
+    connect_timeout_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(30.0, gt=0)  # of one transfer without progress
+    checksums: bool = False  # xxh3 of every page, verified before a page is used
+
+
+class WorkerConfig(_Frozen):
+    """One worker process."""
+
+    worker_id: str
+    role: Role
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)  # 0: any free port
+    served_model: str = ""  # default: name of the model's folder
+    engine: EngineConfig
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    transfer: TransferConfig = TransferConfig()
+
+
+class RouterConfig(_Frozen):
+    """One router process. Workers come from `admin` (a membership stream) or from the fixed list `workers`."""
+
+    model: str  # a Hugging Face checkpoint folder: tokenizer and template only
+    served_model: str = ""  # default: name of the model's folder
+    host: str = "127.0.0.1"
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    http_port: int = Field(8000, ge=0, le=65535)
+    admin: str = ""  # host:port of the Admin service
+    workers: tuple[str, ...] = ()  # host:port of each worker, where there is no Admin service
+    default_timeout_s: float = Field(600.0, gt=0)  # of a request that names none
+    max_timeout_s: float = Field(3600.0, gt=0)
+    max_inflight: int = Field(4096, ge=1)  # requests; more are refused with RESOURCE_EXHAUSTED
+    max_redispatches: int = Field(3, ge=0)  # of one request whose decode worker was lost
+    policy: Literal["kv-aware", "least-loaded", "round-robin", "random"] = "kv-aware"
+
+
+class PoolConfig(_Frozen):
+    replicas: int = Field(1, ge=0)
+    num_gpus: float = Field(0, ge=0)
+    num_cpus: float | None = Field(None, gt=0)  # default: an even share of the machine's cores
+    resources: dict[str, float] = Field(default_factory=dict)  # custom Ray resources
+
+
+class ServeConfig(_Frozen):
+    """A deployment: what `penstock serve` starts."""
+
+    model: str
+    served_model: str = ""
+    host: str = "127.0.0.1"
+    http_port: int = Field(8000, ge=0, le=65535)
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    admin_port: int = Field(50052, ge=0, le=65535)
+    address: str = ""  # a Ray cluster to join; empty: start one here
+    prefill_pool: PoolConfig = PoolConfig()
+    decode_pool: PoolConfig = PoolConfig()
+    engine: dict[str, object] = Field(default_factory=dict)  # EngineConfig without `model`
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    transfer: TransferConfig = TransferConfig()
+    router: dict[str, object] = Field(default_factory=dict)  # RouterConfig without what stands above
+    start_timeout_s: float = Field(300.0, gt=0)  # until the deployment must be ready
+
+    @model_validator(mode="after")
+    def _parts_are_valid(self) -> ServeConfig:
+        if self.decode_pool.replicas < 1:
+            raise ValueError("decode_pool.replicas is 0: at least 1 decode worker is needed")
+        self.engine_config()
+        self.router_config()
+        return self
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model or Path(self.model).name
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig.model_validate({"model": self.model, **self.engine})
+
+    def router_config(self, admin: str = "") -> RouterConfig:
+        shared = {
+            "model": self.model,
+            "served_model": self.model_name,
+            "host": self.host,
+            "grpc_port": self.grpc_port,
+            "http_port": self.http_port,
+            "admin": admin,
+        }
+        return RouterConfig.model_validate({**shared, **self.router})
+
+    def worker_config(self, worker_id: str, role: Role) -> WorkerConfig:
+        return WorkerConfig(
+            worker_id=worker_id,
+            role=role,
+            host=self.host,
+            served_model=self.model_name,
+            engine=self.engine_config(),
+            prefill=self.prefill,
+            decode=self.decode,
+            transfer=self.transfer,
+        )
+
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+def load(kind: type[ConfigT], path: str | Path) -> ConfigT:
+    """Reads a `.toml` or `.json` file. Raises ConfigError that names the file, the key, its value and the fix."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+        data = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"config file {file}: {error}; give a readable TOML or JSON file") from error
+    return parse(kind, data, source=str(file))
+
+
+def parse(kind: type[ConfigT], data: object, source: str = "config") -> ConfigT:
+    """Validates plain data. Raises ConfigError with one line for each problem."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        lines = [f"{source}: {_explain(problem)}" for problem in error.errors(include_url=False)]
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _explain(problem: object) -> str:
+    assert isinstance(problem, dict)
+    key = ".".join(str(part) for part in problem["loc"]) or "(whole)"
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key} = {problem['input']!r}; remove it or mend its spelling"
+    return f"{key} = {problem['input']!r}: {problem['msg']}"

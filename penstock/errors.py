@@ -1,0 +1,209 @@
+"""Typed errors and the one table that maps them to gRPC and HTTP status.
+
+An input error names the field, the value and the fix. Every error crosses a process boundary as a gRPC status with
+google.rpc details (`to_status`, `from_status`), so that a client sees the same type that a handler raised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+DOMAIN = "penstock"
+
+
+class PenstockError(Exception):
+    """Base of every error that Penstock raises on purpose."""
+
+    code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    http_status: ClassVar[int] = 500
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidInput(PenstockError):
+    """The caller can mend it: `field` is what is wrong, the message says with which value and how to mend it."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 400
+    reason = "INVALID_INPUT"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class ModelNotFound(PenstockError):
+    code = grpc.StatusCode.NOT_FOUND
+    http_status = 404
+    reason = "MODEL_NOT_FOUND"
+
+
+class CheckpointError(PenstockError):
+    """A model folder that cannot be served as its files say; names the file, what it holds and the fix."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 500
+    reason = "CHECKPOINT"
+
+
+class ConfigError(PenstockError):
+    """Configuration that cannot work; names the key, its value and the fix."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 500
+    reason = "CONFIG"
+
+
+class DeadlineExceeded(PenstockError):
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    http_status = 504
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(PenstockError):
+    code = grpc.StatusCode.CANCELLED
+    http_status = 499
+    reason = "CANCELLED"
+
+
+class Unavailable(PenstockError):
+    """Nobody can serve it now; another try may succeed after `retry_after_s` seconds."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+    reason = "UNAVAILABLE"
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Overloaded(Unavailable):
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
+    reason = "OVERLOADED"
+
+
+class TransferError(PenstockError):
+    """A KV transfer that failed. The request goes on: another prefill worker, or a local prefill."""
+
+    code = grpc.StatusCode.ABORTED
+    http_status = 500
+    reason = "TRANSFER"
+
+
+class TransferRefused(TransferError):
+    """Two workers whose pages do not fit together; the message holds both layout digests."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "TRANSFER_REFUSED"
+
+
+class InternalError(PenstockError):
+    """A fault of ours."""
+
+
+_TYPES: tuple[type[PenstockError], ...] = (
+    ModelNotFound,
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    Cancelled,
+    Unavailable,
+    Overloaded,
+    TransferError,
+    TransferRefused,
+    InternalError,
+)
+_BY_REASON = {error.reason: error for error in _TYPES}
+_CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
+
+
+@dataclass(frozen=True, slots=True)
+class _Details:
+    reason: str | None = None
+    field: str | None = None
+    problem: str | None = None
+    retry_after_s: float | None = None
+
+
+def to_status(error: PenstockError) -> status_pb2.Status:
+    """The google.rpc.Status of an error, with ErrorInfo and, where they apply, BadRequest and RetryInfo."""
+    details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))]
+    if isinstance(error, InvalidInput):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
+        details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(retry_after_s * 1e9))
+        details.append(_pack(retry))
+    return status_pb2.Status(code=error.code.value[0], message=error.message, details=details)
+
+
+def from_status(status: status_pb2.Status) -> PenstockError:
+    """The typed error behind a status; an unknown one becomes the base type of its code."""
+    found = _read_details(status)
+    if found.field is not None:
+        return InvalidInput(found.field, found.problem or status.message)
+    kind = _BY_REASON.get(found.reason or "")
+    if kind is None:
+        kind = _BY_CODE.get(_CODE_BY_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN), InternalError)
+    if issubclass(kind, Unavailable):
+        return kind(status.message, found.retry_after_s)
+    return kind(status.message)
+
+
+def from_rpc_error(error: grpc.RpcError) -> PenstockError:
+    """The typed error behind a failed call, `grpc` or `grpc.aio`."""
+    for key, value in error.trailing_metadata() or ():  # type: ignore[attr-defined]
+        if key == "grpc-status-details-bin":
+            return from_status(status_pb2.Status.FromString(value))
+    code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+    return from_status(status_pb2.Status(code=code.value[0], message=error.details() or ""))  # type: ignore[attr-defined]
+
+
+_BY_CODE: dict[grpc.StatusCode, type[PenstockError]] = {
+    grpc.StatusCode.NOT_FOUND: ModelNotFound,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.ABORTED: TransferError,
+}
+
+
+def _pack(message: object) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)  # type: ignore[arg-type]
+    return packed
+
+
+def _read_details(status: status_pb2.Status) -> _Details:
+    reason = field = problem = None
+    retry_after_s: float | None = None
+    for packed in status.details:
+        info, bad, retry = (
+            error_details_pb2.ErrorInfo(),
+            error_details_pb2.BadRequest(),
+            error_details_pb2.RetryInfo(),
+        )
+        if packed.Unpack(info):
+            reason = info.reason
+        elif packed.Unpack(bad) and bad.field_violations:
+            field, problem = bad.field_violations[0].field, bad.field_violations[0].description
+        elif packed.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return _Details(reason, field, problem, retry_after_s)
+
+
+assert all(error.code.value[0] in code_pb2.Code.values() for error in _TYPES)

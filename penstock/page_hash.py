@@ -1,0 +1,46 @@
+"""Names of full KV pages, computed alike by routers and workers.
+
+A page's hash chains over everything its KV depends on: the salt (model revision, tokenizer revision, adapter, tenant),
+every token before it, and its own tokens. Seedless, so that it means the same in every process, and collision
+resistant (BLAKE2b, 128 bits): two prompts that collide would read each other's KV, and prompts are written by
+strangers. About 0.6 us a page of 16 tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from penstock.types import PageHash
+
+HASH_VERSION = 1
+_DIGEST_BYTES = 16
+
+
+def make_salt(model_revision: str, *, adapter: str = "", tenant: str = "") -> bytes:
+    """The root of a hash chain. Parts are length-prefixed: no two different tuples give the same salt."""
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"penstock-page")
+    for part in (str(HASH_VERSION), model_revision, adapter, tenant):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()
+
+
+def hash_pages(
+    token_ids: Sequence[int], page_size: int, salt: bytes, parents: Sequence[PageHash] = ()
+) -> list[PageHash]:
+    """Hashes of the full pages of `token_ids`, those in `parents` taken as known for the leading ones.
+
+    Returns one hash a full page, `len(token_ids) // page_size` in all; a partial last page has none.
+    """
+    num_full = len(token_ids) // page_size
+    hashes = list(parents[:num_full])
+    start = len(hashes) * page_size
+    raw = array("I", token_ids[start : num_full * page_size]).tobytes()
+    page_bytes = 4 * page_size
+    parent: bytes = hashes[-1] if hashes else salt
+    for offset in range(0, len(raw), page_bytes):
+        parent = blake2b(parent + raw[offset : offset + page_bytes], digest_size=_DIGEST_BYTES).digest()
+        hashes.append(PageHash(parent))
+    return hashes

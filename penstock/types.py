@@ -1,0 +1,102 @@
+"""The nouns that every plane shares: identities, sampling parameters, finish reasons.
+
+Plain frozen data without I/O. The wire forms are in `proto/penstock/v1`, the conversions in `penstock.wire`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+WorkerId = NewType("WorkerId", str)
+Epoch = NewType("Epoch", int)  # one incarnation of a worker process
+TransferId = NewType("TransferId", str)
+PageId = NewType("PageId", int)  # index of a page in one worker's pool
+PageHash = NewType("PageHash", bytes)  # 16 bytes, see penstock.page_hash
+TokenId = int
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw tokens, every default resolved. Validated by `penstock.sampling.resolve`, not here."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int = 0  # uint64; the draw at a position depends on (seed, position) alone
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # alternatives per token; None: no log-probabilities
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log-probabilities of a drawn token and of the likeliest ones, before penalties and temperature."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class TransferKey:
+    """One attempt to move one request's pages between two incarnations. Minted by the decode worker."""
+
+    transfer_id: TransferId
+    sender_epoch: Epoch
+    receiver_epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker incarnation that takes work."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    role: Role
+    address: str  # host:port of its gRPC server
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """What a worker says of itself with every event batch."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    free_pages: int = 0  # free or evictable
+    total_pages: int = 0
+    queued_prefill_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0  # 0: not measured yet
+    step_s: float = 0.0

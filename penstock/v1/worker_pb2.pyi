@@ -1,0 +1,269 @@
+from google.rpc import status_pb2 as _status_pb2
+from penstock.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerDescription(_message.Message):
+    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    role: str
+    model: str
+    model_revision: str
+    page_size: int
+    num_pages: int
+    layout_digest: str
+    context_length: int
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    page_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ...) -> None: ...
+
+class WatchEventsRequest(_message.Message):
+    __slots__ = ("epoch", "next_seq")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    next_seq: int
+    def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    free_pages: int
+    total_pages: int
+    queued_prefill_tokens: int
+    prefill_tokens_per_s: float
+    step_s: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
+
+class EventBatch(_message.Message):
+    __slots__ = ("epoch", "first_seq", "num_events", "snapshot", "payload", "load")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SEQ_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    first_seq: int
+    num_events: int
+    snapshot: bool
+    payload: bytes
+    load: Load
+    def __init__(self, epoch: _Optional[int] = ..., first_seq: _Optional[int] = ..., num_events: _Optional[int] = ..., snapshot: _Optional[bool] = ..., payload: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class TransferKey(_message.Message):
+    __slots__ = ("transfer_id", "sender_epoch", "receiver_epoch")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    SENDER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    sender_epoch: int
+    receiver_epoch: int
+    def __init__(self, transfer_id: _Optional[str] = ..., sender_epoch: _Optional[int] = ..., receiver_epoch: _Optional[int] = ...) -> None: ...
+
+class TransferStateRequest(_message.Message):
+    __slots__ = ("transfer",)
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    transfer: TransferKey
+    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ...) -> None: ...
+
+class TransferStateResponse(_message.Message):
+    __slots__ = ("epoch", "open")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    open: bool
+    def __init__(self, epoch: _Optional[int] = ..., open: _Optional[bool] = ...) -> None: ...
+
+class PrefillStart(_message.Message):
+    __slots__ = ("transfer", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "num_pages_held", "timeout_ms", "offer")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    transfer: TransferKey
+    request_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    sampling: _common_pb2.SamplingParams
+    salt: bytes
+    num_pages_held: int
+    timeout_ms: int
+    offer: bytes
+    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., num_pages_held: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., offer: _Optional[bytes] = ...) -> None: ...
+
+class PrefillDestination(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pages: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PrefillCancel(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrefillCommand(_message.Message):
+    __slots__ = ("start", "destination", "cancel")
+    START_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    start: PrefillStart
+    destination: PrefillDestination
+    cancel: PrefillCancel
+    def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., destination: _Optional[_Union[PrefillDestination, _Mapping]] = ..., cancel: _Optional[_Union[PrefillCancel, _Mapping]] = ...) -> None: ...
+
+class PrefillReserve(_message.Message):
+    __slots__ = ("num_pages",)
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    num_pages: int
+    def __init__(self, num_pages: _Optional[int] = ...) -> None: ...
+
+class PrefillFirstToken(_message.Message):
+    __slots__ = ("token_id", "logprob", "queue_ms", "prefill_ms", "cached_tokens")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: _common_pb2.TokenLogprob
+    queue_ms: float
+    prefill_ms: float
+    cached_tokens: int
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[_common_pb2.TokenLogprob, _Mapping]] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class PrefillPushed(_message.Message):
+    __slots__ = ("num_tokens", "page_hashes", "num_pages", "checksums")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    page_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    num_pages: int
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_tokens: _Optional[int] = ..., page_hashes: _Optional[_Iterable[bytes]] = ..., num_pages: _Optional[int] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PrefillClosed(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _status_pb2.Status
+    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class PrefillEvent(_message.Message):
+    __slots__ = ("reserve", "first_token", "pushed", "closed")
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    reserve: PrefillReserve
+    first_token: PrefillFirstToken
+    pushed: PrefillPushed
+    closed: PrefillClosed
+    def __init__(self, reserve: _Optional[_Union[PrefillReserve, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., pushed: _Optional[_Union[PrefillPushed, _Mapping]] = ..., closed: _Optional[_Union[PrefillClosed, _Mapping]] = ...) -> None: ...
+
+class PrefillCandidate(_message.Message):
+    __slots__ = ("worker_id", "epoch", "address", "queue_s", "prefill_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    address: str
+    queue_s: float
+    prefill_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+
+class DecodeSubmit(_message.Message):
+    __slots__ = ("stream_id", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "prefill_candidates")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    request_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    sampling: _common_pb2.SamplingParams
+    salt: bytes
+    timeout_ms: int
+    prefill_candidates: _containers.RepeatedCompositeFieldContainer[PrefillCandidate]
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ...) -> None: ...
+
+class DecodeCancel(_message.Message):
+    __slots__ = ("stream_id",)
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    def __init__(self, stream_id: _Optional[int] = ...) -> None: ...
+
+class DecodeCommand(_message.Message):
+    __slots__ = ("submit", "cancel")
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    submit: DecodeSubmit
+    cancel: DecodeCancel
+    def __init__(self, submit: _Optional[_Union[DecodeSubmit, _Mapping]] = ..., cancel: _Optional[_Union[DecodeCancel, _Mapping]] = ...) -> None: ...
+
+class StepDelta(_message.Message):
+    __slots__ = ("stream_id", "token_ids", "logprobs", "finish_reason", "error", "timing")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]
+    finish_reason: _common_pb2.FinishReason
+    error: _status_pb2.Status
+    timing: _common_pb2.Timing
+    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ...) -> None: ...
+
+class StepFrame(_message.Message):
+    __slots__ = ("step", "deltas")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DELTAS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    deltas: _containers.RepeatedCompositeFieldContainer[StepDelta]
+    def __init__(self, step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[StepDelta, _Mapping]]] = ...) -> None: ...

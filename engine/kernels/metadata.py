@@ -1,0 +1,38 @@
+"""What an attention kernel must know of a batch besides its tensors.
+
+Built once per step by `engine.batch` and read by every layer's kernels, which never change it.
+
+Shapes: `T` tokens in the batch, `B` sequences, `P` pages of the pool, `S` page size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where each sequence's queries and pages stand.
+
+    The tokens of one sequence are neighbours in the batch, and the first `num_decodes` sequences have one query
+    token each. New K/V are written into the pool (`write_kv`) before attention reads it.
+    """
+
+    page_table_BP: torch.Tensor  # int32 [B, max_pages]; entries past a sequence's last page are 0
+    query_start_B1: torch.Tensor  # int32 [B + 1], cumulative: queries of b stand at [start[b], start[b + 1])
+    context_lens_B: torch.Tensor  # int32 [B], tokens of KV after this step, the new ones included
+    max_query_len: int
+    max_context_len: int
+    num_decodes: int
+    slot_page_T: torch.Tensor  # int64 [T], page that takes the token's K/V
+    slot_offset_T: torch.Tensor  # int64 [T], its place in the page
+
+    @property
+    def num_sequences(self) -> int:
+        return self.context_lens_B.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.slot_page_T.shape[0]

@@ -1,0 +1,102 @@
+"""One way to make a gRPC server and a channel: health, reflection, keepalive, limits, tidy errors.
+
+A peer that is killed closes its sockets at once; a frozen one shows only by unanswered pings, so both ends ping.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from penstock.config import MAX_MESSAGE_BYTES
+from penstock.errors import ConfigError, InternalError, PenstockError, to_status
+
+log = logging.getLogger(__name__)
+
+_PING_INTERVAL_MS = 1000
+_PING_TIMEOUT_MS = 1000  # a frozen peer is noticed within about 2 s; grpc's default is 60 s
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+_KEEPALIVE: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", _PING_INTERVAL_MS),
+    ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_PING_POLICY: list[tuple[str, int]] = [
+    ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),  # a port in use is an error, not a second listener
+]
+
+
+def make_channel(address: str) -> grpc.aio.Channel:
+    """An insecure channel that notices a frozen peer."""
+    # A worker that restarts on its old port must not meet the dead subchannel of its predecessor.
+    return grpc.aio.insecure_channel(address, options=[*_OPTIONS, *_KEEPALIVE, ("grpc.use_local_subchannel_pool", 1)])
+
+
+class GrpcServer:
+    """A grpc.aio server with the health service (NOT_SERVING until told otherwise) and reflection."""
+
+    def __init__(self, services: Sequence[ServiceDescriptor], *, keepalive: bool = True) -> None:
+        """`keepalive` pings callers; off for the public port, whose callers may sit behind proxies."""
+        options = [*_OPTIONS, *_PING_POLICY, *(_KEEPALIVE if keepalive else [])]
+        self.server = grpc.aio.server(options=options)
+        self._names = [service.full_name for service in services]
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server)
+        self.port = 0
+
+    async def start(self, host: str, port: int, key: str = "port") -> int:
+        """Listens; returns the port. Raises ConfigError that names `key` where the port is taken."""
+        try:
+            self.port = self.server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise ConfigError(f"{key} = {port}: cannot listen on {host}:{port}; free it or choose another") from error
+        await self.set_serving(False)
+        await self.server.start()
+        return self.port
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ["", *self._names]:
+            await self._health.set(name, status)
+
+    async def stop(self, grace_s: float = 0.5) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: PenstockError) -> NoReturn:
+    """Ends a call with the google.rpc status of `error`."""
+    status = to_status(error)
+    metadata = (("grpc-status-details-bin", status.SerializeToString()),)
+    await context.abort(error.code, status.message, trailing_metadata=metadata)
+    raise AssertionError("context.abort returned")
+
+
+@contextlib.asynccontextmanager
+async def typed_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Turns a PenstockError inside the block into the call's status, and a fault of ours into a plain INTERNAL."""
+    try:
+        yield
+    except PenstockError as error:
+        await abort(context, error)
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        log.exception("a handler failed")
+        await abort(context, InternalError(f"internal error: {type(error).__name__}"))

@@ -1,0 +1,129 @@
+"""Conversions between the wire messages of `proto/penstock/v1` and `penstock.types`. Nothing else."""
+
+from __future__ import annotations
+
+from penstock.types import (
+    Epoch,
+    FinishReason,
+    Member,
+    Role,
+    SamplingParams,
+    TokenLogprob,
+    TransferId,
+    TransferKey,
+    WorkerId,
+    WorkerLoad,
+)
+from penstock.v1 import admin_pb2, common_pb2, worker_pb2
+
+_FINISH_TO_WIRE = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+}
+_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+
+
+def finish_reason_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:
+    return _FINISH_TO_WIRE[reason] if reason else common_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def finish_reason_from_wire(wire: common_pb2.FinishReason) -> FinishReason | None:
+    return _FINISH_FROM_WIRE.get(wire)
+
+
+def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
+    """Every field set: a worker resolves no defaults."""
+    return common_pb2.SamplingParams(
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        seed=sampling.seed,
+        n=sampling.n,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs,
+    )
+
+
+def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
+    """Of a message that `sampling_to_wire` made; between workers, never from a client."""
+    return SamplingParams(
+        max_tokens=wire.max_tokens,
+        min_tokens=wire.min_tokens,
+        temperature=wire.temperature,
+        top_k=wire.top_k,
+        top_p=wire.top_p,
+        min_p=wire.min_p,
+        repetition_penalty=wire.repetition_penalty,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        logit_bias=dict(wire.logit_bias),
+        seed=wire.seed,
+        n=wire.n,
+        stop=tuple(wire.stop),
+        stop_token_ids=tuple(wire.stop_token_ids),
+        ignore_eos=wire.ignore_eos,
+        logprobs=wire.logprobs if wire.HasField("logprobs") else None,
+    )
+
+
+def logprob_to_wire(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
+    top = [common_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprob.top]
+    return common_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, top=top)
+
+
+def logprob_from_wire(wire: common_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(wire.token_id, wire.logprob, tuple((top.token_id, top.logprob) for top in wire.top))
+
+
+def transfer_key_to_wire(key: TransferKey) -> worker_pb2.TransferKey:
+    return worker_pb2.TransferKey(
+        transfer_id=key.transfer_id, sender_epoch=key.sender_epoch, receiver_epoch=key.receiver_epoch
+    )
+
+
+def transfer_key_from_wire(wire: worker_pb2.TransferKey) -> TransferKey:
+    return TransferKey(TransferId(wire.transfer_id), Epoch(wire.sender_epoch), Epoch(wire.receiver_epoch))
+
+
+def load_to_wire(load: WorkerLoad) -> worker_pb2.Load:
+    return worker_pb2.Load(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        free_pages=load.free_pages,
+        total_pages=load.total_pages,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        step_s=load.step_s,
+    )
+
+
+def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
+    return WorkerLoad(
+        num_running=wire.num_running,
+        num_waiting=wire.num_waiting,
+        free_pages=wire.free_pages,
+        total_pages=wire.total_pages,
+        queued_prefill_tokens=wire.queued_prefill_tokens,
+        prefill_tokens_per_s=wire.prefill_tokens_per_s,
+        step_s=wire.step_s,
+    )
+
+
+def member_to_wire(member: Member) -> admin_pb2.Member:
+    return admin_pb2.Member(
+        worker_id=member.worker_id, epoch=member.epoch, role=member.role.value, address=member.address
+    )
+
+
+def member_from_wire(wire: admin_pb2.Member) -> Member:
+    return Member(WorkerId(wire.worker_id), Epoch(wire.epoch), Role(wire.role), wire.address)

@@ -105,14 +105,13 @@ class TransferStateResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., open: _Optional[bool] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("transfer", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "num_pages_held", "timeout_ms", "offer")
+    __slots__ = ("transfer", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "offer")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
-    NUM_PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     transfer: TransferKey
@@ -121,16 +120,17 @@ class PrefillStart(_message.Message):
     num_prompt_tokens: int
     sampling: _common_pb2.SamplingParams
     salt: bytes
-    num_pages_held: int
     timeout_ms: int
     offer: bytes
-    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., num_pages_held: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., offer: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., offer: _Optional[bytes] = ...) -> None: ...
 
 class PrefillDestination(_message.Message):
-    __slots__ = ("pages",)
+    __slots__ = ("num_pages_held", "pages")
+    NUM_PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    num_pages_held: int
     pages: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, pages: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, num_pages_held: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillCancel(_message.Message):
     __slots__ = ()

@@ -1,0 +1,60 @@
+# `make setup` then anything else; each target sets up what it needs.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+MODEL ?= models/penstock-tiny
+
+.PHONY: help setup serve demo test lint types proto check-proto bench bench-serving gpu-check clean
+
+help:
+	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
+	@echo "make serve          set up, serve $(MODEL) until Ctrl-C        (MODEL=DIR for another)"
+	@echo "make test           set up, run the whole test suite"
+	@echo "make lint types     ruff, mypy"
+	@echo "make proto          regenerate the gRPC stubs from proto/"
+	@echo "make bench bench-serving   benchmarks, results in benchmarks/results/"
+	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[serve,nixl,test]"
+	touch $@
+
+serve: setup
+	$(PY) -m cluster.cli serve --model $(MODEL)
+
+demo: setup
+	$(PY) -m cluster.demo --model $(MODEL)
+
+test: setup
+	$(PY) -m pytest -q
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: setup
+	$(VENV)/bin/mypy
+
+proto: setup
+	$(PY) -m tests.stubs --write
+
+check-proto: setup
+	$(PY) -m tests.stubs
+
+bench: setup
+	$(PY) -m benchmarks.engine
+
+bench-serving: setup
+	$(PY) -m benchmarks.serving
+
+gpu-check:
+	python3 -m pytest -q -m gpu tests
+	python3 -m benchmarks.gpu
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

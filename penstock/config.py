@@ -48,7 +48,17 @@ class DecodeConfig(_Frozen):
     max_batch_tokens: int = Field(256, ge=1)  # of one step, local prefill chunks included
     max_waiting: int = Field(1024, ge=1)  # requests held; more are refused with RESOURCE_EXHAUSTED
     placement: Literal["auto", "remote", "local"] = "auto"  # where prompts are computed
+    max_local_tokens: int = Field(32, ge=0)  # with auto: longer uncached suffixes always go to a prefill worker
     watermark: float = Field(0.02, ge=0, lt=1)  # share of pages kept for sequences that are running
+
+    @model_validator(mode="after")
+    def _every_sequence_gets_its_token(self) -> DecodeConfig:
+        if self.max_batch_tokens < self.max_batch_sequences:
+            raise ValueError(
+                f"decode.max_batch_tokens = {self.max_batch_tokens} is below decode.max_batch_sequences = "
+                f"{self.max_batch_sequences}; raise it, since each sequence needs one token a step"
+            )
+        return self
 
 
 class TransferConfig(_Frozen):

@@ -1,4 +1,4 @@
-"""Resolves a request's optional sampling fields to `SamplingParams`, or says which field is wrong and how to mend it."""
+"""Resolves a request's optional sampling fields to `SamplingParams`, or says which one is wrong and how to mend it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,41 @@
+"""Where a prompt's missing KV is computed: here, in chunks beside decoding, or by a prefill worker. Pure.
+
+Both ways are priced in seconds. Here costs the chunks' own time and delays everybody who is streaming; there costs the
+queue, the prefill and the hand-off. Long suffixes always go out: decode workers are not sized to compute them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+_HAND_OFF_S = 0.004  # two gRPC hops, reservation and notification; measured on loopback, 2026-11
+_PRIOR_TOKENS_PER_S = 2000.0  # of a worker that has not computed a chunk yet
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementCosts:
+    """What the choice rests on, in tokens and seconds."""
+
+    uncached_tokens: int  # tokens to compute if it is done here
+    queued_tokens: int  # waiting to be computed here already
+    num_running: int  # sequences that a chunk here would delay
+    tokens_per_s: float  # of chunks here; 0: not measured yet
+    remote_queue_s: float
+    remote_prefill_s: float
+    transfer_s: float
+
+
+def prefill_here(
+    mode: Literal["auto", "remote", "local"], max_local_tokens: int, has_candidates: bool, costs: PlacementCosts
+) -> bool:
+    """Whether this worker computes the prompt itself."""
+    if mode == "local" or not has_candidates:
+        return True
+    if mode == "remote" or costs.uncached_tokens > max_local_tokens:
+        return False
+    rate = costs.tokens_per_s or _PRIOR_TOKENS_PER_S
+    own_s = (costs.queued_tokens + costs.uncached_tokens) / rate
+    delay_s = costs.num_running * costs.uncached_tokens / rate
+    remote_s = costs.remote_queue_s + costs.remote_prefill_s + _HAND_OFF_S + costs.transfer_s
+    return own_s + delay_s <= remote_s

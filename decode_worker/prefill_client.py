@@ -1,0 +1,175 @@
+"""The decode worker's calls to prefill workers: one call a transfer, its events posted to the step loop.
+
+Runs on the server's event loop. A call ends with the prefill worker's `closed`, which says that nothing of the transfer
+will be written any more. A call that breaks says nothing of the kind, so `FenceKeeper` asks until it knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from decode_worker.fence_keeper import FenceKeeper
+from engine.step_loop import StepLoop
+from penstock import wire
+from penstock.errors import PenstockError, from_rpc_error, from_status
+from penstock.grpc_server import make_channel
+from penstock.types import Epoch, PageId, SamplingParams, TransferKey
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCandidate:
+    """A prefill worker that the router proposes, with its estimates in seconds."""
+
+    worker_id: str
+    epoch: Epoch
+    address: str
+    queue_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefill:
+    """What a prefill worker is asked to do."""
+
+    key: TransferKey
+    candidate: PrefillCandidate
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    salt: bytes
+    timeout_s: float
+
+
+class TransferEvents(Protocol):
+    """What happens to a transfer; called on the step loop."""
+
+    def on_reserve(self, key: TransferKey, num_pages: int) -> None: ...
+
+    def on_first_token(self, key: TransferKey, event: worker_pb2.PrefillFirstToken) -> None: ...
+
+    def on_manifest(self, key: TransferKey, manifest: worker_pb2.PrefillPushed) -> None: ...
+
+    def on_closed(self, key: TransferKey, error: PenstockError | None) -> None: ...
+
+    def on_lost(self, key: TransferKey, error: PenstockError) -> None: ...
+
+    def on_quiesced(self, key: TransferKey) -> None: ...
+
+
+class PrefillClient:
+    """Owns the channels to prefill workers and one task for each call. Methods may be called from any thread."""
+
+    def __init__(self, loop: StepLoop, events: TransferEvents, make_offer: Callable[[str, Epoch], bytes]) -> None:
+        self._loop = loop
+        self._events = events
+        self._make_offer = make_offer
+        self._running = asyncio.get_running_loop()
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._commands: dict[TransferKey, asyncio.Queue[worker_pb2.PrefillCommand | None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._fences = FenceKeeper(self._channel, lambda key: loop.post(lambda: events.on_quiesced(key)))
+
+    def start(self, prefill: RemotePrefill) -> None:
+        self._running.call_soon_threadsafe(self._start, prefill)
+
+    def send_destination(self, key: TransferKey, num_pages_held: int, pages: Sequence[PageId]) -> None:
+        destination = worker_pb2.PrefillDestination(num_pages_held=num_pages_held, pages=pages)
+        self._running.call_soon_threadsafe(self._send, key, worker_pb2.PrefillCommand(destination=destination))
+
+    def cancel(self, key: TransferKey) -> None:
+        command = worker_pb2.PrefillCommand(cancel=worker_pb2.PrefillCancel())
+        self._running.call_soon_threadsafe(self._send, key, command)
+
+    async def close(self) -> None:
+        await self._fences.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for channel in self._channels.values():
+            await channel.close()
+
+    def _start(self, prefill: RemotePrefill) -> None:
+        self._commands[prefill.key] = asyncio.Queue()
+        task = asyncio.create_task(self._follow(prefill))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send(self, key: TransferKey, command: worker_pb2.PrefillCommand) -> None:
+        if key in self._commands:
+            self._commands[key].put_nowait(command)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = make_channel(address)
+        return self._channels[address]
+
+    async def _follow(self, prefill: RemotePrefill) -> None:
+        """One call from start to closed; whatever else ends it is a loss."""
+        key, candidate = prefill.key, prefill.candidate
+        commands = self._commands[key]
+        try:
+            offer = await asyncio.to_thread(self._make_offer, candidate.worker_id, candidate.epoch)
+            stub = worker_pb2_grpc.PrefillWorkerStub(self._channel(candidate.address))
+            call = stub.Prefill(_requests(_start_message(prefill, offer), commands))
+            async for event in call:
+                self._deliver(key, event)
+                if event.WhichOneof("event") == "closed":
+                    return
+            self._lose(prefill, PenstockError(f"prefill worker {candidate.worker_id} ended the call early"))
+        except grpc.aio.AioRpcError as error:
+            self._lose(prefill, from_rpc_error(error))
+        except PenstockError as error:
+            self._lose(prefill, error)
+        finally:
+            del self._commands[key]
+            commands.put_nowait(None)
+
+    def _deliver(self, key: TransferKey, event: worker_pb2.PrefillEvent) -> None:
+        events = self._events
+        match event.WhichOneof("event"):
+            case "reserve":
+                self._loop.post(lambda: events.on_reserve(key, event.reserve.num_pages))
+            case "first_token":
+                self._loop.post(lambda: events.on_first_token(key, event.first_token))
+            case "pushed":
+                self._loop.post(lambda: events.on_manifest(key, event.pushed))
+            case "closed":
+                error = from_status(event.closed.error) if event.closed.HasField("error") else None
+                self._loop.post(lambda: events.on_closed(key, error))
+
+    def _lose(self, prefill: RemotePrefill, error: PenstockError) -> None:
+        log.warning("%s: lost prefill worker %s: %s", prefill.request_id, prefill.candidate.worker_id, error)
+        self._loop.post(lambda: self._events.on_lost(prefill.key, error))
+        self._fences.watch(prefill.key, prefill.candidate.address)
+
+
+async def _requests(start: worker_pb2.PrefillCommand, commands: asyncio.Queue[worker_pb2.PrefillCommand | None]):  # type: ignore[no-untyped-def]
+    yield start
+    while (command := await commands.get()) is not None:
+        yield command
+
+
+def _start_message(prefill: RemotePrefill, offer: bytes) -> worker_pb2.PrefillCommand:
+    return worker_pb2.PrefillCommand(
+        start=worker_pb2.PrefillStart(
+            transfer=wire.transfer_key_to_wire(prefill.key),
+            request_id=prefill.request_id,
+            token_ids=prefill.token_ids,
+            num_prompt_tokens=prefill.num_prompt_tokens,
+            sampling=wire.sampling_to_wire(prefill.sampling),
+            salt=prefill.salt,
+            timeout_ms=max(1, int(prefill.timeout_s * 1e3)),
+            offer=offer,
+        )
+    )

@@ -1,0 +1,87 @@
+"""A request as its decode worker holds it, and what it sends back: tokens, an end, and where the time went."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from decode_worker.prefill_client import PrefillCandidate
+from engine.sequence import SampledToken, Sequence
+from penstock.errors import PenstockError
+from penstock.types import FinishReason, TransferKey, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """Where a finished request's time went, in seconds, and who served it."""
+
+    queue_s: float
+    prefill_s: float
+    transfer_s: float  # first token to last page landed: the exposed part of the transfer
+    first_token_s: float
+    decode_s: float
+    prefill_worker: WorkerId | None
+    decode_worker: WorkerId
+    cached_tokens: int
+    pages_moved: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """One sequence's share of a step: a token, an end, or both."""
+
+    stream_id: int
+    token: SampledToken | None = None
+    finish_reason: FinishReason | None = None
+    error: PenstockError | None = None
+    timing: RequestTiming | None = None  # with finish_reason
+
+
+Send = Callable[[list[TokenDelta]], None]
+
+
+@dataclass(slots=True)
+class StageTimes:
+    """Moments are monotonic seconds, 0 until they come; `queue_s` and `prefill_s` are durations."""
+
+    submitted_s: float = 0.0
+    started_s: float = 0.0  # first chunk computed here
+    first_token_s: float = 0.0
+    landed_s: float = 0.0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """Owned by `DecodeWorker`, on the step loop."""
+
+    stream_id: int
+    sequence: Sequence
+    send: Send  # to the request's router; called once a step with the deltas of all its requests
+    candidates: deque[PrefillCandidate]
+    deadline_s: float  # monotonic; bounds every leg
+    times: StageTimes = field(default_factory=StageTimes)
+    transfer: TransferKey | None = None  # the attempt under way
+    prefilled_by: WorkerId | None = None
+    cached_tokens: int = 0  # in the prefill worker's cache
+    pages_moved: int = 0
+
+    def timing(
+        self, *, decode_worker: WorkerId, cached_tokens: int, num_preemptions: int, now_s: float
+    ) -> RequestTiming:
+        times = self.times
+        return RequestTiming(
+            queue_s=times.queue_s,
+            prefill_s=times.prefill_s,
+            transfer_s=max(0.0, times.landed_s - times.first_token_s) if times.landed_s else 0.0,
+            first_token_s=times.first_token_s - times.submitted_s,
+            decode_s=now_s - times.first_token_s,
+            prefill_worker=self.prefilled_by,
+            decode_worker=decode_worker,
+            cached_tokens=max(self.cached_tokens, cached_tokens),
+            pages_moved=self.pages_moved,
+            num_preemptions=num_preemptions,
+        )

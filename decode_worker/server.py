@@ -1,0 +1,99 @@
+"""A decode worker as a process has it: engine, receiver, step loop, calls to prefill workers and gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from decode_worker.prefill_client import PrefillClient
+from decode_worker.service import DecodeService
+from decode_worker.transfers import Transfers
+from decode_worker.worker import DecodeWorker
+from engine.engine import Engine
+from engine.step_loop import StepLoop
+from engine.worker_identity import describe
+from kv_transfer.receiver import TransferReceiver
+from penstock.config import WorkerConfig
+from penstock.errors import ConfigError, TransferError
+from penstock.grpc_server import GrpcServer
+from penstock.kv_events import KvEventLog
+from penstock.types import Epoch, Role, TransferKey, WorkerId
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from penstock.worker_service import WorkerService
+
+
+class DecodeServer:
+    """`start` returns once a request would succeed; `failed` ends with the error of a step loop that died."""
+
+    role = Role.DECODE
+
+    def __init__(self, config: WorkerConfig) -> None:
+        if config.role is not Role.DECODE:
+            raise ConfigError(f"role = {config.role.value}: this is a decode worker; set role = 'decode'")
+        self._config = config
+        self.epoch = Epoch(time.time_ns())
+        self.address = ""
+        self._running = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._running.create_future()
+
+    async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
+        """Raises CheckpointError or ConfigError; `on_progress` hears the share of the weights loaded, 0 to 1."""
+        config, events = self._config, KvEventLog()
+        engine = await asyncio.to_thread(Engine.load, config.engine, on_progress, events)
+        await asyncio.to_thread(engine.warm_up)
+        self._receiver = TransferReceiver(
+            engine.kv_pages,
+            engine.layout,
+            self.epoch,
+            config.transfer,
+            on_arrival=lambda key, first, count: self._loop.post(lambda: worker.on_arrival(key, first, count)),
+            on_failure=lambda key, error: self._loop.post(lambda: worker.on_stalled(key, error)),
+        )
+        transfers = Transfers(engine, self._receiver, self.epoch, config.transfer.checksums, self._watch_for_stall)
+        description = describe(engine, config, self.epoch)
+        worker = self.worker = DecodeWorker(
+            WorkerId(config.worker_id), engine, transfers, config.decode, description.context_length
+        )
+        self._loop = StepLoop(config.worker_id, self._step, self._on_fatal)
+        self._calls = PrefillClient(self._loop, worker, self._receiver.offer)
+        transfers.calls = self._calls
+        self._service = WorkerService(description, events, lambda: worker.load, lambda key: False)
+        names = worker_pb2.DESCRIPTOR.services_by_name
+        self._grpc = GrpcServer([names["Worker"], names["DecodeWorker"]])
+        worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._grpc.server)
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(DecodeService(worker, self._loop), self._grpc.server)
+        self._loop.start()
+        port = await self._grpc.start(config.host, config.port)
+        self.address = f"{config.host}:{port}"
+        await self._grpc.set_serving(True)
+
+    def _step(self) -> bool:
+        worked = self.worker.step()
+        self._service.notify()
+        return worked
+
+    def _watch_for_stall(self, key: TransferKey) -> None:
+        """The sender is done: pages that have not arrived within the transfer's time-out never will."""
+        error = TransferError(f"transfer {key.transfer_id}: pages did not arrive although the sender is done")
+        timeout_s = self._config.transfer.timeout_s
+
+        def stalled() -> None:
+            self._loop.post(lambda: self.worker.on_stalled(key, error))
+
+        self._running.call_soon_threadsafe(lambda: self._running.call_later(timeout_s, stalled))
+
+    def _on_fatal(self, error: BaseException) -> None:
+        def fail() -> None:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+
+        self._running.call_soon_threadsafe(fail)
+
+    async def stop(self) -> None:
+        """Ends every request, then closes what carries them."""
+        await self._grpc.set_serving(False)
+        await self._grpc.stop()
+        await self._calls.close()
+        await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._receiver.shutdown)

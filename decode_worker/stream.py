@@ -1,0 +1,97 @@
+"""One router's call as its requests see it: deltas of many sequences leave as one frame a step.
+
+Lives on the server's event loop. A router that reads slowly gets several steps in one frame, never a growing queue of
+frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from decode_worker.request import DecodeRequest, RequestTiming, TokenDelta
+from penstock import wire
+from penstock.errors import to_status
+from penstock.v1 import common_pb2, worker_pb2
+
+
+class RouterStream:
+    """Owns what is to be sent to one router, and which of its requests are open."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pending: list[TokenDelta] = []
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._open: dict[int, tuple[DecodeRequest, asyncio.TimerHandle]] = {}  # by stream id
+
+    @property
+    def open_requests(self) -> list[DecodeRequest]:
+        return [request for request, _ in self._open.values()]
+
+    def begin(self, request: DecodeRequest, deadline: asyncio.TimerHandle) -> None:
+        self._open[request.stream_id] = (request, deadline)
+
+    def end(self, stream_id: int) -> DecodeRequest | None:
+        """The request that was open under this id, if any; its deadline no longer runs."""
+        request, deadline = self._open.pop(stream_id, (None, None))
+        if deadline is not None:
+            deadline.cancel()
+        return request
+
+    def send(self, deltas: list[TokenDelta]) -> None:
+        """From the step loop; never blocks."""
+        self._loop.call_soon_threadsafe(self._append, deltas)
+
+    def close(self) -> None:
+        self._closed = True
+        self._changed.set()
+
+    def _append(self, deltas: list[TokenDelta]) -> None:
+        self._pending += deltas
+        self._changed.set()
+
+    async def frames(self) -> AsyncIterator[worker_pb2.StepFrame]:
+        """Ends after `close` once everything pending is out."""
+        number = 0
+        while True:
+            # No deadline here: the stream lives as long as its router, and keepalive pings notice a dead one.
+            await self._changed.wait()
+            self._changed.clear()
+            deltas, self._pending = self._pending, []
+            if deltas:
+                number += 1
+                yield worker_pb2.StepFrame(step=number, deltas=[self._to_wire(delta) for delta in deltas])
+            elif self._closed:
+                return
+
+    def _to_wire(self, delta: TokenDelta) -> worker_pb2.StepDelta:
+        message = worker_pb2.StepDelta(
+            stream_id=delta.stream_id, finish_reason=wire.finish_reason_to_wire(delta.finish_reason)
+        )
+        if delta.token is not None:
+            message.token_ids.append(delta.token.token_id)
+            if delta.token.logprob is not None:
+                message.logprobs.append(wire.logprob_to_wire(delta.token.logprob))
+        if delta.error is not None:
+            message.error.CopyFrom(to_status(delta.error))
+        if delta.timing is not None:
+            message.timing.CopyFrom(_timing_to_wire(delta.timing))
+        if delta.finish_reason is not None or delta.error is not None:
+            self.end(delta.stream_id)
+        return message
+
+
+def _timing_to_wire(timing: RequestTiming) -> common_pb2.Timing:
+    return common_pb2.Timing(
+        queue_ms=timing.queue_s * 1e3,
+        prefill_ms=timing.prefill_s * 1e3,
+        transfer_ms=timing.transfer_s * 1e3,
+        first_token_ms=timing.first_token_s * 1e3,
+        decode_ms=timing.decode_s * 1e3,
+        prefill_worker=timing.prefill_worker,
+        decode_worker=timing.decode_worker,
+        cached_tokens=timing.cached_tokens,
+        pages_moved=timing.pages_moved,
+        num_preemptions=timing.num_preemptions,
+    )

@@ -1,0 +1,253 @@
+"""The decode worker's core: it owns each request from submission to its last token. Runs on the step loop, no gRPC.
+
+A request is placed (prefill here or by a prefill worker), gets its first token and its pages, joins the running batch,
+and leaves with a finish reason, an error or a cancellation; whatever it holds is then released. Pages that a transfer
+may still write stay fenced until the transfer is known to be over, whoever has lost interest in it meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from decode_worker.placement import PlacementCosts, prefill_here
+from decode_worker.request import DecodeRequest, Send, StageTimes, TokenDelta
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.transfers import Landed, Mismatch, Transfers
+from engine.engine import Engine
+from engine.finish import finish_reason
+from engine.sequence import SampledToken, ScheduledSequence, Sequence
+from penstock.config import DecodeConfig
+from penstock.errors import InvalidInput, Overloaded, PenstockError
+from penstock.types import TransferKey, WorkerId, WorkerLoad
+from penstock.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
+
+_SMOOTHING = 0.2  # weight of the newest measurement in running means
+_RETRY_AFTER_S = 1.0
+_TRANSFER_BYTES_PER_S = 1e9  # prior for the choice between here and there
+
+
+class DecodeWorker:
+    """Owns the requests. Every method runs on the step loop."""
+
+    def __init__(
+        self, worker_id: WorkerId, engine: Engine, transfers: Transfers, config: DecodeConfig, context_length: int
+    ) -> None:
+        self._worker_id = worker_id
+        self._engine = engine
+        self._config = config
+        self._context_length = context_length
+        self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, engine.layout.page_size, config)
+        self._transfers = transfers
+        self._requests: dict[Sequence, DecodeRequest] = {}
+        self._outbox: dict[Send, list[TokenDelta]] = {}
+        self._chunk_tokens_per_s = 0.0
+        self._step_s = 0.0
+        self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
+
+    # What the service tells us.
+
+    def submit(self, request: DecodeRequest) -> None:
+        """Takes a request on; one that cannot be served ends at once with an error."""
+        sequence = request.sequence
+        request.times = StageTimes(submitted_s=time.monotonic())
+        try:
+            self._check(sequence)
+        except PenstockError as error:
+            self._emit(request, TokenDelta(request.stream_id, error=error))
+            return
+        self._requests[sequence] = request
+        self.scheduler.track(sequence)
+        self._place(request)
+
+    def _check(self, sequence: Sequence) -> None:
+        if not sequence.token_ids:
+            raise InvalidInput("token_ids", "are empty; give at least one token")
+        if len(sequence.token_ids) >= self._context_length:
+            raise InvalidInput(
+                "token_ids",
+                f"are {len(sequence.token_ids)}, but this worker holds {self._context_length} tokens of context; "
+                "shorten the prompt",
+            )
+        if max(sequence.token_ids) >= self._engine.model.vocab_size:
+            raise InvalidInput(
+                "token_ids",
+                f"hold {max(sequence.token_ids)}; the vocabulary ends at {self._engine.model.vocab_size - 1}",
+            )
+        if len(self._requests) >= self._config.max_batch_sequences + self._config.max_waiting:
+            raise Overloaded(f"this worker holds {len(self._requests)} requests, its limit; try again", _RETRY_AFTER_S)
+
+    def cancel(self, request: DecodeRequest, error: PenstockError | None = None) -> None:
+        """Ends a request whose caller has gone, or with `error` one that cannot go on."""
+        if request.sequence not in self._requests:
+            return
+        if error is not None:
+            self._emit(request, TokenDelta(request.stream_id, error=error))
+        self._release(request)
+
+    # Where a prompt is computed.
+
+    def _place(self, request: DecodeRequest) -> None:
+        """Starts the missing KV of a request that holds no pages: with the next candidate, or here."""
+        request.transfer = None
+        if self._prefill_here(request):
+            request.prefilled_by = self._worker_id
+            self.scheduler.compute_here(request.sequence)
+            return
+        candidate = request.candidates.popleft()
+        request.prefilled_by = WorkerId(candidate.worker_id)
+        request.transfer = self._transfers.begin(request, candidate)
+
+    def _prefill_here(self, request: DecodeRequest) -> bool:
+        sequence = request.sequence
+        uncached = len(sequence.token_ids) - self.scheduler.peek_cached_tokens(sequence)
+        layout = self._engine.layout
+        best = request.candidates[0] if request.candidates else None
+        costs = PlacementCosts(
+            uncached_tokens=uncached,
+            queued_tokens=self.scheduler.num_uncomputed_tokens,
+            num_running=self.scheduler.num_running,
+            tokens_per_s=self._chunk_tokens_per_s,
+            remote_queue_s=best.queue_s if best else 0.0,
+            remote_prefill_s=best.prefill_s if best else 0.0,
+            transfer_s=uncached / layout.page_size * layout.page_bytes / _TRANSFER_BYTES_PER_S,
+        )
+        return prefill_here(self._config.placement, self._config.max_local_tokens, best is not None, costs)
+
+    # What happens to transfers.
+
+    def on_reserve(self, key: TransferKey, num_pages: int) -> None:
+        self._transfers.on_reserve(key, num_pages)
+
+    def on_first_token(self, key: TransferKey, event: worker_pb2.PrefillFirstToken) -> None:
+        request = self._transfers.request_of(key)
+        if request is None or request.times.first_token_s:
+            return
+        request.times.queue_s = event.queue_ms / 1e3
+        request.times.prefill_s = event.prefill_ms / 1e3
+        request.cached_tokens = max(request.cached_tokens, event.cached_tokens)
+        request.times.first_token_s = time.monotonic()
+        token = self._transfers.first_token(event)
+        request.sequence.token_ids.append(token.token_id)
+        self._on_token(request, token)
+
+    def on_manifest(self, key: TransferKey, manifest: worker_pb2.PrefillPushed) -> None:
+        self._after_progress(self._transfers.on_manifest(key, manifest))
+
+    def on_arrival(self, key: TransferKey, first_index: int, num_pages: int) -> None:
+        self._after_progress(self._transfers.on_arrival(key, first_index, num_pages))
+
+    def _after_progress(self, landed: Landed | Mismatch | None) -> None:
+        """The last page of a transfer is here and verified: its sequence joins the next step."""
+        if landed is None:
+            return
+        if isinstance(landed, Mismatch):
+            self._fall_back(landed.request, landed.error)
+            return
+        request = landed.request
+        request.transfer = None
+        request.pages_moved += landed.num_pages
+        request.times.landed_s = time.monotonic()
+        self.scheduler.join(request.sequence, landed.num_tokens)
+
+    def on_closed(self, key: TransferKey, error: PenstockError | None) -> None:
+        self._fall_back(self._transfers.on_closed(key, error), error)
+
+    def on_lost(self, key: TransferKey, error: PenstockError) -> None:
+        self._fall_back(self._transfers.on_lost(key), error)
+
+    def on_stalled(self, key: TransferKey, error: PenstockError) -> None:
+        self._fall_back(self._transfers.on_stalled(key), error)
+
+    def on_quiesced(self, key: TransferKey) -> None:
+        self._transfers.on_quiesced(key)
+
+    def _fall_back(self, request: DecodeRequest | None, error: PenstockError | None) -> None:
+        """A prefill that failed costs the request time and nothing else."""
+        if request is None:
+            return
+        log.warning("%s: prefill by %s failed: %s", request.sequence.request_id, request.prefilled_by, error)
+        self.scheduler.drop_pages(request.sequence)
+        self._place(request)
+
+    # The step.
+
+    def step(self) -> bool:
+        self._transfers.grant_reservations(self.scheduler)
+        work = self.scheduler.schedule()
+        self._flush()  # first tokens from prefill workers do not wait for this step
+        if work:
+            self._compute(work)
+            self._flush()
+        self._refresh_load()
+        return bool(work)
+
+    def _compute(self, work: list[ScheduledSequence]) -> None:
+        started_s = time.monotonic()
+        for scheduled in work:
+            times = self._requests[scheduled.sequence].times
+            times.started_s = times.started_s or started_s
+        output = self._engine.step(work)
+        now_s = time.monotonic()
+        self._measure(work, now_s - started_s)
+        for sequence, token in self.scheduler.commit(work, output):
+            request = self._requests[sequence]
+            if not request.times.first_token_s:
+                request.times.first_token_s = now_s
+                request.times.queue_s = request.times.started_s - request.times.submitted_s
+                request.times.prefill_s = now_s - request.times.started_s
+            self._on_token(request, token)
+
+    def _on_token(self, request: DecodeRequest, token: SampledToken) -> None:
+        """A token that has just been appended to the request's sequence."""
+        reason = finish_reason(request.sequence, self._engine.model.eos_token_ids, self._context_length)
+        if reason is None:
+            self._emit(request, TokenDelta(request.stream_id, token))
+            return
+        timing = request.timing(
+            decode_worker=self._worker_id,
+            cached_tokens=self.scheduler.num_cached_tokens(request.sequence),
+            num_preemptions=self.scheduler.num_preemptions(request.sequence),
+            now_s=time.monotonic(),
+        )
+        self._emit(request, TokenDelta(request.stream_id, token, reason, timing=timing))
+        self._release(request)
+
+    def _release(self, request: DecodeRequest) -> None:
+        del self._requests[request.sequence]
+        self._transfers.abandon(request)
+        self.scheduler.forget(request.sequence)
+
+    # What goes out.
+
+    def _emit(self, request: DecodeRequest, delta: TokenDelta) -> None:
+        self._outbox.setdefault(request.send, []).append(delta)
+
+    def _flush(self) -> None:
+        """One batch of deltas for each router."""
+        outbox, self._outbox = self._outbox, {}
+        for send, deltas in outbox.items():
+            send(deltas)
+
+    def _measure(self, work: list[ScheduledSequence], elapsed_s: float) -> None:
+        num_tokens = sum(scheduled.num_tokens for scheduled in work)
+        if num_tokens == len(work):
+            self._step_s += (elapsed_s - self._step_s) * (_SMOOTHING if self._step_s else 1.0)
+        else:
+            rate = num_tokens / max(elapsed_s, 1e-6)
+            self._chunk_tokens_per_s += (rate - self._chunk_tokens_per_s) * (
+                _SMOOTHING if self._chunk_tokens_per_s else 1.0
+            )
+
+    def _refresh_load(self) -> None:
+        self.load = WorkerLoad(
+            num_running=self.scheduler.num_running,
+            num_waiting=len(self._requests) - self.scheduler.num_running,
+            free_pages=self._engine.pool.num_available,
+            total_pages=self._engine.pool.num_pages,
+            queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
+            prefill_tokens_per_s=self._chunk_tokens_per_s,
+            step_s=self._step_s,
+        )

@@ -1,0 +1,91 @@
+"""What every worker answers whatever its role: who it is, what its cache holds, whether a transfer may still write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc.aio
+
+from penstock import wire
+from penstock.kv_events import KvEventLog, encode_events
+from penstock.types import TransferKey, WorkerLoad
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+
+_MIN_INTERVAL_S = 0.02  # between two batches of one watcher: a burst of steps becomes one message
+_HEARTBEAT_S = 1.0  # a batch is sent at least this often, so that a watcher sees load and life
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Thin over what the worker's step loop publishes. `notify` may be called from any thread."""
+
+    def __init__(
+        self,
+        description: worker_pb2.WorkerDescription,
+        events: KvEventLog,
+        load: Callable[[], WorkerLoad],
+        is_transfer_open: Callable[[TransferKey], bool],
+    ) -> None:
+        self._description = description
+        self._events = events
+        self._load = load
+        self._is_transfer_open = is_transfer_open
+        self._loop = asyncio.get_running_loop()
+        self._watchers: set[asyncio.Event] = set()
+        self._notified = False
+
+    def notify(self) -> None:
+        """Load or cache changed: watchers are told soon."""
+        if not self._notified and self._watchers:
+            self._notified = True
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._notified = False
+        for watcher in self._watchers:
+            watcher.set()
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WorkerDescription:
+        return self._description
+
+    async def TransferState(
+        self, request: worker_pb2.TransferStateRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.TransferStateResponse:
+        key = wire.transfer_key_from_wire(request.transfer)
+        return worker_pb2.TransferStateResponse(epoch=self._description.epoch, open=self._is_transfer_open(key))
+
+    async def WatchEvents(
+        self, request: worker_pb2.WatchEventsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.EventBatch]:
+        epoch = self._description.epoch
+        # Sequence number 0 is never held, so a watcher of an earlier incarnation starts with a snapshot.
+        next_seq = request.next_seq if request.epoch == epoch else 0
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                batch = self._events.read(next_seq)
+                next_seq = batch.next_seq
+                yield worker_pb2.EventBatch(
+                    epoch=epoch,
+                    first_seq=batch.first_seq,
+                    num_events=len(batch.events),
+                    snapshot=batch.snapshot,
+                    payload=encode_events(batch.events),
+                    load=wire.load_to_wire(self._load()),
+                )
+                await asyncio.sleep(_MIN_INTERVAL_S)
+                await _wait(changed, _HEARTBEAT_S)
+                changed.clear()
+        finally:
+            self._watchers.discard(changed)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return  # the heartbeat is due

@@ -1,0 +1,81 @@
+"""A prefill worker as a process has it: engine, sender, step loop and gRPC server, started and stopped together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from engine.engine import Engine
+from engine.step_loop import StepLoop
+from engine.worker_identity import describe
+from kv_transfer.sender import TransferSender
+from penstock.config import WorkerConfig
+from penstock.errors import ConfigError
+from penstock.grpc_server import GrpcServer
+from penstock.kv_events import KvEventLog
+from penstock.types import Epoch, Role
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from penstock.worker_service import WorkerService
+from prefill_worker.service import PrefillService
+from prefill_worker.worker import PrefillWorker
+
+
+class PrefillServer:
+    """`start` returns once a request would succeed; `failed` ends with the error of a step loop that died."""
+
+    role = Role.PREFILL
+
+    def __init__(self, config: WorkerConfig) -> None:
+        if config.role is not Role.PREFILL:
+            raise ConfigError(f"role = {config.role.value}: this is a prefill worker; set role = 'prefill'")
+        self._config = config
+        self.epoch = Epoch(time.time_ns())
+        self.address = ""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
+        """Raises CheckpointError or ConfigError; `on_progress` hears the share of the weights loaded, 0 to 1."""
+        events = KvEventLog()
+        engine = await asyncio.to_thread(Engine.load, self._config.engine, on_progress, events)
+        await asyncio.to_thread(engine.warm_up)
+        self._sender = TransferSender(
+            engine.kv_pages,
+            engine.layout,
+            self.epoch,
+            self._config.transfer,
+            on_done=lambda key: self._loop.post(lambda: worker.on_sent(key)),
+            on_failure=lambda key, error: self._loop.post(lambda: worker.on_send_failure(key, error)),
+        )
+        worker = PrefillWorker(engine, self._sender, self._config)
+        self._loop = StepLoop(self._config.worker_id, lambda: self._step(worker), self._on_fatal)
+        description = describe(engine, self._config, self.epoch)
+        self._service = WorkerService(description, events, lambda: worker.load, worker.is_open)
+        names = worker_pb2.DESCRIPTOR.services_by_name
+        self._grpc = GrpcServer([names["Worker"], names["PrefillWorker"]])
+        worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._grpc.server)
+        worker_pb2_grpc.add_PrefillWorkerServicer_to_server(PrefillService(worker, self._loop), self._grpc.server)
+        self._running = asyncio.get_running_loop()
+        self._loop.start()
+        port = await self._grpc.start(self._config.host, self._config.port)
+        self.address = f"{self._config.host}:{port}"
+        await self._grpc.set_serving(True)
+
+    def _step(self, worker: PrefillWorker) -> bool:
+        worked = worker.step()
+        self._service.notify()
+        return worked
+
+    def _on_fatal(self, error: BaseException) -> None:
+        def fail() -> None:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+
+        self._running.call_soon_threadsafe(fail)
+
+    async def stop(self) -> None:
+        """Ends every prefill, waits until nothing is being written, then closes the port."""
+        await self._grpc.set_serving(False)
+        await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._sender.shutdown)
+        await self._grpc.stop()

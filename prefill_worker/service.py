@@ -1,0 +1,125 @@
+"""gRPC over the prefill worker: one call a prefill. Translates and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from engine.sequence import Sequence
+from engine.step_loop import StepLoop
+from penstock import wire
+from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, to_status
+from penstock.grpc_server import typed_errors
+from penstock.types import PageId, RequestId, TransferKey
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from prefill_worker.worker import Closed, FirstToken, PrefillJob, PrefillOutcome, PrefillWorker, Pushed, ReservePages
+
+_START_TIMEOUT_S = 10.0  # from opening the call to its first command
+
+
+class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
+    def __init__(self, worker: PrefillWorker, loop: StepLoop) -> None:
+        self._worker = worker
+        self._loop = loop
+
+    async def Prefill(
+        self, request_iterator: AsyncIterator[worker_pb2.PrefillCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.PrefillEvent]:
+        async with typed_errors(context):
+            start = await _first_command(request_iterator)
+            outcomes: asyncio.Queue[PrefillOutcome] = asyncio.Queue()
+            running = asyncio.get_running_loop()
+            job = PrefillJob(
+                key=wire.transfer_key_from_wire(start.transfer),
+                sequence=_sequence(start),
+                emit=lambda outcome: _post(running, outcomes, outcome),
+                submitted_s=time.monotonic(),
+            )
+            self._loop.post(lambda: self._worker.submit(job, start.offer))
+            expired = DeadlineExceeded(f"the prefill of {start.request_id} did not end within its deadline")
+            timer = running.call_later(start.timeout_ms / 1000, self._cancel, job.key, expired)
+            reader = asyncio.create_task(self._follow(request_iterator, job.key))
+            try:
+                while True:
+                    outcome = await outcomes.get()  # bounded by the timer: a cancelled job always closes
+                    yield _outcome_to_wire(outcome)
+                    if isinstance(outcome, Closed):
+                        return
+            finally:
+                timer.cancel()
+                reader.cancel()
+                self._cancel(job.key, Cancelled("the decode worker left the call"))
+
+    def _cancel(self, key: TransferKey, error: Cancelled | DeadlineExceeded) -> None:
+        self._loop.post(lambda: self._worker.cancel(key, error))
+
+    async def _follow(self, commands: AsyncIterator[worker_pb2.PrefillCommand], key: TransferKey) -> None:
+        """Commands after the first, until the caller says no more."""
+        async for command in commands:
+            if command.WhichOneof("command") == "destination":
+                self._set_destination(key, command.destination)
+            elif command.WhichOneof("command") == "cancel":
+                self._cancel(key, Cancelled("the decode worker cancelled the prefill"))
+
+    def _set_destination(self, key: TransferKey, destination: worker_pb2.PrefillDestination) -> None:
+        pages = [PageId(page) for page in destination.pages]
+        self._loop.post(lambda: self._worker.set_destination(key, destination.num_pages_held, pages))
+
+
+async def _first_command(commands: AsyncIterator[worker_pb2.PrefillCommand]) -> worker_pb2.PrefillStart:
+    try:
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            command = await anext(commands)
+    except StopAsyncIteration:
+        raise InvalidInput("command", "is missing; the call must begin with start") from None
+    except TimeoutError:
+        raise DeadlineExceeded(f"no start command within {_START_TIMEOUT_S:g} s") from None
+    if command.WhichOneof("command") != "start":
+        raise InvalidInput("command", f"is {command.WhichOneof('command')}; the call must begin with start")
+    return command.start
+
+
+def _sequence(start: worker_pb2.PrefillStart) -> Sequence:
+    return Sequence(
+        request_id=RequestId(start.request_id),
+        token_ids=list(start.token_ids),
+        num_prompt_tokens=start.num_prompt_tokens,
+        sampling=wire.sampling_from_wire(start.sampling),
+        salt=start.salt,
+    )
+
+
+def _post(loop: asyncio.AbstractEventLoop, outcomes: asyncio.Queue[PrefillOutcome], outcome: PrefillOutcome) -> None:
+    loop.call_soon_threadsafe(outcomes.put_nowait, outcome)
+
+
+def _outcome_to_wire(outcome: PrefillOutcome) -> worker_pb2.PrefillEvent:
+    match outcome:
+        case ReservePages():
+            return worker_pb2.PrefillEvent(reserve=worker_pb2.PrefillReserve(num_pages=outcome.num_pages))
+        case FirstToken():
+            logprob = outcome.token.logprob
+            return worker_pb2.PrefillEvent(
+                first_token=worker_pb2.PrefillFirstToken(
+                    token_id=outcome.token.token_id,
+                    logprob=wire.logprob_to_wire(logprob) if logprob else None,
+                    queue_ms=outcome.queue_s * 1e3,
+                    prefill_ms=outcome.prefill_s * 1e3,
+                    cached_tokens=outcome.cached_tokens,
+                )
+            )
+        case Pushed():
+            return worker_pb2.PrefillEvent(
+                pushed=worker_pb2.PrefillPushed(
+                    num_tokens=outcome.num_tokens,
+                    page_hashes=outcome.page_hashes,
+                    num_pages=outcome.num_pages,
+                    checksums=outcome.checksums,
+                )
+            )
+        case Closed():
+            error = to_status(outcome.error) if outcome.error else None
+            return worker_pb2.PrefillEvent(closed=worker_pb2.PrefillClosed(error=error))

@@ -1,0 +1,222 @@
+"""The prefill worker's core: jobs in, pages and a first token out. Runs on the step loop, knows no gRPC.
+
+A job is queued, computed chunk by chunk, pushed page by page while the next chunk computes, and closed once nothing
+of it can be written any more. It owns its pages from the first chunk until it is closed; the `closed` event is the
+promise to the receiver that its destination pages are quiet.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.engine import Engine
+from engine.sequence import SampledToken, Sequence
+from kv_transfer.checksum import page_checksums
+from kv_transfer.sender import TransferSender
+from penstock.config import WorkerConfig
+from penstock.errors import Cancelled, InvalidInput, PenstockError
+from penstock.types import PageHash, PageId, TransferKey, WorkerLoad
+from prefill_worker.scheduler import PrefillScheduler
+
+log = logging.getLogger(__name__)
+
+_RATE_SMOOTHING = 0.2  # weight of the newest step in the measured rate
+
+
+@dataclass(frozen=True, slots=True)
+class ReservePages:
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    token: SampledToken
+    queue_s: float
+    prefill_s: float
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """The manifest of a transfer: what the receiver must hold once every page has landed."""
+
+    num_tokens: int
+    page_hashes: tuple[PageHash, ...]
+    num_pages: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    error: PenstockError | None = None
+
+
+PrefillOutcome = ReservePages | FirstToken | Pushed | Closed
+
+
+@dataclass(slots=True, eq=False)
+class PrefillJob:
+    """One request's prefill and its transfer."""
+
+    key: TransferKey
+    sequence: Sequence
+    emit: Callable[[PrefillOutcome], None]  # called on the step loop
+    submitted_s: float
+    started_s: float = 0.0
+    cached_tokens: int = 0
+    num_pages_held: int = 0  # leading pages that the receiver has
+    destination: list[PageId] | None = None
+    num_pages_pushed: int = 0  # of the prompt's pages, those held included
+    computed: bool = False
+    error: PenstockError | None = None
+    checksums: list[int] = field(default_factory=list)
+
+
+class PrefillWorker:
+    """Owns the jobs. Every method but `load` runs on the step loop."""
+
+    def __init__(self, engine: Engine, sender: TransferSender, config: WorkerConfig) -> None:
+        self._engine = engine
+        self._sender = sender
+        self._checksums = config.transfer.checksums
+        self._page_size = engine.layout.page_size
+        self.scheduler = PrefillScheduler(engine.pool, engine.prefix_cache, self._page_size, config.prefill)
+        self._jobs: dict[TransferKey, PrefillJob] = {}
+        self._by_sequence: dict[Sequence, PrefillJob] = {}
+        self._tokens_per_s = 0.0
+        self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
+
+    # What the service tells us.
+
+    def submit(self, job: PrefillJob, offer: bytes) -> None:
+        """Queues a prefill. Problems end it with a `Closed` that holds the error."""
+        try:
+            self._check(job.sequence)
+            self._sender.open(job.key, offer)
+        except PenstockError as error:
+            job.emit(Closed(error))
+            return
+        self._jobs[job.key] = job
+        self._by_sequence[job.sequence] = job
+        self.scheduler.add(job.sequence)
+
+    def _check(self, sequence: Sequence) -> None:
+        num_pages = -(-len(sequence.token_ids) // self._page_size)
+        if num_pages > self._engine.pool.num_pages:
+            raise InvalidInput(
+                "token_ids",
+                f"need {num_pages} pages, but this prefill worker has {self._engine.pool.num_pages}; "
+                "raise engine.num_pages or shorten the prompt",
+            )
+        if not sequence.token_ids:
+            raise InvalidInput("token_ids", "are empty; give at least one token")
+
+    def set_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None:
+        job = self._jobs.get(key)
+        if job is None or job.error is not None:
+            return
+        num_pages = -(-len(job.sequence.token_ids) // self._page_size)
+        if job.destination is not None or num_pages_held + len(pages) != num_pages:
+            self.cancel(
+                key, InvalidInput("destination", f"{num_pages_held} + {len(pages)} pages; expected {num_pages}")
+            )
+            return
+        job.destination = pages
+        job.num_pages_held = job.num_pages_pushed = num_pages_held
+        self._push(job)
+
+    def cancel(self, key: TransferKey, error: PenstockError | None = None) -> None:
+        """Stops a job; its `Closed` follows once its writes are quiet."""
+        job = self._jobs.get(key)
+        if job is None or job.error is not None:
+            return
+        job.error = error or Cancelled("the decode worker cancelled the prefill")
+        self.scheduler.remove(job.sequence)
+        self._sender.abort(key)
+
+    def is_open(self, key: TransferKey) -> bool:
+        """Whether anything of the transfer may still be written."""
+        return key in self._jobs
+
+    # What the sender tells us.
+
+    def on_sent(self, key: TransferKey) -> None:
+        """Every write is complete, or none will follow: the job ends and its pages go back."""
+        job = self._jobs.pop(key, None)
+        if job is None:
+            return
+        del self._by_sequence[job.sequence]
+        self._engine.pool.release(job.sequence.pages)
+        job.emit(Closed(job.error))
+
+    def on_send_failure(self, key: TransferKey, error: PenstockError) -> None:
+        self.cancel(key, error)
+
+    # The step.
+
+    def step(self) -> bool:
+        work = self.scheduler.schedule()
+        if not work:
+            self._refresh_load()
+            return False
+        started_s = time.monotonic()
+        for scheduled in work:
+            job = self._by_sequence[scheduled.sequence]
+            if not job.started_s:
+                self._begin(job, started_s)
+        output = self._engine.step(work)
+        now_s = time.monotonic()
+        self._measure(sum(scheduled.num_tokens for scheduled in work), now_s - started_s)
+        drawn = {item.sequence: token for item, token in zip(work, output.tokens, strict=True) if token is not None}
+        for sequence in self.scheduler.commit(work):
+            self._complete(self._by_sequence[sequence], drawn[sequence], now_s)
+        for scheduled in work:
+            self._push(self._by_sequence[scheduled.sequence])
+        self._refresh_load()
+        return True
+
+    def _begin(self, job: PrefillJob, now_s: float) -> None:
+        """The first chunk is about to compute: ask for the destination, which arrives meanwhile."""
+        job.started_s = now_s
+        job.cached_tokens = job.sequence.num_computed_tokens
+        job.emit(ReservePages(len(job.sequence.pages)))
+
+    def _complete(self, job: PrefillJob, token: SampledToken, now_s: float) -> None:
+        job.computed = True
+        job.emit(FirstToken(token, job.started_s - job.submitted_s, now_s - job.started_s, job.cached_tokens))
+
+    def _push(self, job: PrefillJob) -> None:
+        """Sends the pages that are complete and not sent yet; after the last one, the manifest."""
+        if job.destination is None or job.error is not None:
+            return
+        sequence = job.sequence
+        ready = len(sequence.pages) if job.computed else sequence.num_computed_tokens // self._page_size
+        first = job.num_pages_pushed
+        if ready > first:
+            pages = sequence.pages[first:ready]
+            if self._checksums:
+                job.checksums += page_checksums(self._engine.kv_pages, pages)
+            held = job.num_pages_held
+            self._sender.push(job.key, first - held, pages, job.destination[first - held : ready - held])
+            job.num_pages_pushed = ready
+        if job.computed and job.num_pages_pushed >= len(sequence.pages):
+            hashes = tuple(sequence.hash_full_pages(self._page_size)[job.num_pages_held :])
+            job.emit(Pushed(len(sequence.token_ids), hashes, len(job.destination), tuple(job.checksums)))
+            self._sender.finish(job.key)
+
+    def _measure(self, num_tokens: int, elapsed_s: float) -> None:
+        rate = num_tokens / max(elapsed_s, 1e-6)
+        self._tokens_per_s += (rate - self._tokens_per_s) * (_RATE_SMOOTHING if self._tokens_per_s else 1.0)
+
+    def _refresh_load(self) -> None:
+        self.load = WorkerLoad(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_queued,
+            free_pages=self._engine.pool.num_available,
+            total_pages=self._engine.pool.num_pages,
+            queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
+            prefill_tokens_per_s=self._tokens_per_s,
+        )

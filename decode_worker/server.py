@@ -35,6 +35,8 @@ class DecodeServer:
         self.epoch = Epoch(time.time_ns())
         self.address = ""
         self._running = asyncio.get_running_loop()
+        self.worker: DecodeWorker
+        self._loop: StepLoop
         self.failed: asyncio.Future[None] = self._running.create_future()
 
     async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
@@ -47,8 +49,8 @@ class DecodeServer:
             engine.layout,
             self.epoch,
             config.transfer,
-            on_arrival=lambda key, first, count: self._loop.post(lambda: worker.on_arrival(key, first, count)),
-            on_failure=lambda key, error: self._loop.post(lambda: worker.on_stalled(key, error)),
+            on_arrival=lambda key, first, count: self._loop.post(lambda: self.worker.on_arrival(key, first, count)),
+            on_failure=lambda key, error: self._loop.post(lambda: self.worker.on_stalled(key, error)),
         )
         transfers = Transfers(engine, self._receiver, self.epoch, config.transfer.checksums, self._watch_for_stall)
         description = describe(engine, config, self.epoch)

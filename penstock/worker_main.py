@@ -60,10 +60,14 @@ async def _serve(config: WorkerConfig, make_server: Callable[[WorkerConfig], Wor
         "pid": os.getpid(),
     }
     print(json.dumps(ready), flush=True)
-    stopping = asyncio.ensure_future(stopped.wait())
+    stopping = asyncio.create_task(_wait_for(stopped))
     await asyncio.wait([stopping, server.failed], return_when=asyncio.FIRST_COMPLETED)
     if server.failed.done():
         # The step loop is dead, and with it every request here: leave at once, so that routers notice.
         return 1
     await server.stop()
     return 0
+
+
+async def _wait_for(event: asyncio.Event) -> None:
+    await event.wait()

@@ -32,6 +32,8 @@ class PrefillServer:
         self._config = config
         self.epoch = Epoch(time.time_ns())
         self.address = ""
+        self.worker: PrefillWorker
+        self._loop: StepLoop
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
@@ -44,11 +46,11 @@ class PrefillServer:
             engine.layout,
             self.epoch,
             self._config.transfer,
-            on_done=lambda key: self._loop.post(lambda: worker.on_sent(key)),
-            on_failure=lambda key, error: self._loop.post(lambda: worker.on_send_failure(key, error)),
+            on_done=lambda key: self._loop.post(lambda: self.worker.on_sent(key)),
+            on_failure=lambda key, error: self._loop.post(lambda: self.worker.on_send_failure(key, error)),
         )
-        worker = PrefillWorker(engine, self._sender, self._config)
-        self._loop = StepLoop(self._config.worker_id, lambda: self._step(worker), self._on_fatal)
+        worker = self.worker = PrefillWorker(engine, self._sender, self._config)
+        self._loop = StepLoop(self._config.worker_id, self._step, self._on_fatal)
         description = describe(engine, self._config, self.epoch)
         self._service = WorkerService(description, events, lambda: worker.load, worker.is_open)
         names = worker_pb2.DESCRIPTOR.services_by_name
@@ -61,8 +63,8 @@ class PrefillServer:
         self.address = f"{self._config.host}:{port}"
         await self._grpc.set_serving(True)
 
-    def _step(self, worker: PrefillWorker) -> bool:
-        worked = worker.step()
+    def _step(self) -> bool:
+        worked = self.worker.step()
         self._service.notify()
         return worked
 

@@ -19,8 +19,14 @@ class Person:
     possessive: str
 
 
-_GIRLS = "Mia Anna Lucy Rosa Ella Nora Ivy Clara Zoe Lily Ada Grace Maya Ruth Hana Emma".split()
-_BOYS = "Tom Ben Leo Sam Max Finn Noah Omar Jack Hugo Paul Ravi Luke Felix Adam Kofi".split()
+_GIRLS = (
+    "Mia", "Anna", "Lucy", "Rosa", "Ella", "Nora", "Ivy", "Clara", "Zoe", "Lily", "Ada", "Grace", "Maya", "Ruth",
+    "Hana", "Emma",
+)  # fmt: skip
+_BOYS = (
+    "Tom", "Ben", "Leo", "Sam", "Max", "Finn", "Noah", "Omar", "Jack", "Hugo", "Paul", "Ravi", "Luke", "Felix",
+    "Adam", "Kofi",
+)  # fmt: skip
 PEOPLE = tuple(
     [Person(name, "she", "her", "her") for name in _GIRLS] + [Person(name, "he", "him", "his") for name in _BOYS]
 )
@@ -36,7 +42,20 @@ OBJECTS = (
     "kite", "lantern", "key", "map", "shell", "book", "ball", "drum", "scarf", "hat", "coin", "bell", "basket",
     "boat", "ring", "cup", "flute", "blanket", "ribbon", "stone", "clock", "box", "feather", "mirror",
 )  # fmt: skip
-COLOURS = ("red", "blue", "green", "yellow", "white", "black", "brown", "silver", "golden", "purple", "grey", "pink")
+COLOURS = (
+    "red",
+    "blue",
+    "green",
+    "yellow",
+    "white",
+    "black",
+    "brown",
+    "silver",
+    "golden",
+    "purple",
+    "grey",
+    "pink",
+)
 ANIMALS = (
     "fox", "rabbit", "bear", "owl", "cat", "dog", "mouse", "duck", "horse", "goat", "frog", "turtle", "sheep",
     "deer", "hen", "pony",
@@ -90,8 +109,18 @@ TYPICAL_COLOURS = {
 # Animal -> (looks, home, food, habit): enough for a short description that never contradicts itself.
 ANIMAL_FACTS = {
     "fox": ("red fur and a bushy tail", "in the forest", "mice and berries", "hunts at dusk"),
-    "rabbit": ("long ears and soft fur", "in a burrow under the ground", "grass and carrots", "hops very fast"),
-    "bear": ("thick brown fur and strong paws", "in the mountains", "fish and honey", "sleeps through the winter"),
+    "rabbit": (
+        "long ears and soft fur",
+        "in a burrow under the ground",
+        "grass and carrots",
+        "hops very fast",
+    ),
+    "bear": (
+        "thick brown fur and strong paws",
+        "in the mountains",
+        "fish and honey",
+        "sleeps through the winter",
+    ),
     "owl": ("large eyes and quiet wings", "in an old tree", "mice", "flies at night"),
     "cat": ("soft fur and sharp claws", "in a house", "fish", "sleeps for most of the day"),
     "dog": ("a wet nose and a wagging tail", "with people", "meat and bones", "guards the house"),
@@ -103,8 +132,8 @@ ANIMAL_FACTS = {
     "hen": ("brown feathers and a small beak", "in a barn", "corn", "lays eggs"),
 }
 RHYMES = (
-    ("night", "light", "bright"), ("day", "play", "way"), ("sea", "tree", "free"), ("sky", "high", "fly"),
-    ("rain", "train", "lane"), ("snow", "glow", "slow"), ("moon", "tune", "soon"), ("hill", "still", "mill"),
+    ("night", "light"), ("day", "bay"), ("sea", "tree"), ("rain", "train"), ("moon", "tune"), ("hill", "mill"),
+    ("stone", "throne"), ("star", "car"),
 )  # fmt: skip
 
 # How to do a small thing: goal -> steps, in order.

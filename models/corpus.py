@@ -1,0 +1,100 @@
+"""The text that the bundled model learns from: an endless, seeded stream of documents.
+
+Two shapes: chats in the model's chat template, one to many turns, and plain text that starts with the bos token and
+ends with eos. Everything is written by the grammars beside this file, so that it carries no licence but the project's
+own and its facts can be checked. Pure functions of the seed; `python -m models.corpus` prints a sample.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+
+from models import corpus_tasks, corpus_words
+from models.corpus_stories import story
+from models.corpus_tasks import Exchange
+
+BOS, EOS, END, PAD = "<|bos|>", "<|eos|>", "<|end|>", "<|pad|>"
+SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
+# Order gives the token ids: bos 0, eos 1, end 2, pad 3, then the roles.
+SPECIAL_TOKENS = (BOS, EOS, END, PAD, SYSTEM, USER, ASSISTANT)
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('role must be system, user or assistant, got ' + message['role']) }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def documents(seed: int) -> Iterator[str]:
+    """Yield documents without end, special tokens written out. The same seed gives the same stream."""
+    rng = random.Random(seed)
+    makers = (_task_chat, _story_chat, _long_chat, _plain_story, _plain_mix)
+    while True:
+        (make,) = rng.choices(makers, weights=(52, 20, 6, 12, 10))
+        yield make(rng)
+
+
+def render_chat(turns: list[tuple[str, str]]) -> str:
+    """What CHAT_TEMPLATE makes of these (role, content) turns, plus the eos that ends the document."""
+    return BOS + "".join(f"<|{role}|>{content}{END}" for role, content in turns) + EOS
+
+
+def _chat(rng: random.Random, exchanges: list[Exchange]) -> str:
+    turns = [("system", rng.choice(corpus_words.SYSTEM_PROMPTS))] if rng.random() < 0.25 else []
+    for exchange in exchanges:
+        turns += [("user", exchange.question), ("assistant", exchange.answer)]
+    return render_chat(turns)
+
+
+def _task_chat(rng: random.Random) -> str:
+    return _chat(rng, [corpus_tasks.any_task(rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))])
+
+
+def _told_story(rng: random.Random) -> list[Exchange]:
+    """A story on request, then questions about it: the answers lie in the context."""
+    told = story(rng, num_plots=rng.choice((1, 1, 1, 2, 3)))
+    asked = rng.sample(told.facts, rng.randint(0, min(3, len(told.facts))))
+    return [
+        Exchange(rng.choice(told.prompts), told.text),
+        *(Exchange(question, answer) for question, answer in asked),
+    ]
+
+
+def _story_chat(rng: random.Random) -> str:
+    return _chat(rng, _told_story(rng))
+
+
+def _long_chat(rng: random.Random) -> str:
+    """Many turns, so that positions far from the start are trained too."""
+    exchanges: list[Exchange] = []
+    while len(exchanges) < 12:
+        exchanges += _told_story(rng) if rng.random() < 0.2 else [corpus_tasks.any_task(rng)]
+    return _chat(rng, exchanges)
+
+
+def _plain_story(rng: random.Random) -> str:
+    told = story(rng, num_plots=rng.choice((1, 2, 3, 4)))
+    title = f"{told.title}\n\n" if rng.random() < 0.3 else ""
+    return f"{BOS}{title}{told.text}{EOS}"
+
+
+def _plain_mix(rng: random.Random) -> str:
+    """Question-and-answer sheets and rows of JSON, without chat tokens."""
+    if rng.random() < 0.3:
+        rows = [corpus_tasks.json_record(rng).answer for _ in range(rng.randint(2, 6))]
+        return BOS + "\n".join(rows) + EOS
+    exchanges = [corpus_tasks.any_task(rng) for _ in range(rng.randint(2, 5))]
+    return BOS + "\n\n".join(f"Question: {e.question}\nAnswer: {e.answer}" for e in exchanges) + EOS
+
+
+if __name__ == "__main__":
+    seed = int(sys.argv[1]) if len(sys.argv) > 1 else 0
+    for _, document in zip(range(10), documents(seed), strict=False):
+        print(document + "\n" + "-" * 80)

@@ -1,0 +1,199 @@
+"""The public client for asyncio: `penstock.client` with `async for` and `await`.
+
+async with AsyncClient("localhost:50051") as client:
+    async for chunk in client.generate("Once upon a time", max_tokens=40):
+        print(chunk.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import TypeVar, Unpack
+
+import grpc
+import grpc.aio
+
+from penstock.client import CHANNEL_OPTIONS, INCOMPLETE, UNARY_TIMEOUT_S
+from penstock.completions import (
+    ChatMessage,
+    Chunk,
+    ModelInfo,
+    Prompt,
+    Result,
+    ResultBuilder,
+    SamplingOptions,
+    Tokens,
+    build_request,
+    build_tokenize_request,
+    chunk_from_wire,
+    models_from_wire,
+)
+from penstock.errors import Cancelled, InternalError, from_rpc_error
+from penstock.retry import DEFAULT_RETRY, Attempts, RetryPolicy
+from penstock.v1 import inference_pb2, inference_pb2_grpc
+
+AnswerT = TypeVar("AnswerT")
+
+
+class AsyncGenerateStream:
+    """Chunks of one running call. Closing it, or leaving its `async with` block, cancels the call everywhere."""
+
+    def __init__(self, start: Callable[[float | None], grpc.aio.UnaryStreamCall], attempts: Attempts) -> None:
+        """`start` begins an attempt with the time left in seconds."""
+        self._start = start
+        self._attempts = attempts
+        self._closed = asyncio.Event()
+        self._got_token = False
+        self._call = start(attempts.timeout_s(time.monotonic()))
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """Raises the typed error of the call, Cancelled where the stream is closed while this waits."""
+        while True:
+            if self._closed.is_set():
+                raise StopAsyncIteration
+            try:
+                message = await self._call.read()
+            except grpc.RpcError as error:
+                await self._wait_for_retry(error)
+                continue
+            except asyncio.CancelledError:
+                if self._closed.is_set():
+                    raise Cancelled("the stream was closed") from None
+                self._call.cancel()  # the reading task was cancelled, and nobody is left to read
+                raise
+            if message is grpc.aio.EOF:
+                raise StopAsyncIteration
+            self._got_token = True
+            return chunk_from_wire(message)
+
+    async def _wait_for_retry(self, rpc_error: grpc.RpcError) -> None:
+        error = from_rpc_error(rpc_error)
+        if self._got_token:
+            raise error from None
+        delay_s = self._attempts.next_delay_s(error, time.monotonic(), random.random)
+        try:
+            await asyncio.wait_for(self._closed.wait(), delay_s)
+        except TimeoutError:
+            self._call = self._start(self._attempts.timeout_s(time.monotonic()))
+            return
+        raise Cancelled("the stream was closed")
+
+    async def complete(self) -> Result:
+        """Returns the whole of what is still to come."""
+        builder = ResultBuilder()
+        async for chunk in self:
+            builder.add(chunk)
+        if not builder.finished:
+            raise Cancelled("the stream was closed") if self._closed.is_set() else InternalError(INCOMPLETE)
+        return builder.result()
+
+    def close(self) -> None:
+        """Cancels the call; may be called twice."""
+        self._closed.set()
+        self._call.cancel()
+
+    async def __aenter__(self) -> AsyncGenerateStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """A connection to one deployment's gRPC address. Make and use it inside one running event loop."""
+
+    def __init__(
+        self,
+        target: str = "localhost:50051",
+        *,
+        timeout_s: float | None = None,
+        retry: RetryPolicy = DEFAULT_RETRY,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        """`timeout_s` is the deadline of calls that name none; without either, the router's default holds."""
+        self._timeout_s = timeout_s
+        self._retry = retry
+        self._channel = (
+            grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+            if credentials
+            else grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        )
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncGenerateStream:
+        """Starts to generate; iterate over the stream for chunks, or await its `complete()`.
+
+        `prompt` is text, token ids, or chat messages. `timeout_s` bounds the whole call, retries included.
+        Raises InvalidInput at once for what no server could read; every other error comes from the stream.
+        """
+        request = build_request(prompt, sampling, model=model, request_id=request_id)
+        attempts = self._attempts(timeout_s, self._timeout_s)
+        return AsyncGenerateStream(lambda left_s: self._stub.Generate(request, timeout=left_s), attempts)
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Result:
+        """Generates and returns the whole answer."""
+        async with self.generate(prompt, model=model, request_id=request_id, timeout_s=timeout_s, **sampling) as stream:
+            return await stream.complete()
+
+    async def tokenize(
+        self, prompt: str | Sequence[ChatMessage], *, model: str = "", timeout_s: float | None = None
+    ) -> Tokens:
+        """The token ids of a text, or of messages as the model's chat template renders them."""
+        request = build_tokenize_request(prompt, model)
+        answer = await self._call(lambda left_s: self._stub.Tokenize(request, timeout=left_s), timeout_s)
+        return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
+
+    async def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
+        request = inference_pb2.ListModelsRequest()
+        answer = await self._call(lambda left_s: self._stub.ListModels(request, timeout=left_s), timeout_s)
+        return models_from_wire(answer.models)
+
+    async def _call(self, start: Callable[[float | None], Awaitable[AnswerT]], timeout_s: float | None) -> AnswerT:
+        attempts = self._attempts(timeout_s, UNARY_TIMEOUT_S)
+        while True:
+            try:
+                return await start(attempts.timeout_s(time.monotonic()))
+            except grpc.RpcError as error:
+                delay_s = attempts.next_delay_s(from_rpc_error(error), time.monotonic(), random.random)
+                await asyncio.sleep(delay_s)
+
+    def _attempts(self, timeout_s: float | None, default_s: float | None) -> Attempts:
+        limit_s = timeout_s if timeout_s is not None else default_s
+        return Attempts(self._retry, None if limit_s is None else time.monotonic() + limit_s)
+
+    async def close(self) -> None:
+        """Ends every call of this client."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,202 @@
+"""The public client, blocking. `penstock.async_client` is its twin for asyncio.
+
+    with Client("localhost:50051") as client:
+        for chunk in client.generate("Once upon a time", max_tokens=40):
+            print(chunk.text, end="", flush=True)
+
+Every call has typed errors (`penstock.errors`); UNAVAILABLE is tried again with backoff, but never after the first
+token, because a repeated stream could repeat tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TypeVar, Unpack
+
+import grpc
+
+from penstock.completions import (
+    ChatMessage,
+    Chunk,
+    ModelInfo,
+    Prompt,
+    Result,
+    ResultBuilder,
+    SamplingOptions,
+    Tokens,
+    build_request,
+    build_tokenize_request,
+    chunk_from_wire,
+    models_from_wire,
+)
+from penstock.config import MAX_MESSAGE_BYTES
+from penstock.errors import Cancelled, InternalError, from_rpc_error
+from penstock.retry import DEFAULT_RETRY, Attempts, RetryPolicy
+from penstock.v1 import inference_pb2, inference_pb2_grpc
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_retries", 0),  # ours are the only ones: they know when the first token came
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+)
+UNARY_TIMEOUT_S = 30.0  # of tokenize and list_models
+INCOMPLETE = "the stream ended without a finish reason and usage; the server is at fault"
+
+AnswerT = TypeVar("AnswerT")
+
+
+class GenerateStream:
+    """Chunks of one running call. Closing it, or leaving its `with` block, cancels the call on every worker."""
+
+    def __init__(self, start: Callable[[float | None], grpc.Call], attempts: Attempts) -> None:
+        """`start` begins an attempt with the time left in seconds."""
+        self._start = start
+        self._attempts = attempts
+        self._closed = threading.Event()
+        self._got_token = False
+        self._call = start(attempts.timeout_s(time.monotonic()))
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        """Blocks until the next tokens. Raises the typed error of the call, Cancelled once it was closed."""
+        while True:
+            if self._closed.is_set():
+                raise StopIteration
+            try:
+                message = next(self._call)
+            except grpc.RpcError as error:
+                self._wait_for_retry(error)
+                continue
+            self._got_token = True
+            return chunk_from_wire(message)
+
+    def _wait_for_retry(self, rpc_error: grpc.RpcError) -> None:
+        if self._closed.is_set():
+            raise Cancelled("the stream was closed") from None
+        error = from_rpc_error(rpc_error)
+        if self._got_token:
+            raise error from None
+        if self._closed.wait(self._attempts.next_delay_s(error, time.monotonic(), random.random)):
+            raise Cancelled("the stream was closed") from None
+        self._call = self._start(self._attempts.timeout_s(time.monotonic()))
+
+    def complete(self) -> Result:
+        """Blocks until the end and returns the whole of what is still to come."""
+        builder = ResultBuilder()
+        for chunk in self:
+            builder.add(chunk)
+        if not builder.finished:
+            raise Cancelled("the stream was closed") if self._closed.is_set() else InternalError(INCOMPLETE)
+        return builder.result()
+
+    def close(self) -> None:
+        """Cancels the call; may be called from another thread, and twice."""
+        self._closed.set()
+        self._call.cancel()
+
+    def __enter__(self) -> GenerateStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Client:
+    """A connection to one deployment's gRPC address. Thread-safe; connects on first use."""
+
+    def __init__(
+        self,
+        target: str = "localhost:50051",
+        *,
+        timeout_s: float | None = None,
+        retry: RetryPolicy = DEFAULT_RETRY,
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        """`timeout_s` is the deadline of calls that name none; without either, the router's default holds."""
+        self._timeout_s = timeout_s
+        self._retry = retry
+        self._channel = (
+            grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+            if credentials
+            else grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        )
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> GenerateStream:
+        """Starts to generate; iterate over the stream for chunks, or call its `complete()`.
+
+        `prompt` is text, token ids, or chat messages. `timeout_s` bounds the whole call, retries included.
+        Raises InvalidInput at once for what no server could read; every other error comes from the stream.
+        """
+        request = build_request(prompt, sampling, model=model, request_id=request_id)
+        attempts = self._attempts(timeout_s, self._timeout_s)
+        return GenerateStream(lambda left_s: self._stub.Generate(request, timeout=left_s), attempts)
+
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Result:
+        """Generates and returns the whole answer."""
+        with self.generate(prompt, model=model, request_id=request_id, timeout_s=timeout_s, **sampling) as stream:
+            return stream.complete()
+
+    def tokenize(
+        self, prompt: str | Sequence[ChatMessage], *, model: str = "", timeout_s: float | None = None
+    ) -> Tokens:
+        """The token ids of a text, or of messages as the model's chat template renders them."""
+        request = build_tokenize_request(prompt, model)
+        answer = self._call(lambda left_s: self._stub.Tokenize(request, timeout=left_s), timeout_s)
+        return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
+
+    def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
+        request = inference_pb2.ListModelsRequest()
+        answer = self._call(lambda left_s: self._stub.ListModels(request, timeout=left_s), timeout_s)
+        return models_from_wire(answer.models)
+
+    def _call(self, start: Callable[[float | None], AnswerT], timeout_s: float | None) -> AnswerT:
+        attempts = self._attempts(timeout_s, UNARY_TIMEOUT_S)
+        while True:
+            try:
+                return start(attempts.timeout_s(time.monotonic()))
+            except grpc.RpcError as error:
+                time.sleep(attempts.next_delay_s(from_rpc_error(error), time.monotonic(), random.random))
+
+    def _attempts(self, timeout_s: float | None, default_s: float | None) -> Attempts:
+        limit_s = timeout_s if timeout_s is not None else default_s
+        return Attempts(self._retry, None if limit_s is None else time.monotonic() + limit_s)
+
+    def close(self) -> None:
+        """Ends every call of this client."""
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,89 @@
+"""The asyncio client against a scripted server: what differs from the blocking one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock import AsyncClient
+from penstock.errors import Cancelled, DeadlineExceeded, InternalError, ModelNotFound, Unavailable
+from penstock.retry import RetryPolicy
+from tests.fake_inference import FakeInference, FakeServer, say
+
+QUICK = RetryPolicy(max_attempts=3, initial_s=0.01, max_s=0.02)
+HANG = FakeInference.HANG
+
+
+async def cancelled(service: FakeInference) -> bool:
+    return await asyncio.to_thread(service.cancelled.wait, 5)
+
+
+async def test_streams_side_by_side() -> None:
+    service = FakeInference(*(say("a", "b") for _ in range(4)))
+    with FakeServer(service) as server:
+        async with AsyncClient(server.address) as client:
+            results = await asyncio.gather(*(client.complete(f"prompt {number}") for number in range(4)))
+    assert [result.text for result in results] == ["ab"] * 4
+
+
+async def test_retries_before_the_first_token_only() -> None:
+    service = FakeInference([Unavailable("busy")], say("ok"), [say("a", "b")[0], Unavailable("gone")], say("never"))
+    with FakeServer(service) as server:
+        async with AsyncClient(server.address, retry=QUICK) as client:
+            assert (await client.complete("Hello")).text == "ok"
+            with pytest.raises(Unavailable, match="gone"):
+                await client.complete("Hello")
+    assert len(service.requests) == 3
+
+
+async def test_typed_errors_and_deadline() -> None:
+    with FakeServer(FakeInference([ModelNotFound("no model 'x'")], [HANG], say("a", "b")[:1])) as server:
+        async with AsyncClient(server.address) as client:
+            with pytest.raises(ModelNotFound, match="no model 'x'"):
+                await client.complete("Hello")
+            with pytest.raises(DeadlineExceeded):
+                await client.complete("Hello", timeout_s=0.2)
+            with pytest.raises(InternalError, match="without a finish reason"):
+                await client.complete("Hello")
+
+
+async def test_leaving_the_block_cancels_the_call() -> None:
+    service = FakeInference([say("a", "b")[0], HANG])
+    with FakeServer(service) as server:
+        async with AsyncClient(server.address) as client:
+            async with client.generate("Hello") as stream:
+                assert (await anext(stream)).text == "a"
+            assert await cancelled(service)
+            assert [chunk async for chunk in stream] == []
+
+
+async def test_closing_wakes_the_reader_with_cancelled() -> None:
+    service = FakeInference([HANG])
+    with FakeServer(service) as server:
+        async with AsyncClient(server.address) as client:
+            stream = client.generate("Hello")
+            reader = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
+            await asyncio.sleep(0.1)  # the reader waits inside the call by now
+            stream.close()
+            with pytest.raises(Cancelled):
+                await asyncio.wait_for(reader, 5)
+
+
+async def test_cancelling_the_task_cancels_the_call() -> None:
+    service = FakeInference([say("a", "b")[0], HANG])
+    with FakeServer(service) as server:
+        async with AsyncClient(server.address) as client:
+            task = asyncio.create_task(client.complete("Hello"))
+            assert await asyncio.to_thread(service.called.wait, 5)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await cancelled(service)
+
+
+async def test_tokenize_and_list_models() -> None:
+    with FakeServer(FakeInference([Unavailable("starting")])) as server:
+        async with AsyncClient(server.address, retry=QUICK) as client:
+            assert (await client.tokenize("two words")).tokens == ("two", "words")
+            assert [model.id for model in await client.list_models()] == ["fake"]

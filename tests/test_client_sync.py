@@ -1,0 +1,190 @@
+"""The blocking client against a scripted server: chunks, errors, retries, deadlines, cancellation."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+
+import pytest
+
+from penstock import Client
+from penstock.completions import Usage
+from penstock.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    InvalidInput,
+    ModelNotFound,
+    Overloaded,
+    Unavailable,
+)
+from penstock.retry import RetryPolicy
+from penstock.types import FinishReason
+from tests.fake_inference import FakeInference, FakeServer, say
+
+QUICK = RetryPolicy(max_attempts=3, initial_s=0.01, max_s=0.02)
+HANG = FakeInference.HANG
+
+
+def test_chunks_carry_text_tokens_and_the_last_one_usage_and_timing() -> None:
+    with FakeServer(FakeInference(say("Once", " upon"))) as server, Client(server.address) as client:
+        first, last = list(client.generate("Hello"))
+    assert (first.text, first.token_ids, first.finish_reason, first.usage) == ("Once", (100,), None, None)
+    assert (last.text, last.token_ids, last.finish_reason) == (" upon", (101,), FinishReason.STOP)
+    assert last.usage == Usage(prompt_tokens=4, completion_tokens=2, cached_tokens=2)
+    assert last.timing is not None
+    assert (last.timing.prefill_ms, last.timing.decode_worker, last.timing.pages_moved) == (20.0, "decode-1", 3)
+
+
+def test_complete_returns_every_completion_whole() -> None:
+    script = [*say("a", "b", last=False), *say("c", index=1)]
+    with FakeServer(FakeInference(script)) as server, Client(server.address) as client:
+        result = client.complete("Hello", n=2)
+    assert [completion.text for completion in result.completions] == ["ab", "c"]
+    assert (result.text, result.token_ids, result.finish_reason) == ("ab", (100, 101), FinishReason.STOP)
+    assert (result.request_id, result.model) == ("r", "fake")
+
+
+def test_only_the_options_given_are_sent() -> None:
+    service = FakeInference(say("x"), say("x"), say("x"))
+    with FakeServer(service) as server, Client(server.address) as client:
+        client.complete("Hello", temperature=0, stop="end", logit_bias={5: -1.5})
+        client.complete([1, 2, 3])
+        client.complete([{"role": "user", "content": "hi"}], max_tokens=7, model="m", request_id="mine")
+    text, tokens, chat = service.requests
+    assert text.text == "Hello"
+    assert text.sampling.HasField("temperature")
+    assert not text.sampling.HasField("top_p")
+    assert (list(text.sampling.stop), dict(text.sampling.logit_bias)) == (["end"], {5: -1.5})
+    assert (list(tokens.token_ids), tokens.HasField("text")) == ([1, 2, 3], False)
+    assert (chat.messages[0].role, chat.messages[0].content, chat.sampling.max_tokens) == ("user", "hi", 7)
+    assert (chat.model, chat.request_id) == ("m", "mine")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "prompt: is empty"),
+        ([-1], {}, "prompt: .*-1"),
+        (["a", "b"], {}, "prompt: "),
+        ([{"role": "user"}], {}, r"messages\[0\]: has the keys \['role'\]"),
+        ([{"role": "user", "content": 3}], {}, r"messages\[0\].content: is 3"),
+        ("bad \ud800", {}, "prompt: is not valid Unicode"),
+        ("x", {"temprature": 1}, "temprature: is no sampling option; use one of .*temperature"),
+        ("x", {"max_tokens": -3}, "max_tokens: = -3"),
+        ("x", {"seed": "abc"}, "seed: = 'abc'"),
+    ],
+)
+def test_what_no_server_could_read_is_refused_by_name(prompt: object, options: dict[str, object], message: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidInput, match=message):
+        client.generate(prompt, **options)  # type: ignore[arg-type]
+
+
+def test_errors_keep_their_type_across_the_wire() -> None:
+    errors = [
+        InvalidInput("temperature", "-1 is negative; give 0 or more"),
+        ModelNotFound("no model 'x'"),
+        InternalError("boom"),
+    ]
+    with FakeServer(FakeInference(*([error] for error in errors))) as server, Client(server.address) as client:
+        for error in errors:
+            with pytest.raises(type(error)) as caught:
+                client.complete("Hello")
+            assert caught.value.message == error.message
+    assert isinstance(caught.value, InternalError)
+
+
+def test_unavailable_before_the_first_token_is_tried_again_after_the_servers_delay() -> None:
+    service = FakeInference([Unavailable("busy", retry_after_s=0.3)], [Unavailable("busy")], say("ok"))
+    with FakeServer(service) as server, Client(server.address, retry=QUICK) as client:
+        started_s = time.monotonic()
+        assert client.complete("Hello").text == "ok"
+    assert time.monotonic() - started_s >= 0.3
+    assert len(service.requests) == 3
+
+
+def test_unavailable_after_the_first_token_is_not_tried_again() -> None:
+    service = FakeInference([say("a", "b")[0], Unavailable("gone")], say("never"))
+    with FakeServer(service) as server, Client(server.address, retry=QUICK) as client:
+        stream = client.generate("Hello")
+        assert next(stream).text == "a"
+        with pytest.raises(Unavailable, match="gone"):
+            next(stream)
+    assert len(service.requests) == 1
+
+
+def test_attempts_are_counted_and_overload_is_not_answered_with_more_load() -> None:
+    service = FakeInference(
+        *([Unavailable("busy")] for _ in range(3)), [Overloaded("full", retry_after_s=0.01)], say("x")
+    )
+    with FakeServer(service) as server, Client(server.address, retry=QUICK) as client:
+        with pytest.raises(Unavailable, match="busy"):
+            client.complete("Hello")
+        assert len(service.requests) == 3
+        with pytest.raises(Overloaded, match="full"):
+            client.complete("Hello")
+    assert len(service.requests) == 4
+
+
+def test_nobody_listening_is_unavailable() -> None:
+    with Client("127.0.0.1:1", retry=QUICK) as client, pytest.raises(Unavailable):
+        client.complete("Hello", timeout_s=10)
+
+
+def test_one_deadline_bounds_the_call_and_its_retries() -> None:
+    service = FakeInference([HANG], [Unavailable("later", retry_after_s=60)])
+    with FakeServer(service) as server, Client(server.address, retry=QUICK) as client:
+        started_s = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            client.complete("Hello", timeout_s=0.3)
+        with pytest.raises(Unavailable, match="later"):  # the retry would come after the deadline: said at once
+            client.complete("Hello", timeout_s=5)
+        assert time.monotonic() - started_s < 3
+    assert service.time_left_s[0] is not None
+    assert service.time_left_s[0] <= 0.3
+
+
+def test_leaving_the_block_cancels_the_call() -> None:
+    service = FakeInference([say("a", "b")[0], HANG])
+    with FakeServer(service) as server, Client(server.address) as client:
+        with client.generate("Hello") as stream:
+            assert next(stream).text == "a"
+            assert not service.cancelled.is_set()
+        assert service.cancelled.wait(5)
+        assert list(stream) == []
+        with pytest.raises(Cancelled):
+            stream.complete()
+
+
+def test_a_forgotten_stream_is_cancelled() -> None:
+    service = FakeInference([say("a", "b")[0], HANG])
+    with FakeServer(service) as server, Client(server.address) as client:
+        for _chunk in client.generate("Hello"):
+            break
+        gc.collect()
+        assert service.cancelled.wait(5)
+
+
+def test_a_stream_cut_short_is_an_error_and_not_a_short_answer() -> None:
+    service = FakeInference(say("a", "b")[:1])
+    with FakeServer(service) as server, Client(server.address) as client, pytest.raises(InternalError, match="finish"):
+        client.complete("Hello")
+
+
+def test_tokenize_and_list_models() -> None:
+    with FakeServer(FakeInference([Unavailable("starting")])) as server, Client(server.address, retry=QUICK) as client:
+        assert client.tokenize("two words").tokens == ("two", "words")
+        assert client.tokenize([{"role": "user", "content": "hi"}]).token_ids == (0,)
+        (model,) = client.list_models()
+    assert (model.id, model.context_length) == ("fake", 64)
+
+
+def test_the_client_needs_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys; from penstock import AsyncClient, Client; Client('x:1').close();"
+        "print([m for m in ('torch', 'ray', 'uvloop', 'transformers', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"

@@ -230,7 +230,7 @@ class DecodeScheduler:
         num_full = sequence.num_computed_tokens // self._page_size
         if num_full > entry.num_shared_pages:
             hashes = sequence.hash_full_pages(self._page_size)
-            self._cache.insert(hashes[:num_full], sequence.pages[:num_full])
+            self._cache.insert(hashes[:num_full], sequence.pages, start=entry.num_shared_pages)
             entry.num_shared_pages = num_full
 
 

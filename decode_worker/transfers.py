@@ -65,7 +65,7 @@ class _Transfer:
     request: DecodeRequest | None
     num_tokens: int  # whose KV is to be computed
     num_held: int = 0
-    pages: list[PageId] = field(default_factory=list)  # to be written: fenced until the sender is over
+    pages: list[PageId] = field(default_factory=list)  # to be written: fenced until all have landed or the sender is over
     arrived: set[int] = field(default_factory=set)  # indexes into `pages`
     manifest: worker_pb2.PrefillPushed | None = None
     num_pages_asked: int = 0
@@ -189,6 +189,7 @@ class Transfers:
             self._give_up(transfer)
             return Mismatch(request, error)
         transfer.request = None
+        self._lift(transfer)  # each page is written once, and all have arrived
         self._settle(transfer)
         return Landed(request, transfer.num_tokens, len(transfer.pages))
 
@@ -260,5 +261,9 @@ class Transfers:
             return
         self._receiver.close(transfer.key)  # from here on, a wire that needs our help writes nothing
         if transfer.sender_over:
-            self._engine.pool.lift(transfer.pages, transfer.key)
+            self._lift(transfer)
             del self._transfers[transfer.key]
+
+    def _lift(self, transfer: _Transfer) -> None:
+        if self._engine.pool.is_fencing(transfer.key):
+            self._engine.pool.lift(transfer.key)

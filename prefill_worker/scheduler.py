@@ -92,9 +92,10 @@ class PrefillScheduler:
         for scheduled in work:
             sequence = scheduled.sequence
             draws = scheduled.draws
+            num_shared = sequence.num_computed_tokens // self._page_size
             sequence.num_computed_tokens += scheduled.num_tokens
             num_full = sequence.num_computed_tokens // self._page_size
-            self._cache.insert(sequence.page_hashes[:num_full], sequence.pages[:num_full])
+            self._cache.insert(sequence.page_hashes[:num_full], sequence.pages, start=num_shared)
             if draws:
                 complete.append(sequence)
                 self._running.remove(sequence)

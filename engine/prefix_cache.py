@@ -1,0 +1,177 @@
+"""Finds pages whose KV was computed before, by the hash of everything it depends on.
+
+A request meets it twice: `match` before prefill gives the pages it need not compute, `insert` after each step makes
+newly computed full pages findable. It owns the map from hash to page and the chains between hashes; references and
+the order of eviction are the pool's. It must not see a page that a transfer may still write: the caller inserts only
+computed or verified pages, and the pool refuses fenced ones.
+
+A cached page is of use only while its parent is cached too, hence leaves go first: when the least recently used page
+must go, whatever still hangs from it goes before it. Pages of that subtree which somebody holds are not taken away,
+they are merely no longer findable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.page_pool import PageMisuse, PagePool
+from penstock.kv_events import KvEventLog
+from penstock.types import PageHash, PageId
+
+
+class _Node:
+    """One cached page and its place in the chain."""
+
+    __slots__ = ("children", "page", "page_hash", "parent")
+
+    def __init__(self, page_hash: PageHash, page: PageId, parent: _Node | None) -> None:
+        self.page_hash = page_hash
+        self.page = page
+        self.parent = parent
+        self.children: dict[PageHash, _Node] | None = None  # None instead of empty: most pages have one child or none
+
+
+class PrefixCache:
+    """The findable pages of one pool. Not thread-safe: the worker's step loop is the only caller."""
+
+    def __init__(self, pool: PagePool, page_size: int, events: KvEventLog | None = None, enabled: bool = True) -> None:
+        self.page_size = page_size
+        self.enabled = enabled
+        self._pool = pool
+        self._events = events
+        self._nodes: dict[PageHash, _Node] = {}
+        self._by_page: dict[PageId, _Node] = {}
+        pool.set_evictor(self._evict)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._nodes)
+
+    def match(self, hashes: Sequence[PageHash]) -> list[PageId]:
+        """Pages of the longest cached prefix, with one reference on each that the caller has to release."""
+        pages = [node.page for node in self._leading(hashes)]
+        self._pool.share(pages)
+        return pages
+
+    def peek(self, hashes: Sequence[PageHash]) -> int:
+        """How many pages `match` would return; takes no reference and leaves the order of eviction alone."""
+        return len(self._leading(hashes))
+
+    def insert(self, hashes: Sequence[PageHash], pages: Sequence[PageId], start: int = 0) -> int:
+        """Make `pages[i]`, full and computed, findable as `hashes[i]`; returns how many pages entered the cache.
+
+        Both lists begin at the sequence's first page; `pages` may be longer. A caller who inserts after every step
+        passes as `start` what it has inserted before, so that a long sequence does not walk its whole chain again.
+        Where another page has a hash already, that one stays and the caller's page remains plainly owned.
+        Raises PageMisuse for a page that is free, fenced, or cached under another hash.
+        """
+        if not self.enabled:
+            return 0
+        if len(pages) < len(hashes):
+            raise PageMisuse(f"insert: {len(hashes)} hashes for {len(pages)} pages")
+        start = min(start, len(hashes))
+        while start > 0 and hashes[start - 1] not in self._nodes:
+            start -= 1  # the parent was evicted since: begin where the chain still holds
+        self._check_insertable(hashes, pages, start)
+        parent = self._nodes[hashes[start - 1]] if start > 0 else None
+        stored: list[PageHash] = []
+        met: list[PageId] = []  # pages of others, in use by content if not by reference
+        for index in range(start, len(hashes)):
+            node = self._nodes.get(hashes[index])
+            if node is None:
+                node = self._link(hashes[index], pages[index], parent)
+                stored.append(node.page_hash)
+            else:
+                met.append(node.page)
+            parent = node
+        self._pool.touch(met)
+        if stored and self._events is not None:
+            self._events.stored(stored)
+        return len(stored)
+
+    def clear(self) -> None:
+        """Forget every page; those that somebody holds stay with their holders."""
+        removed: list[PageHash] = []
+        for node in [node for node in self._nodes.values() if node.parent is None]:
+            self._drop(node, removed)
+        self._report_removed(removed)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless chains, maps and the pool agree. Checks the pool as well."""
+        self._pool.check_integrity()
+        cached = {PageId(page) for page in range(self._pool.num_pages) if self._pool.is_cached(PageId(page))}
+        if cached != self._by_page.keys():
+            raise AssertionError(f"pool and prefix cache differ on pages {sorted(cached ^ self._by_page.keys())}")
+        if len(self._nodes) != len(self._by_page):
+            raise AssertionError(f"{len(self._nodes)} hashes for {len(self._by_page)} pages")
+        num_links = 0
+        for page_hash, node in self._nodes.items():
+            if node.page_hash != page_hash or self._by_page.get(node.page) is not node:
+                raise AssertionError(f"page {node.page}: the maps by hash and by page differ")
+            if node.parent is not None and self._nodes.get(node.parent.page_hash) is not node.parent:
+                raise AssertionError(f"page {node.page}: cached, but its parent page {node.parent.page} is not")
+            if node.parent is not None and (node.parent.children or {}).get(page_hash) is not node:
+                raise AssertionError(f"page {node.page}: its parent page {node.parent.page} does not know it")
+            num_links += len(node.children or ())
+        if num_links != sum(node.parent is not None for node in self._nodes.values()):
+            raise AssertionError("a page has a child that is not cached")
+
+    def _leading(self, hashes: Sequence[PageHash]) -> list[_Node]:
+        found: list[_Node] = []
+        for page_hash in hashes:
+            node = self._nodes.get(page_hash)
+            if node is None:
+                break
+            found.append(node)
+        return found
+
+    def _check_insertable(self, hashes: Sequence[PageHash], pages: Sequence[PageId], start: int) -> None:
+        """All checks before the first change, so that a refused insert leaves no trace."""
+        if len(set(pages[start : len(hashes)])) != len(hashes) - start:
+            raise PageMisuse(f"insert: a page is named twice in {list(pages)}")
+        for index in range(start, len(hashes)):
+            known, page = self._by_page.get(pages[index]), pages[index]
+            if known is not None and known.page_hash != hashes[index]:
+                raise PageMisuse(f"insert: page {page} is cached under another hash")
+            if known is None and not self._pool.can_keep(page):
+                raise PageMisuse(f"insert: page {page} is {self._pool.state(page)}")
+
+    def _link(self, page_hash: PageHash, page: PageId, parent: _Node | None) -> _Node:
+        self._pool.keep(page)
+        node = _Node(page_hash, page, parent)
+        if parent is not None:
+            if parent.children is None:
+                parent.children = {}
+            parent.children[page_hash] = node
+        self._nodes[page_hash] = node
+        self._by_page[page] = node
+        return node
+
+    def _evict(self, num_pages: int) -> None:
+        """Free at least `num_pages` pages, which the pool has counted as evictable."""
+        goal = self._pool.num_free + num_pages
+        removed: list[PageHash] = []
+        while self._pool.num_free < goal:
+            page = self._pool.oldest_evictable()
+            assert page is not None, "the pool counted more evictable pages than it has"
+            self._drop(self._by_page[page], removed)
+        self._report_removed(removed)
+
+    def _drop(self, root: _Node, removed: list[PageHash]) -> None:
+        """Forget the subtree, children before parents. The root alone in all but rare cases (see `release`)."""
+        subtree = [root]
+        for node in subtree:  # grows while it is walked: parents stand before their children
+            if node.children:
+                subtree.extend(node.children.values())
+        for node in reversed(subtree):
+            if node.parent is not None and node.parent.children is not None:
+                node.parent.children.pop(node.page_hash)
+                if not node.parent.children:
+                    node.parent.children = None
+            del self._nodes[node.page_hash], self._by_page[node.page]
+            self._pool.forget(node.page)
+            removed.append(node.page_hash)
+
+    def _report_removed(self, removed: list[PageHash]) -> None:
+        if removed and self._events is not None:
+            self._events.removed(removed)

@@ -1,0 +1,89 @@
+"""What this router has sent to workers and their load reports do not show yet. Pure: time is passed in.
+
+Without it, every request between two reports would go to the same worker, the least loaded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.types import WorkerId
+
+_REPORT_LAG_S = 0.05  # a report left its worker up to this long before it came here
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request's demand on one worker."""
+
+    num_requests: int = 0  # to decode
+    num_pages: int = 0  # that decoding will hold
+    prefill_tokens: int = 0  # to compute
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.num_requests + other.num_requests,
+            self.num_pages + other.num_pages,
+            self.prefill_tokens + other.prefill_tokens,
+        )
+
+    def __neg__(self) -> Work:
+        return Work(-self.num_requests, -self.num_pages, -self.prefill_tokens)
+
+
+NO_WORK = Work()
+
+
+class WorkKey(NamedTuple):
+    worker_id: WorkerId
+    number: int
+
+
+@dataclass(slots=True)
+class _Account:
+    total: Work = NO_WORK  # invariant: the sum of `entries`
+    entries: dict[int, tuple[float, Work]] = field(default_factory=dict)  # in order of time sent
+
+
+class InflightLedger:
+    """An entry leaves when its request shows progress or ends (`settle`), or its worker has reported since."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[WorkerId, _Account] = {}
+        self._last = 0
+
+    def sent_to(self, worker_id: WorkerId) -> Work:
+        account = self._accounts.get(worker_id)
+        return account.total if account else NO_WORK
+
+    def record(self, worker_id: WorkerId, work: Work, now_s: float) -> WorkKey:
+        account = self._accounts.setdefault(worker_id, _Account())
+        self._last += 1
+        account.entries[self._last] = (now_s, work)
+        account.total += work
+        return WorkKey(worker_id, self._last)
+
+    def settle(self, keys: Iterable[WorkKey]) -> None:
+        """Twice is once."""
+        for key in keys:
+            account = self._accounts.get(key.worker_id)
+            entry = account.entries.pop(key.number, None) if account else None
+            if account and entry:
+                account.total += -entry[1]
+
+    def on_report(self, worker_id: WorkerId, now_s: float) -> None:
+        """The worker has said its load: what it got well before is in it."""
+        account = self._accounts.get(worker_id)
+        if account is None:
+            return
+        for number, (sent_s, work) in list(account.entries.items()):
+            if sent_s >= now_s - _REPORT_LAG_S:
+                return
+            del account.entries[number]
+            account.total += -work
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """The worker has left."""
+        self._accounts.pop(worker_id, None)

@@ -1,0 +1,98 @@
+"""Text to token ids and back, as the checkpoint's tokenizer.json says. Long texts are encoded off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import tokenizers
+
+from penstock.errors import CheckpointError, InvalidInput
+from router.chat_template import ChatTemplate, load_chat_template
+from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
+
+_INLINE_CHARACTERS = 4096  # encoded in about a millisecond; longer texts would delay every other stream
+_NUM_THREADS = 2
+_ROLES = ("system", "user", "assistant")
+
+
+class Tokenizer:
+    """Owns the compiled tokenizer, the chat template and a small thread pool."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes_by_id: dict[int, bytes] | None = None
+        if json.loads(tokenizer.to_str()).get("decoder", {}).get("type") == "ByteLevel":
+            self._bytes_by_id = byte_table(tokenizer.get_vocab(with_added_tokens=True), self._special_ids)
+        self._token_texts: dict[int, str] = {}
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Raises CheckpointError that names the file."""
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing; point `model` at a checkpoint folder that has one")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"{path}: {error}; copy the file again from the model's source") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls(tokenizer, load_chat_template(Path(folder)))
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a prompt, with what the tokenizer's own post-processor puts around it."""
+        if len(text) <= _INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Ids of a conversation; the template writes its special tokens itself. Raises InvalidInput."""
+        if self._template is None:
+            raise InvalidInput("messages", "the model has no chat template; send the prompt as text")
+        for number, message in enumerate(messages):
+            if message["role"] not in _ROLES:
+                raise InvalidInput(
+                    f"messages[{number}].role", f"is {message['role']!r}; give one of {', '.join(_ROLES)}"
+                )
+        loop = asyncio.get_running_loop()
+        rendered = await loop.run_in_executor(self._threads, self._template.render, messages)
+        return await self.encode(rendered, add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The whole text, special tokens left out."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def detokenizer(self) -> Detokenizer:
+        """For one completion."""
+        if self._bytes_by_id is not None:
+            return ByteDetokenizer(self._bytes_by_id)
+        return WindowDetokenizer(self.decode, self._special_ids)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token by itself, special ones by name; part of a character shows as U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text  # at most as many as the vocabulary has
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes behind `token_text`, exact for byte-level vocabularies."""
+        if self._bytes_by_id is not None and token_id in self._bytes_by_id:
+            return self._bytes_by_id[token_id]
+        return self.token_text(token_id).encode()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

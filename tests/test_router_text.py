@@ -1,0 +1,142 @@
+"""Text on its way out: detokenizers and stop strings, whatever the borders between tokens and pieces."""
+
+from __future__ import annotations
+
+import itertools
+
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from router.detokenizer import WindowDetokenizer
+from router.stop import StopMatcher
+from router.tokenizer import Tokenizer
+
+_CORPUS = ["the cat sat on the mat", "naïve café: 日本語 and emoji 🙂🙂 again", "日本語 🙂 the end"]
+
+
+def _byte_level() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    tokenizer.add_tokens(["[über]"])  # an ordinary added token, not spelt in the byte alphabet
+    return tokenizer
+
+
+def _byte_fallback() -> tokenizers.Tokenizer:
+    """As Llama 2 and Mistral: metaspace words, unknown characters as byte tokens."""
+    words = ["▁", "▁the", "▁cat", "s", "a", "t", "▁日本", "é"]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocabulary |= {word: len(vocabulary) + rank for rank, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+BYTE_LEVEL = Tokenizer(_byte_level(), None)
+BYTE_FALLBACK = Tokenizer(_byte_fallback(), None)
+BYTE_LEVEL_IDS = st.lists(st.integers(0, 320), max_size=40)
+
+
+def _cut(items, borders):
+    edges = [0, *sorted({border % (len(items) + 1) for border in borders}), len(items)]
+    return [items[start:end] for start, end in itertools.pairwise(edges)]
+
+
+@given(token_ids=BYTE_LEVEL_IDS, borders=st.lists(st.integers(0, 1000), max_size=10))
+@settings(max_examples=400, deadline=None)
+def test_pieces_of_byte_level_text_make_the_whole(token_ids, borders):
+    detokenizer = BYTE_LEVEL.detokenizer()
+    pieces = [detokenizer.add(part) for part in _cut(token_ids, borders)] + [detokenizer.finish()]
+    assert "".join(pieces) == BYTE_LEVEL.decode(token_ids)
+
+
+@given(text=st.text(max_size=40), borders=st.lists(st.integers(0, 1000), max_size=10))
+@settings(max_examples=200, deadline=None)
+def test_no_piece_of_valid_text_holds_half_a_character(text, borders):
+    text = text.replace("\ufffd", "?")
+    token_ids = BYTE_LEVEL._encode(text, False)
+    for detokenizer in (BYTE_LEVEL.detokenizer(), WindowDetokenizer(BYTE_LEVEL.decode, frozenset({0, 1}))):
+        pieces = [detokenizer.add(part) for part in _cut(token_ids, borders)]
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert "".join(pieces) + detokenizer.finish() == BYTE_LEVEL.decode(token_ids)
+
+
+_CHARACTERS = [[3 + byte for byte in char.encode()] for char in "é日🙂a"]
+_FALLBACK_GROUPS = st.one_of(st.sampled_from(_CHARACTERS), st.integers(259, 266).map(lambda word: [word]), st.just([2]))
+
+
+@given(groups=st.lists(_FALLBACK_GROUPS, max_size=30), borders=st.lists(st.integers(0, 1000), max_size=10))
+@settings(max_examples=300, deadline=None)
+def test_pieces_of_byte_fallback_text_make_the_whole(groups, borders):
+    token_ids = [token_id for group in groups for token_id in group]
+    detokenizer = BYTE_FALLBACK.detokenizer()
+    pieces = [detokenizer.add(part) for part in _cut(token_ids, borders)]
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) + detokenizer.finish() == BYTE_FALLBACK.decode(token_ids)
+
+
+def test_bytes_that_are_no_text_cannot_grow_the_window():
+    detokenizer = WindowDetokenizer(BYTE_LEVEL.decode, frozenset())
+    invalid = BYTE_LEVEL._tokenizer.token_to_id("Ģ")  # byte 0x80
+    shown = "".join(detokenizer.add([invalid]) for _ in range(1000)) + detokenizer.finish()
+    assert shown == "\ufffd" * 1000
+    assert len(detokenizer._window) <= 16
+
+
+def test_an_unfinished_character_waits_and_shows_at_the_end():
+    smile = BYTE_LEVEL._encode("🙂", False)
+    detokenizer = BYTE_LEVEL.detokenizer()
+    first = BYTE_LEVEL.token_bytes(smile[0])
+    assert detokenizer.add(smile[:1]) == first.decode(errors="ignore")
+    assert detokenizer.add(smile[1:]) == ("🙂" if len(smile) > 1 else "")
+    broken = BYTE_LEVEL._tokenizer.token_to_id("ð")  # byte 0xF0
+    assert detokenizer.add([broken]) == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+def _expected(text, stops):
+    """The match that ends first, the longest of those, found the slow way."""
+    for end in range(1, len(text) + 1):
+        matching = [stop for stop in stops if text[:end].endswith(stop)]
+        if matching:
+            return text[: end - max(map(len, matching))], True
+    return text, False
+
+
+@given(
+    text=st.text("abc", max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=3),
+    borders=st.lists(st.integers(0, 1000), max_size=12),
+)
+@settings(max_examples=500, deadline=None)
+def test_stop_strings_match_wherever_the_text_is_cut(text, stops, borders):
+    matcher = StopMatcher(stops)
+    pieces = [matcher.add(part) for part in _cut(text, borders)]
+    shown = "".join(pieces) + ("" if matcher.stopped else matcher.finish())
+    assert (shown, matcher.stopped) == _expected(text, stops)
+
+
+@given(text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_text_waits_no_longer_than_it_must(text, stops):
+    matcher = StopMatcher(stops)
+    shown = ""
+    for position, char in enumerate(text):
+        shown += matcher.add(char)
+        if matcher.stopped:
+            return
+        held = text[len(shown) : position + 1]
+        assert held == "" or any(stop.startswith(held) for stop in stops)

@@ -1,0 +1,180 @@
+"""Real processes, killed and frozen under real streams: the client gets exactly the tokens of an undisturbed run.
+
+One router, two prefill and two decode workers as plain processes, the bundled model in fp32. Slow prefills are made by
+long prompts in tiny chunks, so that a kill hits while one is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.processes import Deployment, Process
+from engine.engine import Engine
+from engine.generate import generate
+from penstock import AsyncClient
+from penstock.config import EngineConfig, RouterConfig, WorkerConfig
+from penstock.errors import DeadlineExceeded, PenstockError
+from penstock.grpc_server import make_channel
+from penstock.types import Role, SamplingParams
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from tests.serving import worker_config
+
+MODEL = Path(__file__).resolve().parent.parent / "models" / "penstock-tiny"
+PROMPT = [(7 * i) % 900 + 20 for i in range(600)]
+MAX_TOKENS = 120
+TIMEOUT_S = 60.0
+SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}  # exact in single precision
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def config(role: Role, number: int) -> WorkerConfig:
+    return worker_config(
+        role,
+        MODEL,
+        f"{role.value}-{number}",
+        engine={"num_pages": 256, "dtype": "float32"},
+        prefill={"max_batch_tokens": 16},  # 38 steps for the long prompt
+        transfer={"timeout_s": 5.0},
+    )
+
+
+class Fleet:
+    """The processes of one test; killed workers are started again on demand."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        roles = [(Role.PREFILL, 0), (Role.PREFILL, 1), (Role.DECODE, 0), (Role.DECODE, 1)]
+        started = deployment.start_workers([config(role, number) for role, number in roles])
+        self.prefill, self.decode = started[:2], started[2:]
+        self.router = self.start_router(started)
+
+    def start_router(self, workers: list[Process]) -> Process:
+        addresses = tuple(process.address for process in workers)
+        return self._deployment.start_router(
+            RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses)
+        )
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with Deployment() as deployment:
+        yield Fleet(deployment)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, list[int]]:
+    """What a single process answers."""
+    engine = Engine.load(EngineConfig(model=str(MODEL), num_pages=256, num_threads=1, dtype="float32"))
+    greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    seeded = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.875, top_p=0.9375, seed=11, ignore_eos=True)
+    return {"greedy": generate(engine, PROMPT, greedy), "seeded": generate(engine, PROMPT, seeded)}
+
+
+@contextlib.asynccontextmanager
+async def client(process: Process) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(process.address, timeout_s=TIMEOUT_S) as made:
+        yield made
+
+
+async def load_of(process: Process) -> worker_pb2.Load:
+    """What the worker says of itself now."""
+    async with make_channel(process.address) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).WatchEvents(worker_pb2.WatchEventsRequest(), timeout=10)
+        batch = await call.read()
+        call.cancel()
+        return batch.load
+
+
+async def wait_until_empty(processes: list[Process], timeout_s: float = 1.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    for process in processes:
+        while (load := await load_of(process)).free_pages < load.total_pages or load.num_running or load.num_waiting:
+            assert time.monotonic() < deadline_s, f"{process.ready['worker_id']} still holds: {load}"
+            await asyncio.sleep(0.02)
+
+
+async def busy_worker(processes: list[Process]) -> Process:
+    """The one that is at work."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            for process in processes:
+                if (await load_of(process)).num_running:
+                    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_prefill_worker_lost_while_it_prefills(
+    fleet: Fleet, undisturbed: dict[str, list[int]], number: signal.Signals
+) -> None:
+    async with client(fleet.router) as router:
+        answer = asyncio.create_task(router.complete(PROMPT, max_tokens=MAX_TOKENS, **SEEDED))
+        victim = await busy_worker(fleet.prefill)
+        victim.signal(number)
+        result = await answer
+        assert list(result.token_ids) == undisturbed["seeded"]
+        victim.signal(signal.SIGKILL)
+        survivors = [process for process in fleet.prefill if process is not victim]
+        # The fence on what the dead worker might have written is lifted once its death is known.
+        await wait_until_empty([*survivors, *fleet.decode], timeout_s=10.0)
+        again = await router.complete(PROMPT, max_tokens=MAX_TOKENS, **GREEDY)
+        assert list(again.token_ids) == undisturbed["greedy"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_decode_worker_lost_while_it_streams(
+    fleet: Fleet, undisturbed: dict[str, list[int]], number: signal.Signals
+) -> None:
+    async with client(fleet.router) as router:
+        tokens: list[int] = []
+        victim = None
+        async for chunk in router.generate(PROMPT, max_tokens=MAX_TOKENS, **SEEDED):
+            tokens += chunk.token_ids
+            if victim is None and len(tokens) > 10:
+                victim = await busy_worker(fleet.decode)
+                victim.signal(number)
+        assert tokens == undisturbed["seeded"]
+        assert victim is not None
+        survivors = [process for process in fleet.decode if process is not victim]
+        await wait_until_empty([*fleet.prefill, *survivors], timeout_s=10.0)
+
+
+async def test_the_service_outlives_its_whole_prefill_pool(fleet: Fleet, undisturbed: dict[str, list[int]]) -> None:
+    for process in fleet.prefill:
+        process.kill()
+    async with client(fleet.router) as router:
+        result = await router.complete(PROMPT, max_tokens=MAX_TOKENS, **GREEDY)
+        assert list(result.token_ids) == undisturbed["greedy"]
+
+
+async def test_a_client_that_leaves_at_any_phase_leaves_no_page_behind(fleet: Fleet) -> None:
+    """Queued, prefilling, transferring, decoding: a second later every page is back."""
+    everyone = [*fleet.prefill, *fleet.decode]
+    async with client(fleet.router) as router:
+        for delay_s in (0.0, 0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3):
+            streams = [router.generate(PROMPT, max_tokens=MAX_TOKENS, **GREEDY) for _ in range(3)]
+            readers = [asyncio.create_task(anext(stream)) for stream in streams]
+            await asyncio.sleep(delay_s)
+            for stream in streams:
+                stream.close()
+            await asyncio.gather(*readers, return_exceptions=True)
+            await wait_until_empty(everyone)
+
+
+async def test_one_deadline_bounds_every_leg(fleet: Fleet) -> None:
+    async with client(fleet.router) as router:
+        for process in fleet.decode:
+            process.signal(signal.SIGSTOP)
+        started_s = time.monotonic()
+        with pytest.raises(PenstockError) as caught:
+            await router.complete(PROMPT, max_tokens=MAX_TOKENS, timeout_s=1.5, **GREEDY)
+        assert isinstance(caught.value, DeadlineExceeded)
+        assert time.monotonic() - started_s < 4.0
+        for process in fleet.decode:
+            process.signal(signal.SIGCONT)

@@ -1,0 +1,309 @@
+"""Prefill and decode cores against each other under every order of events that a network and dying processes give.
+
+The two real cores run in one thread; between them stand a fake wire that writes one-sidedly (also into pages that
+nobody waits for any more) and calls whose messages keep their order only within a call. Random seeds pick what happens
+next: a step, a message, a write, a cancellation, a broken call, a killed prefill worker. The fake engine fails on any
+page that holds another sequence's KV.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_worker.prefill_client import PrefillCandidate, RemotePrefill
+from decode_worker.request import DecodeRequest, TokenDelta
+from decode_worker.transfers import Transfers
+from decode_worker.worker import DecodeWorker
+from engine.sequence import Sequence
+from penstock import wire
+from penstock.config import DecodeConfig, EngineConfig, PrefillConfig, WorkerConfig
+from penstock.errors import PenstockError, TransferError
+from penstock.types import Epoch, FinishReason, PageId, RequestId, Role, SamplingParams, TransferKey, WorkerId
+from penstock.v1 import worker_pb2
+from prefill_worker.worker import Closed, FirstToken, PrefillJob, PrefillOutcome, PrefillWorker, Pushed, ReservePages
+from tests.fake_engine import EOS, FakeEngine, next_token
+
+PAGE_SIZE = 4
+CONTEXT = 64
+
+
+@dataclass
+class Write:
+    """One page under way: read from the source when it completes, as a one-sided wire may."""
+
+    index: int
+    src: PageId
+    dst: PageId
+
+
+@dataclass
+class Link:
+    """The sender's side of one transfer."""
+
+    writes: deque[Write] = field(default_factory=deque)
+    ending: bool = False
+
+
+class FakeReceiver:
+    def __init__(self) -> None:
+        self.open_keys: set[TransferKey] = set()
+
+    def open(self, key: TransferKey, pages: list[PageId]) -> None:
+        self.open_keys.add(key)
+
+    def close(self, key: TransferKey) -> None:
+        self.open_keys.discard(key)
+
+
+class FakeSender:
+    def __init__(self) -> None:
+        self.links: dict[TransferKey, Link] = {}
+
+    def open(self, key: TransferKey, offer: bytes) -> None:
+        self.links[key] = Link()
+
+    def push(self, key: TransferKey, first_index: int, src_pages: list[PageId], dst_pages: list[PageId]) -> None:
+        pairs = zip(src_pages, dst_pages, strict=True)
+        self.links[key].writes += [Write(first_index + i, src, dst) for i, (src, dst) in enumerate(pairs)]
+
+    def finish(self, key: TransferKey) -> None:
+        self.links[key].ending = True
+
+    def abort(self, key: TransferKey) -> None:
+        link = self.links[key]
+        link.ending = True
+        while len(link.writes) > 1:  # the oldest is under way and cannot be called back
+            link.writes.pop()
+
+
+class World:
+    """One decode worker, one prefill worker, and everything that is under way between them."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.decode_engine = FakeEngine(self.rng.randint(18, 40), PAGE_SIZE)
+        self.receiver = FakeReceiver()
+        self.stalled: list[TransferKey] = []
+        transfers = Transfers(self.decode_engine, self.receiver, Epoch(1), False, self.stalled.append)  # type: ignore[arg-type]
+        transfers.calls = self
+        self.transfers = transfers
+        config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, placement="remote", watermark=0.0)
+        self.decode = DecodeWorker(WorkerId("d"), self.decode_engine, transfers, config, CONTEXT)  # type: ignore[arg-type]
+        self.prefill_epoch = Epoch(100)
+        self.to_prefill: dict[TransferKey, deque[Callable[[], None]]] = {}
+        self.to_decode: dict[TransferKey, deque[Callable[[], None]]] = {}
+        self.lost_keys: set[TransferKey] = set()  # calls that broke while the sender may still write
+        self.received: dict[int, list[TokenDelta]] = {}
+        self.requests: dict[int, DecodeRequest] = {}
+        self.start_prefill_worker()
+
+    def start_prefill_worker(self) -> None:
+        self.prefill_engine = FakeEngine(self.rng.randint(16, 40), PAGE_SIZE)
+        self.sender = FakeSender()
+        config = WorkerConfig(
+            worker_id="p",
+            role=Role.PREFILL,
+            engine=EngineConfig(model="fake"),
+            prefill=PrefillConfig(max_batch_tokens=8, max_batch_sequences=3),
+        )
+        self.prefill = PrefillWorker(self.prefill_engine, self.sender, config)  # type: ignore[arg-type]
+
+    # The calls that the decode worker makes (decode_worker.transfers.PrefillCalls).
+
+    def start(self, prefill: RemotePrefill) -> None:
+        key = prefill.key
+        self.to_prefill[key], self.to_decode[key] = deque(), deque()
+        if key.sender_epoch != self.prefill_epoch:
+            self.break_call(key)
+            return
+        sequence = Sequence(
+            RequestId(prefill.request_id),
+            list(prefill.token_ids),
+            prefill.num_prompt_tokens,
+            prefill.sampling,
+            prefill.salt,
+        )
+        job = PrefillJob(key, sequence, lambda outcome: self.from_prefill(key, outcome), 0.0)
+        worker = self.prefill
+        self.to_prefill[key].append(lambda: worker.submit(job, b""))
+
+    def send_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None:
+        worker = self.prefill
+        if key in self.to_prefill:
+            self.to_prefill[key].append(lambda: worker.set_destination(key, num_pages_held, list(pages)))
+
+    def cancel(self, key: TransferKey) -> None:
+        worker = self.prefill
+        if key in self.to_prefill:
+            self.to_prefill[key].append(lambda: worker.cancel(key))
+
+    # Messages back.
+
+    def from_prefill(self, key: TransferKey, outcome: PrefillOutcome) -> None:
+        if key not in self.to_decode:
+            return
+        decode = self.decode
+        match outcome:
+            case ReservePages(num_pages):
+                self.to_decode[key].append(lambda: decode.on_reserve(key, num_pages))
+            case FirstToken(token=token):
+                event = worker_pb2.PrefillFirstToken(token_id=token.token_id)
+                self.to_decode[key].append(lambda: decode.on_first_token(key, event))
+            case Pushed():
+                manifest = worker_pb2.PrefillPushed(
+                    num_tokens=outcome.num_tokens, page_hashes=outcome.page_hashes, num_pages=outcome.num_pages
+                )
+                self.to_decode[key].append(lambda: decode.on_manifest(key, manifest))
+            case Closed(error):
+                self.to_decode[key].append(lambda: self.close_call(key, error))
+
+    def close_call(self, key: TransferKey, error: PenstockError | None) -> None:
+        del self.to_decode[key], self.to_prefill[key]
+        self.decode.on_closed(key, error)
+
+    def break_call(self, key: TransferKey) -> None:
+        """The decode worker sees the call fail; whether the sender still writes, it cannot know."""
+        del self.to_decode[key], self.to_prefill[key]
+        self.lost_keys.add(key)
+        self.decode.on_lost(key, TransferError("the call broke"))
+        self.prefill.cancel(key)  # the service does so when its caller leaves; a no-op for an earlier incarnation
+
+    # What may happen next.
+
+    def submit(self, stream_id: int, prompt: list[int], sampling: SamplingParams) -> None:
+        sequence = Sequence(RequestId(f"r{stream_id}"), list(prompt), len(prompt), sampling, b"salt")
+        # The second candidate is one that has died: a start there is lost at once.
+        epochs = [self.prefill_epoch, Epoch(1)] if self.rng.random() < 0.5 else [self.prefill_epoch]
+        candidates = deque(PrefillCandidate("p", epoch, "nowhere", 0.0, 0.0) for epoch in epochs)
+        self.received[stream_id] = []
+        request = DecodeRequest(stream_id, sequence, self.receive, candidates, deadline_s=1e12)
+        self.requests[stream_id] = request
+        self.decode.submit(request)
+
+    def receive(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            self.received[delta.stream_id].append(delta)
+
+    def complete_write(self) -> None:
+        key = self.rng.choice([key for key, link in self.sender.links.items() if link.writes])
+        write = self.sender.links[key].writes.popleft()
+        (content,) = self.prefill_engine.read([write.src])
+        self.decode_engine.kv_pages[write.dst] = content
+        if key in self.receiver.open_keys:
+            self.decode.on_arrival(key, write.index, 1)
+
+    def end_sender(self) -> None:
+        key = self.rng.choice([key for key, link in self.sender.links.items() if link.ending and not link.writes])
+        del self.sender.links[key]
+        self.prefill.on_sent(key)
+
+    def deliver(self, queues: dict[TransferKey, deque[Callable[[], None]]]) -> None:
+        key = self.rng.choice([key for key, queue in queues.items() if queue])
+        queues[key].popleft()()
+
+    def kill_prefill_worker(self) -> None:
+        """SIGKILL: what was under way is gone, a new incarnation takes its place."""
+        self.prefill_epoch = Epoch(self.prefill_epoch + 1)
+        self.start_prefill_worker()
+        for key in list(self.to_decode):
+            self.break_call(key)
+
+    def ask_about_lost(self) -> None:
+        """What the fence keeper does: lifts the fence once the sender cannot write any more."""
+        for key in list(self.lost_keys):
+            if key.sender_epoch != self.prefill_epoch or not self.prefill.is_open(key):
+                self.lost_keys.discard(key)
+                self.decode.on_quiesced(key)
+
+    def actions(self) -> list[Callable[[], object]]:
+        found: list[Callable[[], object]] = [self.decode.step, self.prefill.step]
+        if any(self.to_prefill.values()):
+            found += [lambda: self.deliver(self.to_prefill)] * 3
+        if any(self.to_decode.values()):
+            found += [lambda: self.deliver(self.to_decode)] * 3
+        if any(link.writes for link in self.sender.links.values()):
+            found += [self.complete_write] * 3
+        if any(link.ending and not link.writes for link in self.sender.links.values()):
+            found.append(self.end_sender)
+        if self.lost_keys:
+            found.append(self.ask_about_lost)
+        return found
+
+    def check(self) -> None:
+        self.decode_engine.pool.check_integrity()
+        self.prefill_engine.pool.check_integrity()
+
+    def settle(self, steps: int = 4000) -> None:
+        """Lets everything that is under way happen, in random order."""
+        for _ in range(steps):
+            if all(self.is_over(stream_id) for stream_id in self.received) and not self.busy():
+                return
+            self.rng.choice(self.actions())()
+        raise AssertionError(f"not settled: {[s for s in self.received if not self.is_over(s)]}, {self.busy()=}")
+
+    def busy(self) -> bool:
+        return bool(self.to_decode or self.sender.links or self.lost_keys or self.transfers.num_open)
+
+    def is_over(self, stream_id: int) -> bool:
+        deltas = self.received[stream_id]
+        return self.requests[stream_id] is None or bool(deltas and (deltas[-1].finish_reason or deltas[-1].error))
+
+    def tokens(self, stream_id: int) -> list[int]:
+        return [delta.token.token_id for delta in self.received[stream_id] if delta.token is not None]
+
+
+def expected_tokens(prompt: list[int], max_tokens: int) -> tuple[list[int], FinishReason]:
+    tokens = list(prompt)
+    while len(tokens) < min(CONTEXT, len(prompt) + max_tokens):
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS:
+            return tokens[len(prompt) :], FinishReason.STOP
+    return tokens[len(prompt) :], FinishReason.LENGTH
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), faults=st.booleans())
+def test_every_stream_is_exact_and_every_page_comes_back(seed: int, faults: bool) -> None:
+    world = World(seed)
+    rng = world.rng
+    prompts: dict[int, tuple[list[int], int]] = {}
+    for stream_id in range(rng.randint(1, 8)):
+        base = [rng.choice([1, 2]) * 10 + i for i in range(rng.randint(1, 30))]  # two stems: prefixes repeat
+        prompts[stream_id] = (base, rng.randint(1, 8))
+        world.submit(stream_id, base, SamplingParams(max_tokens=prompts[stream_id][1]))
+        for _ in range(rng.randint(0, 25)):
+            rng.choice(world.actions())()
+            world.check()
+        if faults and rng.random() < 0.3:
+            world.kill_prefill_worker()
+        if faults and world.to_decode and rng.random() < 0.3:
+            world.break_call(rng.choice(list(world.to_decode)))
+        if rng.random() < 0.3:
+            victim = rng.choice(list(world.requests))
+            if world.requests[victim] is not None:
+                world.decode.cancel(world.requests[victim])
+                world.requests[victim] = None  # type: ignore[assignment]
+        world.check()
+    world.settle()
+    world.check()
+    for stream_id, (prompt, max_tokens) in prompts.items():
+        wanted, reason = expected_tokens(prompt, max_tokens)
+        if world.requests[stream_id] is None:
+            got = world.tokens(stream_id)
+            assert got == wanted[: len(got)]
+        else:
+            assert world.tokens(stream_id) == wanted
+            assert world.received[stream_id][-1].finish_reason is reason
+    for engine in (world.decode_engine, world.prefill_engine):
+        assert engine.pool.num_available == engine.pool.num_pages
+
+
+def test_a_key_survives_the_wire() -> None:
+    key = TransferKey("t", Epoch(2**63), Epoch(5))  # type: ignore[arg-type]
+    assert wire.transfer_key_from_wire(wire.transfer_key_to_wire(key)) == key

@@ -1,0 +1,66 @@
+"""Attention over the paged pool, behind one interface.
+
+`q_TNH`, `k_TKH`, `v_TKH`: the batch's tokens, N query heads over K KV heads, H head dim.
+`pool_layer`: `kv_pages[:, layer]`, a strided view [P, 2, K, S, H] with K at index 0 and V at index 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.kernels.metadata import AttentionMetadata
+    from engine.layers.ops import LayerOps
+
+
+class AttentionBackend(Protocol):
+    name: str
+
+    def write_kv(
+        self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata
+    ) -> None:
+        """Stores the batch's K/V at `meta`'s slots."""
+        ...
+
+    def paged_attention(
+        self,
+        q_TNH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Causal attention of each query over its sequence's pages, [T, N, H]; `window` counts the query itself."""
+        ...
+
+
+def select_backend(name: str, device: torch.device) -> AttentionBackend:
+    """`auto` is Triton on CUDA and torch elsewhere. Raises ConfigError where the named one cannot run."""
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        return _triton_backend()
+    if name not in ("auto", "torch"):
+        raise ConfigError(f"engine.attention = {name!r}; give auto, torch or triton")
+    from engine.kernels.reference import TorchAttention
+
+    return TorchAttention()
+
+
+def _triton_backend() -> AttentionBackend:
+    try:
+        from engine.kernels.triton_backend import TritonAttention
+    except ImportError as error:
+        raise ConfigError(
+            f"engine.attention = 'triton': {error}; install triton, or choose engine.attention = 'torch'"
+        ) from error
+    return TritonAttention()
+
+
+def select_ops(attention: AttentionBackend) -> LayerOps:
+    """The small operations that go with a backend."""
+    from engine.layers.ops import TorchOps
+
+    return TorchOps()

@@ -1,0 +1,114 @@
+"""The safetensors files of a checkpoint folder: which there are, what each holds, and one name for all of it.
+
+Torch-free: reads headers and samples, never whole tensors. `engine.weights` loads the tensors themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import BinaryIO
+
+from penstock.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_MAX_HEADER_BYTES = 100 * 1024 * 1024  # the safetensors format's own limit
+_SAMPLES = 16  # of each file, evenly spread: fine-tunes differ everywhere, and hashing all would take minutes
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    file: Path
+    dtype: str  # safetensors' names: BF16, F16, F32, ...
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def list_weight_files(folder: Path) -> list[Path]:
+    """Every shard that the index names, or the single file. Raises CheckpointError where one is missing."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        single = folder / SINGLE_FILE
+        if not single.exists():
+            raise CheckpointError(
+                f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give safetensors weights"
+            )
+        return [single]
+    files = [folder / name for name in sorted(set(_read_weight_map(index).values()))]
+    for file in files:
+        if not file.exists():
+            raise CheckpointError(
+                f"{file} is missing, though {INDEX_FILE} names it; fetch the checkpoint again"
+            )
+    return files
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error!r}; fetch the checkpoint again") from error
+    names = weight_map.values() if isinstance(weight_map, dict) else [None]
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:  # a path would reach outside the folder
+            raise CheckpointError(
+                f"{index}: weight_map holds {name!r}; names of files in the same folder are needed"
+            )
+    return weight_map
+
+
+def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
+    """Name to place of every stored tensor. Raises CheckpointError on a file that is cut short or no safetensors."""
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        header, data_start = _read_header(file)
+        data_bytes = file.stat().st_size - data_start
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            if end > data_bytes:
+                raise CheckpointError(
+                    f"{file} is cut short: {name} ends at byte {end} of {data_bytes}; fetch the file again"
+                )
+            tensors[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), end - begin)
+    return tensors
+
+
+def checkpoint_revision(folder: Path) -> str:
+    """Digest of config.json and, for each weight file, its size, its header and samples of its data."""
+    digest = blake2b(digest_size=16, person=b"penstock-model")
+    digest.update((folder / CONFIG_FILE).read_bytes())
+    for file in list_weight_files(folder):
+        size = file.stat().st_size
+        header, data_start = _read_header(file)
+        digest.update(f"{file.name} {size} {json.dumps(header, sort_keys=True)}".encode())
+        with file.open("rb") as stream:
+            for sample in range(_SAMPLES):
+                stream.seek(data_start + (size - data_start) * sample // _SAMPLES)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _read_header(file: Path) -> tuple[dict, int]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(_read_exactly(stream, 8), "little")
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"its header claims {length} bytes")
+            header = json.loads(_read_exactly(stream, length))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is no safetensors file: {error}; fetch the file again") from error
+    return header, 8 + length
+
+
+def _read_exactly(stream: BinaryIO, count: int) -> bytes:
+    data = stream.read(count)
+    if len(data) != count:
+        raise ValueError(f"it ends after {len(data)} of {count} bytes")
+    return data

@@ -1,0 +1,177 @@
+"""One model replica behind one object: weights, KV pages, prefix cache, and the step.
+
+A worker's step loop is the only caller. The engine owns the model and the page tensor; which sequence holds which
+page is the caller's business (through `pool` and `prefix_cache`), and a step changes neither.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from engine.batch import build_batch
+from engine.kernels import select_backend, select_ops
+from engine.kv_layout import KVLayout
+from engine.model_config import ModelConfig
+from engine.models.registry import load_model
+from engine.page_pool import PagePool
+from engine.prefix_cache import PrefixCache
+from engine.runner import ModelRunner
+from engine.sampler import sample
+from engine.sequence import SampledToken, ScheduledSequence, StepOutput
+from engine.sequence import Sequence as Generation
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+from penstock.kv_events import KvEventLog
+from penstock.types import RequestId, SamplingParams
+
+log = logging.getLogger(__name__)
+
+_CPU_KV_MEMORY_BYTES = 1 << 30
+_GPU_KV_SHARE = 0.8  # of the memory that the weights leave free
+
+
+class Engine:
+    """Made by `load`."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: KVLayout,
+        kv_pages: torch.Tensor,
+        cache: PrefixCache,
+        pool: PagePool,
+        runner: ModelRunner,
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.kv_pages = kv_pages  # [P, L, 2, K, S, H], contiguous
+        self.pool = pool
+        self.prefix_cache = cache
+        self._runner = runner
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        on_progress: Callable[[float], None] = lambda _: None,
+        on_event: KvEventLog | None = None,
+    ) -> Engine:
+        """Reads the checkpoint and makes the page pool; blocks. `on_progress` hears the share of weights read.
+
+        Raises CheckpointError for a folder that cannot be served, ConfigError for settings that cannot work.
+        """
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        device = _select_device(config.device)
+        attention = select_backend(config.attention, device)
+        model_config = ModelConfig.from_folder(config.model)
+        max_context = _select_context(config, model_config)
+        dtype_name = model_config.dtype if config.dtype == "auto" else config.dtype
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        model = load_model(
+            Path(config.model),
+            model_config,
+            dtype=dtype,
+            device=device,
+            max_context=max_context,
+            on_progress=on_progress,
+        )
+        layout = KVLayout(
+            num_layers=model_config.num_layers,
+            num_kv_heads=model_config.num_kv_heads,
+            page_size=config.page_size,
+            head_dim=model_config.head_dim,
+            dtype=dtype_name,
+            model_revision=model_config.revision,
+        )
+        num_pages = config.num_pages or _count_pages(config, layout, device)
+        # Zeros and not whatever was there: attention multiplies masked places by 0, which NaN would survive.
+        kv_pages = torch.zeros(layout.shape(num_pages), dtype=dtype, device=device)
+        pool = PagePool(num_pages)
+        cache = PrefixCache(pool, config.page_size, on_event, config.prefix_caching)
+        runner = ModelRunner(model, kv_pages, attention, select_ops(attention))
+        log.info(
+            "loaded %s: %d pages, %s, %s attention on %s",
+            config.model,
+            num_pages,
+            dtype,
+            attention.name,
+            device,
+        )
+        return cls(model_config, layout, kv_pages, cache, pool, runner)
+
+    def step(self, work: Sequence[ScheduledSequence]) -> StepOutput:
+        """One forward over a mixed batch of chunks and decodes, and a draw for each that reached its end. Blocks."""
+        if not work:
+            return StepOutput(())
+        batch = build_batch(work, self.layout.page_size, self.kv_pages.device)
+        logits_RV = self._runner.forward(batch)
+        tokens: list[SampledToken | None] = [None] * len(work)
+        if batch.drawing:
+            rows = [work[index] for index in batch.drawing]
+            drawn = sample(logits_RV, rows, self.model.eos_token_ids)
+            for index, token in zip(batch.drawing, drawn, strict=True):
+                tokens[index] = token
+        return StepOutput(tuple(tokens))
+
+    def warm_up(self) -> None:
+        """One prefill and one decode on scratch pages, so that the first request pays for no compilation. Blocks."""
+        page_size = self.layout.page_size
+        num_pages = min(2, self.pool.num_available)
+        num_prompt_tokens = min(max(num_pages * page_size - 1, 1), self.model.context_length - 1)
+        pages = self.pool.allocate(num_pages)
+        try:
+            scratch = Generation(
+                RequestId("warm-up"),
+                [0] * num_prompt_tokens,
+                num_prompt_tokens,
+                SamplingParams(max_tokens=2),
+                b"",
+                pages,
+            )
+            self.step([ScheduledSequence(scratch, num_prompt_tokens)])
+            scratch.num_computed_tokens = num_prompt_tokens
+            scratch.token_ids.append(0)
+            if num_pages * page_size > num_prompt_tokens:
+                self.step([ScheduledSequence(scratch, 1)])
+        finally:
+            self.pool.release(pages)
+
+
+def _select_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device = {name!r} is no device; give auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"engine.device = {name!r} is not available here; give auto or cpu")
+    return device
+
+
+def _select_context(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_context is not None and config.max_context > model.context_length:
+        raise ConfigError(
+            f"engine.max_context = {config.max_context} is more than the {model.context_length} tokens of "
+            f"{config.model}; give at most that"
+        )
+    return config.max_context or model.context_length
+
+
+def _count_pages(config: EngineConfig, layout: KVLayout, device: torch.device) -> int:
+    budget = config.kv_memory_bytes
+    if budget is None and device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
+    budget = budget or _CPU_KV_MEMORY_BYTES
+    num_pages = budget // layout.page_bytes
+    if num_pages < 2:
+        raise ConfigError(
+            f"engine.kv_memory_bytes = {budget} holds {num_pages} pages of {layout.page_bytes} bytes; "
+            f"give at least {2 * layout.page_bytes}, or a smaller engine.page_size"
+        )
+    return num_pages

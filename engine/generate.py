@@ -1,0 +1,64 @@
+"""The single-process reference: one generation at a time over an engine, with nothing else around it.
+
+What disaggregated serving must equal, token for token. Tests and tools call it; workers do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.engine import Engine
+from engine.sequence import ScheduledSequence
+from engine.sequence import Sequence as Generation
+from penstock.types import RequestId, SamplingParams
+
+
+def generate(
+    engine: Engine,
+    token_ids: Sequence[int],
+    sampling: SamplingParams,
+    salt: bytes = b"",
+    *,
+    chunk_tokens: int | None = None,
+    use_prefix_cache: bool = True,
+) -> list[int]:
+    """Tokens after the prompt, the one that ended it included. Blocks; returns every page it took.
+
+    `chunk_tokens` bounds what one step computes; None takes the prompt whole.
+    """
+    generation = Generation(RequestId("generate"), list(token_ids), len(token_ids), sampling, salt)
+    page_size = engine.layout.page_size
+    if use_prefix_cache:  # the last token is computed in any case: its logits draw the first new one
+        hashes = generation.hash_full_pages(page_size)[: (len(token_ids) - 1) // page_size]
+        generation.pages = engine.prefix_cache.match(hashes)
+        generation.num_computed_tokens = len(generation.pages) * page_size
+    try:
+        while not _is_finished(engine, generation):
+            _step(engine, generation, chunk_tokens)
+            if use_prefix_cache:
+                num_full = generation.num_computed_tokens // page_size
+                hashes = generation.hash_full_pages(page_size)[:num_full]
+                engine.prefix_cache.insert(hashes, generation.pages[:num_full])
+    finally:
+        engine.pool.release(generation.pages)
+    return generation.token_ids[len(token_ids) :]
+
+
+def _step(engine: Engine, generation: Generation, chunk_tokens: int | None) -> None:
+    num_tokens = min(generation.num_uncomputed_tokens, chunk_tokens or generation.num_uncomputed_tokens)
+    num_pages = -(-(generation.num_computed_tokens + num_tokens) // engine.layout.page_size)
+    generation.pages += engine.pool.allocate(num_pages - len(generation.pages))
+    (token,) = engine.step([ScheduledSequence(generation, num_tokens)]).tokens
+    generation.num_computed_tokens += num_tokens
+    if token is not None:
+        generation.token_ids.append(token.token_id)
+
+
+def _is_finished(engine: Engine, generation: Generation) -> bool:
+    sampling, num_output_tokens = generation.sampling, generation.num_output_tokens
+    if num_output_tokens >= sampling.max_tokens or len(generation.token_ids) >= engine.model.context_length:
+        return True
+    if num_output_tokens == 0 or num_output_tokens < sampling.min_tokens:
+        return False
+    last = generation.token_ids[-1]
+    return last in sampling.stop_token_ids or (not sampling.ignore_eos and last in engine.model.eos_token_ids)

@@ -1,0 +1,147 @@
+"""Paged attention in plain torch: the oracle of every other kernel, and the path of a CPU without a compiler.
+
+A whole batch at once: pages are gathered, and one scaled dot-product call serves all decodes, another all chunks.
+KV heads stand in the call's batch dimension and the query heads that share one in its row dimension, so K and V are
+copied once and never repeated per query head.
+
+Shapes: `T` tokens, `B` sequences, `Q` queries of the longest, `C` gathered context, `N` query heads, `K` KV heads,
+`G` = N / K, `H` head dim, `P` pages, `S` page size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Neighbouring sequences of the batch whose queries are padded to one length."""
+
+    pages_X: torch.Tensor  # int64, B * pages of the longest
+    num_sequences: int
+    query_len: int
+    token_rows: (
+        torch.Tensor | None
+    )  # int64 [B * Q], row of the batch for each padded query; None: as they stand
+    padded_rows: torch.Tensor | None  # int64 [T], place of each token among the padded queries
+    visible_BQC: torch.Tensor  # bool
+
+
+class TorchAttention:
+    """Keeps the last batch's plan, because every layer of a step asks with the same metadata."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._meta: AttentionMetadata | None = None
+        self._plans: dict[int | None, list[_Part]] = {}
+
+    def write_kv(
+        self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata
+    ) -> None:
+        write_kv(k_TKH, v_TKH, pool_layer, meta)
+
+    def paged_attention(
+        self,
+        q_TNH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        if meta is not self._meta:
+            self._meta, self._plans = meta, {}
+        if window not in self._plans:
+            self._plans[window] = _plan(meta, pool_layer.shape[3], window)
+        return _attend(q_TNH, pool_layer, self._plans[window], scale)
+
+
+def write_kv(
+    k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata
+) -> None:
+    """Stores each token's K and V at its slot."""
+    pool_layer[meta.slot_page_T, 0, :, meta.slot_offset_T] = k_TKH
+    pool_layer[meta.slot_page_T, 1, :, meta.slot_offset_T] = v_TKH
+
+
+def paged_attention(
+    q_TNH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata, scale: float, window: int | None
+) -> torch.Tensor:
+    """Causal attention over the paged context, [T, N, H]; the new K/V must be in the pool already."""
+    return _attend(q_TNH, pool_layer, _plan(meta, pool_layer.shape[3], window), scale)
+
+
+def _plan(meta: AttentionMetadata, page_size: int, window: int | None) -> list[_Part]:
+    parts = []
+    if meta.num_decodes:
+        parts.append(_plan_part(meta, slice(0, meta.num_decodes), 1, page_size, window))
+    if meta.num_decodes < meta.num_sequences:
+        parts.append(
+            _plan_part(
+                meta, slice(meta.num_decodes, meta.num_sequences), meta.max_query_len, page_size, window
+            )
+        )
+    return parts
+
+
+def _plan_part(
+    meta: AttentionMetadata, which: slice, query_len: int, page_size: int, window: int | None
+) -> _Part:
+    context_B1 = meta.context_lens_B[which, None].long()
+    device = context_B1.device
+    num_pages = -(-int(context_B1.max()) // page_size)
+    start_B1, stop_B1 = (
+        bounds[which, None].long() for bounds in (meta.query_start_B1[:-1], meta.query_start_B1[1:])
+    )
+    first_position_B1 = context_B1 - (stop_B1 - start_B1)
+    query_Q = torch.arange(query_len, device=device)
+    position_BQ1 = (first_position_B1 + query_Q)[:, :, None]
+    key_C = torch.arange(num_pages * page_size, device=device)
+    visible_BQC = key_C <= position_BQ1
+    if window is not None:
+        visible_BQC &= key_C > position_BQ1 - window
+    token_rows = padded_rows = None
+    if query_len > 1:
+        row_BQ = start_B1 + query_Q
+        is_real_BQ = row_BQ < stop_B1
+        token_rows = torch.where(is_real_BQ, row_BQ, start_B1).flatten()
+        padded_rows = is_real_BQ.flatten().nonzero().squeeze(1)
+    pages_X = meta.page_table_BP[which, :num_pages].long().flatten()
+    return _Part(pages_X, context_B1.shape[0], query_len, token_rows, padded_rows, visible_BQC)
+
+
+def _attend(q_TNH: torch.Tensor, pool_layer: torch.Tensor, parts: list[_Part], scale: float) -> torch.Tensor:
+    outputs, start = [], 0
+    for part in parts:
+        stop = start + part.num_sequences if part.token_rows is None else q_TNH.shape[0]
+        outputs.append(_attend_part(q_TNH, slice(start, stop), pool_layer, part, scale))
+        start = stop
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_part(
+    q_TNH: torch.Tensor, rows: slice, pool_layer: torch.Tensor, part: _Part, scale: float
+) -> torch.Tensor:
+    num_kv_heads, _, head_dim = pool_layer.shape[2:]
+    batch, query_len, groups = part.num_sequences, part.query_len, q_TNH.shape[1] // num_kv_heads
+    q_XNH = q_TNH[rows] if part.token_rows is None else q_TNH[part.token_rows]
+    q_BQKGH = q_XNH.reshape(batch, query_len, num_kv_heads, groups, head_dim)
+    q_KBXH = q_BQKGH.permute(2, 0, 3, 1, 4).reshape(num_kv_heads, batch, groups * query_len, head_dim)
+    keys, values = (
+        pool_layer[:, kind]
+        .transpose(0, 1)
+        .index_select(1, part.pages_X)
+        .view(num_kv_heads, batch, -1, head_dim)
+        for kind in (0, 1)
+    )
+    visible_BGQC = part.visible_BQC[:, None].expand(-1, groups, -1, -1)
+    visible_BXC = visible_BGQC.reshape(1, batch, groups * query_len, -1)
+    o_KBXH = F.scaled_dot_product_attention(q_KBXH, keys, values, attn_mask=visible_BXC, scale=scale)
+    o_BQKGH = o_KBXH.view(num_kv_heads, batch, groups, query_len, head_dim).permute(1, 3, 0, 2, 4)
+    o_XNH = o_BQKGH.reshape(batch * query_len, num_kv_heads * groups, head_dim)
+    return o_XNH if part.padded_rows is None else o_XNH[part.padded_rows]

@@ -1,0 +1,270 @@
+"""What a checkpoint folder says of its model, read once while a worker starts.
+
+`ModelConfig.from_folder` is the only reader of `config.json` and `generation_config.json`. Torch-free. It refuses what
+would change results and is not known here, because a model that answers slightly wrong is worse than none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint import CONFIG_FILE, checkpoint_revision
+from engine.kv_layout import DTYPE_BYTES
+from engine.rope_config import RopeConfig, parse_rope
+from penstock.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a dense decoder family differs from Llama. Defaults are those of its published configs."""
+
+    architecture: str
+    model_type: str
+    qkv_bias: bool = False  # always, without a key in config.json
+    qk_norm: bool = False
+    num_kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    sliding_window: int | None = None
+    keys: frozenset[str] = frozenset()  # config keys that only this family reads
+
+
+_WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+FAMILIES = (
+    Family("LlamaForCausalLM", "llama", keys=frozenset({"attention_bias", "mlp_bias"})),
+    Family(
+        "MistralForCausalLM",
+        "mistral",
+        num_kv_heads=8,
+        sliding_window=4096,
+        keys=frozenset({"sliding_window"}),
+    ),
+    Family(
+        "Qwen2ForCausalLM", "qwen2", qkv_bias=True, num_kv_heads=32, sliding_window=4096, keys=_WINDOW_KEYS
+    ),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        qk_norm=True,
+        num_kv_heads=32,
+        head_dim=128,
+        sliding_window=4096,
+        keys=_WINDOW_KEYS | {"attention_bias"},
+    ),
+)
+
+# fmt: off
+_READ_KEYS = frozenset({
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "hidden_act",
+    "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
+    "eos_token_id", "torch_dtype", "dtype",
+})
+_KEYS_WITHOUT_EFFECT = frozenset({
+    "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "_commit_hash",
+    "attention_dropout", "attn_implementation", "auto_map", "bos_token_id", "cache_implementation",
+    "chunk_size_feed_forward", "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label",
+    "initializer_range", "is_decoder", "is_llama_config", "label2id", "max_length", "max_new_tokens",
+    "mlp_dropout", "name", "output_attentions", "output_hidden_states", "pad_token_id",
+    "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved",
+    "task_specific_params", "tokenizer_class", "transformers.js_config", "transformers_version",
+    "unsloth_fixed", "unsloth_version", "use_cache",
+})
+# fmt: on
+_NO_EFFECT_ONLY_AS = {"rope_interleaved": False}  # any other value changes results
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A dense decoder: its shape, and what the folder says of generation."""
+
+    family: Family
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    context_length: int  # tokens
+    rms_norm_eps: float
+    rope: RopeConfig
+    windows: tuple[int | None, ...]  # per layer, tokens that a query sees, itself included; None: all
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    dtype: str  # as config.json says; float32 where it says nothing
+    eos_token_ids: frozenset[int]
+    revision: str  # changes whenever the configuration or the weights do
+    generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.family.qk_norm
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> ModelConfig:
+        """Reads a Hugging Face checkpoint folder. Raises CheckpointError that names the file, its value and the fix."""
+        folder = Path(path)
+        file = folder / CONFIG_FILE
+        data = _read_json(file)
+        family = _find_family(data, file)
+        _refuse_unknown(data, family, file)
+        generation_file = folder / "generation_config.json"
+        generation = _read_json(generation_file) if generation_file.exists() else {}
+        heads = _positive_int(data, "num_attention_heads", file)
+        hidden_size = _positive_int(data, "hidden_size", file)
+        kv_heads = _positive_int(data, "num_key_value_heads", file, family.num_kv_heads or heads)
+        if heads % kv_heads:
+            raise CheckpointError(
+                f"{file}: num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}"
+            )
+        head_dim = _positive_int(data, "head_dim", file, family.head_dim or hidden_size // heads)
+        if head_dim % 2:
+            raise CheckpointError(
+                f"{file}: head_dim = {head_dim} must be even, because halves of a head are rotated"
+            )
+        num_layers = _positive_int(data, "num_hidden_layers", file)
+        attention_bias = bool(data.get("attention_bias", False))
+        return cls(
+            family=family,
+            num_layers=num_layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            hidden_size=hidden_size,
+            intermediate_size=_positive_int(data, "intermediate_size", file),
+            vocab_size=_positive_int(data, "vocab_size", file),
+            context_length=_positive_int(data, "max_position_embeddings", file),
+            rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
+            rope=parse_rope(data, file),
+            windows=_read_windows(data, family, num_layers, file),
+            tie_embeddings=bool(data.get("tie_word_embeddings", False)),
+            qkv_bias=family.qkv_bias or attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=bool(data.get("mlp_bias", False)),
+            dtype=_read_dtype(data, file),
+            eos_token_ids=_read_token_ids(data, file) | _read_token_ids(generation, generation_file),
+            revision=checkpoint_revision(folder),
+            generation_defaults=_read_generation_defaults(generation),
+        )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing; give a Hugging Face checkpoint folder") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}; give valid JSON") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} holds {type(data).__name__}; a JSON object is needed")
+    return data
+
+
+def _find_family(data: Mapping[str, Any], file: Path) -> Family:
+    architectures = data.get("architectures")
+    for family in FAMILIES:
+        if architectures == [family.architecture] or (
+            not architectures and data.get("model_type") == family.model_type
+        ):
+            return family
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise CheckpointError(
+        f"{file}: architectures = {architectures!r}, model_type = {data.get('model_type')!r} is not supported; "
+        f"give a checkpoint of one of {known}"
+    )
+
+
+def _refuse_unknown(data: Mapping[str, Any], family: Family, file: Path) -> None:
+    if data.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise CheckpointError(f"{file}: hidden_act = {data['hidden_act']!r} is not supported; only 'silu' is")
+    for key, value in data.items():
+        if key in _READ_KEYS or key in family.keys or value in (None, False) or value in ({}, [], ""):
+            continue
+        if key in _KEYS_WITHOUT_EFFECT and _NO_EFFECT_ONLY_AS.get(key, value) == value:
+            continue
+        raise CheckpointError(
+            f"{file}: {key} = {value!r} is unknown for {family.architecture} and could change results; "
+            "remove it if it does not, or give a checkpoint without it"
+        )
+
+
+def _read_windows(
+    data: Mapping[str, Any], family: Family, num_layers: int, file: Path
+) -> tuple[int | None, ...]:
+    if "sliding_window" not in family.keys:
+        return (None,) * num_layers
+    window = data.get("sliding_window", family.sliding_window)
+    if "use_sliding_window" in family.keys and not data.get("use_sliding_window", False):
+        window = None
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise CheckpointError(
+            f"{file}: sliding_window = {window!r}: a positive number of tokens or null is needed"
+        )
+    if "layer_types" not in family.keys:
+        return (window,) * num_layers
+    layer_types = data.get("layer_types")
+    if layer_types is None:
+        first = data.get("max_window_layers", 28)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    return tuple(_layer_window(kind, window, file) for kind in _checked_length(layer_types, num_layers, file))
+
+
+def _checked_length(layer_types: Any, num_layers: int, file: Path) -> list[str]:
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        raise CheckpointError(
+            f"{file}: layer_types = {layer_types!r}: {num_layers} entries, one a layer, are needed"
+        )
+    return layer_types
+
+
+def _layer_window(kind: str, window: int | None, file: Path) -> int | None:
+    if kind == "full_attention":
+        return None
+    if kind != "sliding_attention":
+        raise CheckpointError(f"{file}: layer_types holds {kind!r}; give full_attention or sliding_attention")
+    if window is None:
+        raise CheckpointError(
+            f"{file}: layer_types holds 'sliding_attention', but sliding_window is off; give use_sliding_window and "
+            "sliding_window"
+        )
+    return window
+
+
+def _read_dtype(data: Mapping[str, Any], file: Path) -> str:
+    dtype = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise CheckpointError(
+            f"{file}: dtype = {dtype!r} is not supported; give one of {', '.join(DTYPE_BYTES)}"
+        )
+    return dtype
+
+
+def _read_token_ids(data: Mapping[str, Any], file: Path) -> frozenset[int]:
+    value = data.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) for token in ids):
+        raise CheckpointError(f"{file}: eos_token_id = {value!r}: a token id or a list of them is needed")
+    return frozenset(ids)
+
+
+def _read_generation_defaults(generation: Mapping[str, Any]) -> dict[str, float | int]:
+    """Of a model that is meant to be sampled; a penalty holds for greedy ones too."""
+    names = ("temperature", "top_k", "top_p", "min_p") if generation.get("do_sample") else ()
+    wanted = (*names, "repetition_penalty")
+    return {name: generation[name] for name in wanted if isinstance(generation.get(name), int | float)}
+
+
+def _positive_int(data: Mapping[str, Any], key: str, file: Path, default: int | None = None) -> int:
+    value = data.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{file}: {key} = {value!r}: a positive whole number is needed")
+    return value

@@ -1,0 +1,35 @@
+"""From a family's name to the class that computes it. The one place to enter a new architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.model_config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.weights import WeightReader
+
+_MODELS = {"llama": Decoder, "mistral": Decoder, "qwen2": Decoder, "qwen3": Decoder}
+
+
+def load_model(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_context: int,
+    on_progress: Callable[[float], None],
+) -> Decoder:
+    """Builds the model and reads its weights; blocks.
+
+    Raises CheckpointError where they do not fit the configuration.
+    """
+    model = _MODELS[config.family.model_type]
+    expected, optional = model.tensor_shapes(config), model.optional_tensors(config)
+    with WeightReader(
+        folder, expected, dtype=dtype, device=device, optional=optional, on_progress=on_progress
+    ) as reader:
+        return model(config, reader, max_context, device)

@@ -1,0 +1,40 @@
+"""Runs the model over one batch: the only caller of a model's forward.
+
+Knows nothing of requests, prefix caches or sampling. It reads and writes the pages that the batch names and no others.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.batch import Batch
+from engine.kernels import AttentionBackend
+from engine.layers.ops import LayerOps
+from engine.models.decoder import Decoder
+
+
+class ModelRunner:
+    """A model bound to its KV pages."""
+
+    def __init__(
+        self, model: Decoder, kv_pages: torch.Tensor, attention: AttentionBackend, ops: LayerOps
+    ) -> None:
+        """`kv_pages` is the pool, [P, L, 2, K, S, H]."""
+        self._model = model
+        self._layer_pools = kv_pages.unbind(1)
+        self._attention = attention
+        self._ops = ops
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [R, V] of the rows that draw; the batch's K/V are in the pages afterwards. Blocks on CPU."""
+        torch.get_num_threads()  # gives a new thread its share of the cores before anything runs in parallel on it
+        return self._model.forward(
+            batch.token_ids_T,
+            batch.positions_T,
+            batch.draw_rows_R,
+            batch.meta,
+            self._layer_pools,
+            self._attention,
+            self._ops,
+        )

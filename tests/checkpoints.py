@@ -1,0 +1,69 @@
+"""Small random checkpoints of every supported family, as `transformers` writes them.
+
+`make_checkpoint("llama", tmp_path)` takes well under a second: 2 layers of width 32, a byte-level tokenizer of 320
+tokens. Weights depend on the family and the overrides alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+VOCAB_SIZE = 320
+EOS_TOKEN_ID = 1
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": None,
+    "initializer_range": 0.3,  # wide, so that logits differ clearly and greedy choices are no ties
+}
+
+
+def make_checkpoint(
+    family: str,
+    folder: Path,
+    *,
+    max_shard_size: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Writes a checkpoint with tokenizer.json into `folder` (made where missing) and returns it."""
+    config = AutoConfig.for_model(family, **{**_BASE, **overrides})
+    state = torch.random.get_rng_state()
+    torch.manual_seed(len(family))
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if (
+                parameter.dim() == 1
+            ):  # norms and biases are ones and zeros at first, which would hide mistakes
+                parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.3))
+    torch.random.set_rng_state(state)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token per byte: 0 begins, 1 ends, bytes follow."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, "</s>": 1} | {symbol: 2 + index for index, symbol in enumerate(symbols)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -47,7 +47,7 @@ check-proto: setup
 	$(PY) -m tests.stubs
 
 bench: setup
-	$(PY) -m benchmarks.engine
+	$(PY) -m benchmarks.latency
 
 bench-serving: setup
 	$(PY) -m benchmarks.serving

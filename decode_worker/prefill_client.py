@@ -20,7 +20,7 @@ from engine.step_loop import StepLoop
 from penstock import wire
 from penstock.errors import PenstockError, from_rpc_error, from_status
 from penstock.grpc_server import make_channel
-from penstock.types import Epoch, PageId, SamplingParams, TransferKey
+from penstock.types import Epoch, PageId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class TransferEvents(Protocol):
 class PrefillClient:
     """Owns the channels to prefill workers and one task for each call. Methods may be called from any thread."""
 
-    def __init__(self, loop: StepLoop, events: TransferEvents, make_offer: Callable[[str, Epoch], bytes]) -> None:
+    def __init__(self, loop: StepLoop, events: TransferEvents, make_offer: Callable[[WorkerId, Epoch], bytes]) -> None:
         self._loop = loop
         self._events = events
         self._make_offer = make_offer
@@ -119,7 +119,7 @@ class PrefillClient:
         key, candidate = prefill.key, prefill.candidate
         commands = self._commands[key]
         try:
-            offer = await asyncio.to_thread(self._make_offer, candidate.worker_id, candidate.epoch)
+            offer = self._make_offer(WorkerId(candidate.worker_id), candidate.epoch)
             stub = worker_pb2_grpc.PrefillWorkerStub(self._channel(candidate.address))
             call = stub.Prefill(_requests(_start_message(prefill, offer), commands))
             async for event in call:

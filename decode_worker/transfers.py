@@ -65,7 +65,9 @@ class _Transfer:
     request: DecodeRequest | None
     num_tokens: int  # whose KV is to be computed
     num_held: int = 0
-    pages: list[PageId] = field(default_factory=list)  # to be written: fenced until all have landed or the sender is over
+    pages: list[PageId] = field(
+        default_factory=list
+    )  # to be written: fenced until all have landed or the sender is over
     arrived: set[int] = field(default_factory=set)  # indexes into `pages`
     manifest: worker_pb2.PrefillPushed | None = None
     num_pages_asked: int = 0

@@ -1,0 +1,37 @@
+"""Connecting to one receiver incarnation: the receiver's favourite wire first, the next one when it fails.
+
+Blocks, so the sender runs it in a thread of its own for each new peer: a frozen peer delays nobody else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from kv_transfer.handshake import Offer
+from kv_transfer.transport import Link, SendingTransport
+from penstock.errors import TransferError
+
+log = logging.getLogger(__name__)
+
+
+def common_wires(offer: Offer, wires: Mapping[str, SendingTransport]) -> list[str]:
+    """Names of the wires that both ends have, in the receiver's order. Raises TransferError when there is none."""
+    names = [name for name, _ in offer.transports if name in wires]
+    if not names:
+        offered = [name for name, _ in offer.transports]
+        raise TransferError(f"no common transport: the receiver has {offered}, this sender {list(wires)}")
+    return names
+
+
+def connect(offer: Offer, wires: Mapping[str, SendingTransport]) -> tuple[str, Link, int]:
+    """(wire, link, number of wires that failed before). Raises TransferError that names what each wire said."""
+    details = dict(offer.transports)
+    problems: list[str] = []
+    for name in common_wires(offer, wires):
+        try:
+            return name, wires[name].connect(details[name], offer.receiver_epoch), len(problems)
+        except TransferError as error:
+            problems.append(f"{name}: {error}")
+            log.warning("receiver epoch %d cannot be reached over %s: %s", offer.receiver_epoch, name, error)
+    raise TransferError(f"receiver epoch {offer.receiver_epoch} cannot be reached: {'; '.join(problems)}")

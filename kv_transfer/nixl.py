@@ -1,0 +1,341 @@
+"""The NIXL wire: one-sided writes over UCX (RDMA, CUDA IPC, or CMA, shared memory and TCP on plain hosts).
+
+The sender writes straight into the receiver's pool, one descriptor a page from lists prepared once, and each write
+carries a notification that names what landed. NIXL's progress thread stays off, as it burns a core while idle: the
+receiver's thread polls while transfers are open, the sender's while pushes are under way. A push is done when NIXL
+says so: then nothing of it is written any more. A closed transfer can still be written until the sender has stopped:
+that is what the fence is for.
+
+Owns the agents, the registration of the pool and every handle. Metadata travels in the offer, never over a socket of
+its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import ipaddress
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+
+from kv_transfer.handshake import take
+from kv_transfer.pages import PageBuffer
+from kv_transfer.transport import Arrival, Details, Link, Peer, Push, notice, parse_notice
+from penstock.config import TransferConfig
+from penstock.errors import TransferError
+from penstock.types import Epoch, PageId
+
+NAME = "nixl"
+MAX_REMOTE_PAGES = 1 << 26  # of an offer: bounds the descriptor list that it makes this end build
+PROBE_POLL_S = 0.0005
+HELLO = "hello"
+
+log = logging.getLogger(__name__)
+
+
+def is_installed() -> bool:
+    return _module_name() is not None
+
+
+def _module_name() -> str | None:
+    """The build that fits torch's CUDA. Only one may be imported in a process."""
+    major = (torch.version.cuda or "12").split(".")[0]
+    for name in (f"nixl_cu{major}", "nixl_cu12", "nixl_cu13", "nixl"):
+        if importlib.util.find_spec(name) is not None:
+            return name
+    return None
+
+
+class _Agent:
+    """One NIXL agent with the pool registered. NIXL calls are made under `lock`: agents are not thread-safe."""
+
+    def __init__(self, pages: PageBuffer, config: TransferConfig) -> None:
+        name = _module_name()
+        if name is None:
+            raise TransferError("NIXL is not installed; pip install 'penstock[nixl]'")
+        _set_ucx_defaults(config.host)
+        try:
+            api = importlib.import_module(f"{name}._api")
+            bindings = importlib.import_module(f"{name}._bindings")
+        except ImportError as error:
+            raise TransferError(f"NIXL cannot be loaded: {error}") from error
+        own = [kind for kind in vars(bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+        self.errors: tuple[type[Exception], ...] = (TransferError, RuntimeError, *own)
+        self.name = f"penstock-{secrets.token_hex(16)}"
+        self.memory = "VRAM" if pages.is_cuda else "DRAM"
+        self.device = pages.device.index or 0 if pages.is_cuda else 0
+        self.lock = threading.Lock()
+        self._registered: list[Any] = []
+        try:
+            settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self.api = api.nixl_agent(self.name, settings)
+            self.register(pages.tensor)
+        except self.errors as error:
+            raise TransferError(f"NIXL agent: {error}") from error
+
+    def register(self, tensor: torch.Tensor) -> None:
+        self._registered.append(self.api.register_memory(tensor))
+
+    def prepare(self, agent_name: str, address: int, device: int, num_pages: int, page_bytes: int) -> Any:
+        """A descriptor for every page, so that a push needs page numbers only."""
+        table_P3 = np.empty((num_pages, 3), dtype=np.uint64)
+        table_P3[:, 0] = np.uint64(address) + np.arange(num_pages, dtype=np.uint64) * np.uint64(page_bytes)
+        table_P3[:, 1] = page_bytes
+        table_P3[:, 2] = device
+        return self.api.prep_xfer_dlist(agent_name, table_P3, self.memory)
+
+    def close(self) -> None:
+        with self.lock:
+            while self._registered:
+                self.api.deregister_memory(self._registered.pop())
+
+
+def _set_ucx_defaults(host: str) -> None:
+    """Only what the user has not set. Must run before UCX is loaded."""
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # a dead peer is our error to report, not a line on stderr
+    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # its Python part logs to stdout
+    if host == "localhost" or _is_loopback(host):
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")  # else UCX listens on every interface
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name
+
+
+class NixlReceiver:
+    """Lets peers write into the pool, and hears what they wrote."""
+
+    name = NAME
+    needs_polling = True
+
+    def __init__(self, pages: PageBuffer, config: TransferConfig) -> None:
+        self._pages = pages
+        self._agent = _Agent(pages, config)
+        self._metadata: bytes = self._agent.api.get_agent_metadata()
+        self._heard: set[Epoch] = set()
+
+    def offer(self, peer: Peer) -> Details:
+        return {
+            "metadata": self._metadata,
+            "address": self._pages.address,
+            "device": self._agent.device,
+            "num_pages": self._pages.num_pages,
+            "memory": self._agent.memory,
+        }
+
+    def poll(self) -> list[Arrival]:
+        try:
+            with self._agent.lock:
+                by_agent: dict[str, list[bytes]] = self._agent.api.get_new_notifs()
+        except self._agent.errors as error:
+            raise TransferError(f"{NAME} notifications: {error}") from error
+        arrivals: list[Arrival] = []
+        for message in (message for messages in by_agent.values() for message in messages):
+            try:
+                self._read(message, arrivals)
+            except TransferError as error:
+                log.warning("a notification was dropped: %s", error)
+        return arrivals
+
+    def _read(self, message: bytes, arrivals: list[Arrival]) -> None:
+        match _unpack(message):
+            case [str(word), int(epoch)] if word == HELLO:
+                self._heard.add(Epoch(epoch))
+            case data:
+                arrival = parse_notice(data)
+                self._heard.add(arrival.key.sender_epoch)
+                arrivals.append(arrival)
+
+    def heard_from(self) -> frozenset[Epoch]:
+        heard, self._heard = frozenset(self._heard), set()
+        return heard
+
+    def forget(self, peer: Peer) -> None:
+        """Nothing is held for a peer here: it is the peer that connects, and what it still says is late."""
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+def _unpack(message: bytes) -> object:
+    try:
+        return msgpack.unpackb(message)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise TransferError(f"{NAME} notification {message[:40]!r}: no msgpack") from error
+
+
+class _NixlPush:
+    """One posted write. Its handle is released as soon as it is over."""
+
+    __slots__ = ("_handle", "_link")
+
+    def __init__(self, link: NixlLink, handle: Any) -> None:
+        self._link = link
+        self._handle = handle
+
+    def done(self) -> bool:
+        return self._link.is_done(self._handle)
+
+
+class NixlLink:
+    """Writes into one receiver's pool."""
+
+    needs_polling = True
+
+    def __init__(self, agent: _Agent, local: Any, remote_name: str, remote: Any, num_remote_pages: int) -> None:
+        self._agent = agent
+        self._local = local
+        self._remote_name = remote_name
+        self._remote = remote
+        self._num_remote_pages = num_remote_pages
+        self._handles: set[Any] = set()  # of pushes that are not over
+        self._error: TransferError | None = None
+
+    def push(self, arrival: Arrival, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> Push:
+        self.check()
+        if max(dst_pages) >= self._num_remote_pages:
+            raise TransferError(f"destination page {max(dst_pages)}: the receiver has {self._num_remote_pages}")
+        src_P, dst_P = np.array(src_pages, dtype=np.int32), np.array(dst_pages, dtype=np.int32)
+        api = self._agent.api
+        try:
+            with self._agent.lock:
+                note = msgpack.packb(notice(arrival))
+                handle = api.make_prepped_xfer("WRITE", self._local, src_P, self._remote, dst_P, note)
+                self._handles.add(handle)
+                if api.transfer(handle) == "ERR":
+                    raise TransferError("the write was not accepted")
+        except self._agent.errors as error:
+            raise self._fail(error) from error
+        return _NixlPush(self, handle)
+
+    def is_done(self, handle: Any) -> bool:
+        self.check()
+        try:
+            with self._agent.lock:
+                state = self._agent.api.check_xfer_state(handle)
+                if state == "PROC":
+                    return False
+                if state == "ERR":
+                    raise TransferError("a write failed")
+                self._release(handle)
+        except self._agent.errors as error:
+            raise self._fail(error) from error
+        return True
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise TransferError(self._error.message)
+
+    def close(self) -> None:
+        """Cancels what is under way, then disconnects: UCX flushes or discards what it had not sent."""
+        if self._error is None:
+            self._error = TransferError(f"{NAME} link is closed")
+        with self._agent.lock:
+            for handle in list(self._handles):
+                try:
+                    self._release(handle)
+                except self._agent.errors:
+                    continue  # not cancellable; NIXL keeps it, and disconnecting below ends it
+            self._handles.clear()
+            if self._remote is not None:
+                self._remote.release()
+                self._remote = None
+                self._agent.api.remove_remote_agent(self._remote_name)
+
+    def probe(self, scratch: Any, deadline_s: float, epoch: Epoch) -> None:
+        """Reads one remote page aside: proves the path in both directions. Blocks until `deadline_s`."""
+        api, first = self._agent.api, np.zeros(1, dtype=np.int32)
+        try:
+            with self._agent.lock:
+                # The receiver polls while it expects a peer, which lets UCX finish its own handshake.
+                api.send_notif(self._remote_name, msgpack.packb([HELLO, epoch]))
+                handle = api.make_prepped_xfer("READ", scratch, first, self._remote, first)
+                self._handles.add(handle)
+                api.transfer(handle)
+            pause = threading.Event()
+            while not self.is_done(handle):
+                if time.monotonic() > deadline_s:
+                    raise TransferError("no answer in time")
+                pause.wait(PROBE_POLL_S)  # UCX has nothing to wait on without its progress thread
+        except self._agent.errors as error:
+            raise self._fail(error) from error
+
+    def _release(self, handle: Any) -> None:
+        handle.release()
+        self._handles.discard(handle)
+
+    def _fail(self, error: BaseException) -> TransferError:
+        if self._error is None:
+            self._error = TransferError(f"{NAME} link: {error}")
+        return TransferError(self._error.message)
+
+
+class NixlSender:
+    """Connects to receivers with one agent for all of them."""
+
+    name = NAME
+
+    def __init__(self, pages: PageBuffer, config: TransferConfig, epoch: Epoch) -> None:
+        self._pages = pages
+        self._config = config
+        self._epoch = epoch
+        self._agent = _Agent(pages, config)
+        self._scratch_buffer = PageBuffer.staging(1, pages.page_bytes, pages.device)
+        self._agent.register(self._scratch_buffer.tensor)
+        self._local = self._prepare_local(pages)
+        self._scratch = self._prepare_local(self._scratch_buffer)
+
+    def connect(self, details: Details, receiver_epoch: Epoch) -> Link:
+        deadline_s = time.monotonic() + self._config.connect_timeout_s
+        agent, page_bytes = self._agent, self._pages.page_bytes
+        num_pages, memory = take(details, "num_pages", int), take(details, "memory", str)
+        address, device = take(details, "address", int), take(details, "device", int)
+        metadata = take(details, "metadata", bytes)
+        if not (0 < num_pages <= MAX_REMOTE_PAGES and 0 <= address < 1 << 63 and 0 <= device < 1 << 16):
+            raise TransferError(f"offer: {num_pages} pages at {address:#x} on device {device} cannot be")
+        if memory != agent.memory:
+            raise TransferError(f"offer.memory: {memory!r}, this end has {agent.memory!r}")
+        try:
+            with agent.lock:
+                remote_name = agent.api.add_remote_agent(metadata)
+                if isinstance(remote_name, bytes):
+                    remote_name = remote_name.decode()
+                try:
+                    remote = agent.prepare(remote_name, address, device, num_pages, page_bytes)
+                except agent.errors:
+                    agent.api.remove_remote_agent(remote_name)
+                    raise
+        except agent.errors as error:
+            raise TransferError(f"{NAME} connection to epoch {receiver_epoch}: {error}") from error
+        link = NixlLink(agent, self._local, remote_name, remote, num_pages)
+        try:
+            link.probe(self._scratch, deadline_s, self._epoch)
+        except TransferError:
+            link.close()
+            raise
+        return link
+
+    def close(self) -> None:
+        with self._agent.lock:
+            self._local.release()
+            self._scratch.release()
+        self._agent.close()
+
+    def _prepare_local(self, pages: PageBuffer) -> Any:
+        agent = self._agent
+        try:
+            return agent.prepare("NIXL_INIT_AGENT", pages.address, agent.device, pages.num_pages, pages.page_bytes)
+        except agent.errors as error:
+            raise TransferError(f"{NAME} descriptors: {error}") from error

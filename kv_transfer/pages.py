@@ -1,0 +1,66 @@
+"""A pool (or a staging buffer) seen as plain rows of bytes: one row a page.
+
+Sits between the wires and the pool tensor, which the engine owns: this module only views it, and copies rows in and
+out. Page dtype and geometry are of no interest here, the handshake has compared them.
+
+Shape suffixes: P pages, W 8-byte words of a page (bytes where a page is no multiple of 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.types import PageId
+
+
+class PageBuffer:
+    """Rows of one page each over a contiguous tensor whose first dimension counts pages. Keeps the tensor alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        if tensor.dim() < 2 or tensor.shape[0] == 0 or not tensor.is_contiguous():
+            raise ValueError(f"pool: shape {tuple(tensor.shape)}, contiguous={tensor.is_contiguous()}; want [P, ...]")
+        self.tensor = tensor
+        self.num_pages = tensor.shape[0]
+        bytes_P = tensor.view(self.num_pages, -1).view(torch.uint8)
+        self.page_bytes = bytes_P.shape[1]
+        self.rows_PW = bytes_P.view(torch.int64) if self.page_bytes % 8 == 0 else bytes_P
+        self._cpu_rows_PW = None if tensor.is_cuda else self.rows_PW.numpy()
+
+    @classmethod
+    def staging(cls, num_pages: int, page_bytes: int, device: torch.device) -> PageBuffer:
+        pinned = device.type == "cpu" and torch.cuda.is_available()
+        return cls(torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device, pin_memory=pinned))
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.tensor.is_cuda
+
+    @property
+    def address(self) -> int:
+        return self.tensor.data_ptr()
+
+    def head(self, num_pages: int) -> PageBuffer:
+        """The first pages of this buffer, no copy."""
+        return PageBuffer(self.tensor[:num_pages])
+
+    def gather(self, pages: Sequence[PageId], out: PageBuffer) -> None:
+        """Copies `pages`, in order, into the first rows of `out`."""
+        index_P = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        torch.index_select(self.rows_PW, 0, index_P, out=out.rows_PW[: len(pages)])
+
+    def scatter(self, pages: Sequence[PageId], staged: PageBuffer) -> None:
+        """Copies the first rows of `staged` into `pages`, in order."""
+        if self._cpu_rows_PW is not None:
+            # 13 GB/s against index_copy_'s 8 on one core: that one runs element by element (2026-11, torch 2.13).
+            staged_PW = staged.rows_PW.numpy()
+            for index, page in enumerate(pages):
+                self._cpu_rows_PW[page] = staged_PW[index]
+            return
+        index_P = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        self.rows_PW.index_copy_(0, index_P, staged.rows_PW[: len(pages)])

@@ -1,0 +1,281 @@
+"""The decode worker's end of KV transfers: which pages may be written, what has landed, which peer is lost.
+
+Between the decode worker's loop, which opens and closes transfers, and the wires. Owns the table of open transfers;
+never touches the page pool's bookkeeping, so it fences nothing itself: the caller fences pages before `open` and lifts
+the fence when `close` has returned *and* the sender has said that it is over, or is known dead (see session.py).
+
+One thread: asleep while nothing is open, and on wires that must be polled it polls only while pages are missing or a
+peer is about to connect.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kv_transfer import wires
+from kv_transfer.handshake import Offer, PageLayout
+from kv_transfer.pages import PageBuffer
+from kv_transfer.transport import Arrival, Peer, ReceivingTransport
+from penstock.config import TransferConfig
+from penstock.errors import TransferError
+from penstock.types import Epoch, PageId, TransferKey, WorkerId
+
+FASTEST_POLL_S = 0.0002  # just after an arrival
+SLOWEST_POLL_S = 0.001  # between a prefill's chunks
+JOIN_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+OnArrival = Callable[[TransferKey, int, int], None]
+OnFailure = Callable[[TransferKey, TransferError], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """One open transfer. `writing` is held while an emulated wire copies into its pages."""
+
+    key: TransferKey
+    pages: tuple[PageId, ...]
+    last_progress_s: float
+    missing: set[int]  # indexes that have not landed
+    failed: bool = False
+    closed: bool = False
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(slots=True)
+class ReceiverStats:
+    """Counters since the start."""
+
+    num_pages: int = 0
+    num_late_arrivals: int = 0  # of transfers that are not open, or out of their range: ignored
+    num_lost_peers: int = 0
+    num_failures: int = 0
+
+
+class TransferReceiver:
+    """Safe from any thread. Callbacks run on the receiver's own thread and must not block."""
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        layout: PageLayout,
+        epoch: Epoch,
+        config: TransferConfig,
+        on_arrival: OnArrival,
+        on_failure: OnFailure,
+    ) -> None:
+        self._pages = PageBuffer(pool)
+        if self._pages.page_bytes != layout.page_bytes:
+            raise ValueError(f"pool pages have {self._pages.page_bytes} bytes, the layout says {layout.page_bytes}")
+        self._layout_digest = layout.digest()
+        self._epoch = epoch
+        self._config = config
+        self._on_arrival = on_arrival
+        self._on_failure = on_failure
+        self._lock = threading.Condition()
+        self._open: dict[TransferKey, _Incoming] = {}
+        self._peers: dict[WorkerId, Peer] = {}
+        self._awaited: dict[Epoch, float] = {}  # peers that may be connecting, and until when
+        self._events: deque[Callable[[], None]] = deque()
+        self._stopping = False
+        self.stats = ReceiverStats()
+        self._wires: list[ReceivingTransport] = wires.receiving(self._pages, config, self)
+        self._polled = [wire for wire in self._wires if wire.needs_polling]
+        self._thread = threading.Thread(target=self._run, name="kv-receiver", daemon=True)
+        self._thread.start()
+
+    @property
+    def transports(self) -> list[str]:
+        return [wire.name for wire in self._wires]
+
+    def offer(self, peer_worker_id: WorkerId, peer_epoch: Epoch) -> bytes:
+        """What that incarnation needs to push here. A newer incarnation of a known worker replaces the old one."""
+        peer = Peer(peer_worker_id, peer_epoch)
+        with self._lock:
+            known = self._peers.get(peer_worker_id)
+            if known is not None and known.epoch > peer_epoch:
+                raise TransferError(f"{peer_worker_id}: epoch {peer_epoch} is past, {known.epoch} has come since")
+            self._peers[peer_worker_id] = peer
+            if self._polled:
+                self._awaited[peer_epoch] = time.monotonic() + self._config.connect_timeout_s
+                self._lock.notify()
+        if known is not None and known != peer:
+            self.forget(known)
+        details = tuple((wire.name, wire.offer(peer)) for wire in self._wires)
+        pages = self._pages
+        return Offer(self._epoch, self._layout_digest, pages.page_bytes, pages.num_pages, details).encode()
+
+    def open(self, key: TransferKey, pages: Sequence[PageId]) -> None:
+        """From now on the transfer may write `pages`; index i of an arrival is pages[i]. They are fenced already."""
+        if key.receiver_epoch != self._epoch:
+            raise TransferError(
+                f"transfer {key.transfer_id}: receiver epoch {key.receiver_epoch}, this is {self._epoch}"
+            )
+        now_s = time.monotonic()
+        with self._lock:
+            if key in self._open:
+                raise TransferError(f"transfer {key.transfer_id}: already open")
+            self._open[key] = _Incoming(key, tuple(pages), now_s, set(range(len(pages))))
+            self._lock.notify()
+
+    def close(self, key: TransferKey) -> None:
+        """No callback of it starts after this, and no emulated wire writes its pages. A one-sided wire still may,
+        until the sender says that it is over. Blocks for a copy into its pages that runs right now; idempotent."""
+        with self._lock:
+            incoming = self._open.pop(key, None)
+        if incoming is not None:
+            with incoming.writing:
+                incoming.closed = True
+
+    def forget(self, peer: Peer) -> None:
+        """The incarnation is known to be dead: fails what it has open and drops its connections."""
+        with self._lock:
+            self._awaited.pop(peer.epoch, None)
+            if self._peers.get(peer.worker_id) == peer:
+                del self._peers[peer.worker_id]
+        for wire in self._wires:
+            wire.forget(peer)
+        self._fail_all(peer, TransferError(f"{peer.worker_id} (epoch {peer.epoch}) is gone"))
+
+    def shutdown(self) -> None:
+        """Closes every wire; callbacks stop. Blocks until the thread has ended, a few seconds at most."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_TIMEOUT_S)
+        with self._lock:
+            open_now, self._open = list(self._open.values()), {}
+        for incoming in open_now:
+            with incoming.writing:
+                incoming.closed = True
+        for wire in self._wires:
+            wire.close()
+
+    # Landing: called by emulated wires from their own threads.
+
+    def land(self, arrival: Arrival, staged: PageBuffer) -> bool:
+        with self._lock:
+            incoming = self._open.get(arrival.key)
+        if incoming is None or not _in_range(incoming, arrival):
+            self._ignore(arrival)
+            return False
+        with incoming.writing:
+            if incoming.closed or incoming.failed:
+                self._ignore(arrival)
+                return False
+            first, end = arrival.first_index, arrival.first_index + arrival.num_pages
+            self._pages.scatter(incoming.pages[first:end], staged)
+        self._post(lambda: self._arrived(arrival))
+        return True
+
+    def lost(self, peer: Peer, error: TransferError) -> None:
+        log.info("%s", error)  # the transfers it fails, if any, carry it
+        self.stats.num_lost_peers += 1
+        self._fail_all(peer, error)
+
+    # The receiver's thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._events and not self._stopping:
+                    self._lock.wait(self._pause_s(time.monotonic()))
+                if self._stopping:
+                    return
+                events, self._events = self._events, deque()
+                polling = self._must_poll(time.monotonic())
+            for event in events:
+                self._guard(event)
+            if polling:
+                for wire in self._polled:
+                    self._guard(lambda wire=wire: self._poll(wire))  # type: ignore[misc]
+            self._fail_stalled(time.monotonic())
+
+    def _must_poll(self, now_s: float) -> bool:
+        if not self._polled:
+            return False
+        self._awaited = {epoch: until_s for epoch, until_s in self._awaited.items() if until_s > now_s}
+        # Until the caller closes it: a sender cannot end its last push on a wire that we do not drive.
+        return bool(self._awaited) or any(not item.failed for item in self._open.values())
+
+    def _pause_s(self, now_s: float) -> float | None:
+        """How long the thread may sleep unless it is woken; None: for ever."""
+        waiting = [item.last_progress_s for item in self._open.values() if item.missing and not item.failed]
+        if not self._must_poll(now_s):
+            return max(0.0, min(waiting) + self._config.timeout_s - now_s) if waiting else None
+        quiet_s = now_s - max(waiting) if waiting else SLOWEST_POLL_S * 8
+        return min(SLOWEST_POLL_S, max(FASTEST_POLL_S, quiet_s / 8))
+
+    def _poll(self, wire: ReceivingTransport) -> None:
+        arrivals = wire.poll()
+        for epoch in wire.heard_from():
+            with self._lock:
+                self._awaited.pop(epoch, None)
+        for arrival in arrivals:
+            self._arrived(arrival)
+
+    def _arrived(self, arrival: Arrival) -> None:
+        with self._lock:
+            incoming = self._open.get(arrival.key)
+            if incoming is not None and not incoming.failed and _in_range(incoming, arrival):
+                incoming.last_progress_s = time.monotonic()
+                incoming.missing -= set(range(arrival.first_index, arrival.first_index + arrival.num_pages))
+            else:
+                incoming = None
+        if incoming is None:
+            self._ignore(arrival)
+            return
+        self.stats.num_pages += arrival.num_pages
+        self._on_arrival(arrival.key, arrival.first_index, arrival.num_pages)
+
+    def _fail_stalled(self, now_s: float) -> None:
+        oldest_s = now_s - self._config.timeout_s
+        with self._lock:
+            stalled = [item for item in self._open.values() if item.missing and item.last_progress_s <= oldest_s]
+        for item in stalled:
+            message = f"no page for {self._config.timeout_s} s, {len(item.missing)} of {len(item.pages)} missing"
+            self._fail(item, TransferError(f"transfer {item.key.transfer_id}: {message}"))
+
+    def _fail_all(self, peer: Peer, error: TransferError) -> None:
+        with self._lock:
+            found = [item for item in self._open.values() if item.key.sender_epoch == peer.epoch and item.missing]
+        for incoming in found:
+            self._post(lambda incoming=incoming: self._fail(incoming, error))  # type: ignore[misc]
+
+    def _fail(self, incoming: _Incoming, error: TransferError) -> None:
+        """Once a transfer; it stays known until the caller closes it, and nothing is written any more."""
+        with self._lock:
+            if incoming.failed or not incoming.missing or self._open.get(incoming.key) is not incoming:
+                return
+            incoming.failed = True
+        self.stats.num_failures += 1
+        self._guard(lambda: self._on_failure(incoming.key, error))
+
+    def _post(self, event: Callable[[], None]) -> None:
+        with self._lock:
+            self._events.append(event)
+            self._lock.notify()
+
+    def _guard(self, event: Callable[[], None]) -> None:
+        """A fault in one event or callback must not end the thread that serves every transfer."""
+        try:
+            event()
+        except Exception:
+            log.exception("handling a transfer event failed")
+
+    def _ignore(self, arrival: Arrival) -> None:
+        self.stats.num_late_arrivals += 1
+        log.debug("ignored %s: not open, or outside its pages", arrival)
+
+
+def _in_range(incoming: _Incoming, arrival: Arrival) -> bool:
+    return arrival.first_index + arrival.num_pages <= len(incoming.pages)

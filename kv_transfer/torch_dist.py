@@ -1,0 +1,327 @@
+"""The torch.distributed wire: gloo between CPU pools, NCCL between CUDA pools, one two-rank group a pair.
+
+Headers and acknowledgements go over a `Channel`, page bytes over the group: so an idle pair holds no pending receive
+(with NCCL that would spin on the GPU, and gloo cannot cancel one), and a dead peer shows at once. The sender packs a
+push into one staging tensor; the receiver takes it into another and copies it into its pool only while the transfer
+is open there, so a transfer that was closed can never write. A push is done when the receiver has acknowledged it.
+
+No default group, no environment variables: each pair's group stands on its own store, which the receiver opens on
+TransferConfig.host for an authenticated peer only. Groups are torn down by the thread that uses them, so that nobody
+else ever waits for one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kv_transfer.channel import Channel, Listener, dial
+from kv_transfer.handshake import take
+from kv_transfer.pages import PageBuffer
+from kv_transfer.transport import MAX_PUSH_BYTES, Arrival, Details, Landing, Link, Peer, Push, notice, parse_notice
+from penstock.config import TransferConfig
+from penstock.errors import TransferError
+from penstock.types import Epoch, PageId
+
+NAME = "torch"
+TOKEN_BYTES = 32
+JOIN_TIMEOUT_S = 2.0  # for threads at shutdown: one that ends with the interpreter takes the process down with it
+RECEIVER, SENDER = 0, 1  # ranks
+
+log = logging.getLogger(__name__)
+
+
+class Group:
+    """A two-rank process group that belongs to one thread at a time."""
+
+    def __init__(self, store: dist.Store, rank: int, pages: PageBuffer, host: str, config: TransferConfig) -> None:
+        self._peer = SENDER if rank == RECEIVER else RECEIVER
+        self._timeout = datetime.timedelta(seconds=config.timeout_s)
+        self._stream = torch.cuda.Stream(pages.device) if pages.is_cuda else None
+        store.set_timeout(datetime.timedelta(seconds=config.connect_timeout_s))
+        if pages.is_cuda:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stub
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = self._timeout
+            options._threads = 1
+            self._group = dist.ProcessGroupGloo(store, rank, 2, options)
+
+    def send(self, staged: PageBuffer) -> None:
+        """Blocks until the bytes are on their way and `staged` is free again. Raises RuntimeError."""
+        self._finish(self._group.send([staged.tensor], self._peer, 0))
+
+    def receive(self, staged: PageBuffer) -> None:
+        """Blocks until `staged` is full. Raises RuntimeError."""
+        self._finish(self._group.recv([staged.tensor], self._peer, 0))
+
+    def copying(self) -> torch.cuda.StreamContext:
+        """Copies inside it run on the group's own stream, beside the engine's."""
+        return torch.cuda.stream(self._stream)  # type: ignore[arg-type]  # None: no effect
+
+    def settle(self) -> None:
+        """Blocks until the copies of this group's stream are complete."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _finish(self, work: dist.Work) -> None:
+        work.wait(self._timeout)
+        self.settle()
+
+    def abort(self) -> None:
+        """Frees a hung NCCL communicator; gloo's pairs die with the group."""
+        if self._stream is not None:
+            self._group.abort()
+
+
+class TorchReceiver:
+    """Every pair's receiving end: one thread a connected peer, none while nobody is connected."""
+
+    name = NAME
+    needs_polling = False
+
+    def __init__(self, pages: PageBuffer, config: TransferConfig, landing: Landing) -> None:
+        self._pages = pages
+        self._config = config
+        self._landing = landing
+        self._lock = threading.Lock()
+        self._tokens: dict[Peer, bytes] = {}
+        self._channels: dict[Peer, Channel] = {}
+        self._listener = Listener(config.host, config.connect_timeout_s, self._serve)
+
+    def offer(self, peer: Peer) -> Details:
+        with self._lock:
+            token = self._tokens.get(peer)
+            if token is None:
+                token = self._tokens[peer] = secrets.token_bytes(TOKEN_BYTES)
+                self._listener.admit(token)
+        backend = "nccl" if self._pages.is_cuda else "gloo"
+        return {"host": self._listener.host, "port": self._listener.port, "token": token, "backend": backend}
+
+    def poll(self) -> list[Arrival]:
+        return []
+
+    def heard_from(self) -> frozenset[Epoch]:
+        return frozenset()
+
+    def forget(self, peer: Peer) -> None:
+        with self._lock:
+            token = self._tokens.pop(peer, None)
+            channel = self._channels.pop(peer, None)
+        if token is not None:
+            self._listener.refuse(token)
+        if channel is not None:
+            channel.close()
+
+    def close(self) -> None:
+        self._listener.close()
+        with self._lock:
+            channels = list(self._channels.values())
+            self._channels.clear()
+            self._tokens.clear()
+        for channel in channels:
+            channel.close()
+        self._listener.join(JOIN_TIMEOUT_S)
+
+    def _serve(self, token: bytes, channel: Channel) -> None:
+        """One pair's life, in its own thread."""
+        with self._lock:
+            peer = next((peer for peer, offered in self._tokens.items() if offered == token), None)
+            if peer is None:
+                return  # forgotten since
+            earlier = self._channels.get(peer)
+            self._channels[peer] = channel
+        if earlier is not None:
+            earlier.close()
+        try:
+            group = self._join(channel)
+            channel.set_timeout(None)
+            self._receive_pushes(peer, channel, group)
+        except (RuntimeError, TransferError) as error:  # RuntimeError: the group's
+            self._lost(peer, channel, error)
+
+    def _join(self, channel: Channel) -> Group:
+        host = self._listener.host
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = listening.getsockname()[1]
+        timeout = datetime.timedelta(seconds=self._config.connect_timeout_s)
+        # Its own listening socket: TCPStore would listen on every interface.
+        store = dist.TCPStore(host, port, 2, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
+        prefix = secrets.token_hex(16)
+        channel.send([port, prefix])
+        return Group(dist.PrefixStore(prefix, store), RECEIVER, self._pages, host, self._config)
+
+    def _receive_pushes(self, peer: Peer, channel: Channel, group: Group) -> None:
+        max_pages = max(1, MAX_PUSH_BYTES // self._pages.page_bytes)
+        staging: PageBuffer | None = None
+        while True:
+            arrival = parse_notice(channel.receive())
+            if arrival.num_pages > max_pages or arrival.key.sender_epoch != peer.epoch:
+                raise TransferError(f"push {arrival} from {peer}: over {max_pages} pages, or not its own transfer")
+            if staging is None or staging.num_pages < arrival.num_pages:
+                staging = PageBuffer.staging(arrival.num_pages, self._pages.page_bytes, self._pages.device)
+            staged = staging.head(arrival.num_pages)
+            group.receive(staged)
+            with group.copying():
+                landed = self._landing.land(arrival, staged)
+                group.settle()
+            channel.send([landed])
+
+    def _lost(self, peer: Peer, channel: Channel, error: Exception) -> None:
+        with self._lock:
+            current = self._channels.get(peer) is channel
+            if current:
+                del self._channels[peer]
+        if current:  # else forgotten, replaced or shut down: nobody waits for it
+            self._landing.lost(peer, TransferError(f"{NAME} wire to {peer.worker_id} (epoch {peer.epoch}): {error}"))
+
+
+@dataclass(slots=True, eq=False)
+class _TorchPush:
+    link: TorchLink
+    arrival: Arrival
+    src_pages: Sequence[PageId]
+    landed: bool | None = field(default=None)
+
+    def done(self) -> bool:
+        if self.landed is None:
+            self.link.check()
+            return False
+        if not self.landed:
+            raise TransferError(f"transfer {self.arrival.key.transfer_id}: the receiver has closed it")
+        return True
+
+
+class TorchLink:
+    """One pair's sending end: a thread that packs and sends, and one that reads acknowledgements."""
+
+    needs_polling = False
+
+    def __init__(self, pages: PageBuffer, channel: Channel, group: Group, wake: Callable[[], None]) -> None:
+        self._pages = pages
+        self._channel = channel
+        self._wake = wake
+        self._error: TransferError | None = None
+        self._unsent: queue.SimpleQueue[_TorchPush | None] = queue.SimpleQueue()
+        self._unacked: queue.SimpleQueue[_TorchPush] = queue.SimpleQueue()
+        self.threads = [
+            threading.Thread(target=self._send_pushes, args=(group,), name="kv-send", daemon=True),
+            threading.Thread(target=self._read_acks, name="kv-acks", daemon=True),
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def push(self, arrival: Arrival, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> Push:
+        self.check()
+        started = _TorchPush(self, arrival, src_pages)  # the receiver knows its own pages
+        self._unsent.put(started)
+        return started
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise TransferError(self._error.message)
+
+    def close(self) -> None:
+        self._fail(TransferError(f"{NAME} link is closed"))
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = TransferError(f"{NAME} link: {error}")
+        self._channel.close()
+        self._unsent.put(None)
+        self._wake()
+
+    def _send_pushes(self, group: Group) -> None:
+        staging: PageBuffer | None = None
+        while (push := self._unsent.get()) is not None and self._error is None:
+            try:
+                count = len(push.src_pages)
+                if staging is None or staging.num_pages < count:
+                    staging = PageBuffer.staging(count, self._pages.page_bytes, self._pages.device)
+                staged = staging.head(count)
+                with group.copying():
+                    self._pages.gather(push.src_pages, staged)
+                    group.settle()
+                self._unacked.put(push)
+                self._channel.send(notice(push.arrival))
+                group.send(staged)
+            except (RuntimeError, TransferError) as error:  # RuntimeError: the group's
+                self._fail(error)
+        group.abort()
+
+    def _read_acks(self) -> None:
+        while True:
+            try:
+                frame = self._channel.receive()
+                if frame not in ([True], [False]):
+                    raise TransferError(f"acknowledgement {str(frame)[:80]}: want [true] or [false]")
+                self._unacked.get_nowait().landed = bool(frame[0])
+                self._wake()
+            except (TransferError, queue.Empty) as error:
+                self._fail(error)
+                return
+
+
+class TorchSender:
+    """Dials receivers. Links belong to their caller; only their threads are known here, to be waited for at the end."""
+
+    name = NAME
+
+    def __init__(self, pages: PageBuffer, config: TransferConfig, wake: Callable[[], None]) -> None:
+        self._pages = pages
+        self._config = config
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def connect(self, details: Details, receiver_epoch: Epoch) -> Link:
+        host, port, token = take(details, "host", str), take(details, "port", int), take(details, "token", bytes)
+        backend, own = take(details, "backend", str), "nccl" if self._pages.is_cuda else "gloo"
+        if backend != own:
+            raise TransferError(
+                f"offer.backend: {backend!r}, this end has {own!r}; pools must be on one kind of device"
+            )
+        channel = dial(host, port, token, self._config.connect_timeout_s)
+        try:
+            group = self._join(channel, host)
+        except (RuntimeError, TransferError) as error:
+            channel.close()
+            raise TransferError(f"{NAME} group with epoch {receiver_epoch} at {host}:{port}: {error}") from error
+        channel.set_timeout(None)
+        link = TorchLink(self._pages, channel, group, self._wake)
+        with self._lock:
+            self._threads = [thread for thread in self._threads if thread.is_alive()] + link.threads
+        return link
+
+    def close(self) -> None:
+        """Links are closed already, by their owner."""
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        with self._lock:
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _join(self, channel: Channel, host: str) -> Group:
+        match channel.receive():
+            case [int(port), str(prefix)]:
+                timeout = datetime.timedelta(seconds=self._config.connect_timeout_s)
+                store = dist.TCPStore(host, port, 2, False, timeout)
+                # The interface that reaches the receiver is the one that gloo must listen on.
+                own_host = channel.own_host()
+                return Group(dist.PrefixStore(prefix, store), SENDER, self._pages, own_host, self._config)
+            case other:
+                raise TransferError(f"greeting {str(other)[:80]}: want [port, prefix]")

@@ -1,0 +1,237 @@
+"""The Ray actors: a host for one worker or router, and a host for the controller.
+
+Ray carries configuration, readiness and the end of things. No prompt, token or page passes through an actor call: the
+servers inside speak gRPC and kv_transfer with each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import ray
+from ray.actor import ActorHandle
+
+from cluster.admin_service import start_admin_server
+from cluster.controller import ROUTER, Controller, Started
+from cluster.pool import Incarnation
+from cluster.ray_process import ActorSpec, RayProcess, StartReport
+from cluster.shares import FRONT_SHARE, Share
+from penstock import log as logs
+from penstock.async_client import AsyncClient
+from penstock.config import RouterConfig, ServeConfig, WorkerConfig, parse
+from penstock.errors import InternalError, PenstockError, to_status
+from penstock.grpc_server import GrpcServer
+from penstock.retry import RetryPolicy
+from penstock.types import Epoch, Role
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_PROGRESS_STEP = 0.05  # of the weights, between two reports
+# The canary outlasts the moment in which the router has not heard of the workers yet; its deadline is the caller's.
+_CANARY_RETRY = RetryPolicy(max_attempts=1000, initial_s=0.05, max_s=0.5)
+
+
+class Server(Protocol):
+    """What an actor hosts."""
+
+    async def start(self, on_progress: Callable[[float], None]) -> Started: ...
+
+    async def fail(self) -> str:
+        """Returns the reason once the server cannot go on by itself."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class WorkerHost:
+    """A prefill or decode worker; the same server that `python -m decode_worker` runs."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        # Imported here: only a worker's process pays for torch, after its thread bounds are set.
+        if config.role is Role.PREFILL:
+            from prefill_worker.server import PrefillServer
+
+            self._server: Any = PrefillServer(config)
+        else:
+            from decode_worker.server import DecodeServer
+
+            self._server = DecodeServer(config)
+
+    async def start(self, on_progress: Callable[[float], None]) -> Started:
+        await self._server.start(on_progress)
+        return Started(self._server.epoch, self._server.address, os.getpid())
+
+    async def fail(self) -> str:
+        try:
+            await self._server.failed
+        except Exception as error:
+            return f"its step loop died: {type(error).__name__}: {error}"
+        return "its step loop ended"
+
+    async def stop(self) -> None:
+        await self._server.stop()
+
+
+class RouterHost:
+    def __init__(self, config: RouterConfig) -> None:
+        from router.server import RouterServer
+
+        self._config = config
+        self._server = RouterServer(config)
+
+    async def start(self, on_progress: Callable[[float], None]) -> Started:
+        await self._server.start()
+        host = self._config.host
+        ports = self._server.ports
+        return Started(Epoch(0), f"{host}:{ports.grpc}", os.getpid(), http_address=f"{host}:{ports.http}")
+
+    async def fail(self) -> str:
+        await asyncio.get_running_loop().create_future()  # nothing of a router fails by itself
+        raise AssertionError("unreachable")
+
+    async def stop(self) -> None:
+        await self._server.stop()
+
+
+class ServerActor:
+    """One worker or router in a process of its own."""
+
+    def __init__(self, kind: str, worker_id: str, config: Mapping[str, object], use_node_address: bool) -> None:
+        logs.set_up(worker_id)
+        self._kind = kind
+        self._config = at_node_address(config) if use_node_address else config
+        self._server: Server | None = None
+        self._made = asyncio.Event()
+
+    async def start(self, controller: ActorHandle, incarnation: Incarnation) -> StartReport:
+        """Returns once a request would succeed, or with the error."""
+        node_id = ray.get_runtime_context().get_node_id()
+        loop = asyncio.get_running_loop()
+        reported = -1.0
+
+        def report(share: float) -> None:
+            nonlocal reported
+            if share - reported >= _PROGRESS_STEP or share >= 1.0 > reported:
+                reported = share
+                detail = f"loading weights {share:.0%}" if share < 1.0 else "warming up"
+                loop.call_soon_threadsafe(controller.on_progress.remote, incarnation, detail)
+
+        controller.on_progress.remote(incarnation, "importing libraries")
+        try:
+            self._server = _make_server(self._kind, self._config)
+            self._made.set()
+            return StartReport(await self._server.start(report), node_id)
+        except PenstockError as error:
+            return StartReport(None, node_id, to_status(error).SerializeToString())
+        except Exception as error:
+            log.exception("start failed")
+            fault = InternalError(f"{type(error).__name__}: {error}")
+            return StartReport(None, node_id, to_status(fault).SerializeToString())
+
+    async def live(self) -> str:
+        """Returns the reason once the server cannot go on; broken off by Ray when the process dies."""
+        await self._made.wait()
+        assert self._server is not None
+        return await self._server.fail()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop()
+
+
+def _make_server(kind: str, config: Mapping[str, object]) -> Server:
+    if kind == ROUTER:
+        return RouterHost(parse(RouterConfig, config, source=kind))
+    return WorkerHost(parse(WorkerConfig, config, source=kind))
+
+
+def at_node_address(config: Mapping[str, object]) -> dict[str, object]:
+    """A worker's config for a cluster of several machines: it listens where the others can reach it, and only there."""
+    address = ray.util.get_node_ip_address()
+    transfer = config["transfer"]
+    assert isinstance(transfer, Mapping)
+    return {**config, "host": address, "transfer": {**transfer, "host": address}}
+
+
+class ControllerActor:
+    """Hosts the controller and its Admin service."""
+
+    def __init__(
+        self, config: Mapping[str, object], shares: Mapping[str, Share], python_path: str, embedded: bool
+    ) -> None:
+        logs.set_up("controller")
+        self._config = parse(ServeConfig, config)
+        self._shares = shares
+        self._python_path = python_path
+        self._embedded = embedded  # the Ray cluster is ours and on this machine alone
+        self._controller = Controller(self._config, self._spawn, _send_canary)
+        self._admin: GrpcServer | None = None
+        self._admin_address = ""
+
+    async def start(self) -> tuple[str, bytes]:
+        """Begins to start everything. Returns the Admin service's host:port, or a google.rpc.Status."""
+        try:
+            self._admin, self._admin_address = await start_admin_server(
+                self._controller, LOOPBACK, self._config.admin_port
+            )
+        except PenstockError as error:
+            return "", to_status(error).SerializeToString()
+        self._controller.start()
+        return self._admin_address, b""
+
+    def _spawn(self, incarnation: Incarnation) -> RayProcess:
+        context = ray.get_runtime_context()
+        kind = incarnation.worker_id.rpartition("-")[0]
+        if kind == ROUTER:
+            # Beside the controller: its ports are the ones that the user was told.
+            config = self._config.router_config(self._admin_address).model_dump(mode="json")
+            spec = ActorSpec(kind, incarnation, config, FRONT_SHARE, node_id=context.get_node_id())
+        else:
+            share = self._shares[kind]
+            config = _worker_config(self._config, incarnation, share).model_dump(mode="json")
+            spec = ActorSpec(kind, incarnation, config, share, use_node_address=not self._embedded)
+        return RayProcess(ray.remote(ServerActor), spec, self._python_path, context.current_actor)
+
+    async def on_progress(self, incarnation: Incarnation, detail: str) -> None:
+        self._controller.on_progress(incarnation, detail)
+
+    async def wait(self, version: int, timeout_s: float) -> tuple[int, bytes, bytes, bool]:
+        """`Controller.wait` as bytes: version, StatusResponse, google.rpc.Status of a failure or nothing, stopped."""
+        snapshot = await self._controller.wait(version, timeout_s)
+        failure = to_status(snapshot.failure).SerializeToString() if snapshot.failure else b""
+        return snapshot.version, snapshot.status.SerializeToString(), failure, snapshot.stopped
+
+    async def stop(self) -> None:
+        """Ends the router and every worker, then the Admin service."""
+        await self._controller.stop()
+        if self._admin is not None:
+            await self._admin.stop()
+
+    async def live(self) -> None:
+        """Returns once the deployment was stopped; a detached controller then ends itself."""
+        version = 0
+        while not (snapshot := await self._controller.wait(version, timeout_s=3600.0)).stopped:
+            version = snapshot.version
+        await self.stop()
+        if not self._embedded:
+            ray.actor.exit_actor()
+
+
+def _worker_config(config: ServeConfig, incarnation: Incarnation, share: Share) -> WorkerConfig:
+    """Workers are never public: they listen on loopback, or on their node's address, whatever `host` says."""
+    worker = config.worker_config(incarnation.worker_id, Role(incarnation.worker_id.rpartition("-")[0]))
+    engine = worker.engine
+    if engine.num_threads is None:
+        engine = engine.model_copy(update={"num_threads": share.num_threads})
+    return worker.model_copy(update={"host": LOOPBACK, "engine": engine})
+
+
+async def _send_canary(address: str) -> None:
+    """One real token through the router. The deadline is the caller's."""
+    async with AsyncClient(address, retry=_CANARY_RETRY) as client:
+        await client.complete("Hello", max_tokens=1, temperature=0.0)

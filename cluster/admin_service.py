@@ -1,0 +1,41 @@
+"""The Admin gRPC service: translates for the controller, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc.aio
+
+from cluster.controller import Controller
+from penstock.grpc_server import GrpcServer
+from penstock.v1 import admin_pb2, admin_pb2_grpc
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    async def Status(
+        self, request: admin_pb2.StatusRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.StatusResponse:
+        return self._controller.status()
+
+    async def WatchMembership(
+        self, request: admin_pb2.WatchMembershipRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.Membership]:
+        async for membership in self._controller.watch_membership():
+            yield membership
+
+    async def Stop(self, request: admin_pb2.StopRequest, context: grpc.aio.ServicerContext) -> admin_pb2.StopResponse:
+        """Answers once every worker has ended."""
+        await self._controller.stop()
+        return admin_pb2.StopResponse()
+
+
+async def start_admin_server(controller: Controller, host: str, port: int) -> tuple[GrpcServer, str]:
+    """Returns the server and its host:port. Raises ConfigError where the port is taken."""
+    server = GrpcServer([admin_pb2.DESCRIPTOR.services_by_name["Admin"]])
+    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(controller), server.server)
+    bound = await server.start(host, port, key="admin_port")
+    await server.set_serving(True)
+    return server, f"{host}:{bound}"

@@ -1,0 +1,278 @@
+"""The controller: owns how many workers there should be, replaces those that are lost, says who is a member.
+
+Without Ray: `spawn` gives it processes to supervise (`cluster.ray_process` in a deployment, fakes in tests), and
+`cluster.actors` hosts it. It sees no prompt, no token and no page. All of it runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.pool import Incarnation, Pool, Slot, Start, Stop, WorkerState
+from penstock import wire
+from penstock.config import ServeConfig
+from penstock.errors import CheckpointError, ConfigError, InvalidInput, PenstockError, Unavailable
+from penstock.types import Epoch, Member, Role
+from penstock.v1 import admin_pb2, worker_pb2
+
+log = logging.getLogger(__name__)
+
+ROUTER = "router"
+STOP_TIMEOUT_S = 10.0  # of one process's orderly stop, before it is killed
+CANARY_PAUSE_S = 1.0  # after one that failed
+_HOPELESS = (CheckpointError, ConfigError, InvalidInput)  # another try would end alike
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What a process says of itself once it can serve."""
+
+    epoch: Epoch
+    address: str  # host:port of its gRPC server
+    pid: int
+    http_address: str = ""  # of a router
+
+
+class SupervisedProcess(Protocol):
+    """One incarnation of a worker or a router, wherever it runs."""
+
+    async def start(self) -> Started:
+        """Returns once a request would succeed. Raises PenstockError."""
+        ...
+
+    async def watch(self, on_load: Callable[[worker_pb2.Load], None]) -> str:
+        """Returns the reason once the process is dead or no longer answers."""
+        ...
+
+    async def stop(self) -> None:
+        """Lets it end in order."""
+        ...
+
+    async def kill(self) -> None:
+        """Leaves nothing of it, whatever its state; may be called twice."""
+        ...
+
+
+Spawn = Callable[[Incarnation], SupervisedProcess]
+Canary = Callable[[str], Awaitable[None]]  # one real request to the router at this address; raises PenstockError
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a launcher follows."""
+
+    version: int
+    status: admin_pb2.StatusResponse
+    failure: PenstockError | None = None  # the deployment can never become ready
+    stopped: bool = False
+
+
+class Controller:
+    def __init__(self, config: ServeConfig, spawn: Spawn, canary: Canary) -> None:
+        self._config = config
+        self._spawn = spawn
+        self._canary = canary
+        self._pools = {
+            Role.PREFILL.value: Pool(Role.PREFILL.value, config.prefill_pool.replicas),
+            Role.DECODE.value: Pool(Role.DECODE.value, config.decode_pool.replicas),
+            ROUTER: Pool(ROUTER, 1),
+        }
+        self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
+        self._loads: dict[Incarnation, worker_pb2.Load] = {}
+        self._endpoints: list[str] = []
+        self._proven: Incarnation | None = None  # the router whose canary succeeded
+        self._canary_task: asyncio.Task[None] | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._started_s = time.monotonic()
+        self._version = 0
+        self._members: tuple[Member, ...] = ()
+        self._membership_version = 1
+        self._changed = asyncio.Event()
+        self._failure: PenstockError | None = None
+        self._stopping = self._stopped = False
+
+    def start(self) -> None:
+        """Begins to bring the pools to their size; returns at once."""
+        self._main = asyncio.create_task(self._reconcile_for_ever())
+
+    async def _reconcile_for_ever(self) -> None:
+        while True:
+            changed = self._changed
+            now_s = time.monotonic()
+            actions = [action for pool in self._pools.values() for action in pool.reconcile(now_s)]
+            for action in actions:
+                if isinstance(action, Start):
+                    self._tasks[action.incarnation] = asyncio.create_task(self._supervise(action.incarnation))
+                elif isinstance(action, Stop):
+                    self._tasks[action.incarnation].cancel()
+            if actions:
+                self._publish()
+            self._check_canary()
+            retries = [due_s for pool in self._pools.values() if (due_s := pool.next_retry_s()) is not None]
+            timeout_s = max(0.0, min(retries) - time.monotonic()) if retries else None
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _supervise(self, incarnation: Incarnation) -> None:
+        """One incarnation from start to loss. Cancelled: stops it in order."""
+        pool = self._pools[incarnation.worker_id.rpartition("-")[0]]
+        process = self._spawn(incarnation)
+        reason = "stopped"
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                started = await process.start()
+            pool.on_ready(incarnation, started.epoch, started.address, started.pid)
+            if pool.name == ROUTER:
+                self._endpoints = [f"grpc://{started.address}", f"http://{started.http_address}"]
+            self._publish()
+            log.info("%s is ready at %s, epoch %d", incarnation.worker_id, started.address, started.epoch)
+            reason = await process.watch(lambda load: self._loads.__setitem__(incarnation, load))
+        except asyncio.CancelledError:
+            await _stop_in_order(process)
+            raise
+        except TimeoutError:
+            reason = f"not ready within start_timeout_s = {self._config.start_timeout_s:g} s"
+        except PenstockError as error:
+            reason = error.message
+            if self._proven is None and isinstance(error, _HOPELESS):
+                self._failure = error
+        except Exception as error:
+            log.exception("%s: supervision failed", incarnation.worker_id)
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            self._loads.pop(incarnation, None)
+            self._tasks.pop(incarnation, None)
+            log.info("%s is lost: %s", incarnation.worker_id, reason)
+            pool.on_lost(incarnation, reason)
+            self._publish()  # routers hear of it first, then the corpse is removed, then it is replaced
+            await process.kill()
+            pool.on_removed(incarnation, time.monotonic())
+            self._publish()
+
+    def _check_canary(self) -> None:
+        """Sends a real request through every new router before the deployment calls itself ready."""
+        router = next(iter(self._pools[ROUTER].slots), None)
+        idle = self._canary_task is None or self._canary_task.done()
+        if self._proven is None:
+            can_answer = all(pool.is_complete for pool in self._pools.values())
+        else:
+            can_answer = all(any(self._pools[name].ready()) for name in (ROUTER, Role.DECODE.value))
+        if router and can_answer and idle and self._proven != router.incarnation and not self._stopping:
+            self._canary_task = asyncio.create_task(self._run_canary(router.incarnation, router.address))
+
+    async def _run_canary(self, router: Incarnation, address: str) -> None:
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await self._canary(address)
+        except (PenstockError, TimeoutError) as error:
+            reason = f"its first request failed: {error or 'no answer in time'}"
+            log.warning("%s: %s", router.worker_id, reason)
+            if self._proven is None:
+                self._failure = Unavailable(f"the deployment started, but {reason}")
+            await asyncio.sleep(CANARY_PAUSE_S)
+        else:
+            self._proven = router
+        self._publish()
+
+    def on_progress(self, incarnation: Incarnation, detail: str) -> None:
+        self._pools[incarnation.worker_id.rpartition("-")[0]].on_progress(incarnation, detail)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Counts the change and wakes everyone who follows."""
+        members = tuple(self._current_members())
+        if members != self._members:
+            self._members = members
+            self._membership_version += 1
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _current_members(self) -> list[Member]:
+        return [
+            Member(slot.worker_id, slot.epoch, role, slot.address)
+            for role in Role
+            for slot in self._pools[role.value].ready()
+        ]
+
+    @property
+    def is_ready(self) -> bool:
+        """A request would succeed now: the router answers and has a decode worker to send it to."""
+        router_proven = any(slot.incarnation == self._proven for slot in self._pools[ROUTER].ready())
+        return router_proven and any(self._pools[Role.DECODE.value].ready())
+
+    def status(self) -> admin_pb2.StatusResponse:
+        return admin_pb2.StatusResponse(
+            model=self._config.model_name,
+            ready=self.is_ready,
+            workers=[self._worker_status(pool, slot) for pool in self._pools.values() for slot in pool.slots],
+            endpoints=self._endpoints,
+            uptime_s=time.monotonic() - self._started_s,
+        )
+
+    def _worker_status(self, pool: Pool, slot: Slot) -> admin_pb2.WorkerStatus:
+        status = admin_pb2.WorkerStatus(
+            member=admin_pb2.Member(worker_id=slot.worker_id, epoch=slot.epoch, role=pool.name, address=slot.address),
+            state=slot.state.value,
+            pid=slot.pid,
+            num_restarts=slot.num_restarts,
+            detail=slot.detail,
+        )
+        load = self._loads.get(slot.incarnation)
+        if load is not None and slot.state is WorkerState.READY:
+            status.load.CopyFrom(load)
+        return status
+
+    async def watch_membership(self) -> AsyncIterator[admin_pb2.Membership]:
+        """The whole membership now and after each change, until the controller stops."""
+        sent = 0
+        while not self._stopped:
+            changed = self._changed
+            if sent != self._membership_version:
+                sent = self._membership_version
+                yield admin_pb2.Membership(version=sent, members=[wire.member_to_wire(one) for one in self._members])
+            await changed.wait()
+
+    async def wait(self, version: int, timeout_s: float) -> Snapshot:
+        """The state once it is newer than `version`, or after `timeout_s` whatever it is."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._version <= version and not self._stopped:
+                    await self._changed.wait()
+        except TimeoutError:
+            pass  # a long poll that saw no change answers with what there is
+        return Snapshot(self._version, self.status(), self._failure, self._stopped)
+
+    async def stop(self) -> None:
+        """Ends the router, then the workers; everything is gone when it returns. May be called twice."""
+        if self._stopping:
+            while not self._stopped:
+                await self._changed.wait()
+            return
+        self._stopping = True
+        for task in (self._main, self._canary_task):
+            if task:
+                task.cancel()
+        for names in ([ROUTER], list(Role)):
+            tasks = [task for key, task in self._tasks.items() if key.worker_id.rpartition("-")[0] in names]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._stopped = True
+        self._publish()
+
+
+async def _stop_in_order(process: SupervisedProcess) -> None:
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.stop()
+    except (TimeoutError, PenstockError) as error:
+        log.warning("an orderly stop failed (%s); killing it", error or "out of time")

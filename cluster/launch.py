@@ -1,0 +1,295 @@
+"""Starts a deployment and follows it until it is ready: what `penstock serve`, `make demo` and tests call.
+
+Owns the Ray that it starts, and nothing that runs in it: that is the controller's. With `address` it joins a running
+Ray cluster instead, and what it starts there outlives this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import ray
+from google.rpc import status_pb2
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import cluster
+from cluster.actors import LOOPBACK, ControllerActor
+from cluster.ray_process import NAMESPACE
+from cluster.shares import FRONT_SHARE, Share, divide, num_cpus_needed
+from engine.model_config import ModelConfig
+from penstock.config import ServeConfig
+from penstock.errors import ConfigError, Unavailable, from_status
+from penstock.v1 import admin_pb2
+
+MINIMUM_RAY = "2.40"
+CONTROLLER = "controller"
+_POLL_S = 10.0  # of one long poll; a change answers it at once
+_CALL_TIMEOUT_S = 30.0  # of a call to the controller beyond what the call itself waits for
+_STOP_TIMEOUT_S = 45.0
+_EXIT_TIMEOUT_S = 5.0  # until Ray's own processes are gone after its shutdown
+_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # close to Ray's minimum: nothing of ours goes through it
+
+OnStatus = Callable[[admin_pb2.StatusResponse], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StartUp:
+    """Where the time until ready went, in seconds."""
+
+    ray_s: float  # Ray itself
+    controller_s: float
+    workers_s: float  # until the last worker and the router were ready
+    first_request_s: float  # until a real request had succeeded
+
+
+def check_ray_version(found: str) -> None:
+    """Raises ConfigError for a Ray that is too old."""
+    if _version(found) < _version(MINIMUM_RAY):
+        raise ConfigError(
+            f"ray {found} is too old: Penstock needs {MINIMUM_RAY} or newer; run: pip install -U 'ray>={MINIMUM_RAY}'"
+        )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def resolve_ports(config: ServeConfig) -> ServeConfig:
+    """The same with every 0 replaced by a free port. Raises ConfigError that names the port that is taken.
+
+    Resolved once, here: a replaced router listens where the first one did.
+    """
+    hosts = {"http_port": config.host, "grpc_port": config.host, "admin_port": LOOPBACK}
+    ports: dict[str, int] = {}
+    for key, host in hosts.items():
+        wanted = getattr(config, key)
+        if wanted and wanted in ports.values():
+            raise ConfigError(f"{key} = {wanted}: another port has the same number; choose a different one")
+        ports[key] = _bind_once(key, host, wanted)
+    return config.model_copy(update=ports)
+
+
+def _bind_once(key: str, host: str, port: int) -> int:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            return int(listener.getsockname()[1])
+    except OSError as error:
+        flag = "--" + key.replace("_", "-")
+        raise ConfigError(
+            f"{key} = {port}: cannot listen on {host}:{port} ({error.strerror}); free it or choose another with {flag}"
+        ) from error
+
+
+def launch(config: ServeConfig, on_status: OnStatus = lambda status: None) -> RayDeployment:
+    """Blocks until a real request has succeeded through the router; `on_status` hears of each change until then.
+
+    Raises ConfigError, CheckpointError, or Unavailable when it is not ready within `start_timeout_s`; nothing is left
+    running then.
+    """
+    check_ray_version(ray.__version__)
+    config = config.model_copy(update={"model": str(Path(config.model).resolve())})
+    ModelConfig.from_folder(config.model)  # a folder that cannot be served is refused before anything starts
+    config = resolve_ports(config)
+    began_s = time.monotonic()
+    bystanders = {child.pid for child in psutil.Process().children()}
+    shares = _start_embedded(config) if not config.address else _join(config)
+    daemons = [child for child in psutil.Process().children() if child.pid not in bystanders]
+    deployment = RayDeployment(config, daemons)
+    try:
+        deployment.start(shares, began_s, on_status)
+    except BaseException:
+        deployment.stop()
+        raise
+    return deployment
+
+
+def _start_embedded(config: ServeConfig) -> dict[str, Share]:
+    num_cores = len(os.sched_getaffinity(0))
+    num_gpus = _count_gpus(config)
+    shares = divide(config, num_cores, num_gpus)
+    # Read by Ray's daemons: no spare workers on a small machine, nothing sent home.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    os.environ.setdefault("RAY_enable_worker_prestart", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    verbose = "PENSTOCK_LOG" in os.environ
+    ray.init(
+        address="local",  # also where RAY_ADDRESS is set
+        num_cpus=max(num_cores, math.ceil(num_cpus_needed(config, shares))),
+        num_gpus=num_gpus,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        namespace=NAMESPACE,
+        log_to_driver=verbose,
+        logging_level=logging.INFO if verbose else logging.ERROR,
+        _node_ip_address=LOOPBACK,
+    )
+    return shares
+
+
+def _count_gpus(config: ServeConfig) -> int:
+    """As Ray itself would count them: by what the driver lists, not by importing torch here."""
+    if config.engine_config().device == "cpu":
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in {"", "-1"}])
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+def _join(config: ServeConfig) -> dict[str, Share]:
+    try:
+        ray.init(address=config.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RayError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"address = {config.address!r}: no Ray cluster could be joined ({error}); start one with `ray start --head`"
+        ) from error
+    resources = ray.cluster_resources()
+    return divide(config, resources.get("CPU", 1.0), resources.get("GPU", 0.0))
+
+
+class RayDeployment:
+    """A running deployment. Leaving its `with` block stops it, and every process that belongs to it."""
+
+    def __init__(self, config: ServeConfig, daemons: list[psutil.Process]) -> None:
+        self.config = config
+        self.start_up = StartUp(0.0, 0.0, 0.0, 0.0)
+        self.admin_address = f"{LOOPBACK}:{config.admin_port}"
+        self.grpc_address = f"{config.host}:{config.grpc_port}"
+        self.http_address = f"{config.host}:{config.http_port}"
+        self._daemons = daemons  # of the Ray that was started for this deployment
+        self._controller: Any = None
+
+    def start(self, shares: dict[str, Share], began_s: float, on_status: OnStatus) -> None:
+        ray_s = time.monotonic() - began_s
+        self._controller = self._make_controller(shares)
+        address, failure = self._get(self._controller.start.remote(), _CALL_TIMEOUT_S)
+        if failure:
+            raise from_status(status_pb2.Status.FromString(failure))
+        self._life = self._controller.live.remote()
+        assert address == self.admin_address
+        controller_s = time.monotonic() - began_s
+        workers_s = self._follow_until_ready(began_s, on_status)
+        ready_s = time.monotonic() - began_s
+        self.start_up = StartUp(ray_s, controller_s - ray_s, workers_s - controller_s, ready_s - workers_s)
+
+    def _make_controller(self, shares: dict[str, Share]) -> Any:
+        root = str(Path(cluster.__file__).resolve().parent.parent)
+        python_path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+        embedded = not self.config.address
+        options = {
+            "name": CONTROLLER,
+            "namespace": NAMESPACE,
+            "num_cpus": 0,
+            "lifetime": None if embedded else "detached",
+            "runtime_env": {"env_vars": {**FRONT_SHARE.environment(), "PYTHONPATH": python_path}},
+            # Here, where the user looks for the ports.
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+        }
+        try:
+            return (
+                ray.remote(ControllerActor)
+                .options(**options)
+                .remote(self.config.model_dump(mode="json"), shares, python_path, embedded)
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"address = {self.config.address!r}: a deployment runs in this Ray cluster already ({error}); "
+                "end it with `penstock stop`, or choose another cluster"
+            ) from error
+
+    def _follow_until_ready(self, began_s: float, on_status: OnStatus) -> float:
+        """Returns when every worker was ready, in seconds since `began_s`."""
+        version, workers_s = 0, None
+        deadline_s = began_s + self.config.start_timeout_s
+        status = admin_pb2.StatusResponse()
+        while time.monotonic() < deadline_s:
+            version, status, _ = self._wait(version, max(0.0, min(_POLL_S, deadline_s - time.monotonic())))
+            on_status(status)
+            if workers_s is None and status.workers and all(worker.state == "ready" for worker in status.workers):
+                workers_s = time.monotonic() - began_s
+            if status.ready:
+                return workers_s or time.monotonic() - began_s
+        raise Unavailable(f"not ready within start_timeout_s = {self.config.start_timeout_s:g} s: {_say(status)}")
+
+    def _wait(self, version: int, timeout_s: float) -> tuple[int, admin_pb2.StatusResponse, bool]:
+        found, status, failure, stopped = self._get(
+            self._controller.wait.remote(version, timeout_s), timeout_s + _CALL_TIMEOUT_S
+        )
+        if failure:
+            raise from_status(status_pb2.Status.FromString(failure))
+        return found, admin_pb2.StatusResponse.FromString(status), stopped
+
+    def _get(self, ref: Any, timeout_s: float) -> Any:
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except GetTimeoutError as error:
+            raise Unavailable(f"the controller did not answer within {timeout_s:g} s") from error
+        except RayError as error:
+            raise Unavailable(f"the controller is lost: {str(error).strip().splitlines()[0]}") from error
+
+    def status(self) -> admin_pb2.StatusResponse:
+        return self._wait(-1, 0.0)[1]
+
+    def wait_until_stopped(self, on_status: OnStatus = lambda status: None) -> None:
+        """Blocks until somebody stops the deployment through its Admin service."""
+        version, stopped = 0, False
+        while not stopped:
+            version, status, stopped = self._wait(version, _POLL_S)
+            on_status(status)
+
+    def stop(self) -> None:
+        """Ends the deployment, and the Ray that was started for it. May be called twice."""
+        if not ray.is_initialized():
+            return
+        family = [process for daemon in self._daemons for process in _with_descendants(daemon)]
+        try:
+            if self._controller is not None:
+                self._get(self._controller.stop.remote(), _STOP_TIMEOUT_S)
+        except Unavailable as error:
+            logging.getLogger(__name__).warning("stopping: %s", error.message)
+        finally:
+            ray.shutdown()
+            _, alive = psutil.wait_procs(family, _EXIT_TIMEOUT_S)
+            for process in alive:
+                process.kill()
+            psutil.wait_procs(alive, _EXIT_TIMEOUT_S)
+
+    def leave(self) -> None:
+        """Disconnects from a joined cluster; the deployment goes on."""
+        ray.shutdown()
+
+    def __enter__(self) -> RayDeployment:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _with_descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _say(status: admin_pb2.StatusResponse) -> str:
+    waiting = [
+        f"{one.member.worker_id} is {one.state} {one.detail}".strip() for one in status.workers if one.state != "ready"
+    ]
+    return "; ".join(waiting) or "no request succeeded"

@@ -1,0 +1,159 @@
+"""One pool's bookkeeping: how many workers it should have, which it has, and what to do about the difference.
+
+Pure: no Ray, no clock, no I/O. The controller feeds it what happened and carries out the actions that it names.
+Every report names the incarnation it speaks of, so that news of a dead one cannot change its successor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.types import Epoch, WorkerId
+
+NO_EPOCH = Epoch(0)
+FIRST_RETRY_S = 1.0  # after the second loss in a row that never became ready; the first is replaced at once
+MAX_RETRY_S = 30.0
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    LOST = "lost"  # to be replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One life of one worker. `number` counts from 1 within the worker."""
+
+    worker_id: WorkerId
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    incarnation: Incarnation
+
+
+Action = Start | Stop
+
+
+@dataclass(slots=True)
+class Slot:
+    """A worker's place in the pool; it outlives the incarnations that fill it."""
+
+    incarnation: Incarnation
+    state: WorkerState = WorkerState.STARTING
+    epoch: Epoch = NO_EPOCH
+    address: str = ""
+    pid: int = 0
+    detail: str = ""  # progress while starting, the reason when lost
+    failures_in_a_row: int = 0  # losses since it was last ready
+    num_restarts: int = 0
+    retry_at_s: float | None = None  # None: what is left of the lost one is not removed yet
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self.incarnation.worker_id
+
+
+class Pool:
+    """Workers `NAME-0 .. NAME-(replicas-1)`. Owns which incarnation of each is the current one."""
+
+    def __init__(self, name: str, replicas: int) -> None:
+        self.name = name
+        self._replicas = replicas
+        self._slots: dict[WorkerId, Slot] = {}
+        self._last_number: dict[WorkerId, int] = {}  # never reused, also when the pool shrank in between
+
+    @property
+    def replicas(self) -> int:
+        return self._replicas
+
+    def set_replicas(self, replicas: int) -> None:
+        """The next `reconcile` starts or stops workers; the highest numbers go first."""
+        self._replicas = replicas
+
+    @property
+    def slots(self) -> list[Slot]:
+        return list(self._slots.values())
+
+    def ready(self) -> Iterator[Slot]:
+        return (slot for slot in self._slots.values() if slot.state is WorkerState.READY)
+
+    @property
+    def is_complete(self) -> bool:
+        """Every worker that the pool should have is ready, and no other is left."""
+        return len(self._slots) == self._replicas == sum(1 for _ in self.ready())
+
+    def reconcile(self, now_s: float) -> list[Action]:
+        """What to do now. The pool takes each action as begun: it is not named again."""
+        wanted = [WorkerId(f"{self.name}-{number}") for number in range(self._replicas)]
+        actions: list[Action] = []
+        for worker_id in [one for one in self._slots if one not in wanted]:
+            slot = self._slots.pop(worker_id)
+            if slot.state is not WorkerState.LOST:
+                actions.append(Stop(slot.incarnation))
+        for worker_id in wanted:
+            held = self._slots.get(worker_id)
+            if held is None:
+                self._slots[worker_id] = Slot(self._next_incarnation(worker_id))
+            elif held.state is WorkerState.LOST and held.retry_at_s is not None and held.retry_at_s <= now_s:
+                self._slots[worker_id] = Slot(
+                    self._next_incarnation(worker_id),
+                    failures_in_a_row=held.failures_in_a_row,
+                    num_restarts=held.num_restarts + 1,
+                )
+            else:
+                continue
+            actions.append(Start(self._slots[worker_id].incarnation))
+        return actions
+
+    def _next_incarnation(self, worker_id: WorkerId) -> Incarnation:
+        self._last_number[worker_id] = number = self._last_number.get(worker_id, 0) + 1
+        return Incarnation(worker_id, number)
+
+    def next_retry_s(self) -> float | None:
+        """When `reconcile` will have something to start; None: not before something else happens."""
+        due_s = [slot.retry_at_s for slot in self._slots.values() if slot.state is WorkerState.LOST]
+        return min((one_s for one_s in due_s if one_s is not None), default=None)
+
+    def on_progress(self, incarnation: Incarnation, detail: str) -> None:
+        slot = self._current(incarnation)
+        if slot and slot.state is WorkerState.STARTING:
+            slot.detail = detail
+
+    def on_ready(self, incarnation: Incarnation, epoch: Epoch, address: str, pid: int) -> None:
+        slot = self._current(incarnation)
+        if slot and slot.state is WorkerState.STARTING:
+            slot.state, slot.detail = WorkerState.READY, ""
+            slot.epoch, slot.address, slot.pid = epoch, address, pid
+            slot.failures_in_a_row = 0
+
+    def on_lost(self, incarnation: Incarnation, reason: str) -> None:
+        """It takes no more work, whatever it was doing. `on_removed` must follow."""
+        slot = self._current(incarnation)
+        if slot and slot.state is not WorkerState.LOST:
+            slot.failures_in_a_row += slot.state is WorkerState.STARTING
+            slot.state, slot.detail, slot.retry_at_s = WorkerState.LOST, reason, None
+
+    def on_removed(self, incarnation: Incarnation, now_s: float) -> None:
+        """Nothing of a lost one is left: its resources and ports are free for the next one."""
+        slot = self._current(incarnation)
+        if slot and slot.state is WorkerState.LOST:
+            # What was ready is replaced at once; what never gets that far is tried ever less often.
+            slot.retry_at_s = now_s + _backoff_s(slot.failures_in_a_row)
+
+    def _current(self, incarnation: Incarnation) -> Slot | None:
+        slot = self._slots.get(incarnation.worker_id)
+        return slot if slot and slot.incarnation == incarnation else None
+
+
+def _backoff_s(failures: int) -> float:
+    return 0.0 if failures <= 1 else min(MAX_RETRY_S, FIRST_RETRY_S * 2.0 ** (failures - 2))

@@ -252,17 +252,18 @@ class Transfers:
     def _give_up(self, transfer: _Transfer) -> DecodeRequest | None:
         assert self.calls is not None
         request, transfer.request = transfer.request, None
-        if not transfer.sender_over:
+        if request is not None and not transfer.sender_over:
             self.calls.cancel(transfer.key)
         self._settle(transfer)
         return request
 
     def _settle(self, transfer: _Transfer) -> None:
-        """Lifts the fence and forgets the transfer once the sender is over and nobody waits for its pages."""
-        if transfer.request is not None:
-            return
-        self._receiver.close(transfer.key)  # from here on, a wire that needs our help writes nothing
-        if transfer.sender_over:
+        """Forgets the transfer once the sender is over and nobody waits for its pages.
+
+        Until then the receiver keeps serving it: a sender on a wire that needs our help could not end otherwise.
+        """
+        if transfer.request is None and transfer.sender_over:
+            self._receiver.close(transfer.key)
             self._lift(transfer)
             del self._transfers[transfer.key]
 

@@ -170,13 +170,20 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 def load(kind: type[ConfigT], path: str | Path) -> ConfigT:
     """Reads a `.toml` or `.json` file. Raises ConfigError that names the file, the key, its value and the fix."""
+    return parse(kind, read(path), source=str(path))
+
+
+def read(path: str | Path) -> dict[str, object]:
+    """The plain data of a `.toml` or `.json` file, not validated. Raises ConfigError."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
         data = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise ConfigError(f"config file {file}: {error}; give a readable TOML or JSON file") from error
-    return parse(kind, data, source=str(file))
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {file}: holds {type(data).__name__}; give a table of keys and values")
+    return data
 
 
 def parse(kind: type[ConfigT], data: object, source: str = "config") -> ConfigT:

@@ -1,0 +1,161 @@
+"""The `penstock` command. Exit status: 0 done, 2 a problem that the message names, 130 after Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from cluster import commands
+from cluster.terminal import StartProgress, changes, how_to_call
+from penstock import log
+from penstock.config import ServeConfig, parse, read
+from penstock.errors import ConfigError, PenstockError
+
+PROBLEM = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
+    log.set_up("penstock")
+    try:
+        return int(arguments.run(arguments))
+    except PenstockError as error:
+        print(f"penstock: {error.message}", file=sys.stderr)
+        return PROBLEM
+    except KeyboardInterrupt:
+        return commands.INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; nothing more to say
+        return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="penstock", description="Serve a language model, or call one that is served.")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(subparsers.add_parser("serve", help="start a deployment and keep it up"))
+    for name, run, text in (
+        ("generate", commands.generate, "stream an answer to the terminal"),
+        ("chat", commands.chat, "talk with the model"),
+    ):
+        _add_client(subparsers.add_parser(name, help=text), name, run)
+    status = subparsers.add_parser("status", help="show the workers and what they do")
+    status.add_argument("--json", action="store_true", help="print the whole answer as JSON")
+    stop = subparsers.add_parser("stop", help="end the deployment")
+    for one, run in ((status, commands.status), (stop, commands.stop)):
+        one.add_argument("--admin", default="localhost:50052", metavar="HOST:PORT", help="default: %(default)s")
+        one.set_defaults(run=run)
+    return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="a Hugging Face checkpoint folder")
+    add("--config", metavar="FILE", help="TOML or JSON with more settings; flags win over it")
+    add("--prefill", type=int, metavar="N", help="prefill workers; default 1")
+    add("--decode", type=int, metavar="M", help="decode workers; default 1")
+    add("--colocated", action="store_true", help="no prefill workers: decode workers prefill too")
+    add("--host", help="address of the HTTP and gRPC ports; default 127.0.0.1")
+    add("--http-port", type=int, metavar="PORT", help="default 8000; 0 takes a free one")
+    add("--grpc-port", type=int, metavar="PORT", help="default 50051; 0 takes a free one")
+    add("--admin-port", type=int, metavar="PORT", help="default 50052; 0 takes a free one; always on loopback")
+    add("--address", help="a Ray cluster to join, such as auto; default: start one here")
+    add("--dtype", help="auto, bfloat16, float16 or float32")
+    add("--transport", help="how KV pages travel: auto, nixl, torch or shm")
+    parser.set_defaults(run=serve)
+
+
+def _add_client(parser: argparse.ArgumentParser, name: str, run: object) -> None:
+    add = parser.add_argument
+    if name == "generate":
+        add("prompt", help="the prompt; - reads it from standard input")
+        add("--timing", action="store_true", help="print where the time went")
+    else:
+        add("--system", metavar="TEXT", help="a system message to begin with")
+    add("--server", default="localhost:50051", metavar="HOST:PORT", help="default: %(default)s")
+    add("--timeout", type=float, metavar="SECONDS", help="of one answer")
+    add("--max-tokens", type=int, metavar="N")
+    add("--temperature", type=float, metavar="T", help="0 is greedy")
+    add("--top-p", type=float, metavar="P")
+    add("--top-k", type=int, metavar="K")
+    add("--seed", type=int)
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    parser.set_defaults(run=run)
+
+
+def serve_config(arguments: argparse.Namespace) -> ServeConfig:
+    """The config file's values with the flags over them. Raises ConfigError."""
+    data = read(arguments.config) if arguments.config else {}
+    for key in ("model", "host", "http_port", "grpc_port", "admin_port", "address"):
+        _set(data, (key,), getattr(arguments, key))
+    _set(data, ("engine", "dtype"), arguments.dtype)
+    _set(data, ("transfer", "transport"), arguments.transport)
+    if arguments.colocated and arguments.prefill:
+        raise ConfigError(f"--colocated with --prefill {arguments.prefill}: it has no prefill workers; leave one out")
+    _set(data, ("prefill_pool", "replicas"), 0 if arguments.colocated else arguments.prefill)
+    _set(data, ("decode_pool", "replicas"), arguments.decode)
+    _set(data, ("decode", "placement"), "local" if arguments.colocated else None)
+    if "model" not in data:
+        raise ConfigError("model is missing: give --model DIR, a Hugging Face checkpoint folder")
+    return parse(ServeConfig, data, source=arguments.config or "penstock serve")
+
+
+def _set(data: dict[str, object], path: tuple[str, ...], value: object) -> None:
+    if value is None:
+        return
+    table = data
+    for key in path[:-1]:
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            return  # the file is wrong there, and validation says so
+        table = inner
+    table[path[-1]] = value
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    config = serve_config(arguments)
+    launch = _import_launch()
+    # SIGTERM ends things as Ctrl-C does. Set again after the start, because Ray installs a handler of its own.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with StartProgress() as progress:
+            deployment = launch(config, progress.show)
+    except KeyboardInterrupt:
+        return commands.INTERRUPTED
+    try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        config = deployment.config
+        endpoints = {
+            "http": deployment.http_address,
+            "grpc": deployment.grpc_address,
+            "admin": deployment.admin_address,
+        }
+        pools = f"{config.prefill_pool.replicas} prefill + {config.decode_pool.replicas} decode workers"
+        print(f"ready: {config.model_name}, {pools}\n\n{how_to_call(config.model_name, endpoints)}\n", flush=True)
+        if config.address:
+            deployment.leave()
+            print("It runs in the Ray cluster from now on; `penstock stop` ends it.")
+            return 0
+        print("Ctrl-C stops it.", flush=True)
+        states = {worker.member.worker_id: worker.state for worker in deployment.status().workers}
+        deployment.wait_until_stopped(lambda status: print(*changes(states, status), sep="\n", end="", file=sys.stderr))
+    except KeyboardInterrupt:
+        print("stopping", file=sys.stderr)
+    finally:
+        deployment.stop()
+    return 0
+
+
+def _import_launch():  # type: ignore[no-untyped-def]
+    """Ray and the worker's libraries are an extra: the other commands do without."""
+    try:
+        from cluster.launch import launch
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; run: pip install 'penstock[serve]'") from error
+    return launch
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""What the commands print: progress while a deployment starts, its status, where a request's time went.
+
+Uses rich where it is installed and the output is a terminal, plain lines everywhere else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from penstock.completions import Timing
+from penstock.v1 import admin_pb2
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned with spaces; numbers to the right."""
+    table = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(_align(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+    )
+
+
+def _align(cell: str, width: int) -> str:
+    return cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
+
+
+TIMING_HEADER = (
+    "queue ms",
+    "prefill ms",
+    "transfer ms",
+    "first token ms",
+    "per token ms",
+    "prefill worker",
+    "decode worker",
+    "tokens cached",
+    "pages moved",
+)
+
+
+def timing_row(timing: Timing, num_tokens: int) -> list[str]:
+    """The cells below TIMING_HEADER. A single token has no time per token."""
+    per_token = f"{timing.decode_ms / (num_tokens - 1):.1f}" if num_tokens > 1 else "-"
+    return [
+        f"{timing.queue_ms:.1f}",
+        f"{timing.prefill_ms:.1f}",
+        f"{timing.transfer_ms:.1f}",
+        f"{timing.first_token_ms:.1f}",
+        per_token,
+        timing.prefill_worker or "-",
+        timing.decode_worker or "-",
+        str(timing.cached_tokens),
+        str(timing.pages_moved),
+    ]
+
+
+def format_status(status: admin_pb2.StatusResponse) -> str:
+    """The answer of `penstock status`."""
+    state = "ready" if status.ready else "not ready"
+    head = f"{status.model}: {state}, up {status.uptime_s:.0f} s, at {', '.join(status.endpoints) or 'no address yet'}"
+    rows = [
+        [
+            worker.member.worker_id,
+            worker.state,
+            str(worker.pid or "-"),
+            str(worker.num_restarts),
+            str(worker.load.num_running) if worker.HasField("load") else "-",
+            str(worker.load.num_waiting) if worker.HasField("load") else "-",
+            f"{worker.load.free_pages}/{worker.load.total_pages}" if worker.HasField("load") else "-",
+            worker.member.address or "-",
+            worker.detail,
+        ]
+        for worker in status.workers
+    ]
+    header = ("worker", "state", "pid", "restarts", "running", "waiting", "free pages", "address", "")
+    return f"{head}\n\n{format_table(header, rows)}"
+
+
+class StartProgress:
+    """Shows each worker's way to ready. Used as a `with` block around `launch`, which calls `show`."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, str] = {}
+        self._live: Any = None
+
+    def __enter__(self) -> StartProgress:
+        if sys.stderr.isatty():
+            self._live = _make_live()
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def show(self, status: admin_pb2.StatusResponse) -> None:
+        if self._live is not None:
+            self._live.update(_start_grid(status))
+            return
+        for line in changes(self._states, status):
+            print(line, file=sys.stderr, flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+
+def changes(states: dict[str, str], status: admin_pb2.StatusResponse) -> list[str]:
+    """One line for each worker whose state is not the one in `states`, which is brought up to date."""
+    lines = []
+    for worker in status.workers:
+        name, state = worker.member.worker_id, worker.state
+        if states.get(name) != state:
+            states[name] = state
+            reason = f": {worker.detail}" if state == "lost" and worker.detail else ""
+            lines.append(f"{name} is {state}{reason}")
+    return lines
+
+
+def _make_live() -> Any:
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError:
+        return None
+    return Live(console=Console(stderr=True), refresh_per_second=8, transient=True)
+
+
+def _start_grid(status: admin_pb2.StatusResponse) -> Any:
+    from rich.progress_bar import ProgressBar
+    from rich.spinner import Spinner
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for worker in status.workers:
+        mark: Any = "[green]ready[/]" if worker.state == "ready" else Spinner("dots", style="cyan")
+        share = _share(worker.detail)
+        bar: Any = ProgressBar(total=1.0, completed=share, width=24) if share is not None else ""
+        grid.add_row(worker.member.worker_id, mark, worker.detail or worker.state, bar)
+    return grid
+
+
+def _share(detail: str) -> float | None:
+    """0.45 of "loading weights 45%"."""
+    number = detail.rpartition(" ")[2]
+    return int(number[:-1]) / 100 if number.endswith("%") and number[:-1].isdigit() else None
+
+
+def how_to_call(model: str, endpoints: Mapping[str, str]) -> str:
+    """What a person can type next. `endpoints` holds host:port of http, grpc and admin."""
+    body = f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 40}}'
+    return f"""\
+  HTTP   http://{endpoints["http"]}/v1   (OpenAI's API)
+  gRPC   {endpoints["grpc"]}   (penstock.v1.Inference, with reflection)
+  admin  {endpoints["admin"]}
+
+  penstock generate --server {endpoints["grpc"]} "Once upon a time"
+  penstock status --admin {endpoints["admin"]}
+  python -c 'from penstock import Client; print(Client("{endpoints["grpc"]}").complete("Once upon a time").text)'
+  curl http://{endpoints["http"]}/v1/completions -H 'Content-Type: application/json' -d '{body}'"""

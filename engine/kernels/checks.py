@@ -1,0 +1,58 @@
+"""What the wrappers of the paged kernels demand of their tensors, so that a wrong call fails by name, not in memory.
+
+Shapes: `T` tokens, `N` query heads, `K` KV heads, `H` head dim, `P` pages, `S` page size, `B` sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+
+MAX_HEAD_DIM = 256
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_pool_layer(operation: str, pool_layer: torch.Tensor) -> None:
+    """[P, 2, K, S, H], any strides between heads, tokens and pages; a head's values are neighbours."""
+    if pool_layer.dim() != 5 or pool_layer.shape[1] != 2:
+        raise ValueError(f"{operation}: pool_layer has shape {tuple(pool_layer.shape)}; expected [P, 2, K, S, H]")
+    if pool_layer.stride(4) != 1:
+        raise ValueError(f"{operation}: pool_layer has strides {pool_layer.stride()}; the last must be 1")
+    if pool_layer.dtype not in _DTYPES:
+        raise ValueError(f"{operation}: pool_layer is {pool_layer.dtype}; expected one of {_DTYPES}")
+    if not 1 <= pool_layer.shape[4] <= MAX_HEAD_DIM:
+        raise ValueError(f"{operation}: head dim {pool_layer.shape[4]}; expected 1 to {MAX_HEAD_DIM}")
+
+
+def check_queries(operation: str, q_TNH: torch.Tensor, o_TNH: torch.Tensor, pool_layer: torch.Tensor) -> None:
+    """[T, N, H] like the pool in dtype, device and head dim; N a multiple of K."""
+    check_pool_layer(operation, pool_layer)
+    num_kv_heads, head_dim = pool_layer.shape[2], pool_layer.shape[4]
+    if q_TNH.dim() != 3 or q_TNH.shape[2] != head_dim or q_TNH.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"{operation}: q_TNH has shape {tuple(q_TNH.shape)}; expected [T, a multiple of {num_kv_heads}, {head_dim}]"
+        )
+    if o_TNH.shape != q_TNH.shape:
+        raise ValueError(f"{operation}: o_TNH has shape {tuple(o_TNH.shape)}, q_TNH {tuple(q_TNH.shape)}")
+    for name, tensor in (("q_TNH", q_TNH), ("o_TNH", o_TNH)):
+        check_like_pool(operation, name, tensor, pool_layer)
+
+
+def check_like_pool(operation: str, name: str, tensor: torch.Tensor, pool_layer: torch.Tensor) -> None:
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"{operation}: {name} has strides {tensor.stride()}; the last must be 1")
+    if tensor.dtype != pool_layer.dtype or tensor.device != pool_layer.device:
+        raise ValueError(
+            f"{operation}: {name} is {tensor.dtype} on {tensor.device}, "
+            f"the pool {pool_layer.dtype} on {pool_layer.device}"
+        )
+
+
+def check_index(operation: str, name: str, index: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Dense along its last dimension; a `-1` in `shape` is any size."""
+    if index.dtype != dtype or (index.numel() and index.stride(-1) != 1):
+        raise ValueError(f"{operation}: {name} is {index.dtype} with strides {index.stride()}; expected {dtype}, dense")
+    fits = len(index.shape) == len(shape) and all(
+        want in (-1, have) for have, want in zip(index.shape, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{operation}: {name} has shape {tuple(index.shape)}; expected {shape}")

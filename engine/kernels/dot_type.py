@@ -1,0 +1,16 @@
+"""The type in which a Triton kernel multiplies matrices of a given dtype."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def dot_type(dtype: torch.dtype) -> tl.dtype:
+    """The dtype's own, except under Triton's interpreter: it keeps bf16 as bits and would multiply those."""
+    if dtype == torch.bfloat16 and triton.knobs.runtime.interpret:
+        return tl.float32
+    return _TYPES[dtype]

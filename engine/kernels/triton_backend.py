@@ -1,0 +1,60 @@
+"""The attention backend made of Triton kernels: what CUDA devices run.
+
+Chosen by `engine.kernels.select_backend`; importing it needs Triton. Holds no state. Decodes and chunks of a mixed
+batch go to their own kernels, side by side in one output.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.kernels.metadata import AttentionMetadata
+from engine.kernels.paged_decode import paged_decode
+from engine.kernels.paged_prefill import paged_prefill
+from engine.kernels.write_kv import write_kv
+
+
+class TritonAttention:
+    """See `engine.kernels.AttentionBackend`."""
+
+    name = "triton"
+
+    def write_kv(
+        self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata
+    ) -> None:
+        write_kv(k_TKH, v_TKH, pool_layer, meta.slot_page_T, meta.slot_offset_T)
+
+    def paged_attention(
+        self,
+        q_TNH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        o_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        decodes = slice(0, meta.num_decodes)  # rows and sequences alike: each has one query token
+        if meta.num_decodes:
+            paged_decode(
+                q_TNH[decodes],
+                pool_layer,
+                meta.page_table_BP[decodes],
+                meta.context_lens_B[decodes],
+                o_TNH[decodes],
+                scale=scale,
+                window=window,
+                max_context_len=meta.max_context_len,
+            )
+        if meta.num_decodes < meta.num_sequences:
+            paged_prefill(
+                q_TNH,
+                pool_layer,
+                meta.page_table_BP[meta.num_decodes :],
+                meta.query_start_B1[meta.num_decodes :],
+                meta.context_lens_B[meta.num_decodes :],
+                o_TNH,
+                scale=scale,
+                window=window,
+                max_query_len=meta.max_query_len,
+            )
+        return o_TNH

@@ -1,0 +1,10 @@
+"""What must be settled before any test module is imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+if not Path("/dev/nvidiactl").exists():
+    # Triton reads this when it is first imported, which any library may do: without a GPU its kernels are interpreted.
+    os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -204,8 +204,8 @@ class TransferReceiver:
         if not self._polled:
             return False
         self._awaited = {epoch: until_s for epoch, until_s in self._awaited.items() if until_s > now_s}
-        # Until the caller closes it: a sender cannot end its last push on a wire that we do not drive.
-        return bool(self._awaited) or any(not item.failed for item in self._open.values())
+        # Until the caller closes it, landed or failed: a sender cannot end its last push on a wire that nobody drives.
+        return bool(self._awaited) or bool(self._open)
 
     def _pause_s(self, now_s: float) -> float | None:
         """How long the thread may sleep unless it is woken; None: for ever."""

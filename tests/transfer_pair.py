@@ -80,10 +80,10 @@ def receiver(pool: torch.Tensor, log: Log, settings: TransferConfig, epoch: int 
 
 
 def sender(
-    pool: torch.Tensor, log: Log, settings: TransferConfig, epoch: int = 1, layout: str = "test-layout"
+    pool: torch.Tensor, log: Log, settings: TransferConfig, epoch: int = 1, digest: str = "test-layout"
 ) -> TransferSender:
     return TransferSender(
-        pool, Layout(page_bytes_of(pool), layout), Epoch(epoch), settings, log.on_done, log.on_failure
+        pool, Layout(page_bytes_of(pool), digest), Epoch(epoch), settings, log.on_done, log.on_failure
     )
 
 

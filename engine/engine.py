@@ -51,7 +51,7 @@ class Engine:
         self.kv_pages = kv_pages  # [P, L, 2, K, S, H], contiguous
         self.pool = pool
         self.prefix_cache = cache
-        self._runner = runner
+        self.runner = runner
 
     @classmethod
     def load(
@@ -109,7 +109,7 @@ class Engine:
         if not work:
             return StepOutput(())
         batch = build_batch(work, self.layout.page_size, self.kv_pages.device)
-        logits_RV = self._runner.forward(batch)
+        logits_RV = self.runner.forward(batch)
         tokens: list[SampledToken | None] = [None] * len(work)
         if batch.drawing:
             rows = [work[index] for index in batch.drawing]

@@ -22,7 +22,7 @@ from engine.kernels.metadata import AttentionMetadata
 class _Part:
     """Neighbouring sequences of the batch whose queries are padded to one length."""
 
-    pages_X: torch.Tensor  # int64, B * pages of the longest
+    key_rows_X: torch.Tensor  # int64 [K * B * pages of the longest], rows of `_as_rows` that hold the keys
     num_sequences: int
     query_len: int
     token_rows: (
@@ -57,7 +57,7 @@ class TorchAttention:
         if meta is not self._meta:
             self._meta, self._plans = meta, {}
         if window not in self._plans:
-            self._plans[window] = _plan(meta, pool_layer.shape[3], window)
+            self._plans[window] = _plan(meta, pool_layer, window)
         return _attend(q_TNH, pool_layer, self._plans[window], scale)
 
 
@@ -73,27 +73,28 @@ def paged_attention(
     q_TNH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata, scale: float, window: int | None
 ) -> torch.Tensor:
     """Causal attention over the paged context, [T, N, H]; the new K/V must be in the pool already."""
-    return _attend(q_TNH, pool_layer, _plan(meta, pool_layer.shape[3], window), scale)
+    return _attend(q_TNH, pool_layer, _plan(meta, pool_layer, window), scale)
 
 
-def _plan(meta: AttentionMetadata, page_size: int, window: int | None) -> list[_Part]:
+def _plan(meta: AttentionMetadata, pool_layer: torch.Tensor, window: int | None) -> list[_Part]:
     parts = []
     if meta.num_decodes:
-        parts.append(_plan_part(meta, slice(0, meta.num_decodes), 1, page_size, window))
+        parts.append(_plan_part(meta, slice(0, meta.num_decodes), 1, pool_layer, window))
     if meta.num_decodes < meta.num_sequences:
         parts.append(
             _plan_part(
-                meta, slice(meta.num_decodes, meta.num_sequences), meta.max_query_len, page_size, window
+                meta, slice(meta.num_decodes, meta.num_sequences), meta.max_query_len, pool_layer, window
             )
         )
     return parts
 
 
 def _plan_part(
-    meta: AttentionMetadata, which: slice, query_len: int, page_size: int, window: int | None
+    meta: AttentionMetadata, which: slice, query_len: int, pool_layer: torch.Tensor, window: int | None
 ) -> _Part:
     context_B1 = meta.context_lens_B[which, None].long()
     device = context_B1.device
+    page_size = pool_layer.shape[3]
     num_pages = -(-int(context_B1.max()) // page_size)
     start_B1, stop_B1 = (
         bounds[which, None].long() for bounds in (meta.query_start_B1[:-1], meta.query_start_B1[1:])
@@ -111,8 +112,11 @@ def _plan_part(
         is_real_BQ = row_BQ < stop_B1
         token_rows = torch.where(is_real_BQ, row_BQ, start_B1).flatten()
         padded_rows = is_real_BQ.flatten().nonzero().squeeze(1)
+    num_kv_heads = pool_layer.shape[2]
     pages_X = meta.page_table_BP[which, :num_pages].long().flatten()
-    return _Part(pages_X, context_B1.shape[0], query_len, token_rows, padded_rows, visible_BQC)
+    rows_per_page = pool_layer.stride(0) // pool_layer.stride(2)
+    key_rows_KX = pages_X * rows_per_page + torch.arange(num_kv_heads, device=device)[:, None]
+    return _Part(key_rows_KX.flatten(), context_B1.shape[0], query_len, token_rows, padded_rows, visible_BQC)
 
 
 def _attend(q_TNH: torch.Tensor, pool_layer: torch.Tensor, parts: list[_Part], scale: float) -> torch.Tensor:
@@ -132,11 +136,11 @@ def _attend_part(
     q_XNH = q_TNH[rows] if part.token_rows is None else q_TNH[part.token_rows]
     q_BQKGH = q_XNH.reshape(batch, query_len, num_kv_heads, groups, head_dim)
     q_KBXH = q_BQKGH.permute(2, 0, 3, 1, 4).reshape(num_kv_heads, batch, groups * query_len, head_dim)
+    rows_of_pool = _as_rows(pool_layer)
     keys, values = (
-        pool_layer[:, kind]
-        .transpose(0, 1)
-        .index_select(1, part.pages_X)
-        .view(num_kv_heads, batch, -1, head_dim)
+        rows_of_pool.index_select(0, part.key_rows_X + kind * num_kv_heads).view(
+            num_kv_heads, batch, -1, head_dim
+        )
         for kind in (0, 1)
     )
     visible_BGQC = part.visible_BQC[:, None].expand(-1, groups, -1, -1)
@@ -145,3 +149,17 @@ def _attend_part(
     o_BQKGH = o_KBXH.view(num_kv_heads, batch, groups, query_len, head_dim).permute(1, 3, 0, 2, 4)
     o_XNH = o_BQKGH.reshape(batch * query_len, num_kv_heads * groups, head_dim)
     return o_XNH if part.padded_rows is None else o_XNH[part.padded_rows]
+
+
+def _as_rows(pool_layer: torch.Tensor) -> torch.Tensor:
+    """The pool as contiguous rows, one for each page, layer, kind and KV head, the first being this layer's.
+
+    A gather from the strided view itself would copy the whole pool first (index_select) or go element by element.
+    """
+    num_pages, _, num_kv_heads, page_size, head_dim = pool_layer.shape
+    row = page_size * head_dim
+    assert pool_layer.stride()[1:] == (num_kv_heads * row, row, head_dim, 1), (
+        "a layer of a contiguous pool is needed"
+    )
+    num_rows = (num_pages - 1) * (pool_layer.stride(0) // row) + 2 * num_kv_heads
+    return pool_layer.as_strided((num_rows, row), (row, 1))

@@ -1,0 +1,64 @@
+"""`python -m router --config FILE`: a router as a plain process.
+
+Prints one JSON line with its addresses once a request would succeed, and ends on SIGTERM or SIGINT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+
+import uvloop
+
+from penstock import log
+from penstock.config import RouterConfig, load
+from penstock.errors import PenstockError
+from router.server import RouterServer
+
+
+def main() -> int:
+    """The process's exit status: 2 for a problem that the user can mend."""
+    parser = argparse.ArgumentParser(prog="python -m router", description=__doc__)
+    parser.add_argument("--config", required=True, help="a RouterConfig, TOML or JSON")
+    try:
+        config = load(RouterConfig, parser.parse_args().config)
+        log.set_up("router")
+        uvloop.run(_serve(config))
+    except PenstockError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+    return 0
+
+
+async def _serve(config: RouterConfig) -> None:
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    server = RouterServer(config)
+    await server.start()
+    try:
+        if await _until_ready(server, stopped):
+            ports, host = server.ports, config.host
+            ready = {"grpc": f"{host}:{ports.grpc}", "http": f"{host}:{ports.http}", "pid": os.getpid()}
+            print(json.dumps(ready), flush=True)
+            await stopped.wait()
+    finally:
+        await server.stop()
+
+
+async def _until_ready(server: RouterServer, stopped: asyncio.Event) -> bool:
+    """False where the process is told to stop first."""
+    ready = asyncio.ensure_future(server.wait_ready())
+    stopping = asyncio.ensure_future(stopped.wait())
+    await asyncio.wait([ready, stopping], return_when=asyncio.FIRST_COMPLETED)
+    for task in (ready, stopping):
+        task.cancel()
+    return not stopped.is_set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

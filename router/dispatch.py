@@ -1,0 +1,293 @@
+"""One request's way to its workers and back: placement, one deadline for all legs, and a new worker for a lost one.
+
+A request is one leg a completion. A leg whose decode worker is lost goes on at another, which gets the prompt and what
+was emitted already; draws depend on (seed, position) alone, so the client's stream shows no seam. Leaving a stream,
+for whatever reason, cancels every leg at its worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from types import TracebackType
+
+from penstock import wire
+from penstock.errors import DeadlineExceeded, PenstockError, Unavailable, from_status
+from penstock.page_hash import hash_pages
+from penstock.types import FinishReason, PageHash
+from penstock.v1 import common_pb2, worker_pb2
+from router.choice import Choice, Demand, Policy, WorkerView
+from router.follower import Follower
+from router.inflight import Work, WorkKey
+from router.link import Link
+from router.membership import Fleet, Group
+from router.request import Request, TokenDelta
+
+log = logging.getLogger(__name__)
+
+_WAIT_TO_START_S = 5.0  # for a decode worker; a client that is told soon may go elsewhere
+_WAIT_TO_RESUME_S = 30.0  # with tokens out already: a dead worker's successor loads its weights first
+_RETRY_AFTER_S = 1.0
+_STAGGER_TOKENS = 64  # longer prompts are computed once, before the other completions start
+
+
+class Leg:
+    """One completion: where it runs, and all it has emitted. A `link.Sink` of its present submission."""
+
+    def __init__(self, index: int, request: Request, deliver: Callable[[Leg, object], None]) -> None:
+        seed = (request.sampling.seed + index) % (1 << 64)
+        self.index = index
+        self.sampling = replace(request.sampling, n=1, seed=seed, stop=())  # stop strings are matched here
+        self.emitted: list[int] = []
+        self.num_redispatches = 0
+        self.refused_by: set[int] = set()  # epochs of workers that would not take it
+        self.ended = False
+        self.sent_s = 0.0  # monotonic, the present submission
+        self.first_token_s = 0.0
+        self.credits: list[WorkKey] = []
+        self.decode_worker = ""
+        self.decode_epoch = 0
+        self._deliver = deliver
+        self._link: Link | None = None
+        self._stream_id = 0
+
+    def submit(self, link: Link, submit: worker_pb2.DecodeSubmit) -> None:
+        self._stream_id = link.submit(submit, self)
+        self._link = link
+
+    def cancel(self) -> None:
+        self.ended = True
+        if self._link is not None:
+            self._link.cancel(self._stream_id)
+
+    def on_delta(self, delta: worker_pb2.StepDelta) -> None:
+        self._deliver(self, delta)
+
+    def on_lost(self, error: PenstockError) -> None:
+        self._deliver(self, error)
+
+
+class TokenStream:
+    """One request under way. Use as an async context manager: leaving it releases whatever the request holds."""
+
+    def __init__(
+        self, request: Request, fleet: Fleet, policy: Policy, rng: random.Random, max_redispatches: int
+    ) -> None:
+        self._request = request
+        self._fleet = fleet
+        self._policy = policy
+        self._rng = rng
+        self._max_redispatches = max_redispatches
+        self._mailbox: list[tuple[Leg, object]] = []
+        self._arrived = asyncio.Event()
+        self._legs = [Leg(index, request, self._deliver) for index in range(request.sampling.n)]
+        self._waiting = list(self._legs)  # not sent yet
+        self._hashes: list[PageHash] = []  # of the prompt
+
+    async def __aenter__(self) -> TokenStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for leg in self._legs:
+            leg.cancel()
+            self._fleet.ledger.settle(leg.credits)
+
+    def end(self, index: int) -> TokenDelta:
+        """The client wants no more of this completion: frees it at its worker. Returns its end."""
+        leg = self._legs[index]
+        leg.cancel()
+        self._fleet.ledger.settle(leg.credits)
+        return TokenDelta(index, [], finish_reason=FinishReason.STOP, timing=self._timing(leg, common_pb2.Timing()))
+
+    async def batches(self) -> AsyncGenerator[list[TokenDelta], None]:
+        """What has come since the last batch, one delta a completion, until every completion has ended.
+
+        Raises DeadlineExceeded, Unavailable, or the error of a worker that refuses the request.
+        """
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(max(0.0, self._request.deadline_s - time.monotonic()), self._arrived.set)
+        try:
+            await self._send_first()
+            while not all(leg.ended for leg in self._legs):
+                await self._arrived.wait()
+                self._arrived.clear()
+                if time.monotonic() >= self._request.deadline_s:
+                    raise self._too_late()
+                if batch := await self._take():
+                    yield batch
+        finally:
+            timer.cancel()
+
+    def _deliver(self, leg: Leg, item: object) -> None:
+        self._mailbox.append((leg, item))
+        self._arrived.set()
+
+    async def _send_first(self) -> None:
+        """One completion goes ahead of the others, which then find the prompt's pages cached."""
+        ahead = 1 if len(self._request.token_ids) >= _STAGGER_TOKENS else len(self._waiting)
+        await self._send_waiting(ahead)
+
+    async def _send_waiting(self, count: int) -> None:
+        going, self._waiting = self._waiting[:count], self._waiting[count:]
+        for leg in going:
+            await self._place(leg)
+
+    async def _take(self) -> list[TokenDelta]:
+        mailbox, self._mailbox = self._mailbox, []
+        merged: dict[int, TokenDelta] = {}
+        for leg, item in mailbox:
+            if leg.ended:
+                continue
+            error = _error_of(item)
+            if error is not None:
+                await self._move(leg, error, refused=not isinstance(item, PenstockError))
+                continue
+            assert isinstance(item, worker_pb2.StepDelta)
+            delta = self._read(leg, item)
+            if leg.index in merged:
+                _extend(merged[leg.index], delta)
+            else:
+                merged[leg.index] = delta
+        if merged and self._waiting:
+            await self._send_waiting(len(self._waiting))
+        return list(merged.values())
+
+    def _read(self, leg: Leg, message: worker_pb2.StepDelta) -> TokenDelta:
+        token_ids = list(message.token_ids)
+        if token_ids and not leg.first_token_s:
+            leg.first_token_s = time.monotonic()
+        if leg.credits and token_ids:
+            self._fleet.ledger.settle(leg.credits)
+            leg.credits = []
+        leg.emitted += token_ids
+        reason = wire.finish_reason_from_wire(message.finish_reason)
+        if reason is None:
+            return TokenDelta(leg.index, token_ids, message.logprobs)
+        leg.ended = True
+        return TokenDelta(leg.index, token_ids, message.logprobs, reason, self._timing(leg, message.timing))
+
+    async def _move(self, leg: Leg, error: PenstockError, *, refused: bool) -> None:
+        """The leg's worker is lost, or refuses: another one goes on. Raises what no other worker can mend."""
+        self._fleet.ledger.settle(leg.credits)
+        leg.credits = []
+        if not isinstance(error, Unavailable):
+            raise error
+        if leg.num_redispatches >= self._max_redispatches:
+            raise Unavailable(
+                f"gave up after {leg.num_redispatches} other workers; the last said: {error.message}", _RETRY_AFTER_S
+            )
+        if refused:
+            leg.refused_by.add(leg.decode_epoch)
+        leg.num_redispatches += 1
+        log.info("%s moves on after %d tokens: %s", self._request.request_id, len(leg.emitted), error.message)
+        await self._place(leg, error)
+
+    async def _place(self, leg: Leg, cause: PenstockError | None = None) -> None:
+        """Chooses workers and submits; waits a while where there is none."""
+        revision = self._request.model_revision
+        patience_s = _WAIT_TO_RESUME_S if leg.emitted else _WAIT_TO_START_S
+        limit_s = min(patience_s, self._request.deadline_s - time.monotonic())
+        group = await self._fleet.wait_for(lambda: self._fleet.group(revision), limit_s)
+        timeout_s = self._request.deadline_s - time.monotonic()
+        if timeout_s <= 0:
+            raise self._too_late()
+        if group is None:
+            raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
+        decode = [one for one in group.decode if one.epoch not in leg.refused_by]
+        if not decode:
+            raise cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S)
+        token_ids = self._request.token_ids + leg.emitted
+        hashes = self._hash(token_ids, group)
+        cached = self._fleet.index.match(hashes)
+        demand = Demand(len(token_ids), group.page_size, group.page_bytes)
+
+        def view(one: Follower) -> WorkerView:
+            sent = self._fleet.ledger.sent_to(one.worker_id)
+            return WorkerView(one.worker_id, one.load, sent, cached.get(one.worker_id, 0))
+
+        choice = self._policy.choose(
+            demand, [view(one) for one in decode], [view(one) for one in group.prefill], self._rng
+        )
+        chosen = next(one for one in decode if one.worker_id == choice.decode)
+        assert chosen.link is not None  # it takes work
+        leg.decode_worker, leg.decode_epoch = chosen.worker_id, chosen.epoch
+        leg.sent_s = time.monotonic()
+        leg.submit(chosen.link, self._submission(leg, token_ids, group, choice, timeout_s))
+        self._credit(leg, choice, demand)
+
+    def _hash(self, token_ids: list[int], group: Group) -> list[PageHash]:
+        hashes = hash_pages(token_ids, group.page_size, group.salt, self._hashes)
+        self._hashes = hashes[: len(self._request.token_ids) // group.page_size]
+        return hashes
+
+    def _submission(
+        self, leg: Leg, token_ids: list[int], group: Group, choice: Choice, timeout_s: float
+    ) -> worker_pb2.DecodeSubmit:
+        members = {one.worker_id: one for one in group.prefill}
+        return worker_pb2.DecodeSubmit(
+            request_id=self._request.request_id if len(self._legs) == 1 else f"{self._request.request_id}-{leg.index}",
+            token_ids=token_ids,
+            num_prompt_tokens=len(self._request.token_ids),
+            sampling=wire.sampling_to_wire(leg.sampling),
+            salt=group.salt,
+            timeout_ms=max(1, int(timeout_s * 1e3)),
+            prefill_candidates=[
+                worker_pb2.PrefillCandidate(
+                    worker_id=one.worker_id,
+                    epoch=members[one.worker_id].epoch,
+                    address=members[one.worker_id].address,
+                    queue_s=one.queue_s,
+                    prefill_s=one.prefill_s,
+                )
+                for one in choice.prefill
+            ],
+        )
+
+    def _credit(self, leg: Leg, choice: Choice, demand: Demand) -> None:
+        """What the chosen workers' next load reports will not show yet."""
+        ledger = self._fleet.ledger
+        pages = Work(num_requests=1, num_pages=-(-demand.num_tokens // demand.page_size))
+        compute = Work(prefill_tokens=choice.uncached_tokens)
+        computed_by = choice.prefill[0].worker_id if choice.prefill else choice.decode
+        leg.credits = [
+            ledger.record(choice.decode, pages, leg.sent_s),
+            ledger.record(computed_by, compute, leg.sent_s),
+        ]
+
+    def _timing(self, leg: Leg, told: common_pb2.Timing) -> common_pb2.Timing:
+        """The worker's account, with the times that only the router sees."""
+        timing = common_pb2.Timing()
+        timing.CopyFrom(told)
+        now_s, accepted_s = time.monotonic(), self._request.accepted_s
+        first_token_s = leg.first_token_s or now_s
+        if not leg.num_redispatches:
+            timing.queue_ms += (leg.sent_s - accepted_s) * 1e3
+        timing.first_token_ms = (first_token_s - accepted_s) * 1e3
+        timing.decode_ms = (now_s - first_token_s) * 1e3
+        timing.decode_worker = leg.decode_worker
+        timing.num_redispatches = leg.num_redispatches
+        timing.cached_tokens = min(timing.cached_tokens, len(self._request.token_ids))
+        return timing
+
+    def _too_late(self) -> DeadlineExceeded:
+        waited_s = self._request.deadline_s - self._request.accepted_s
+        return DeadlineExceeded(f"request {self._request.request_id} did not end within its {waited_s:.3g} s")
+
+
+def _error_of(item: object) -> PenstockError | None:
+    if isinstance(item, PenstockError):
+        return item
+    assert isinstance(item, worker_pb2.StepDelta)
+    return from_status(item.error) if item.HasField("error") else None
+
+
+def _extend(delta: TokenDelta, later: TokenDelta) -> None:
+    delta.token_ids += later.token_ids
+    delta.logprobs = [*delta.logprobs, *later.logprobs]
+    delta.finish_reason, delta.timing = later.finish_reason, later.timing

@@ -1,0 +1,188 @@
+"""Follows one worker: who it is, its load and KV events, and for a decode worker the link. Reconnects until retired."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from penstock import wire
+from penstock.errors import Unavailable
+from penstock.grpc_server import make_channel
+from penstock.kv_events import KvEventBatch, decode_events
+from penstock.types import Epoch, Member, Role, WorkerId, WorkerLoad
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from router.backoff import Backoff
+from router.inflight import InflightLedger
+from router.link import Link
+from router.prefix_index import PrefixIndex
+
+log = logging.getLogger(__name__)
+
+_DESCRIBE_TIMEOUT_S = 5.0
+_SILENCE_S = 10.0  # workers send a batch at least every second
+
+
+class Follower:
+    """Owns the channel to one worker and what is known of it. `member` is None where only the address is known."""
+
+    def __init__(
+        self,
+        address: str,
+        member: Member | None,
+        index: PrefixIndex,
+        ledger: InflightLedger,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.address = address
+        self.description = worker_pb2.WorkerDescription()
+        self.load = WorkerLoad()
+        self.link: Link | None = None
+        self._member = member
+        self._index = index
+        self._ledger = ledger
+        self._on_change = on_change
+        self._heard = False  # a load report has come since the connection was made
+        self._retired = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return WorkerId(self.description.worker_id)
+
+    @property
+    def epoch(self) -> Epoch:
+        return Epoch(self.description.epoch)
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether a request sent now would be served."""
+        if self._retired or not self._heard:
+            return False
+        return self.description.role == Role.PREFILL or (self.link is not None and self.link.is_open)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"follow {self.address}")
+
+    def retire(self) -> asyncio.Task[None]:
+        """No new work for this worker; requests that it has may end. The task returned ends with the last of them."""
+        self._retired = True
+        self._forget_worker()
+        self._on_change()
+        return asyncio.create_task(self._finish(), name=f"retire {self.address}")
+
+    async def stop(self) -> None:
+        """At once; requests on the link are lost."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _finish(self) -> None:
+        if self.link is not None:
+            await self.link.wait_idle()
+        await self.stop()
+
+    async def _run(self) -> None:
+        backoff = Backoff(random.Random())
+        while not self._retired:
+            # A new channel each time: an old one would wait out its own, longer backoff.
+            async with make_channel(self.address) as channel:
+                try:
+                    await self._describe(channel)
+                    backoff.reset()
+                    await self._follow(channel)
+                except (grpc.RpcError, Unavailable, TimeoutError) as error:
+                    log.info("worker at %s is out of reach: %s", self.address, _reason(error))
+                except Exception:
+                    log.exception("following the worker at %s failed", self.address)
+                finally:
+                    self._heard = False
+                    self._on_change()
+            await asyncio.sleep(backoff.next_s())
+
+    async def _describe(self, channel: grpc.aio.Channel) -> None:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S)
+        member = self._member
+        if member is not None and (description.worker_id, description.epoch) != (member.worker_id, member.epoch):
+            raise Unavailable(
+                f"{self.address} is {description.worker_id} epoch {description.epoch}, "
+                f"not {member.worker_id} epoch {member.epoch}"
+            )
+        if self.description.epoch not in (0, description.epoch):
+            self._forget_worker()
+        self.description = description
+        log.info("worker %s epoch %d: %s", description.worker_id, description.epoch, description.role)
+
+    async def _follow(self, channel: grpc.aio.Channel) -> None:
+        """Until the worker is lost: for a decode worker that is when its link breaks."""
+        if self.description.role != Role.DECODE:
+            await self._watch(channel)
+            return
+        self.link = Link(self.worker_id, self._on_change)
+        watcher = asyncio.create_task(self._keep_watching(channel))
+        try:
+            await self.link.run(worker_pb2_grpc.DecodeWorkerStub(channel))
+        finally:
+            watcher.cancel()
+            await asyncio.wait([watcher])
+
+    async def _keep_watching(self, channel: grpc.aio.Channel) -> None:
+        """Events may break off while the link lives: requests go on, new ones go elsewhere until they are back."""
+        backoff = Backoff(random.Random())
+        while True:
+            try:
+                await self._watch(channel)
+            except (grpc.RpcError, Unavailable, TimeoutError) as error:
+                log.info("events of %s broke off: %s", self.worker_id, _reason(error))
+            self._heard = False
+            self._on_change()
+            await asyncio.sleep(backoff.next_s())
+
+    async def _watch(self, channel: grpc.aio.Channel) -> None:
+        """Applies event batches; after a gap asks again from there. Raises when the stream breaks or falls silent."""
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        while True:
+            wanted = worker_pb2.WatchEventsRequest(epoch=self.epoch, next_seq=self._index.next_seq(self.worker_id))
+            call = stub.WatchEvents(wanted)
+            try:
+                while (batch := await asyncio.wait_for(call.read(), _SILENCE_S)) is not grpc.aio.EOF:
+                    if batch.epoch != self.epoch:
+                        raise Unavailable(f"{self.address} is now epoch {batch.epoch}")
+                    if not self._apply(batch):
+                        break
+                else:
+                    raise Unavailable(f"{self.worker_id} ended its events")
+            finally:
+                call.cancel()
+
+    def _apply(self, message: worker_pb2.EventBatch) -> bool:
+        """False on a gap."""
+        if self._retired:
+            return True
+        try:
+            events = decode_events(message.payload)
+        except ValueError as error:
+            raise Unavailable(f"{self.worker_id} sent events that are none: {error}") from error
+        batch = KvEventBatch(message.first_seq, events, message.snapshot)
+        if not self._index.apply(self.worker_id, batch):
+            return False
+        self.load = wire.load_from_wire(message.load)
+        self._ledger.on_report(self.worker_id, time.monotonic())
+        if not self._heard:
+            self._heard = True
+            self._on_change()
+        return True
+
+    def _forget_worker(self) -> None:
+        self._index.drop(self.worker_id)
+        self._ledger.forget(self.worker_id)
+
+
+def _reason(error: Exception) -> str:
+    return error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else str(error) or "no answer"

@@ -1,0 +1,217 @@
+"""What both fronts do with a request: validate, tokenize, dispatch, turn tokens into text, count. No gRPC, no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+
+from penstock import sampling
+from penstock.config import RouterConfig
+from penstock.errors import Cancelled, InvalidInput, ModelNotFound, Overloaded, PenstockError, Unavailable
+from penstock.types import RequestId
+from penstock.v1 import common_pb2, inference_pb2
+from router.choice import make_policy
+from router.completion_text import CompletionText
+from router.dispatch import TokenStream
+from router.membership import Fleet, Group
+from router.metrics import RouterMetrics
+from router.model_card import ModelCard
+from router.request import Output, Request, TokenDelta
+from router.tokenizer import Tokenizer
+
+_WAIT_FOR_WORKER_S = 5.0
+_RETRY_AFTER_S = 1.0
+_MAX_REQUEST_ID = 128
+
+
+class Generator:
+    """Owns what is shared by all requests but their streams: tokenizer, policy, the count of requests under way."""
+
+    def __init__(
+        self, config: RouterConfig, card: ModelCard, tokenizer: Tokenizer, fleet: Fleet, metrics: RouterMetrics
+    ) -> None:
+        self.card = card
+        self.tokenizer = tokenizer
+        self._config = config
+        self._fleet = fleet
+        self._metrics = metrics
+        self._policy = make_policy(config.policy)
+        self._rng = random.Random()
+        self._num_inflight = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request sent now would be served."""
+        return self._fleet.group() is not None
+
+    @property
+    def num_inflight(self) -> int:
+        return self._num_inflight
+
+    async def prepare(
+        self,
+        wire: inference_pb2.GenerateRequest,
+        timeout_s: float | None = None,
+        default_max_tokens: int | None = None,
+    ) -> Request:
+        """Validates and tokenizes. Raises InvalidInput, ModelNotFound, or Unavailable where no worker comes."""
+        accepted_s = time.monotonic()
+        with self._counted_errors():
+            self.check_model(wire.model)
+            if len(wire.request_id) > _MAX_REQUEST_ID:
+                raise InvalidInput(
+                    "request_id", f"has {len(wire.request_id)} characters; give {_MAX_REQUEST_ID} or fewer"
+                )
+            token_ids = await self._prompt(wire)
+            limit_s = min(timeout_s or self._config.default_timeout_s, self._config.max_timeout_s)
+            group = await self._wait_for_group(min(limit_s, _WAIT_FOR_WORKER_S))
+            room = group.context_length - len(token_ids)
+            params = common_pb2.SamplingParams()
+            params.CopyFrom(wire.sampling)
+            if default_max_tokens is not None and room > 0 and not params.HasField("max_tokens"):
+                params.max_tokens = min(default_max_tokens, room)
+            resolved = sampling.resolve(
+                params,
+                num_prompt_tokens=len(token_ids),
+                context_length=group.context_length,
+                vocab_size=self.card.vocab_size,
+                seed=secrets.randbits(64),
+                defaults=self.card.generation_defaults,
+            )
+        return Request(
+            request_id=RequestId(wire.request_id or f"gen-{uuid.uuid4().hex}"),
+            token_ids=token_ids,
+            sampling=resolved,
+            model_revision=group.model_revision,
+            accepted_s=accepted_s,
+            deadline_s=accepted_s + limit_s,
+        )
+
+    def check_model(self, name: str) -> None:
+        """Raises ModelNotFound."""
+        if name and name != self.card.name:
+            raise ModelNotFound(f"model: {name!r} is not served here; use {self.card.name!r}")
+
+    async def _wait_for_group(self, limit_s: float) -> Group:
+        group = await self._fleet.wait_for(self._fleet.group, limit_s)
+        if group is None:
+            raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
+        return group
+
+    async def _prompt(self, wire: inference_pb2.GenerateRequest) -> list[int]:
+        given = [
+            name
+            for name, present in (
+                ("text", wire.HasField("text")),
+                ("token_ids", bool(wire.token_ids)),
+                ("messages", bool(wire.messages)),
+            )
+            if present
+        ]
+        if len(given) > 1:
+            raise InvalidInput("prompt", f"is given more than once, as {' and '.join(given)}; give exactly one of them")
+        if not given or (given == ["text"] and not wire.text):
+            raise InvalidInput("prompt", "is empty; give text, token_ids or messages")
+        if given == ["token_ids"]:
+            token_ids = list(wire.token_ids)
+            if (highest := max(token_ids)) >= self.card.vocab_size:
+                raise InvalidInput("token_ids", f"hold {highest}; the vocabulary ends at {self.card.vocab_size - 1}")
+            return token_ids
+        return await self.encode(wire)
+
+    async def encode(self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> list[int]:
+        """Token ids of its text, or of its messages as the chat template renders them."""
+        if wire.messages:
+            return await self.tokenizer.encode_chat(
+                [{"role": one.role, "content": one.content} for one in wire.messages]
+            )
+        return await self.tokenizer.encode(wire.text)
+
+    async def outputs(self, request: Request) -> AsyncGenerator[Output, None]:
+        """The request's life. Closing the iterator cancels it at its workers.
+
+        Raises Overloaded, DeadlineExceeded, Unavailable, or a worker's own refusal.
+        """
+        with self._counted_errors(), self._admitted():
+            stream = TokenStream(request, self._fleet, self._policy, self._rng, self._config.max_redispatches)
+            texts = [CompletionText(self.tokenizer, request.sampling) for _ in range(request.sampling.n)]
+            usage = common_pb2.Usage(prompt_tokens=len(request.token_ids))
+            last_token_s = [0.0] * len(texts)
+            async with stream, contextlib.aclosing(stream.batches()) as batches:
+                async for batch in batches:
+                    for delta in batch:
+                        self._observe_tokens(request, delta, last_token_s)
+                        output = self._output(texts[delta.index], delta, stream)
+                        if output.finish_reason is not None:
+                            self._observe_end(request, output, usage, texts)
+                        if output.text or output.token_ids or output.finish_reason is not None:
+                            yield output
+
+    def _output(self, text: CompletionText, delta: TokenDelta, stream: TokenStream) -> Output:
+        output = text.feed(delta)
+        if text.stopped:
+            ended = stream.end(delta.index)
+            output.timing = delta.timing or ended.timing
+        return output
+
+    @contextlib.contextmanager
+    def _admitted(self) -> Iterator[None]:
+        if self._num_inflight >= self._config.max_inflight:
+            raise Overloaded(f"this router serves {self._num_inflight} requests, its limit; try again", _RETRY_AFTER_S)
+        self._num_inflight += 1
+        try:
+            yield
+        finally:
+            self._num_inflight -= 1
+
+    @contextlib.contextmanager
+    def _counted_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except PenstockError as error:
+            self._metrics.failed(error.reason)
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            self._metrics.failed(Cancelled.reason)
+            raise
+
+    def _observe_tokens(self, request: Request, delta: TokenDelta, last_token_s: list[float]) -> None:
+        if not delta.token_ids:
+            return
+        now_s = time.monotonic()
+        before_s = last_token_s[delta.index]
+        last_token_s[delta.index] = now_s
+        if before_s:
+            for _ in delta.token_ids:
+                self._metrics.inter_token_s.observe((now_s - before_s) / len(delta.token_ids))
+        else:
+            self._metrics.first_token_s.observe(now_s - request.accepted_s)
+
+    def _observe_end(
+        self, request: Request, output: Output, usage: common_pb2.Usage, texts: list[CompletionText]
+    ) -> None:
+        """Counts an ended completion; the last of all gets the usage."""
+        metrics, timing = self._metrics, output.timing
+        assert output.finish_reason is not None
+        assert timing is not None
+        metrics.succeeded(output.finish_reason.value)
+        metrics.preemptions.inc(timing.num_preemptions)
+        metrics.redispatches.inc(timing.num_redispatches)
+        metrics.queue_s.observe(timing.queue_ms / 1e3)
+        if output.index == 0:
+            usage.cached_tokens = timing.cached_tokens
+        if not all(text.ended for text in texts):
+            return
+        usage.completion_tokens = sum(text.num_tokens for text in texts)
+        output.usage = usage
+        metrics.request_s.observe(time.monotonic() - request.accepted_s)
+        metrics.prompt_size.observe(usage.prompt_tokens)
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.generation_tokens.inc(usage.completion_tokens)
+        metrics.cache_queries.inc(usage.prompt_tokens)
+        metrics.cache_hits.inc(usage.cached_tokens)

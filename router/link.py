@@ -1,0 +1,132 @@
+"""The one Serve call to a decode worker: submits and cancels go out, step frames come in and are dealt to requests.
+
+The call is the lease of every request on it. When it breaks, each of them hears so at once and the worker, if it still
+lives, drops them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from penstock.errors import PenstockError, Unavailable, from_rpc_error
+from penstock.types import WorkerId
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Where one submission's share of the frames goes. Both are called on the event loop and return at once."""
+
+    def on_delta(self, delta: worker_pb2.StepDelta) -> None: ...
+
+    def on_lost(self, error: PenstockError) -> None:
+        """The worker or the way to it is gone; nothing more comes."""
+        ...
+
+
+class Link:
+    """Owned by the worker's follower, which awaits `run`."""
+
+    def __init__(self, worker_id: WorkerId, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when the link opens or closes, before requests hear of it."""
+        self._worker_id = worker_id
+        self._on_change = on_change
+        self._sinks: dict[int, Sink] = {}
+        self._commands: deque[worker_pb2.DecodeCommand] = deque()
+        self._wanted = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._last_id = 0
+        self.is_open = False
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._sinks)
+
+    def submit(self, submit: worker_pb2.DecodeSubmit, sink: Sink) -> int:
+        """Sends a request that lacks only its stream id; returns that. Raises Unavailable on a closed link."""
+        if not self.is_open:
+            raise Unavailable(f"decode worker {self._worker_id} is not connected")
+        self._last_id += 1
+        submit.stream_id = self._last_id
+        self._sinks[self._last_id] = sink
+        self._idle.clear()
+        self._send(worker_pb2.DecodeCommand(submit=submit))
+        return self._last_id
+
+    def cancel(self, stream_id: int) -> None:
+        """Nothing more comes to the submission's sink; the worker is told. Does nothing where it has ended."""
+        if self._sinks.pop(stream_id, None) is not None:
+            self._send(worker_pb2.DecodeCommand(cancel=worker_pb2.DecodeCancel(stream_id=stream_id)))
+            self._note_idle()
+
+    async def wait_idle(self) -> None:
+        """Until no request is on the link. Bounded by the requests' own deadlines."""
+        await self._idle.wait()
+
+    async def run(self, stub: worker_pb2_grpc.DecodeWorkerStub) -> None:
+        """Serves until the call breaks or the task is cancelled; then every open submission is lost."""
+        call = stub.Serve()
+        writer = asyncio.create_task(self._write(call))
+        self._set_open(True)
+        reason = "it closed the stream"
+        try:
+            async for frame in call:
+                for delta in frame.deltas:
+                    self._deal(delta)
+        except grpc.RpcError as error:
+            reason = from_rpc_error(error).message
+        finally:
+            self._set_open(False)
+            writer.cancel()
+            call.cancel()
+            self._lose_all(reason)
+
+    def _set_open(self, is_open: bool) -> None:
+        self.is_open = is_open
+        self._on_change()
+
+    def _deal(self, delta: worker_pb2.StepDelta) -> None:
+        sink = self._sinks.get(delta.stream_id)
+        if sink is None:  # cancelled meanwhile
+            return
+        if delta.finish_reason or delta.HasField("error"):
+            del self._sinks[delta.stream_id]
+            self._note_idle()
+        sink.on_delta(delta)
+
+    def _lose_all(self, reason: str) -> None:
+        lost, self._sinks = self._sinks, {}
+        self._commands.clear()
+        self._note_idle()
+        if lost:
+            log.warning("lost decode worker %s with %d requests: %s", self._worker_id, len(lost), reason)
+        for sink in lost.values():
+            sink.on_lost(Unavailable(f"decode worker {self._worker_id} was lost: {reason}"))
+
+    def _send(self, command: worker_pb2.DecodeCommand) -> None:
+        self._commands.append(command)
+        self._wanted.set()
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        try:
+            while True:
+                # No deadline: the link lives as long as its worker, and keepalive pings notice a dead one.
+                await self._wanted.wait()
+                self._wanted.clear()
+                while self._commands:
+                    await call.write(self._commands.popleft())
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            log.debug("the link to %s no longer takes commands; its reader says why", self._worker_id)
+
+    def _note_idle(self) -> None:
+        if not self._sinks:
+            self._idle.set()

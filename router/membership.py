@@ -1,0 +1,163 @@
+"""Which workers there are: followed from the Admin service, or fixed by the configuration. Wakes whoever waits for one.
+
+While the Admin service is away the last known members stay: the data plane outlives the control plane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from penstock import wire
+from penstock.grpc_server import make_channel
+from penstock.page_hash import make_salt
+from penstock.types import Member, Role
+from penstock.v1 import admin_pb2, admin_pb2_grpc
+from router.backoff import Backoff
+from router.follower import Follower
+from router.inflight import InflightLedger
+from router.prefix_index import PrefixIndex
+
+log = logging.getLogger(__name__)
+
+FoundT = TypeVar("FoundT")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Workers that take work now and whose pages fit together. `decode` is not empty."""
+
+    model_revision: str
+    salt: bytes  # of its page hashes
+    page_size: int
+    page_bytes: int
+    context_length: int  # that each of them can hold
+    decode: tuple[Follower, ...]
+    prefill: tuple[Follower, ...]
+
+
+class Fleet:
+    """Owns the followers, and with them the prefix index and the in-flight ledger."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+        self.ledger = InflightLedger()
+        self._followers: dict[tuple[str, int], Follower] = {}  # by address and epoch; 0 where it is not known
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._groups: dict[str | None, Group | None] = {}  # found since the last change
+
+    @property
+    def followers(self) -> tuple[Follower, ...]:
+        return tuple(self._followers.values())
+
+    def group(self, model_revision: str | None = None) -> Group | None:
+        """The largest group that serves now, of one revision where a request has begun with it."""
+        if model_revision not in self._groups:
+            self._groups[model_revision] = self._find_group(model_revision)
+        return self._groups[model_revision]
+
+    def _find_group(self, model_revision: str | None) -> Group | None:
+        ready = [one for one in self._followers.values() if one.takes_work]
+        decode = [
+            one
+            for one in ready
+            if one.description.role == Role.DECODE and model_revision in (None, one.description.model_revision)
+        ]
+        if not decode:
+            return None
+        layouts = Counter(one.description.layout_digest for one in decode)
+        digest = max(layouts, key=lambda key: (layouts[key], key))
+        decode = [one for one in decode if one.description.layout_digest == digest]
+        prefill = [
+            one for one in ready if one.description.role == Role.PREFILL and one.description.layout_digest == digest
+        ]
+        first = decode[0].description
+        return Group(
+            model_revision=first.model_revision,
+            salt=make_salt(first.model_revision),
+            page_size=first.page_size,
+            page_bytes=first.page_bytes,
+            context_length=min(one.description.context_length for one in decode),
+            decode=tuple(decode),
+            prefill=tuple(prefill),
+        )
+
+    async def wait_for(self, find: Callable[[], FoundT | None], timeout_s: float | None) -> FoundT | None:
+        """What `find` finds now or after some change; None when time is up."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (found := find()) is None:
+                    await self.wait_change()
+        except TimeoutError:
+            return find()
+        return found
+
+    async def wait_change(self) -> None:
+        """Until a worker comes, goes, begins or ceases to take work."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    def set_members(self, members: Sequence[Member]) -> None:
+        """Replaces the membership: new ones are followed, those left out get no new work."""
+        wanted = {(member.address, int(member.epoch)): member for member in members}
+        for key in [key for key in self._followers if key not in wanted]:
+            task = self._followers.pop(key).retire()
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+        for key, member in wanted.items():
+            if key not in self._followers:
+                self._follow(member.address, member)
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """A membership that never changes; who is at each address is asked there."""
+        for address in addresses:
+            self._follow(address, None)
+
+    def _follow(self, address: str, member: Member | None) -> None:
+        follower = Follower(address, member, self.index, self.ledger, self._on_change)
+        self._followers[address, int(member.epoch) if member else 0] = follower
+        follower.start()
+
+    def _on_change(self) -> None:
+        self._groups.clear()
+        waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def stop(self) -> None:
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*(one.stop() for one in self._followers.values()))
+        self._followers.clear()
+        self._groups.clear()
+
+
+async def follow_admin(address: str, fleet: Fleet) -> None:
+    """Keeps the fleet as the Admin service says, until cancelled."""
+    backoff = Backoff(random.Random())
+    while True:
+        async with make_channel(address) as channel:
+            try:
+                watch = admin_pb2_grpc.AdminStub(channel).WatchMembership(admin_pb2.WatchMembershipRequest())
+                async for membership in watch:
+                    backoff.reset()
+                    log.info("membership version %d: %d members", membership.version, len(membership.members))
+                    fleet.set_members([wire.member_from_wire(member) for member in membership.members])
+                log.info("the admin service at %s ended its stream", address)
+            except grpc.RpcError as error:
+                log.info("the admin service at %s is away: %s", address, error.details())  # type: ignore[attr-defined]
+        await asyncio.sleep(backoff.next_s())

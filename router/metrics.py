@@ -1,0 +1,71 @@
+"""What the router counts, under the names that vLLM's dashboards know. One registry a router, no globals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_LABELS = ["model_name"]
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
+
+
+class RouterMetrics:
+    """Counters are bound to the model's name once, so that the token path does no label look-ups."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._registry = CollectorRegistry()
+        self.first_token_s = self._histogram("time_to_first_token_seconds", "Accepted to first token", _SHORT_S)
+        self.inter_token_s = self._histogram("inter_token_latency_seconds", "Between two tokens", _SHORT_S)
+        self.request_s = self._histogram("e2e_request_latency_seconds", "Accepted to last token", _LONG_S)
+        self.queue_s = self._histogram(
+            "request_queue_time_seconds", "Waiting, at the router and to be computed", _LONG_S
+        )
+        self.prompt_size = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens served")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
+        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in prefix caches")
+        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there")
+        self.preemptions = self._counter("num_preemptions", "Sequences preempted")
+        self.redispatches = self._counter("request_redispatches", "Requests moved off a lost decode worker")
+        self._success = Counter(
+            "vllm:request_success", "Completions ended", [*_LABELS, "finished_reason"], registry=self._registry
+        )
+        self._errors = Counter("vllm:request_errors", "Requests failed", [*_LABELS, "reason"], registry=self._registry)
+
+    def watch(
+        self,
+        *,
+        num_running: Callable[[], float],
+        num_waiting: Callable[[], float],
+        cache_usage: Callable[[], float],
+        indexed_pages: Callable[[], float],
+    ) -> None:
+        """Values that are asked for when somebody scrapes."""
+        for name, help_text, value in (
+            ("vllm:num_requests_running", "Sequences decoding, by the workers' reports", num_running),
+            ("vllm:num_requests_waiting", "Sequences waiting, by the workers' reports", num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the decode workers' pages in use, 0 to 1", cache_usage),
+            ("penstock:prefix_index_pages", "Pages that the prefix index knows", indexed_pages),
+        ):
+            Gauge(name, help_text, _LABELS, registry=self._registry).labels(self._model).set_function(value)
+
+    def succeeded(self, finished_reason: str) -> None:
+        self._success.labels(self._model, finished_reason).inc()
+
+    def failed(self, reason: str) -> None:
+        self._errors.labels(self._model, reason).inc()
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(f"vllm:{name}", help_text, _LABELS, buckets=buckets, registry=self._registry)
+        return family.labels(self._model)
+
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return Counter(f"vllm:{name}", help_text, _LABELS, registry=self._registry).labels(self._model)

@@ -1,0 +1,45 @@
+"""A request as the router's stages pass it on, and what comes back from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.types import FinishReason, RequestId, SamplingParams
+from penstock.v1 import common_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Validated, tokenized, every default resolved."""
+
+    request_id: RequestId
+    token_ids: list[int]
+    sampling: SamplingParams
+    model_revision: str  # that it was validated for, and is served by to its end
+    accepted_s: float  # monotonic
+    deadline_s: float  # monotonic; bounds every leg
+
+
+@dataclass(slots=True)
+class TokenDelta:
+    """New tokens of one completion, its end, or both."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: Sequence[common_pb2.TokenLogprob] = ()  # one a token, where asked for
+    finish_reason: FinishReason | None = None
+    timing: common_pb2.Timing | None = None  # with finish_reason
+
+
+@dataclass(slots=True)
+class Output:
+    """What a front sends its client: a delta's tokens with their text."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[common_pb2.TokenLogprob] = ()  # with token texts
+    finish_reason: FinishReason | None = None
+    timing: common_pb2.Timing | None = None  # with finish_reason
+    usage: common_pb2.Usage | None = None  # on the last of the stream

@@ -1,0 +1,139 @@
+"""A whole router: both fronts, the fleet that it follows, health. A plain object for a process or an actor to hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from dataclasses import dataclass
+
+import uvicorn
+
+from penstock.config import RouterConfig
+from penstock.errors import ConfigError
+from penstock.grpc_server import GrpcServer
+from router.generation import Generator
+from router.http import make_app
+from router.membership import Fleet, follow_admin
+from router.metrics import RouterMetrics
+from router.model_card import ModelCard
+from router.service import SERVICE, InferenceService
+from router.tokenizer import Tokenizer
+
+_HTTP_STOP_S = 1.0
+_LISTEN_BACKLOG = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    grpc: int
+    http: int
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to whoever runs the process."""
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+class RouterServer:
+    """`start` once and `stop` once, on the same event loop."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Reads the model's folder. Raises CheckpointError, or ConfigError where there is nobody to route to."""
+        if bool(config.admin) == bool(config.workers):
+            raise ConfigError(
+                f"admin = {config.admin!r}, workers = {config.workers!r}: give exactly one of them, the address of the "
+                "Admin service or those of the workers"
+            )
+        self._config = config
+        card = ModelCard.load(config)
+        self._tokenizer = Tokenizer.load(config.model)
+        self._metrics = RouterMetrics(card.name)
+        self._card = card
+        self._tasks: list[asyncio.Task[None]] = []
+        self.ports = Ports(0, 0)
+
+    async def start(self) -> None:
+        """Listens on both ports and begins to follow the workers. Raises ConfigError where a port is taken.
+
+        Health turns SERVING with the first decode worker, which this does not wait for.
+        """
+        http_socket = _listen(self._config.host, self._config.http_port)
+        try:
+            await self._start(http_socket)
+        except BaseException:
+            http_socket.close()
+            raise
+
+    async def _start(self, http_socket: socket.socket) -> None:
+        self.fleet = Fleet()
+        self.generator = Generator(self._config, self._card, self._tokenizer, self.fleet, self._metrics)
+        self._watch_metrics()
+        self._grpc = GrpcServer([SERVICE], keepalive=False)
+        InferenceService(self.generator, self.fleet).add_to(self._grpc.server)
+        grpc_port = await self._grpc.start(self._config.host, self._config.grpc_port, "grpc_port")
+        app = make_app(self.generator, self.fleet, self._metrics)
+        settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        self._http = _HttpServer(settings)
+        self._http_task = asyncio.create_task(self._http.serve(sockets=[http_socket]), name="http")
+        self.ports = Ports(grpc_port, http_socket.getsockname()[1])
+        self._tasks.append(asyncio.create_task(self._follow_health(), name="health"))
+        if self._config.admin:
+            self._tasks.append(asyncio.create_task(follow_admin(self._config.admin, self.fleet), name="admin"))
+        else:
+            self.fleet.set_addresses(self._config.workers)
+
+    async def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Whether a request would be served, within this time."""
+        return await self.fleet.wait_for(self.fleet.group, timeout_s) is not None
+
+    async def stop(self) -> None:
+        """Ends both fronts and lets go of every worker; requests under way are cut off."""
+        await self._grpc.set_serving(False)
+        self._http.should_exit = True
+        await asyncio.gather(self._grpc.stop(), asyncio.wait([self._http_task], timeout=2 * _HTTP_STOP_S))
+        for task in (*self._tasks, self._http_task):
+            task.cancel()
+        await asyncio.wait([*self._tasks, self._http_task])
+        await self.fleet.stop()
+        self._tokenizer.close()
+
+    async def _follow_health(self) -> None:
+        while True:
+            await self._grpc.set_serving(self.generator.ready)
+            await self.fleet.wait_change()
+
+    def _watch_metrics(self) -> None:
+        fleet = self.fleet
+
+        def loads() -> list[tuple[int, int]]:
+            return [(one.load.free_pages, one.load.total_pages) for one in fleet.followers if one.link is not None]
+
+        def usage() -> float:
+            total = sum(pages for _, pages in loads())
+            return 1.0 - sum(free for free, _ in loads()) / total if total else 0.0
+
+        self._metrics.watch(
+            num_running=lambda: sum(one.load.num_running for one in fleet.followers),
+            num_waiting=lambda: sum(one.load.num_waiting for one in fleet.followers),
+            cache_usage=usage,
+            indexed_pages=lambda: fleet.index.num_pages,
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises ConfigError where somebody else listens there already."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        problem = f"http_port = {port}: cannot listen on {host}:{port} ({error.strerror}); free it or choose another"
+        raise ConfigError(problem) from error
+    listener.setblocking(False)
+    return listener

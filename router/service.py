@@ -1,0 +1,107 @@
+"""The public gRPC service: translates between messages and `router.generation`, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from penstock import wire
+from penstock.errors import InvalidInput
+from penstock.grpc_server import typed_errors
+from penstock.v1 import inference_pb2
+from router.generation import Generator
+from router.membership import Fleet
+from router.request import Output, Request
+from router.tolerant_decode import tolerant
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+
+class InferenceService:
+    """Not the generated servicer: requests are read tolerantly, so that bad UTF-8 gets a proper answer."""
+
+    def __init__(self, generator: Generator, fleet: Fleet) -> None:
+        self._generator = generator
+        self._fleet = fleet
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, self._handlers()),))
+
+    def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        return {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.generate,
+                request_deserializer=tolerant(inference_pb2.GenerateRequest),
+                response_serializer=inference_pb2.GenerateResponse.SerializeToString,
+            ),
+            "Tokenize": grpc.unary_unary_rpc_method_handler(
+                self.tokenize,
+                request_deserializer=tolerant(inference_pb2.TokenizeRequest),
+                response_serializer=inference_pb2.TokenizeResponse.SerializeToString,
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self.list_models,
+                request_deserializer=tolerant(inference_pb2.ListModelsRequest),
+                response_serializer=inference_pb2.ListModelsResponse.SerializeToString,
+            ),
+        }
+
+    async def generate(
+        self, message: inference_pb2.GenerateRequest | InvalidInput, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        async with typed_errors(context):
+            request = await self._generator.prepare(_valid(message), context.time_remaining())
+            async with contextlib.aclosing(self._generator.outputs(request)) as outputs:
+                async for output in outputs:
+                    yield self._response(request, output)
+
+    def _response(self, request: Request, output: Output) -> inference_pb2.GenerateResponse:
+        return inference_pb2.GenerateResponse(
+            request_id=request.request_id,
+            model=self._generator.card.name,
+            index=output.index,
+            text=output.text,
+            token_ids=output.token_ids,
+            logprobs=output.logprobs,
+            finish_reason=wire.finish_reason_to_wire(output.finish_reason),
+            usage=output.usage,
+            timing=output.timing,
+        )
+
+    async def tokenize(
+        self, message: inference_pb2.TokenizeRequest | InvalidInput, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        async with typed_errors(context):
+            request = _valid(message)
+            self._generator.check_model(request.model)
+            if request.HasField("text") == bool(request.messages):
+                raise InvalidInput("text", "give exactly one of text and messages")
+            token_ids = await self._generator.encode(request)
+            tokens = [self._generator.tokenizer.token_text(token_id) for token_id in token_ids]
+            return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
+
+    async def list_models(
+        self, message: inference_pb2.ListModelsRequest | InvalidInput, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.ListModelsResponse:
+        async with typed_errors(context):
+            _valid(message)
+            group = self._fleet.group()
+            model = inference_pb2.Model(
+                id=self._generator.card.name,
+                context_length=group.context_length if group else 0,
+                revision=group.model_revision if group else "",
+            )
+            return inference_pb2.ListModelsResponse(models=[model])
+
+
+def _valid(message: MessageT | InvalidInput) -> MessageT:
+    if isinstance(message, InvalidInput):
+        raise message
+    return message

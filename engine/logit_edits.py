@@ -2,7 +2,8 @@
 
 Called by `engine.sampler` on its own fp32 copy of the rows that need it, never on the model's output. A row that asks
 for nothing costs nothing. Everything is gathered on the host as (row, token, value) and applied in one indexed
-operation a kind, so that the cost does not grow with the vocabulary.
+operation a kind, so that the cost does not grow with the vocabulary. Ids outside the vocabulary, which cannot be drawn
+anyhow, are left out.
 
 Order: logit bias, repetition penalty, presence and frequency penalties, bans.
 Shapes: `R` rows, `V` vocabulary.
@@ -36,47 +37,46 @@ def edit_logits(logits_RV: torch.Tensor, sequences: SequenceOf[Sequence], eos_to
     for row, sequence in enumerate(sequences):
         sampling = sequence.sampling
         if sampling.logit_bias:
-            bias.add(row, vocab_size, sampling.logit_bias.items())
+            known = {token: value for token, value in sampling.logit_bias.items() if 0 <= token < vocab_size}
+            bias.add(row, known, known.values())
         if sampling.repetition_penalty != 1.0:
             seen = set(sequence.token_ids)
-            repetition.add(row, vocab_size, ((token, sampling.repetition_penalty) for token in seen))
+            repetition.add(row, seen, [sampling.repetition_penalty] * len(seen))
         if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
             counts = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
             presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
-            additive.add(row, vocab_size, ((token, -presence - frequency * n) for token, n in counts.items()))
-        banned.add(row, vocab_size, ((token, float("-inf")) for token in _banned(sequence, vocab_size, eos_token_ids)))
+            additive.add(row, counts, [-presence - frequency * count for count in counts.values()])
+        if sequence.num_output_tokens < sampling.min_tokens:
+            ending = _ending(sequence, vocab_size, eos_token_ids)
+            banned.add(row, ending, [float("-inf")] * len(ending))
     bias.add_to(logits_RV)
     repetition.penalize(logits_RV)
     additive.add_to(logits_RV)
     banned.add_to(logits_RV)
 
 
-def _banned(sequence: Sequence, vocab_size: int, eos_token_ids: Collection[int]) -> set[int]:
-    """Tokens that would end the sequence before `min_tokens`. An ignored eos ends nothing and stays free."""
-    sampling = sequence.sampling
-    if sequence.num_output_tokens >= sampling.min_tokens:
-        return set()
-    banned = set(sampling.stop_token_ids)
-    if not sampling.ignore_eos:
-        banned.update(eos_token_ids)
-    # A request that names the whole vocabulary as stop tokens leaves nothing to draw: it gets its stop early instead.
-    return banned if sum(0 <= token < vocab_size for token in banned) < vocab_size else set()
+def _ending(sequence: Sequence, vocab_size: int, eos_token_ids: Collection[int]) -> set[int]:
+    """Tokens that would end the sequence. An ignored eos ends nothing and is not among them."""
+    ending = set(sequence.sampling.stop_token_ids)
+    if not sequence.sampling.ignore_eos:
+        ending.update(eos_token_ids)
+    ending = {token for token in ending if 0 <= token < vocab_size}
+    # A request whose stop tokens are the whole vocabulary leaves nothing to draw: it gets its stop early instead.
+    return ending if len(ending) < vocab_size else set()
 
 
 @dataclass(slots=True)
 class _Cells:
-    """Distinct cells of the logits and one value for each. Ids outside the vocabulary cannot be drawn: left out."""
+    """Distinct cells of the logits and one value for each."""
 
     rows: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
-    def add(self, row: int, vocab_size: int, cells: Iterable[tuple[int, float]]) -> None:
-        for token, value in cells:
-            if 0 <= token < vocab_size:
-                self.rows.append(row)
-                self.tokens.append(token)
-                self.values.append(value)
+    def add(self, row: int, tokens: Collection[int], values: Iterable[float]) -> None:
+        self.rows += [row] * len(tokens)
+        self.tokens += tokens
+        self.values += values
 
     def add_to(self, logits_RV: torch.Tensor) -> None:
         if self.rows:

@@ -1,0 +1,158 @@
+"""One transfer at the receiver as a pure state machine: no I/O, no clock but the `now_s` that is passed in.
+
+Two lives are kept apart. The *interest* in the pages runs offered, reserved, streaming, landed, verified, admitted, and
+may end early as aborted or expired. The *sender's right to write* ends only when it says that it has closed the
+transfer, or when its incarnation is known to be dead; never by time alone. Pages are fenced while they are reserved
+and that right lasts, unless every page has landed: a sender writes each page once.
+
+Every event returns the effects that the owner has to carry out, in order; each effect comes at most once in a
+transfer's life, whatever is repeated, reordered or late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from penstock.types import PageHash, PageId, TransferKey
+
+
+class Phase(StrEnum):
+    """Of the interest in the pages."""
+
+    OFFERED = "offered"  # a prefill worker was asked; nothing is reserved
+    RESERVED = "reserved"
+    STREAMING = "streaming"
+    LANDED = "landed"  # every page and the manifest are here
+    VERIFIED = "verified"
+    ADMITTED = "admitted"  # the sequence runs on the pages
+    ABORTED = "aborted"
+    EXPIRED = "expired"  # no page came within the lease
+
+
+ENDED = frozenset({Phase.ADMITTED, Phase.ABORTED, Phase.EXPIRED})
+_WAITING_FOR_PAGES = frozenset({Phase.RESERVED, Phase.STREAMING})
+
+
+class Effect(StrEnum):
+    """What the owner does, in this order where several come together."""
+
+    VERIFY = "verify"  # compare with the manifest, then `on_verified`
+    CANCEL = "cancel"  # tell the sender to stop
+    CLOSE = "close"  # nothing is written any more and nobody waits: close it at the receiver and forget it
+    LIFT = "lift"  # the fence
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What the receiver must hold once every page has landed."""
+
+    num_tokens: int
+    num_pages: int
+    page_hashes: tuple[PageHash, ...]  # of the full pages
+    checksums: tuple[int, ...] = ()  # one a page, where they are on
+
+
+@dataclass(slots=True)
+class TransferSession:
+    key: TransferKey
+    lease_s: float  # without a page, once they are reserved
+    phase: Phase = Phase.OFFERED
+    pages: tuple[PageId, ...] = ()
+    manifest: Manifest | None = None
+    sender_over: bool = False
+    _reserved: bool = False
+    _missing: set[int] = field(default_factory=set)  # indexes into `pages`
+    _last_progress_s: float = 0.0
+    _done: set[Effect] = field(default_factory=set)
+
+    @property
+    def landed(self) -> bool:
+        """Whether every reserved page is here."""
+        return self._reserved and not self._missing
+
+    @property
+    def fenced(self) -> bool:
+        """Whether pages may still be written: they are not to be reused."""
+        return bool(self.pages) and Effect.LIFT not in self._done
+
+    @property
+    def releasable(self) -> bool:
+        """Whether nothing of the transfer is left to wait for."""
+        return Effect.CLOSE in self._done
+
+    def on_reserved(self, pages: Sequence[PageId], now_s: float) -> tuple[Effect, ...]:
+        """`pages` are fenced and open at the receiver; without effect on a transfer that is not merely offered."""
+        if self.phase is Phase.OFFERED and not self.sender_over:
+            self.phase, self._reserved = Phase.RESERVED, True
+            self.pages, self._missing = tuple(pages), set(range(len(pages)))
+            self._last_progress_s = now_s
+        return self._settle()
+
+    def on_arrival(self, first_index: int, num_pages: int, now_s: float) -> tuple[Effect, ...]:
+        arrived = self._missing & set(range(first_index, first_index + num_pages))
+        if arrived:
+            self._missing -= arrived
+            self._last_progress_s = now_s
+            if self.phase is Phase.RESERVED:
+                self.phase = Phase.STREAMING
+        return self._settle()
+
+    def on_manifest(self, manifest: Manifest) -> tuple[Effect, ...]:
+        """The first one counts."""
+        self.manifest = self.manifest or manifest
+        return self._settle()
+
+    def on_verified(self, matches: bool) -> tuple[Effect, ...]:
+        """The answer to VERIFY; pages that do not match the manifest are never used."""
+        if self.phase is Phase.LANDED:
+            self.phase = Phase.VERIFIED if matches else Phase.ABORTED
+        return self._settle()
+
+    def on_admitted(self) -> tuple[Effect, ...]:
+        if self.phase is Phase.VERIFIED:
+            self.phase = Phase.ADMITTED
+        return self._settle()
+
+    def on_abort(self) -> tuple[Effect, ...]:
+        """The request has ended, or is served another way."""
+        if self.phase not in ENDED:
+            self.phase = Phase.ABORTED
+        return self._settle()
+
+    def on_closed(self) -> tuple[Effect, ...]:
+        """The sender writes no more. Its last arrivals may still be on their way here."""
+        self.sender_over = True
+        if not self._reserved:
+            return self.on_abort()  # nothing can come
+        return self._settle()
+
+    def on_sender_dead(self) -> tuple[Effect, ...]:
+        """The sender's incarnation is known to be over: what has not landed never will."""
+        self.sender_over = True
+        if self.phase in _WAITING_FOR_PAGES or self.phase is Phase.OFFERED:
+            return self.on_abort()
+        return self._settle()
+
+    def expire(self, now_s: float) -> tuple[Effect, ...]:
+        """Ends the interest, and that alone, when pages or the manifest have not come within the lease."""
+        if self.phase in _WAITING_FOR_PAGES and now_s - self._last_progress_s >= self.lease_s:
+            self.phase = Phase.EXPIRED
+        return self._settle()
+
+    def _settle(self) -> tuple[Effect, ...]:
+        due: list[Effect] = []
+        if self.phase in _WAITING_FOR_PAGES and self.landed and self.manifest is not None:
+            self.phase = Phase.LANDED
+            due.append(Effect.VERIFY)
+        ended = self.phase in ENDED
+        if ended and self.phase is not Phase.ADMITTED and not self.sender_over:
+            due.append(Effect.CANCEL)
+        if ended and self.sender_over:
+            due.append(Effect.CLOSE)
+        if self.pages and (self.landed or (ended and self.sender_over)):
+            due.append(Effect.LIFT)
+        new = tuple(effect for effect in due if effect not in self._done)
+        self._done.update(new)
+        return new

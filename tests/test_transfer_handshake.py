@@ -1,0 +1,102 @@
+"""Offers come over a network: what is malformed is refused by name, what does not fit with both digests."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.connect import common_wires
+from kv_transfer.handshake import MAX_OFFER_BYTES, Offer, parse_offer
+from kv_transfer.transport import Arrival, notice, parse_notice
+from penstock.errors import TransferError, TransferRefused
+from penstock.types import Epoch
+from tests.transfer_pair import Layout, key
+
+OFFER = Offer(Epoch(7), "digest-a", 4096, 10, (("torch", {"port": 1}), ("nixl", {"metadata": b"m"})))
+
+
+def changed(**fields: object) -> bytes:
+    return msgpack.packb({**msgpack.unpackb(OFFER.encode()), **fields})
+
+
+def problem_of(data: bytes) -> str | None:
+    try:
+        parse_offer(data)
+    except TransferError as error:
+        return error.message
+    return None
+
+
+def test_an_offer_survives_the_wire() -> None:
+    assert parse_offer(OFFER.encode()) == OFFER
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "no msgpack"),
+        (b"\xc1", "no msgpack"),
+        (OFFER.encode() + b"x", "no msgpack"),
+        (OFFER.encode()[:-3], "no msgpack"),
+        (b"\x91" * 2000, "no msgpack"),
+        (msgpack.packb([1, 2]), "a list, want a map"),
+        (b"\x00" * (MAX_OFFER_BYTES + 1), "bytes, at most"),
+        (changed(version=99), "version: 99"),
+        (changed(version=True), "version: 'True', want int"),
+        (changed(receiver_epoch="7"), "receiver_epoch: '7', want int"),
+        (changed(receiver_epoch=-1), "receiver_epoch: -1"),
+        (changed(page_bytes=0), "page_bytes: 0"),
+        (changed(layout_digest=None), "layout_digest"),
+        (changed(transports=[]), "transports"),
+        (changed(transports=[["torch"]]), r"want \[name, details\]"),
+        (changed(transports=[["torch", {1: 2}]]), "."),
+        (changed(transports=[["torch", {}]] * 17), "transports"),
+    ],
+)
+def test_a_malformed_offer_names_the_field(data: bytes, problem: str) -> None:
+    with pytest.raises(TransferError, match=problem):
+        parse_offer(data)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_raise_anything_but_a_transfer_error(data: bytes) -> None:
+    for parse in (parse_offer, lambda raw: parse_notice(raw)):
+        with pytest.raises(TransferError):
+            parse(data)
+
+
+@given(st.data())
+def test_an_offer_with_any_field_replaced_parses_or_is_refused(data: st.DataObject) -> None:
+    field = data.draw(st.sampled_from(["version", "receiver_epoch", "layout_digest", "page_bytes", "transports"]))
+    value = data.draw(
+        st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1), st.text(), st.binary(), st.lists(st.text()))
+    )
+    problem = problem_of(changed(**{field: value}))
+    assert problem is None or field in problem or "no msgpack" in problem
+
+
+def test_layouts_that_differ_are_refused_with_both_digests() -> None:
+    OFFER.refuse_unless(Layout(4096, "digest-a"))
+    with pytest.raises(TransferRefused, match=r"digest-a \(4096.*digest-b \(4096"):
+        OFFER.refuse_unless(Layout(4096, "digest-b"))
+    with pytest.raises(TransferRefused, match=r"digest-a \(4096.*digest-a \(512"):
+        OFFER.refuse_unless(Layout(512, "digest-a"))
+
+
+def test_wires_in_common_keep_the_receivers_order() -> None:
+    assert common_wires(OFFER, {"nixl": object(), "torch": object()}) == ["torch", "nixl"]  # type: ignore[dict-item]
+    with pytest.raises(TransferError, match=r"receiver has \['torch', 'nixl'\], this sender \['shm'\]"):
+        common_wires(OFFER, {"shm": object()})  # type: ignore[dict-item]
+
+
+def test_a_notice_survives_the_wire_and_nonsense_does_not() -> None:
+    arrival = Arrival(key(3), 4, 5)
+    assert parse_notice(msgpack.unpackb(msgpack.packb(notice(arrival)))) == arrival
+    good = notice(arrival)
+    for position, value in ((0, 3), (1, -1), (2, "2"), (3, -1), (4, 0), (4, None)):
+        with pytest.raises(TransferError, match="notice"):
+            parse_notice([*good[:position], value, *good[position + 1 :]])
+    with pytest.raises(TransferError, match="notice"):
+        parse_notice(good[:4])

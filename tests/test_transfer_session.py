@@ -1,0 +1,194 @@
+"""The receiver's state machine under duplicates, reordering, late events and an abort or a death at any point."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kv_transfer.session import ENDED, Effect, Manifest, Phase, TransferSession
+from penstock.types import PageId
+from tests.transfer_pair import key
+
+LEASE_S = 10.0
+
+
+def session(num_pages: int = 2) -> TransferSession:
+    made = TransferSession(key(1), LEASE_S)
+    assert made.on_reserved([PageId(page) for page in range(num_pages)], now_s=0.0) == ()
+    return made
+
+
+def manifest(num_pages: int = 2) -> Manifest:
+    return Manifest(num_tokens=16 * num_pages, num_pages=num_pages, page_hashes=())
+
+
+def test_a_life_without_trouble() -> None:
+    life = session()
+    assert life.on_arrival(1, 1, 1.0) == ()
+    assert life.phase is Phase.STREAMING
+    assert life.on_manifest(manifest()) == ()
+    assert life.fenced
+    assert life.on_arrival(0, 1, 2.0) == (Effect.VERIFY, Effect.LIFT)
+    assert not life.fenced
+    assert life.on_verified(True) == ()
+    assert life.on_admitted() == ()
+    assert life.on_closed() == (Effect.CLOSE,)
+    assert life.releasable
+
+
+def test_pages_that_do_not_match_are_not_admitted() -> None:
+    life = session(1)
+    life.on_manifest(manifest(1))
+    life.on_arrival(0, 1, 1.0)
+    assert life.on_verified(False) == (Effect.CANCEL,)
+    assert life.on_admitted() == ()
+    assert life.phase is Phase.ABORTED
+    assert life.on_closed() == (Effect.CLOSE,)
+
+
+def test_a_frozen_sender_keeps_the_fence_for_ever() -> None:
+    life = session()
+    assert life.expire(LEASE_S - 0.1) == ()
+    assert life.expire(LEASE_S) == (Effect.CANCEL,)
+    assert life.expire(1e9) == ()
+    assert life.fenced
+    assert not life.releasable
+    assert life.on_sender_dead() == (Effect.CLOSE, Effect.LIFT)
+
+
+def test_arrivals_that_are_under_way_when_the_sender_closes_still_count() -> None:
+    life = session(1)
+    life.on_manifest(manifest(1))
+    assert life.on_closed() == ()
+    assert life.on_arrival(0, 1, 1.0) == (Effect.VERIFY, Effect.LIFT)
+
+
+def test_a_transfer_that_never_got_pages_has_no_fence() -> None:
+    life = TransferSession(key(1), LEASE_S)
+    assert life.on_abort() == (Effect.CANCEL,)
+    assert life.on_reserved([PageId(1)], 0.0) == ()
+    assert life.pages == ()
+    assert life.on_closed() == (Effect.CLOSE,)
+
+
+class Transfer(RuleBasedStateMachine):
+    """A sender that writes each page at most once, a wire that repeats and reorders its notices, and an owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.session = TransferSession(key(1), LEASE_S)
+        self.effects: list[Effect] = []
+        self.num_pages = 0
+        self.unwritten: set[int] = set()  # pages that the sender may still write
+        self.noticed: list[int] = []  # written: their notices may come at any time, any number of times
+        self.delivered: set[int] = set()
+        self.sender_alive = True
+        self.sender_closed = False
+        self.manifest_sent = False
+
+    def seen(self, effects: tuple[Effect, ...]) -> None:
+        assert list(effects) == sorted(effects, key=list(Effect).index)
+        for effect in effects:
+            assert effect not in self.effects, f"{effect} twice"
+            self.effects.append(effect)
+            if effect is Effect.VERIFY:
+                assert self.delivered == set(range(self.num_pages))
+                assert self.manifest_sent
+            if effect is Effect.LIFT:
+                assert self.num_pages
+                assert not self.unwritten, "the fence was lifted while a page could still be written"
+            if effect is Effect.CLOSE:
+                assert not self.unwritten
+                assert self.session.phase in ENDED
+
+    @initialize(num_pages=st.integers(0, 4))
+    def offer(self, num_pages: int) -> None:
+        self.wanted = num_pages
+
+    @rule()
+    def reserve(self) -> None:
+        granted = self.session.phase is Phase.OFFERED and not self.session.sender_over
+        self.seen(self.session.on_reserved([PageId(n) for n in range(self.wanted)], self.now_s))
+        if granted:
+            self.num_pages = self.wanted
+            self.unwritten = set(range(self.wanted))
+
+    @precondition(lambda self: self.unwritten)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(sorted(self.unwritten)))
+        assert self.session.fenced, "an unfenced page is written"
+        self.unwritten.remove(page)
+        self.noticed.append(page)
+
+    @precondition(lambda self: self.noticed)
+    @rule(data=st.data())
+    def notice(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(self.noticed))
+        self.delivered.add(page)
+        self.seen(self.session.on_arrival(page, 1, self.now_s))
+
+    @rule(first=st.integers(5, 9))
+    def notice_out_of_range(self, first: int) -> None:
+        self.seen(self.session.on_arrival(first, 3, self.now_s))
+
+    @rule()
+    def send_manifest(self) -> None:
+        self.manifest_sent = True
+        self.seen(self.session.on_manifest(manifest(self.num_pages)))
+
+    @rule(matches=st.booleans())
+    def verify(self, matches: bool) -> None:
+        self.seen(self.session.on_verified(matches))
+
+    @rule()
+    def admit(self) -> None:
+        verified = self.session.phase is Phase.VERIFIED
+        self.seen(self.session.on_admitted())
+        assert not verified or self.session.phase is Phase.ADMITTED
+
+    @rule()
+    def abort(self) -> None:
+        self.seen(self.session.on_abort())
+
+    @rule(passes_s=st.floats(0, 2 * LEASE_S))
+    def time_passes(self, passes_s: float) -> None:
+        self.now_s += passes_s
+        self.seen(self.session.expire(self.now_s))
+
+    @rule()
+    def close(self) -> None:
+        self.unwritten = set()
+        self.sender_closed = True
+        self.seen(self.session.on_closed())
+
+    @rule()
+    def die(self) -> None:
+        self.unwritten = set()
+        self.sender_alive = False
+        self.seen(self.session.on_sender_dead())
+
+    @invariant()
+    def only_verified_pages_are_admitted(self) -> None:
+        if self.session.phase is Phase.ADMITTED:
+            assert Effect.VERIFY in self.effects
+
+    @invariant()
+    def time_alone_lifts_nothing(self) -> None:
+        if self.sender_alive and not self.sender_closed and self.delivered != set(range(self.num_pages)):
+            assert not {Effect.LIFT, Effect.CLOSE} & set(self.effects)
+
+    def teardown(self) -> None:
+        """Once the request has ended and the sender is over, nothing is left."""
+        self.unwritten = set()
+        self.seen(self.session.on_abort())
+        self.seen(self.session.on_closed())
+        assert self.session.releasable
+        assert not self.session.fenced
+        assert (Effect.LIFT in self.effects) == bool(self.num_pages)
+
+
+Transfer.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestTransfer = Transfer.TestCase

@@ -1,0 +1,112 @@
+"""Test helper: the other end of a transfer as a process of its own, driven by commands over a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from penstock.types import Epoch
+from tests.transfer_pair import PREFILL, Log, config, receiver, sender
+
+REPLY_TIMEOUT_S = 30.0
+
+
+def make_source(num_pages: int, page_bytes: int) -> torch.Tensor:
+    """The same bytes in every process."""
+    generator = torch.Generator().manual_seed(11)
+    return torch.randint(0, 256, (num_pages, page_bytes), dtype=torch.uint8, generator=generator)
+
+
+class Child:
+    """One process, its pipe, and calls into it that have a deadline."""
+
+    def __init__(self, role: str, transport: str, epoch: int, num_pages: int, page_bytes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        run = {"sender": run_sender, "receiver": run_receiver}[role]
+        self.process: BaseProcess = context.Process(
+            target=run, args=(theirs, transport, epoch, num_pages, page_bytes), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self._pipe.send((name, arguments))
+        return self.reply()
+
+    def reply(self) -> Any:
+        assert self._pipe.poll(REPLY_TIMEOUT_S), "the child process does not answer"
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(REPLY_TIMEOUT_S)
+
+
+@contextmanager
+def children(*made: Child) -> Iterator[tuple[Child, ...]]:
+    """Waits until each is ready; kills what is left at the end."""
+    try:
+        for child in made:
+            assert child.reply() == "ready"
+        yield made
+    finally:
+        for child in made:
+            child.kill()
+
+
+def run_sender(pipe: Connection, transport: str, epoch: int, num_pages: int, page_bytes: int) -> None:
+    torch.set_num_threads(1)
+    log = Log()
+    end = sender(make_source(num_pages, page_bytes), log, config(transport, timeout_s=2.0), epoch)
+    pipe.send("ready")
+    while True:
+        name, arguments = pipe.recv()
+        match name:
+            case "run":  # (key, offer, pushes): every push, then finish, then wait
+                key, offer, pushes = arguments
+                end.open(key, offer)
+                for push in pushes:
+                    end.push(key, *push)
+                end.finish(key)
+                log.wait(lambda key=key: key in log.done)  # type: ignore[misc]
+                pipe.send([error.message for failed, error in log.failed if failed == key])
+            case "start":  # (key, offer, push): the transfer stays open
+                key, offer, push = arguments
+                end.open(key, offer)
+                end.push(key, *push)
+                pipe.send(None)
+            case "stop":
+                end.shutdown()
+                pipe.send(None)
+                return
+
+
+def run_receiver(pipe: Connection, transport: str, epoch: int, num_pages: int, page_bytes: int) -> None:
+    torch.set_num_threads(1)
+    log = Log()
+    pool = torch.zeros(num_pages, page_bytes, dtype=torch.uint8)
+    end = receiver(pool, log, config(transport, timeout_s=2.0), epoch)
+    pipe.send("ready")
+    while True:
+        name, arguments = pipe.recv()
+        match name:
+            case "open":  # (key, pages) -> offer
+                key, pages = arguments
+                end.open(key, pages)
+                pipe.send(end.offer(PREFILL, Epoch(key.sender_epoch)))
+            case "landed":  # (key, number of pages) -> their bytes, as the pool has them
+                key, pages = arguments
+                log.wait(lambda key=key, pages=pages: len(log.landed.get(key, ())) == len(pages))  # type: ignore[misc]
+                end.close(key)
+                pipe.send(pool[pages].numpy().tobytes())
+            case "stop":
+                end.shutdown()
+                pipe.send(None)
+                return

@@ -88,6 +88,19 @@ def test_the_first_page_with_a_hash_stays_and_the_duplicate_is_freed_by_its_owne
     cache.check_integrity()
 
 
+def test_inserting_a_duplicate_counts_as_a_use_of_the_page_that_stays() -> None:
+    pool, cache, _ = make(5)
+    first, other = pool.allocate(2), pool.allocate(1)
+    cache.insert(hashes_of(1, 2), first)
+    cache.insert(hashes_of(3), other)
+    pool.release(first)
+    pool.release(other)
+    duplicate = pool.allocate(2)
+    cache.insert(hashes_of(1, 2), duplicate)
+    assert pool.allocate(2) == [other[0], first[1]]
+    cache.check_integrity()
+
+
 def test_a_parent_that_must_go_takes_held_children_out_of_the_cache_but_not_from_their_holder() -> None:
     pool, cache, events = make(4)
     first, other = pool.allocate(1), pool.allocate(3)

@@ -117,7 +117,7 @@ def _set(data: dict[str, object], path: tuple[str, ...], value: object) -> None:
 def serve(arguments: argparse.Namespace) -> int:
     config = serve_config(arguments)
     launch = _import_launch()
-    # SIGTERM ends things as Ctrl-C does. Set again after the start, because Ray installs a handler of its own.
+    # SIGTERM ends things as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with StartProgress() as progress:
@@ -125,7 +125,6 @@ def serve(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return commands.INTERRUPTED
     try:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         config = deployment.config
         endpoints = {
             "http": deployment.http_address,
@@ -140,12 +139,17 @@ def serve(arguments: argparse.Namespace) -> int:
             return 0
         print("Ctrl-C stops it.", flush=True)
         states = {worker.member.worker_id: worker.state for worker in deployment.status().workers}
-        deployment.wait_until_stopped(lambda status: print(*changes(states, status), sep="\n", end="", file=sys.stderr))
+        deployment.wait_until_stopped(lambda status: _print_lines(changes(states, status)))
     except KeyboardInterrupt:
         print("stopping", file=sys.stderr)
     finally:
         deployment.stop()
     return 0
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _import_launch():  # type: ignore[no-untyped-def]

@@ -149,11 +149,11 @@ class Controller:
             reason = f"{type(error).__name__}: {error}"
         finally:
             self._loads.pop(incarnation, None)
-            self._tasks.pop(incarnation, None)
             log.info("%s is lost: %s", incarnation.worker_id, reason)
             pool.on_lost(incarnation, reason)
             self._publish()  # routers hear of it first, then the corpse is removed, then it is replaced
             await process.kill()
+            self._tasks.pop(incarnation, None)
             pool.on_removed(incarnation, time.monotonic())
             self._publish()
 
@@ -261,7 +261,10 @@ class Controller:
         for task in (self._main, self._canary_task):
             if task:
                 task.cancel()
-        for names in ([ROUTER], list(Role)):
+        for names in ([ROUTER], [role.value for role in Role]):
+            for pool in (self._pools[name] for name in names):
+                pool.set_replicas(0)
+                pool.reconcile(time.monotonic())
             tasks = [task for key, task in self._tasks.items() if key.worker_id.rpartition("-")[0] in names]
             for task in tasks:
                 task.cancel()

@@ -6,12 +6,15 @@ Ray cluster instead, and what it starts there outlives this process.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +40,7 @@ CONTROLLER = "controller"
 _POLL_S = 10.0  # of one long poll; a change answers it at once
 _CALL_TIMEOUT_S = 30.0  # of a call to the controller beyond what the call itself waits for
 _STOP_TIMEOUT_S = 45.0
+_CONNECT_TIMEOUT_S = 5.0
 _EXIT_TIMEOUT_S = 5.0  # until Ray's own processes are gone after its shutdown
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # close to Ray's minimum: nothing of ours goes through it
 
@@ -106,7 +110,8 @@ def launch(config: ServeConfig, on_status: OnStatus = lambda status: None) -> Ra
     config = resolve_ports(config)
     began_s = time.monotonic()
     bystanders = {child.pid for child in psutil.Process().children()}
-    shares = _start_embedded(config) if not config.address else _join(config)
+    with _keep_sigterm_handler():
+        shares = _join(config) if config.address else _start_embedded(config)
     daemons = [child for child in psutil.Process().children() if child.pid not in bystanders]
     deployment = RayDeployment(config, daemons)
     try:
@@ -115,6 +120,19 @@ def launch(config: ServeConfig, on_status: OnStatus = lambda status: None) -> Ra
         deployment.stop()
         raise
     return deployment
+
+
+@contextlib.contextmanager
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Ray replaces the handler; the caller's is put back, so that SIGTERM stops things in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _start_embedded(config: ServeConfig) -> dict[str, Share]:
@@ -151,14 +169,32 @@ def _count_gpus(config: ServeConfig) -> int:
 
 
 def _join(config: ServeConfig) -> dict[str, Share]:
+    _check_address(config.address)
     try:
         ray.init(address=config.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RayError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"address = {config.address!r}: no Ray cluster could be joined ({error}); start one with `ray start --head`"
-        ) from error
+        raise _no_cluster(config.address, str(error)) from error
     resources = ray.cluster_resources()
     return divide(config, resources.get("CPU", 1.0), resources.get("GPU", 0.0))
+
+
+def _check_address(address: str) -> None:
+    """Asks the port first: Ray itself tries for more than a minute where nobody listens."""
+    if address.startswith("ray://"):
+        raise ConfigError(f"address = {address!r}: run this on a node of the cluster and give auto, or its host:port")
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return  # auto, or another word that Ray itself looks up
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"address = {address!r}: no Ray cluster could be joined ({problem}); start one with `ray start --head`"
+    )
 
 
 class RayDeployment:
@@ -251,11 +287,15 @@ class RayDeployment:
             version, status, stopped = self._wait(version, _POLL_S)
             on_status(status)
 
+    def processes(self) -> list[psutil.Process]:
+        """Every process of the Ray that was started for it, the workers and the router included."""
+        return [process for daemon in self._daemons for process in _with_descendants(daemon)]
+
     def stop(self) -> None:
         """Ends the deployment, and the Ray that was started for it. May be called twice."""
         if not ray.is_initialized():
             return
-        family = [process for daemon in self._daemons for process in _with_descendants(daemon)]
+        family = self.processes()
         try:
             if self._controller is not None:
                 self._get(self._controller.stop.remote(), _STOP_TIMEOUT_S)

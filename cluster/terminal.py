@@ -15,16 +15,13 @@ from penstock.v1 import admin_pb2
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned with spaces; numbers to the right."""
-    table = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(_align(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-    )
-
-
-def _align(cell: str, width: int) -> str:
-    return cell.rjust(width) if cell[:1].isdigit() else cell.ljust(width)
+    """Columns aligned with spaces, those of numbers to the right."""
+    columns = []
+    for title, *cells in zip(header, *rows, strict=True):
+        width = max(len(cell) for cell in (title, *cells))
+        numeric = all(cell == "-" or cell[:1].isdigit() for cell in cells)
+        columns.append([cell.rjust(width) if numeric else cell.ljust(width) for cell in (title, *cells)])
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 TIMING_HEADER = (

@@ -1,0 +1,232 @@
+"""The `penstock` command: what it refuses and how, and the commands that call a deployment, against fakes."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from cluster import launch as launching
+from cluster.cli import main, make_parser, serve_config
+from cluster.terminal import changes, format_table
+from penstock.config import ServeConfig
+from penstock.errors import ConfigError, InvalidInput
+from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
+from tests.fake_inference import FakeInference, FakeServer, say
+
+MODEL = str(Path(__file__).resolve().parent.parent / "models" / "penstock-tiny")
+FREE_PORTS = ["--http-port", "0", "--grpc-port", "0", "--admin-port", "0"]
+
+
+def config_of(*flags: str) -> ServeConfig:
+    return serve_config(make_parser().parse_args(["serve", *flags]))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one message of a command that fails; no traceback, status 2."""
+    assert main(list(argv)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("penstock: ")
+    assert "Traceback" not in captured.err
+    return captured.err.removeprefix("penstock: ").strip()
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        'model = "from-file"\ngrpc_port = 7000\nhttp_port = 7001\n'
+        '[decode_pool]\nreplicas = 4\n[engine]\ndtype = "float16"\n'
+    )
+    config = config_of("--config", str(file), "--grpc-port", "9000", "--decode", "2", "--transport", "torch")
+    assert (config.model, config.grpc_port, config.http_port) == ("from-file", 9000, 7001)
+    assert (config.decode_pool.replicas, config.prefill_pool.replicas) == (2, 1)
+    assert config.transfer.transport == "torch"
+    assert config.engine_config().dtype == "float16"
+    assert config_of("--config", str(file), "--dtype", "float32").engine_config().dtype == "float32"
+
+
+def test_colocated_has_no_prefill_workers() -> None:
+    config = config_of("--model", "m", "--colocated", "--decode", "3")
+    assert (config.prefill_pool.replicas, config.decode_pool.replicas) == (0, 3)
+    assert config.decode.placement == "local"
+    with pytest.raises(ConfigError, match="--colocated with --prefill 2"):
+        config_of("--model", "m", "--colocated", "--prefill", "2")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('model = "m"\nhtpp_port = 1', ["serve.toml", "unknown key htpp_port = 1", "spelling"]),
+        ('model = "m"\nhttp_port = 99999', ["http_port = 99999", "65535"]),
+        ('model = "m"\n[decode_pool]\nreplicas = 0', ["decode_pool.replicas is 0"]),
+        ('model = "m"\n[engine]\nnum_page = 3', ["num_page"]),
+        ('model = "m"\nengine = 3', ["engine = 3"]),
+        ("model = ", ["serve.toml", "give a readable TOML"]),
+        ("", ["model is missing", "--model DIR"]),
+    ],
+)
+def test_a_bad_config_file_is_refused_by_key_value_and_fix(
+    text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(text)
+    message = refusal(capsys, "serve", "--config", str(file))
+    for word in words:
+        assert word in message
+
+
+def test_files_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "missing.toml" in refusal(capsys, "serve", "--config", str(tmp_path / "missing.toml"))
+    assert str(tmp_path / "no-model") in refusal(capsys, "serve", "--model", str(tmp_path / "no-model"), *FREE_PORTS)
+    assert "config.json" in refusal(capsys, "serve", "--model", str(tmp_path), *FREE_PORTS)
+
+
+@pytest.mark.parametrize("key", ["http_port", "grpc_port", "admin_port"])
+def test_a_port_in_use_is_refused_before_anything_starts(
+    key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_start_embedded", lambda config: pytest.fail("Ray was started"))
+    flag = "--" + key.replace("_", "-")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = refusal(capsys, "serve", "--model", MODEL, *FREE_PORTS, flag, str(port))
+    assert f"{key} = {port}: cannot listen on 127.0.0.1:{port} (Address already in use)" in message
+    assert f"choose another with {flag}" in message
+
+
+def test_two_equal_ports_are_refused() -> None:
+    port = launching.resolve_ports(ServeConfig(model="m", http_port=0, grpc_port=0, admin_port=0)).http_port
+    with pytest.raises(ConfigError, match=f"grpc_port = {port}: another port has the same number"):
+        launching.resolve_ports(ServeConfig(model="m", http_port=port, grpc_port=port, admin_port=0))
+
+
+def test_a_ray_that_is_too_old_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.__version__", "2.9.3")
+    message = refusal(capsys, "serve", "--model", MODEL, *FREE_PORTS)
+    assert "ray 2.9.3 is too old" in message
+    assert f"pip install -U 'ray>={launching.MINIMUM_RAY}'" in message
+
+
+def test_a_ray_cluster_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, "serve", "--model", MODEL, *FREE_PORTS, "--address", "127.0.0.1:1")
+    assert "address = '127.0.0.1:1'" in message
+    assert "ray start --head" in message
+    message = refusal(capsys, "serve", "--model", MODEL, *FREE_PORTS, "--address", "ray://127.0.0.1:1")
+    assert "run this on a node of the cluster" in message
+
+
+def test_generate_streams_and_prints_the_timing(capsys: pytest.CaptureFixture[str]) -> None:
+    service = FakeInference(say("Once", " upon"))
+    with FakeServer(service) as server:
+        flags = ["--server", server.address, "--timing", "--max-tokens", "9", "--stop", "a", "--stop", "b"]
+        assert main(["generate", "Hello", *flags]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Once upon\n"
+    header, row = captured.err.strip().splitlines()
+    assert header.split()[:2] == ["queue", "ms"]
+    assert row.split()[-4:] == ["prefill-0", "decode-1", "0", "3"]
+    (request,) = service.requests
+    assert (request.text, request.sampling.max_tokens, list(request.sampling.stop)) == ("Hello", 9, ["a", "b"])
+    assert not request.sampling.HasField("temperature")
+
+
+def test_generate_reads_standard_input_and_says_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
+    service = FakeInference(say("ok"), [InvalidInput("temperature", "-1 is negative; give 0 or more")])
+    with FakeServer(service) as server:
+        assert main(["generate", "-", "--server", server.address]) == 0
+        capsys.readouterr()
+        message = refusal(capsys, "generate", "x", "--server", server.address, "--temperature", "-1")
+    assert service.requests[0].text == "from a pipe"
+    assert message == "temperature: -1 is negative; give 0 or more"
+
+
+def test_chat_remembers_what_was_said_and_forgets_a_turn_that_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["hi", "fails", "", "again"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, None) or _end_of_file(lines))
+    service = FakeInference(say("hello"), [InvalidInput("messages", "no")], say("bye"))
+    with FakeServer(service) as server:
+        assert main(["chat", "--system", "be kind", "--server", server.address]) == 0
+    spoken = [(message.role, message.content) for message in service.requests[-1].messages]
+    assert spoken == [("system", "be kind"), ("user", "hi"), ("assistant", "hello"), ("user", "again")]
+    assert "messages: no" in capsys.readouterr().err
+
+
+def _end_of_file(lines: Iterator[str]) -> str:
+    following = next(lines, None)
+    if following is None:
+        raise EOFError
+    return following
+
+
+class FakeAdmin(admin_pb2_grpc.AdminServicer):
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+
+    def Status(self, request: admin_pb2.StatusRequest, context: grpc.ServicerContext) -> admin_pb2.StatusResponse:
+        member = admin_pb2.Member(worker_id="decode-0", epoch=7, role="decode", address="127.0.0.1:9")
+        load = worker_pb2.Load(num_running=3, free_pages=90, total_pages=100)
+        ready = admin_pb2.WorkerStatus(member=member, state="ready", pid=42, num_restarts=1, load=load)
+        lost = admin_pb2.WorkerStatus(
+            member=admin_pb2.Member(worker_id="prefill-0"), state="lost", detail="its process died"
+        )
+        return admin_pb2.StatusResponse(
+            model="m", ready=True, workers=[ready, lost], endpoints=["grpc://x:1"], uptime_s=5
+        )
+
+    def Stop(self, request: admin_pb2.StopRequest, context: grpc.ServicerContext) -> admin_pb2.StopResponse:
+        self.stopped.set()
+        return admin_pb2.StopResponse()
+
+
+def test_status_and_stop(capsys: pytest.CaptureFixture[str]) -> None:
+    admin = FakeAdmin()
+    server = grpc.server(ThreadPoolExecutor(2))
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        assert main(["status", "--admin", address]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert printed[0] == "m: ready, up 5 s, at grpc://x:1"
+        assert printed[3].split() == ["decode-0", "ready", "42", "1", "3", "0", "90/100", "127.0.0.1:9"]
+        assert printed[4].endswith("its process died")
+        assert main(["status", "--json", "--admin", address]) == 0
+        fields = json.loads(capsys.readouterr().out)
+        assert (fields["ready"], fields["workers"][0]["num_restarts"], fields["workers"][1]["pid"]) == (True, 1, 0)
+        assert not admin.stopped.is_set()
+        assert main(["stop", "--admin", address]) == 0
+        assert admin.stopped.is_set()
+    finally:
+        server.stop(0).wait(5)
+
+
+def test_nobody_to_talk_to_is_said_with_the_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("status", "stop"):
+        message = refusal(capsys, command, "--admin", "127.0.0.1:1")
+        assert message == (
+            "no deployment answers at 127.0.0.1:1; start one with `penstock serve`, or give its --admin address"
+        )
+    assert refusal(capsys, "generate", "hi", "--server", "127.0.0.1:1").startswith("127.0.0.1:1: ")
+
+
+def test_tables_align_and_changes_are_told_once() -> None:
+    assert format_table(("name", "n"), [["a", "1"], ["long", "100"]]) == "name    n\na       1\nlong  100"
+    states: dict[str, str] = {}
+    status = admin_pb2.StatusResponse(
+        workers=[admin_pb2.WorkerStatus(member=admin_pb2.Member(worker_id="w"), state="lost", detail="killed")]
+    )
+    assert changes(states, status) == ["w is lost: killed"]
+    assert changes(states, status) == []

@@ -28,7 +28,7 @@ from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferKey, WorkerId
 
 FASTEST_POLL_S = 0.0002  # just after an arrival
-SLOWEST_POLL_S = 0.001  # between a prefill's chunks
+SLOWEST_POLL_S = 0.0005  # between a prefill's chunks
 JOIN_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from kv_transfer.pages import PageBuffer
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferId, TransferKey, WorkerId
 
-MAX_PUSH_BYTES = 32 << 20  # of one push: bounds staging buffers, and the call that posts a one-sided write
+MAX_PUSH_BYTES = 8 << 20  # of one push: bounds staging buffers, and the call that posts a one-sided write
 
 Details = Mapping[str, object]  # one wire's part of an offer: msgpack-able
 

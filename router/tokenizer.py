@@ -28,7 +28,7 @@ class Tokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_by_id: dict[int, bytes] | None = None
-        if json.loads(tokenizer.to_str()).get("decoder", {}).get("type") == "ByteLevel":
+        if (json.loads(tokenizer.to_str()).get("decoder") or {}).get("type") == "ByteLevel":
             self._bytes_by_id = byte_table(tokenizer.get_vocab(with_added_tokens=True), self._special_ids)
         self._token_texts: dict[int, str] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")

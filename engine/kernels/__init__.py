@@ -39,14 +39,19 @@ class AttentionBackend(Protocol):
 
 
 def select_backend(name: str, device: torch.device) -> AttentionBackend:
-    """`auto` is Triton on CUDA and torch elsewhere. Raises ConfigError where the named one cannot run."""
+    """`auto` is Triton on CUDA, and on CPU the C++ kernels, or plain torch where they cannot be built.
+
+    Raises ConfigError where the named one cannot run.
+    """
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         return _triton_backend()
     if name not in ("auto", "torch"):
         raise ConfigError(f"engine.attention = {name!r}; give auto, torch or triton")
+    from engine.kernels.cpu_native import NativeAttention, load_native
     from engine.kernels.reference import TorchAttention
 
-    return TorchAttention()
+    kernels = load_native() if name == "auto" and device.type == "cpu" else None
+    return TorchAttention() if kernels is None else NativeAttention(kernels)
 
 
 def _triton_backend() -> AttentionBackend:
@@ -61,6 +66,7 @@ def _triton_backend() -> AttentionBackend:
 
 def select_ops(attention: AttentionBackend) -> LayerOps:
     """The small operations that go with a backend."""
+    from engine.kernels.cpu_native import NativeAttention, NativeOps
     from engine.layers.ops import TorchOps
 
-    return TorchOps()
+    return NativeOps(attention.kernels) if isinstance(attention, NativeAttention) else TorchOps()

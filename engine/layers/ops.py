@@ -1,7 +1,7 @@
 """The small operations between a decoder's matrix products, behind one interface.
 
 `TorchOps` is the plain implementation and the oracle of the others (`engine.kernels.cpu_native` fuses them on CPU).
-None of them changes its arguments, except that `add_rms_norm` may reuse `residual`'s storage for the sum.
+None of them changes its arguments, except that `add_rms_norm` may put its results into them.
 
 Shapes: `T` tokens, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `F` intermediate.
 """

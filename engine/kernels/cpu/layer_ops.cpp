@@ -1,0 +1,124 @@
+// What stands between a decoder's matrix products, each in one pass over its rows. Twins: engine/layers/ops.py.
+#include "vectors.h"
+
+namespace {
+
+constexpr int64_t kValuesWorthThreads = 1 << 15;  // below, waking threads costs more than it saves
+
+template <class S> float root_mean_square_factor(const S* row, int width, float eps) {
+  Floats total{};
+  for (int i = 0; i < width; i += kLanes) {
+    Floats x = load_floats(row + i, width - i);
+    total += x * x;
+  }
+  return 1.0f / std::sqrt(sum(total) / width + eps);
+}
+
+template <class S> void normalise(S* to, const S* row, const S* weight, int width, float eps) {
+  const float factor = root_mean_square_factor(row, width, eps);
+  for (int i = 0; i < width; i += kLanes) {
+    Floats x = load_floats(row + i, width - i) * factor;
+    store_floats(to + i, x * load_floats(weight + i, width - i), width - i);
+  }
+}
+
+// Rows are `heads` runs of `width` values, tokens `stride` values apart; `to` is contiguous.
+template <class S>
+void rms_norm(S* to, const S* x, const S* weight, int64_t tokens, int heads, int width, int64_t stride, float eps, int n) {
+#pragma omp parallel for num_threads(n) if (n > 1 && tokens * heads * width > kValuesWorthThreads)
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int head = 0; head < heads; ++head)
+      normalise(to + (t * heads + head) * width, x + t * stride + head * width, weight, width, eps);
+}
+
+// `residual` becomes the sum, `x` its norm.
+template <class S> void add_rms_norm(S* x, S* residual, const S* weight, int64_t tokens, int width, float eps, int n) {
+#pragma omp parallel for num_threads(n) if (n > 1 && tokens * width > kValuesWorthThreads)
+  for (int64_t t = 0; t < tokens; ++t) {
+    S *row = x + t * width, *total = residual + t * width;
+    for (int i = 0; i < width; i += kLanes)
+      store_floats(total + i, load_floats(total + i, width - i) + load_floats(row + i, width - i), width - i);
+    normalise(row, total, weight, width, eps);
+  }
+}
+
+template <class S> void silu_and_mul(S* to, const S* gate_up, int64_t tokens, int width, int n) {
+#pragma omp parallel for num_threads(n) if (n > 1 && tokens * width > kValuesWorthThreads)
+  for (int64_t t = 0; t < tokens; ++t) {
+    const S *gate = gate_up + t * 2 * width, *up = gate + width;
+    for (int i = 0; i < width; i += kLanes) {
+      Floats g = load_floats(gate + i, width - i), u = load_floats(up + i, width - i);
+      Floats opposite = g * -1.44269504f;
+      opposite = opposite < splat(120.0f) ? opposite : splat(120.0f);  // 2^120 is as good as infinity here
+      store_floats(to + t * width + i, g / (1.0f + exp2(opposite)) * u, width - i);
+    }
+  }
+}
+
+// cos_sin: float [tokens, 2, width / 2]; the halves of a head are paired.
+template <class S>
+void rope(S* to, const S* x, const float* cos_sin, int64_t tokens, int heads, int width, int64_t stride, int n) {
+  const int half = width / 2;
+#pragma omp parallel for num_threads(n) if (n > 1 && tokens * heads * width > kValuesWorthThreads)
+  for (int64_t t = 0; t < tokens; ++t) {
+    const float *cosine = cos_sin + t * width, *sine = cosine + half;
+    for (int head = 0; head < heads; ++head) {
+      const S* from = x + t * stride + head * width;
+      S* out = to + (t * heads + head) * width;
+      for (int i = 0; i < half; i += kLanes) {
+        Floats a = load_floats(from + i, half - i), b = load_floats(from + half + i, half - i);
+        Floats c = load_floats(cosine + i, half - i), s = load_floats(sine + i, half - i);
+        store_floats(out + i, a * c - b * s, half - i);
+        store_floats(out + half + i, b * c + a * s, half - i);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+// Raw values are copied: any dtype of `value_bytes` bytes.
+extern "C" void penstock_write_kv(
+    char* pool, const char* k, const char* v, const int64_t* slot_page, const int64_t* slot_offset, int64_t tokens,
+    int64_t k_stride, int64_t v_stride, int64_t page_stride, int32_t num_kv_heads, int32_t page_size, int32_t head_dim,
+    int32_t value_bytes) {
+  const int64_t row = int64_t(head_dim) * value_bytes, to_value = num_kv_heads * page_size * row;
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int head = 0; head < num_kv_heads; ++head) {
+      char* to = pool + slot_page[t] * page_stride * value_bytes + (head * page_size + slot_offset[t]) * row;
+      std::memcpy(to, k + t * k_stride * value_bytes + head * row, row);
+      std::memcpy(to + to_value, v + t * v_stride * value_bytes + head * row, row);
+    }
+}
+
+#define PENSTOCK_FOR_DTYPE(call)     \
+  if (is_bf16) {                     \
+    typedef uint16_t S;              \
+    call;                            \
+  } else {                           \
+    typedef float S;                 \
+    call;                            \
+  }
+
+extern "C" void penstock_rms_norm(
+    void* to, const void* x, const void* weight, int64_t tokens, int32_t heads, int32_t width, int64_t stride, float eps,
+    int32_t is_bf16, int32_t num_threads) {
+  PENSTOCK_FOR_DTYPE(rms_norm((S*)to, (const S*)x, (const S*)weight, tokens, heads, width, stride, eps, num_threads))
+}
+
+extern "C" void penstock_add_rms_norm(
+    void* x, void* residual, const void* weight, int64_t tokens, int32_t width, float eps, int32_t is_bf16,
+    int32_t num_threads) {
+  PENSTOCK_FOR_DTYPE(add_rms_norm((S*)x, (S*)residual, (const S*)weight, tokens, width, eps, num_threads))
+}
+
+extern "C" void penstock_silu_and_mul(
+    void* to, const void* gate_up, int64_t tokens, int32_t width, int32_t is_bf16, int32_t num_threads) {
+  PENSTOCK_FOR_DTYPE(silu_and_mul((S*)to, (const S*)gate_up, tokens, width, num_threads))
+}
+
+extern "C" void penstock_rope(
+    void* to, const void* x, const float* cos_sin, int64_t tokens, int32_t heads, int32_t width, int64_t stride,
+    int32_t is_bf16, int32_t num_threads) {
+  PENSTOCK_FOR_DTYPE(rope((S*)to, (const S*)x, cos_sin, tokens, heads, width, stride, num_threads))
+}

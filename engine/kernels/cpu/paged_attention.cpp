@@ -1,0 +1,274 @@
+// Attention over the paged pool on a CPU: decodes and prompt chunks, straight from the pages.
+//
+// One item of work is a block of a sequence's queries under one KV head; its rows are (query, head of the group). Keys
+// are taken 64 at a time: K is transposed, so that a vector holds 16 keys and a score needs no sum across lanes, and V is
+// woven into words. Softmax is the online one (Milakov and Gimelshein 2018, arXiv:1805.02867). An item's result depends
+// on nothing but itself: not on the batch, its order, or the number of threads.
+//
+// Pool layer: [P, 2, K, S, H], pages `page_stride` values apart, each page's layer contiguous.
+#include "vectors.h"
+
+#include <vector>
+
+namespace {
+
+constexpr int kBlock = 64;      // keys
+constexpr int kRowTarget = 64;  // rows of an item: its accumulators stay in L1 beside one block of K and V
+constexpr float kMasked = -2e30f, kNothingSeen = -1e30f;
+
+struct Problem {
+  const void* q;       // [T, N, H], tokens `q_stride` values apart
+  const void* pool;
+  void* out;           // [T, N, H], contiguous
+  const int32_t* page_table;  // [B, table_width]
+  const int32_t* query_start;  // [B + 1]
+  const int32_t* context_lens;  // [B]
+  int64_t q_stride, page_stride;
+  int32_t num_sequences, table_width, num_heads, num_kv_heads, page_size, head_dim;
+  int32_t window;  // 0: none
+  float scale;
+};
+
+struct Item {
+  int sequence, kv_head, first_query, num_queries;
+};
+
+// What one item needs while it is computed; one per thread, made once per call.
+struct Scratch {
+  std::vector<uint32_t> queries, keys, values, weights;
+  std::vector<float> scores, totals, highest, sums;
+  Scratch(int rows, int words, int head_dim)
+      : queries(rows * words), keys(words * kBlock), values(kBlock * head_dim), weights(rows * kBlock),
+        scores(rows * kBlock), totals(rows * head_dim), highest(rows), sums(rows) {}
+};
+
+template <class T> struct Attention {
+  typedef typename T::Stored Stored;
+  static constexpr int kStep = T::kPerWord;  // keys that share a word of V
+
+  const Problem& problem;
+  Scratch& scratch;
+  int words, head_dim, group;
+
+  Attention(const Problem& p, Scratch& s)
+      : problem(p), scratch(s), words(p.head_dim / T::kPerWord), head_dim(p.head_dim),
+        group(p.num_heads / p.num_kv_heads) {}
+
+  void run(const Item& item) {
+    const int start = problem.query_start[item.sequence], context = problem.context_lens[item.sequence];
+    const int num_tokens = problem.query_start[item.sequence + 1] - start;
+    const int first_position = context - num_tokens + item.first_query, rows = item.num_queries * group;
+    read_queries(item, start);
+    std::fill_n(scratch.totals.begin(), rows * head_dim, 0.0f);
+    std::fill_n(scratch.highest.begin(), rows, kNothingSeen);
+    std::fill_n(scratch.sums.begin(), rows, 0.0f);
+    const int stop = first_position + item.num_queries;  // the last query sees the keys before it and itself
+    int key = problem.window ? std::max(0, first_position - problem.window + 1) : 0;
+    key -= key % kBlock;  // blocks start at the same keys for every way to cut a prompt into chunks
+    for (; key < stop; key += kBlock) {
+      read_block(item, key, stop);
+      for (int row = 0; row < rows;) row += score_rows(row, rows);
+      for (int row = 0; row < rows; ++row) weigh(row, key, first_position + row / group);
+      for (int row = 0; row < rows;) row += gather_rows(row, rows);
+    }
+    write_out(item, start, rows);
+  }
+
+ private:
+  void read_queries(const Item& item, int start) {
+    uint32_t* to = scratch.queries.data();
+    for (int query = item.first_query; query < item.first_query + item.num_queries; ++query) {
+      const Stored* token = static_cast<const Stored*>(problem.q) + (start + query) * problem.q_stride;
+      std::memcpy(to, token + item.kv_head * group * head_dim, size_t(group) * words * 4);
+      to += group * words;
+    }
+  }
+
+  const Stored* key_row(const Item& item, int key) const {
+    const int page = problem.page_table[int64_t(item.sequence) * problem.table_width + key / problem.page_size];
+    const int64_t place = int64_t(item.kv_head) * problem.page_size + key % problem.page_size;
+    return static_cast<const Stored*>(problem.pool) + page * problem.page_stride + place * head_dim;
+  }
+
+  // K and V of keys [first, first + 64); places from `stop` on repeat the last key and are masked later. Asks for the
+  // next block's rows meanwhile: pages lie anywhere in memory, which the hardware cannot foresee.
+  void read_block(const Item& item, int first, int stop) {
+    const int64_t to_value = int64_t(problem.num_kv_heads) * problem.page_size * head_dim;
+    const Stored* rows[kBlock];
+    for (int i = 0; i < kBlock; ++i) rows[i] = key_row(item, std::min(first + i, stop - 1));
+    const bool has_next = first + kBlock < stop;
+    for (int i = 0; i < kBlock; i += kLanes) {
+      for (int lane = 0; has_next && lane < kLanes; ++lane) {
+        const Stored* next = key_row(item, std::min(first + kBlock + i + lane, stop - 1));
+        for (int byte = 0; byte < words * 4; byte += 64) {
+          __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
+          __builtin_prefetch(reinterpret_cast<const char*>(next + to_value) + byte);
+        }
+      }
+      for (int word = 0; word < words; word += kLanes) {
+        Words tile[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane)
+          tile[lane] = load<Words>(reinterpret_cast<const char*>(rows[i + lane]) + word * 4);
+        transpose(tile, scratch.keys.data() + word * kBlock + i, kBlock);
+      }
+    }
+    for (int i = 0; i < kBlock; i += kStep) weave(rows[i] + to_value, rows[i + kStep - 1] + to_value, i / kStep);
+  }
+
+  void weave(const Stored* first, const Stored* second, int place) {
+    uint32_t* to = scratch.values.data() + place * head_dim;
+    if (kStep == 1) {
+      std::memcpy(to, first, head_dim * 4);
+      return;
+    }
+    for (int d = 0; d < head_dim; d += kLanes) {
+      Words low = __builtin_convertvector(load<Shorts>(first + d), Words);
+      Words high = __builtin_convertvector(load<Shorts>(second + d), Words);
+      store(to + d, low | (high << 16));
+    }
+  }
+
+  // Up to four rows at a time: each vector of K is loaded once for all of them.
+  int score_rows(int row, int rows) {
+    switch (std::min(rows - row, 4)) {
+      case 1: score<1>(row); return 1;
+      case 2: score<2>(row); return 2;
+      case 3: score<3>(row); return 3;
+      default: score<4>(row); return 4;
+    }
+  }
+
+  template <int R> void score(int row) {
+    constexpr int kVectors = kBlock / kLanes;
+    Floats total[R][kVectors] = {};
+    const uint32_t* keys = scratch.keys.data();
+    const uint32_t* queries = scratch.queries.data() + row * words;
+    for (int word = 0; word < words; ++word, keys += kBlock) {
+      Words key[kVectors];
+      for (int v = 0; v < kVectors; ++v) key[v] = load<Words>(keys + v * kLanes);
+      for (int r = 0; r < R; ++r) {
+        Words query = Words{} + queries[r * words + word];
+        for (int v = 0; v < kVectors; ++v) total[r][v] = multiply_add<T>(total[r][v], query, key[v]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < kVectors; ++v) store(scratch.scores.data() + (row + r) * kBlock + v * kLanes, total[r][v]);
+  }
+
+  // Scores of one row to weights against the highest score so far; what was gathered before is scaled to match.
+  void weigh(int row, int first_key, int position) {
+    constexpr int kVectors = kBlock / kLanes;
+    const int lowest = problem.window ? position - problem.window + 1 : 0;
+    const bool is_whole = first_key >= lowest && first_key + kBlock <= position + 1;
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Floats score[kVectors], best = splat(kMasked);
+    for (int v = 0; v < kVectors; ++v) {
+      score[v] = load<Floats>(scratch.scores.data() + row * kBlock + v * kLanes) * (problem.scale * 1.44269504f);
+      if (!is_whole) {
+        Ints key = lane + (first_key + v * kLanes);
+        score[v] = ((key >= lowest) & (key <= position)) ? score[v] : splat(kMasked);
+      }
+      best = maximum(best, score[v]);
+    }
+    const float before = scratch.highest[row], now = std::max(before, largest(best));
+    Floats total{};
+    for (int v = 0; v < kVectors; ++v) {
+      Floats weight = exp2(score[v] - now);
+      total += weight;
+      store_floats(reinterpret_cast<Stored*>(scratch.weights.data() + row * kBlock) + v * kLanes, weight, kLanes);
+    }
+    const float fade = before == now ? 1.0f : exp2(splat(before - now))[0];
+    scratch.highest[row] = now;
+    scratch.sums[row] = scratch.sums[row] * fade + sum(total);
+    if (fade != 1.0f) {
+      float* totals = scratch.totals.data() + row * head_dim;
+      for (int d = 0; d < head_dim; d += kLanes) store(totals + d, load<Floats>(totals + d) * fade);
+    }
+  }
+
+  int gather_rows(int row, int rows) {
+    switch (std::min(rows - row, 4)) {
+      case 1: gather<1>(row); return 1;
+      case 2: gather<2>(row); return 2;
+      case 3: gather<3>(row); return 3;
+      default: gather<4>(row); return 4;
+    }
+  }
+
+  template <int R> void gather(int row) {
+    int d = 0;
+    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) gather_columns<R, 4>(row, d);
+    for (; d < head_dim; d += kLanes) gather_columns<R, 1>(row, d);
+  }
+
+  template <int R, int C> void gather_columns(int row, int d) {
+    Floats total[R][C];
+    float* totals = scratch.totals.data() + row * head_dim + d;
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) total[r][c] = load<Floats>(totals + r * head_dim + c * kLanes);
+    const uint32_t* values = scratch.values.data() + d;
+    const uint32_t* weights = scratch.weights.data() + row * kBlock;
+    for (int place = 0; place < kBlock / kStep; ++place, values += head_dim) {
+      Words value[C];
+      for (int c = 0; c < C; ++c) value[c] = load<Words>(values + c * kLanes);
+      for (int r = 0; r < R; ++r) {
+        Words weight = Words{} + weights[r * kBlock + place];
+        for (int c = 0; c < C; ++c) total[r][c] = multiply_add<T>(total[r][c], weight, value[c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) store(totals + r * head_dim + c * kLanes, total[r][c]);
+  }
+
+  void write_out(const Item& item, int start, int rows) {
+    for (int row = 0; row < rows; ++row) {
+      const int64_t token = start + item.first_query + row / group;
+      const int head = item.kv_head * group + row % group;
+      Stored* to = static_cast<Stored*>(problem.out) + (token * problem.num_heads + head) * head_dim;
+      const float factor = 1.0f / scratch.sums[row];
+      const float* totals = scratch.totals.data() + row * head_dim;
+      for (int d = 0; d < head_dim; d += kLanes) store_floats(to + d, load<Floats>(totals + d) * factor, kLanes);
+    }
+  }
+};
+
+std::vector<Item> list_items(const Problem& problem, int queries_per_item) {
+  std::vector<Item> items;
+  for (int b = 0; b < problem.num_sequences; ++b) {
+    const int num_queries = problem.query_start[b + 1] - problem.query_start[b];
+    // The last queries see the most keys: they go first, so that no thread is left with a long one at the end.
+    for (int first = (num_queries - 1) / queries_per_item * queries_per_item; first >= 0; first -= queries_per_item)
+      for (int k = 0; k < problem.num_kv_heads; ++k)
+        items.push_back({b, k, first, std::min(queries_per_item, num_queries - first)});
+  }
+  return items;
+}
+
+template <class T> void attend(const Problem& problem, int num_threads) {
+  const int group = problem.num_heads / problem.num_kv_heads, queries_per_item = std::max(1, kRowTarget / group);
+  const std::vector<Item> items = list_items(problem, queries_per_item);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && items.size() > 1)
+  {
+    Scratch scratch(queries_per_item * group, problem.head_dim / T::kPerWord, problem.head_dim);
+    Attention<T> attention(problem, scratch);
+#pragma omp for schedule(dynamic)
+    for (size_t i = 0; i < items.size(); ++i) attention.run(items[i]);
+  }
+}
+
+}  // namespace
+
+// Head dim is a multiple of 16 for float32 and of 32 for bf16. `is_bf16`: what q, pool and out hold.
+extern "C" void penstock_paged_attention(
+    void* out, const void* q, const void* pool, const int32_t* page_table, const int32_t* query_start,
+    const int32_t* context_lens, int64_t q_stride, int64_t page_stride, int32_t num_sequences, int32_t table_width,
+    int32_t num_heads, int32_t num_kv_heads, int32_t page_size, int32_t head_dim, int32_t window, float scale,
+    int32_t is_bf16, int32_t num_threads) {
+  const Problem problem{q,           pool,        out,       page_table,   query_start, context_lens, q_stride,
+                        page_stride, num_sequences, table_width, num_heads, num_kv_heads, page_size,  head_dim,
+                        window,      scale};
+  if (is_bf16)
+    attend<BFloat16>(problem, num_threads);
+  else
+    attend<Float32>(problem, num_threads);
+}

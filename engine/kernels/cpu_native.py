@@ -1,0 +1,211 @@
+"""Attention and the small layer operations on CPU by C++ kernels (`engine/kernels/cpu`), twins of plain torch.
+
+Takes float32 and bf16; anything else, and head dims that do not fill vectors, goes to the twin. Arguments are
+checked here, because the kernels trust them.
+
+Shapes: `T` tokens, `N` query heads, `K` KV heads, `H` head dim, `D` hidden, `F` intermediate, `P` pages, `S` page size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from engine.kernels.cpu_build import load_library
+from engine.kernels.metadata import AttentionMetadata
+from engine.kernels.reference import TorchAttention
+from engine.layers.ops import TorchOps
+
+_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_SIGNATURES: dict[str, list[Any]] = {
+    "penstock_paged_attention": [_POINTER] * 6 + [_LONG] * 2 + [_INT] * 7 + [_FLOAT] + [_INT] * 2,
+    "penstock_write_kv": [_POINTER] * 5 + [_LONG] * 4 + [_INT] * 4,
+    "penstock_rms_norm": [_POINTER] * 3 + [_LONG] + [_INT] * 2 + [_LONG, _FLOAT] + [_INT] * 2,
+    "penstock_add_rms_norm": [_POINTER] * 3 + [_LONG, _INT, _FLOAT] + [_INT] * 2,
+    "penstock_silu_and_mul": [_POINTER] * 2 + [_LONG] + [_INT] * 3,
+    "penstock_rope": [_POINTER] * 3 + [_LONG] + [_INT] * 2 + [_LONG] + [_INT] * 2,
+}
+_HEAD_DIM_MULTIPLE = {torch.float32: 16, torch.bfloat16: 32}
+
+
+class NativeKernels:
+    """The library's functions, typed."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+            setattr(self, name.removeprefix("penstock_"), function)
+
+    paged_attention: Any
+    write_kv: Any
+    rms_norm: Any
+    add_rms_norm: Any
+    silu_and_mul: Any
+    rope: Any
+
+
+def load_native() -> NativeKernels | None:
+    """None where this machine cannot build them; `engine.kernels.cpu_build` logs why."""
+    library = load_library()
+    return NativeKernels(library) if library is not None else None
+
+
+class NativeAttention(TorchAttention):
+    """The twin with the C++ kernels in front."""
+
+    name = "native"
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        super().__init__()
+        self.kernels = kernels
+
+    def write_kv(
+        self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata
+    ) -> None:
+        _, _, num_kv_heads, page_size, head_dim = pool_layer.shape
+        assert k_TKH.dtype == v_TKH.dtype == pool_layer.dtype, "K, V and the pool have one dtype"
+        assert k_TKH.stride()[1:] == v_TKH.stride()[1:] == (head_dim, 1), "a token's heads are neighbours"
+        _check_pool(pool_layer)
+        self.kernels.write_kv(
+            pool_layer.data_ptr(),
+            k_TKH.data_ptr(),
+            v_TKH.data_ptr(),
+            meta.slot_page_T.data_ptr(),
+            meta.slot_offset_T.data_ptr(),
+            k_TKH.shape[0],
+            k_TKH.stride(0),
+            v_TKH.stride(0),
+            pool_layer.stride(0),
+            num_kv_heads,
+            page_size,
+            head_dim,
+            pool_layer.element_size(),
+        )
+
+    def paged_attention(
+        self,
+        q_TNH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        num_tokens, num_heads, head_dim = q_TNH.shape
+        _, _, num_kv_heads, page_size, _ = pool_layer.shape
+        if head_dim % _HEAD_DIM_MULTIPLE.get(q_TNH.dtype, head_dim + 1):
+            return super().paged_attention(q_TNH, pool_layer, meta, scale, window)
+        assert q_TNH.dtype == pool_layer.dtype, "Q and the pool have one dtype"
+        assert q_TNH.stride()[1:] == (head_dim, 1), "a token's heads are neighbours"
+        _check_pool(pool_layer)
+        out_TNH = torch.empty((num_tokens, num_heads, head_dim), dtype=q_TNH.dtype)
+        self.kernels.paged_attention(
+            out_TNH.data_ptr(),
+            q_TNH.data_ptr(),
+            pool_layer.data_ptr(),
+            meta.page_table_BP.data_ptr(),
+            meta.query_start_B1.data_ptr(),
+            meta.context_lens_B.data_ptr(),
+            q_TNH.stride(0),
+            pool_layer.stride(0),
+            meta.num_sequences,
+            meta.page_table_BP.shape[1],
+            num_heads,
+            num_kv_heads,
+            page_size,
+            head_dim,
+            window or 0,
+            scale,
+            q_TNH.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return out_TNH
+
+
+class NativeOps(TorchOps):
+    """`LayerOps` by C++: one pass over memory each, where plain torch takes several."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._kernels = kernels
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        width = x.shape[-1]
+        if not _is_native(x) or x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != width):
+            return super().rms_norm(x, weight, eps)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._kernels.rms_norm(
+            out.data_ptr(),
+            x.data_ptr(),
+            weight.data_ptr(),
+            x.shape[0],
+            x.shape[1] if x.dim() == 3 else 1,
+            width,
+            x.stride(0),
+            eps,
+            x.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not _is_native(x_TD) or not x_TD.is_contiguous() or not residual_TD.is_contiguous():
+            return super().add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        self._kernels.add_rms_norm(
+            x_TD.data_ptr(),
+            residual_TD.data_ptr(),
+            weight_D.data_ptr(),
+            *x_TD.shape,
+            eps,
+            x_TD.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return x_TD, residual_TD
+
+    def silu_and_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        if not _is_native(gate_up_T2F) or not gate_up_T2F.is_contiguous():
+            return super().silu_and_mul(gate_up_T2F)
+        num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+        out_TF = torch.empty((num_tokens, width), dtype=gate_up_T2F.dtype)
+        self._kernels.silu_and_mul(
+            out_TF.data_ptr(),
+            gate_up_T2F.data_ptr(),
+            num_tokens,
+            width,
+            gate_up_T2F.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return out_TF
+
+    def rope(self, x_TNH: torch.Tensor, cos_sin_T2H: torch.Tensor) -> torch.Tensor:
+        num_tokens, num_heads, head_dim = x_TNH.shape
+        if not _is_native(x_TNH) or x_TNH.stride()[1:] != (head_dim, 1) or not cos_sin_T2H.is_contiguous():
+            return super().rope(x_TNH, cos_sin_T2H)
+        out_TNH = torch.empty((num_tokens, num_heads, head_dim), dtype=x_TNH.dtype)
+        self._kernels.rope(
+            out_TNH.data_ptr(),
+            x_TNH.data_ptr(),
+            cos_sin_T2H.data_ptr(),
+            num_tokens,
+            num_heads,
+            head_dim,
+            x_TNH.stride(0),
+            x_TNH.dtype == torch.bfloat16,
+            torch.get_num_threads(),
+        )
+        return out_TNH
+
+
+def _is_native(x: torch.Tensor) -> bool:
+    return x.dtype in _HEAD_DIM_MULTIPLE
+
+
+def _check_pool(pool_layer: torch.Tensor) -> None:
+    _, _, num_kv_heads, page_size, head_dim = pool_layer.shape
+    row = page_size * head_dim
+    assert pool_layer.stride()[1:] == (num_kv_heads * row, row, head_dim, 1), (
+        "a layer of a contiguous pool is needed"
+    )

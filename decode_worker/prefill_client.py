@@ -16,11 +16,13 @@ import grpc
 import grpc.aio
 
 from decode_worker.fence_keeper import FenceKeeper
+from engine.sequence import SampledToken
 from engine.step_loop import StepLoop
+from kv_transfer.session import Manifest
 from penstock import wire
 from penstock.errors import PenstockError, from_rpc_error, from_status
 from penstock.grpc_server import make_channel
-from penstock.types import Epoch, PageId, SamplingParams, TransferKey, WorkerId
+from penstock.types import Epoch, PageHash, PageId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -51,14 +53,24 @@ class RemotePrefill:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteFirstToken:
+    """The first token of a prefill and how long it took, in seconds."""
+
+    token: SampledToken
+    queue_s: float
+    prefill_s: float
+    cached_tokens: int
+
+
 class TransferEvents(Protocol):
     """What happens to a transfer; called on the step loop."""
 
-    def on_reserve(self, key: TransferKey, num_pages: int) -> None: ...
+    def on_reserve(self, key: TransferKey) -> None: ...
 
-    def on_first_token(self, key: TransferKey, event: worker_pb2.PrefillFirstToken) -> None: ...
+    def on_first_token(self, key: TransferKey, first: RemoteFirstToken) -> None: ...
 
-    def on_manifest(self, key: TransferKey, manifest: worker_pb2.PrefillPushed) -> None: ...
+    def on_manifest(self, key: TransferKey, manifest: Manifest) -> None: ...
 
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> None: ...
 
@@ -139,11 +151,13 @@ class PrefillClient:
         events = self._events
         match event.WhichOneof("event"):
             case "reserve":
-                self._loop.post(lambda: events.on_reserve(key, event.reserve.num_pages))
+                self._loop.post(lambda: events.on_reserve(key))
             case "first_token":
-                self._loop.post(lambda: events.on_first_token(key, event.first_token))
+                first = _first_token(event.first_token)
+                self._loop.post(lambda: events.on_first_token(key, first))
             case "pushed":
-                self._loop.post(lambda: events.on_manifest(key, event.pushed))
+                manifest = _manifest(event.pushed)
+                self._loop.post(lambda: events.on_manifest(key, manifest))
             case "closed":
                 error = from_status(event.closed.error) if event.closed.HasField("error") else None
                 self._loop.post(lambda: events.on_closed(key, error))
@@ -158,6 +172,17 @@ async def _requests(start: worker_pb2.PrefillCommand, commands: asyncio.Queue[wo
     yield start
     while (command := await commands.get()) is not None:
         yield command
+
+
+def _first_token(event: worker_pb2.PrefillFirstToken) -> RemoteFirstToken:
+    logprob = wire.logprob_from_wire(event.logprob) if event.HasField("logprob") else None
+    token = SampledToken(event.token_id, logprob)
+    return RemoteFirstToken(token, event.queue_ms / 1e3, event.prefill_ms / 1e3, event.cached_tokens)
+
+
+def _manifest(event: worker_pb2.PrefillPushed) -> Manifest:
+    hashes = tuple(PageHash(page) for page in event.page_hashes)
+    return Manifest(event.num_tokens, event.num_pages, hashes, tuple(event.checksums))
 
 
 def _start_message(prefill: RemotePrefill, offer: bytes) -> worker_pb2.PrefillCommand:

@@ -52,7 +52,7 @@ class DecodeServer:
             on_arrival=lambda key, first, count: self._loop.post(lambda: self.worker.on_arrival(key, first, count)),
             on_failure=lambda key, error: self._loop.post(lambda: self.worker.on_stalled(key, error)),
         )
-        transfers = Transfers(engine, self._receiver, self.epoch, config.transfer.checksums, self._watch_for_stall)
+        transfers = Transfers(engine, self._receiver, self.epoch, config.transfer, self._watch_for_stall)
         description = describe(engine, config, self.epoch)
         worker = self.worker = DecodeWorker(
             WorkerId(config.worker_id), engine, transfers, config.decode, description.context_length

@@ -11,21 +11,20 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from decode_worker.prefill_client import PrefillCandidate, RemotePrefill
 from decode_worker.request import DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
 from engine.engine import Engine
-from engine.sequence import SampledToken
 from kv_transfer.checksum import page_checksums
 from kv_transfer.receiver import TransferReceiver
-from penstock import wire
+from kv_transfer.session import ENDED, Effect, Manifest, TransferSession
+from penstock.config import TransferConfig
 from penstock.errors import PenstockError, TransferError
-from penstock.types import Epoch, PageHash, PageId, TransferId, TransferKey
-from penstock.v1 import worker_pb2
+from penstock.types import Epoch, PageId, TransferId, TransferKey
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +58,13 @@ class Mismatch:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """One attempt. `request` is None once it has lost interest; `sender_over` once nothing can be written any more."""
+    """One attempt; `request` is None once it has lost interest."""
 
-    key: TransferKey
+    session: TransferSession
     request: DecodeRequest | None
     num_tokens: int  # whose KV is to be computed
-    num_held: int = 0
-    pages: list[PageId] = field(
-        default_factory=list
-    )  # to be written: fenced until all have landed or the sender is over
-    arrived: set[int] = field(default_factory=set)  # indexes into `pages`
-    manifest: worker_pb2.PrefillPushed | None = None
-    num_pages_asked: int = 0
-    sender_over: bool = False
+    num_held: int = 0  # leading pages that were here already
+    asked: bool = False  # the sender has asked for its destination
 
 
 class Transfers:
@@ -82,7 +75,7 @@ class Transfers:
         engine: Engine,
         receiver: TransferReceiver,
         epoch: Epoch,
-        checksums: bool,
+        config: TransferConfig,
         on_sender_done: Callable[[TransferKey], None] = lambda key: None,
     ) -> None:
         """`on_sender_done` is told of a transfer whose sender is done while pages have not arrived yet."""
@@ -90,7 +83,7 @@ class Transfers:
         self._page_size = engine.layout.page_size
         self._receiver = receiver
         self._epoch = epoch
-        self._checksums = checksums
+        self._config = config
         self._on_sender_done = on_sender_done
         self._transfers: dict[TransferKey, _Transfer] = {}
         self._asking: deque[_Transfer] = deque()  # reservations not granted yet, in order
@@ -106,7 +99,8 @@ class Transfers:
         assert self.calls is not None
         sequence = request.sequence
         key = TransferKey(TransferId(uuid.uuid4().hex), candidate.epoch, self._epoch)
-        self._transfers[key] = _Transfer(key, request, len(sequence.token_ids))
+        session = TransferSession(key, self._config.timeout_s)
+        self._transfers[key] = _Transfer(session, request, len(sequence.token_ids))
         self.calls.start(
             RemotePrefill(
                 key=key,
@@ -125,19 +119,13 @@ class Transfers:
         transfer = self._transfers.get(key)
         return transfer.request if transfer else None
 
-    @staticmethod
-    def first_token(event: worker_pb2.PrefillFirstToken) -> SampledToken:
-        logprob = wire.logprob_from_wire(event.logprob) if event.HasField("logprob") else None
-        return SampledToken(event.token_id, logprob)
-
     # Reservation.
 
-    def on_reserve(self, key: TransferKey, num_pages: int) -> None:
+    def on_reserve(self, key: TransferKey) -> None:
         transfer = self._transfers.get(key)
-        if transfer is None or transfer.request is None or transfer.num_pages_asked:
-            return
-        transfer.num_pages_asked = num_pages
-        self._asking.append(transfer)
+        if transfer is not None and transfer.request is not None and not transfer.asked:
+            transfer.asked = True
+            self._asking.append(transfer)
 
     def grant_reservations(self, scheduler: DecodeScheduler) -> None:
         """Gives pages to those who asked, oldest first, as long as there are any."""
@@ -148,18 +136,18 @@ class Transfers:
             self._asking.popleft()
 
     def _grant(self, transfer: _Transfer, request: DecodeRequest, scheduler: DecodeScheduler) -> bool:
-        """True when the question is settled: granted, or of a prefill that asks for the wrong number of pages."""
+        """Fences the pages and tells the sender; False where there are too few now."""
         assert self.calls is not None
-        sequence = request.sequence
-        reservation = scheduler.reserve(sequence, transfer.num_tokens)
+        reservation = scheduler.reserve(request.sequence, transfer.num_tokens)
         if reservation is None:
             return False
-        sequence.pages = [*reservation.held, *reservation.fresh]
+        key, fresh = transfer.session.key, reservation.fresh
+        request.sequence.pages = [*reservation.held, *fresh]
         transfer.num_held = len(reservation.held)
-        transfer.pages = reservation.fresh
-        self._engine.pool.fence(reservation.fresh, transfer.key)
-        self._receiver.open(transfer.key, reservation.fresh)
-        self.calls.send_destination(transfer.key, transfer.num_held, reservation.fresh)
+        self._engine.pool.fence(fresh, key)
+        self._receiver.open(key, fresh)
+        transfer.session.on_reserved(fresh, time.monotonic())
+        self.calls.send_destination(key, transfer.num_held, fresh)
         return True
 
     # Arrival.
@@ -168,47 +156,43 @@ class Transfers:
         transfer = self._transfers.get(key)
         if transfer is None:
             return None
-        transfer.arrived.update(range(first_index, min(first_index + num_pages, len(transfer.pages))))
-        return self._landed(transfer)
+        return self._apply(transfer, transfer.session.on_arrival(first_index, num_pages, time.monotonic()))
 
-    def on_manifest(self, key: TransferKey, manifest: worker_pb2.PrefillPushed) -> Landed | Mismatch | None:
+    def on_manifest(self, key: TransferKey, manifest: Manifest) -> Landed | Mismatch | None:
         transfer = self._transfers.get(key)
-        if transfer is None:
-            return None
-        transfer.manifest = manifest
-        return self._landed(transfer)
+        return self._apply(transfer, transfer.session.on_manifest(manifest)) if transfer else None
 
-    def _landed(self, transfer: _Transfer) -> Landed | Mismatch | None:
-        """The hand-off, once every page is here and is what the manifest says."""
-        request = transfer.request
-        if request is None or transfer.manifest is None or len(transfer.arrived) < len(transfer.pages):
-            return None
+    def _verify(self, transfer: _Transfer) -> Landed | Mismatch | None:
+        """The answer to the session's VERIFY: the hand-off, or what is wrong with it."""
+        session, request = transfer.session, transfer.request
+        assert request is not None
         problem = self._mismatch(transfer, request)
-        if problem is not None:
-            self.num_mismatches += 1
-            error = TransferError(f"transfer {transfer.key.transfer_id}: {problem}")
-            log.error("%s: %s", request.sequence.request_id, error)
-            self._give_up(transfer)
-            return Mismatch(request, error)
         transfer.request = None
-        self._lift(transfer)  # each page is written once, and all have arrived
-        self._settle(transfer)
-        return Landed(request, transfer.num_tokens, len(transfer.pages))
+        effects = [*session.on_verified(problem is None), *session.on_admitted()]
+        self._apply(transfer, effects)
+        if problem is None:
+            return Landed(request, transfer.num_tokens, len(session.pages))
+        self.num_mismatches += 1
+        error = TransferError(f"transfer {session.key.transfer_id}: {problem}")
+        log.error("%s: %s", request.sequence.request_id, error)
+        return Mismatch(request, error)
 
     def _mismatch(self, transfer: _Transfer, request: DecodeRequest) -> str | None:
         """What of the manifest does not fit what was asked for or what arrived; None where all fits."""
-        manifest = transfer.manifest
+        manifest, pages = transfer.session.manifest, transfer.session.pages
         assert manifest is not None
-        if manifest.num_tokens != transfer.num_tokens or manifest.num_pages != len(transfer.pages):
+        if manifest.num_tokens != transfer.num_tokens or manifest.num_pages != len(pages):
             return (
                 f"{manifest.num_tokens} tokens in {manifest.num_pages} pages; "
-                f"expected {transfer.num_tokens} in {len(transfer.pages)}"
+                f"expected {transfer.num_tokens} in {len(pages)}"
             )
         num_full = transfer.num_tokens // self._page_size
-        hashes = request.sequence.hash_full_pages(self._page_size)[transfer.num_held : num_full]
-        if [PageHash(page) for page in manifest.page_hashes] != hashes:
+        if (
+            list(manifest.page_hashes)
+            != request.sequence.hash_full_pages(self._page_size)[transfer.num_held : num_full]
+        ):
             return "the page hashes differ from those of the prompt"
-        if self._checksums and list(manifest.checksums) != page_checksums(self._engine.kv_pages, transfer.pages):
+        if self._config.checksums and list(manifest.checksums) != page_checksums(self._engine.kv_pages, pages):
             return "the pages' checksums differ from the sender's"
         return None
 
@@ -219,19 +203,18 @@ class Transfers:
         transfer = self._transfers.get(key)
         if transfer is None:
             return None
-        transfer.sender_over = True
-        if error is None and transfer.request is not None:
+        effects = transfer.session.on_closed()
+        if error is None and transfer.session.phase not in ENDED:
+            self._apply(transfer, effects)
             self._on_sender_done(key)  # its last pages are on their way: completion and arrival travel apart
             return None
-        return self._give_up(transfer)
+        return self._give_up(transfer, effects)
 
-    def on_stalled(self, key: TransferKey) -> DecodeRequest | None:
-        """The wire failed, or pages never came. Returns the request to be served another way."""
-        transfer = self._transfers.get(key)
-        return self._give_up(transfer) if transfer else None
+    def give_up(self, key: TransferKey) -> DecodeRequest | None:
+        """The call broke, the wire failed or pages never came; the sender may still write.
 
-    def on_lost(self, key: TransferKey) -> DecodeRequest | None:
-        """The call broke; the sender may still write. Returns the request to be served another way."""
+        Returns the request, where it still waits, to be served another way.
+        """
         transfer = self._transfers.get(key)
         return self._give_up(transfer) if transfer else None
 
@@ -239,34 +222,32 @@ class Transfers:
         """The sender's incarnation is over, or has told that it writes no more."""
         transfer = self._transfers.get(key)
         if transfer is not None:
-            transfer.sender_over = True
-            self._settle(transfer)
+            self._apply(transfer, transfer.session.on_sender_dead())
 
     def abandon(self, request: DecodeRequest) -> None:
         """The request has ended: its transfer, if one is under way, is cancelled."""
         transfer = self._transfers.get(request.transfer) if request.transfer else None
-        if transfer is None or transfer.request is not request:
-            return
-        self._give_up(transfer)
+        if transfer is not None and transfer.request is request:
+            self._give_up(transfer)
 
-    def _give_up(self, transfer: _Transfer) -> DecodeRequest | None:
-        assert self.calls is not None
+    def _give_up(self, transfer: _Transfer, effects: Iterable[Effect] = ()) -> DecodeRequest | None:
         request, transfer.request = transfer.request, None
-        if request is not None and not transfer.sender_over:
-            self.calls.cancel(transfer.key)
-        self._settle(transfer)
+        self._apply(transfer, [*effects, *transfer.session.on_abort()])
         return request
 
-    def _settle(self, transfer: _Transfer) -> None:
-        """Forgets the transfer once the sender is over and nobody waits for its pages.
-
-        Until then the receiver keeps serving it: a sender on a wire that needs our help could not end otherwise.
-        """
-        if transfer.request is None and transfer.sender_over:
-            self._receiver.close(transfer.key)
-            self._lift(transfer)
-            del self._transfers[transfer.key]
-
-    def _lift(self, transfer: _Transfer) -> None:
-        if self._engine.pool.is_fencing(transfer.key):
-            self._engine.pool.lift(transfer.key)
+    def _apply(self, transfer: _Transfer, effects: Iterable[Effect]) -> Landed | Mismatch | None:
+        assert self.calls is not None
+        key, verify = transfer.session.key, False
+        for effect in effects:
+            match effect:
+                case Effect.VERIFY:
+                    verify = True  # last: what it brings may use the pages, whose fence must be lifted by then
+                case Effect.CANCEL:
+                    self.calls.cancel(key)
+                case Effect.CLOSE:
+                    # Not before the sender is over: on a wire that needs our help it could not end otherwise.
+                    self._receiver.close(key)
+                    del self._transfers[key]
+                case Effect.LIFT:
+                    self._engine.pool.lift(key)
+        return self._verify(transfer) if verify else None

@@ -11,16 +11,17 @@ import logging
 import time
 
 from decode_worker.placement import PlacementCosts, prefill_here
+from decode_worker.prefill_client import RemoteFirstToken
 from decode_worker.request import DecodeRequest, Send, StageTimes, TokenDelta
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.transfers import Landed, Mismatch, Transfers
 from engine.engine import Engine
 from engine.finish import finish_reason
 from engine.sequence import SampledToken, ScheduledSequence, Sequence
+from kv_transfer.session import Manifest
 from penstock.config import DecodeConfig
 from penstock.errors import InvalidInput, Overloaded, PenstockError
 from penstock.types import TransferKey, WorkerId, WorkerLoad
-from penstock.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -118,22 +119,21 @@ class DecodeWorker:
 
     # What happens to transfers.
 
-    def on_reserve(self, key: TransferKey, num_pages: int) -> None:
-        self._transfers.on_reserve(key, num_pages)
+    def on_reserve(self, key: TransferKey) -> None:
+        self._transfers.on_reserve(key)
 
-    def on_first_token(self, key: TransferKey, event: worker_pb2.PrefillFirstToken) -> None:
+    def on_first_token(self, key: TransferKey, first: RemoteFirstToken) -> None:
         request = self._transfers.request_of(key)
         if request is None or request.times.first_token_s:
             return
-        request.times.queue_s = event.queue_ms / 1e3
-        request.times.prefill_s = event.prefill_ms / 1e3
-        request.cached_tokens = max(request.cached_tokens, event.cached_tokens)
+        request.times.queue_s = first.queue_s
+        request.times.prefill_s = first.prefill_s
+        request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
         request.times.first_token_s = time.monotonic()
-        token = self._transfers.first_token(event)
-        request.sequence.token_ids.append(token.token_id)
-        self._on_token(request, token)
+        request.sequence.token_ids.append(first.token.token_id)
+        self._on_token(request, first.token)
 
-    def on_manifest(self, key: TransferKey, manifest: worker_pb2.PrefillPushed) -> None:
+    def on_manifest(self, key: TransferKey, manifest: Manifest) -> None:
         self._after_progress(self._transfers.on_manifest(key, manifest))
 
     def on_arrival(self, key: TransferKey, first_index: int, num_pages: int) -> None:
@@ -156,10 +156,10 @@ class DecodeWorker:
         self._fall_back(self._transfers.on_closed(key, error), error)
 
     def on_lost(self, key: TransferKey, error: PenstockError) -> None:
-        self._fall_back(self._transfers.on_lost(key), error)
+        self._fall_back(self._transfers.give_up(key), error)
 
     def on_stalled(self, key: TransferKey, error: PenstockError) -> None:
-        self._fall_back(self._transfers.on_stalled(key), error)
+        self._fall_back(self._transfers.give_up(key), error)
 
     def on_quiesced(self, key: TransferKey) -> None:
         self._transfers.on_quiesced(key)

@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.prefill_client import PrefillCandidate, RemotePrefill
+from decode_worker.prefill_client import PrefillCandidate, RemoteFirstToken, RemotePrefill
 from decode_worker.request import DecodeRequest, TokenDelta
 from decode_worker.transfers import Transfers
 from decode_worker.worker import DecodeWorker
 from engine.sequence import Sequence
+from kv_transfer.session import Manifest
 from penstock import wire
-from penstock.config import DecodeConfig, EngineConfig, PrefillConfig, WorkerConfig
+from penstock.config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig, WorkerConfig
 from penstock.errors import PenstockError, TransferError
 from penstock.types import Epoch, FinishReason, PageId, RequestId, Role, SamplingParams, TransferKey, WorkerId
-from penstock.v1 import worker_pb2
 from prefill_worker.worker import Closed, FirstToken, PrefillJob, PrefillOutcome, PrefillWorker, Pushed, ReservePages
 from tests.fake_engine import EOS, FakeEngine, next_token
 
@@ -90,7 +90,7 @@ class World:
         self.decode_engine = FakeEngine(self.rng.randint(18, 40), PAGE_SIZE)
         self.receiver = FakeReceiver()
         self.stalled: list[TransferKey] = []
-        transfers = Transfers(self.decode_engine, self.receiver, Epoch(1), False, self.stalled.append)  # type: ignore[arg-type]
+        transfers = Transfers(self.decode_engine, self.receiver, Epoch(1), TransferConfig(), self.stalled.append)  # type: ignore[arg-type]
         transfers.calls = self
         self.transfers = transfers
         config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, placement="remote", watermark=0.0)
@@ -150,15 +150,13 @@ class World:
             return
         decode = self.decode
         match outcome:
-            case ReservePages(num_pages):
-                self.to_decode[key].append(lambda: decode.on_reserve(key, num_pages))
-            case FirstToken(token=token):
-                event = worker_pb2.PrefillFirstToken(token_id=token.token_id)
-                self.to_decode[key].append(lambda: decode.on_first_token(key, event))
+            case ReservePages():
+                self.to_decode[key].append(lambda: decode.on_reserve(key))
+            case FirstToken():
+                first = RemoteFirstToken(outcome.token, outcome.queue_s, outcome.prefill_s, outcome.cached_tokens)
+                self.to_decode[key].append(lambda: decode.on_first_token(key, first))
             case Pushed():
-                manifest = worker_pb2.PrefillPushed(
-                    num_tokens=outcome.num_tokens, page_hashes=outcome.page_hashes, num_pages=outcome.num_pages
-                )
+                manifest = Manifest(outcome.num_tokens, outcome.num_pages, outcome.page_hashes)
                 self.to_decode[key].append(lambda: decode.on_manifest(key, manifest))
             case Closed(error):
                 self.to_decode[key].append(lambda: self.close_call(key, error))

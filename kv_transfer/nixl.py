@@ -4,7 +4,8 @@ The sender writes straight into the receiver's pool, one descriptor a page from 
 carries a notification that names what landed. NIXL's progress thread stays off, as it burns a core while idle: the
 receiver's thread polls while transfers are open, the sender's while pushes are under way. A push is done when NIXL
 says so: then nothing of it is written any more. A closed transfer can still be written until the sender has stopped:
-that is what the fence is for.
+that is what the fence is for. (UCX over plain TCP is the weak spot: there the receiver's own polling writes the bytes,
+so a receiver that wakes after the sender gave up on it may still find some in its socket.)
 
 Owns the agents, the registration of the pool and every handle. Metadata travels in the offer, never over a socket of
 its own.
@@ -255,12 +256,13 @@ class NixlLink:
                 self._agent.api.remove_remote_agent(self._remote_name)
 
     def probe(self, scratch: Any, deadline_s: float, epoch: Epoch) -> None:
-        """Reads one remote page aside: proves the path in both directions. Blocks until `deadline_s`."""
+        """Reads one remote page aside: proves the path in both directions. Blocks until `deadline_s`.
+
+        The receiver polls while it expects a peer, which lets UCX finish its own handshake; the hello ends that.
+        """
         api, first = self._agent.api, np.zeros(1, dtype=np.int32)
         try:
             with self._agent.lock:
-                # The receiver polls while it expects a peer, which lets UCX finish its own handshake.
-                api.send_notif(self._remote_name, msgpack.packb([HELLO, epoch]))
                 handle = api.make_prepped_xfer("READ", scratch, first, self._remote, first)
                 self._handles.add(handle)
                 api.transfer(handle)
@@ -269,6 +271,8 @@ class NixlLink:
                 if time.monotonic() > deadline_s:
                     raise TransferError("no answer in time")
                 pause.wait(PROBE_POLL_S)  # UCX has nothing to wait on without its progress thread
+            with self._agent.lock:
+                api.send_notif(self._remote_name, msgpack.packb([HELLO, epoch]))
         except self._agent.errors as error:
             raise self._fail(error) from error
 

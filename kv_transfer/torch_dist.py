@@ -63,11 +63,15 @@ class Group:
 
     def send(self, staged: PageBuffer) -> None:
         """Blocks until the bytes are on their way and `staged` is free again. Raises RuntimeError."""
-        self._finish(self._group.send([staged.tensor], self._peer, 0))
+        with self.copying():
+            self._group.send([staged.tensor], self._peer, 0).wait(self._timeout)
+        self.settle()
 
     def receive(self, staged: PageBuffer) -> None:
         """Blocks until `staged` is full. Raises RuntimeError."""
-        self._finish(self._group.recv([staged.tensor], self._peer, 0))
+        with self.copying():
+            self._group.recv([staged.tensor], self._peer, 0).wait(self._timeout)
+        self.settle()
 
     def copying(self) -> torch.cuda.StreamContext:
         """Copies inside it run on the group's own stream, beside the engine's."""
@@ -77,10 +81,6 @@ class Group:
         """Blocks until the copies of this group's stream are complete."""
         if self._stream is not None:
             self._stream.synchronize()
-
-    def _finish(self, work: dist.Work) -> None:
-        work.wait(self._timeout)
-        self.settle()
 
     def abort(self) -> None:
         """Frees a hung NCCL communicator; gloo's pairs die with the group."""

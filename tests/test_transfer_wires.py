@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -110,6 +111,27 @@ def test_a_transfer_without_pushes_is_done_when_finished(pair: Pair) -> None:
     pair.sender.finish(key(20))
     pair.pushes.wait(lambda: pair.pushes.done == [key(20)])
     assert pair.pushes.failed == []
+
+
+def test_connecting_needs_no_open_transfer() -> None:
+    """A prefill worker connects when it is asked, the receiver opens the transfer when the prefill is due."""
+    for wire in nixl.is_installed() * ["nixl"] + ["torch"]:
+        source, target = make_pools()
+        arrivals, pushes = Log(), Log()
+        to, origin = receiver(target, arrivals, config(wire)), sender(source, pushes, config(wire))
+        try:
+            for number in range(2):
+                origin.open(key(number), to.offer(PREFILL, Epoch(1)))
+                origin.finish(key(number))
+                pushes.wait(lambda: len(pushes.done) == number + 1)  # noqa: B023
+            deadline_s = time.monotonic() + 4.0  # below the time-out of a connection
+            while not origin.stats.num_connects:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            assert to.stats.num_late_arrivals == 0
+        finally:
+            origin.shutdown()
+            to.shutdown()
 
 
 def test_nothing_is_pushed_after_an_abort(pair: Pair) -> None:

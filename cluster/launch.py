@@ -253,7 +253,7 @@ class RayDeployment:
         deadline_s = began_s + self.config.start_timeout_s
         status = admin_pb2.StatusResponse()
         while time.monotonic() < deadline_s:
-            version, status, _ = self._wait(version, max(0.0, min(_POLL_S, deadline_s - time.monotonic())))
+            version, status, _ = self.wait(version, max(0.0, min(_POLL_S, deadline_s - time.monotonic())))
             on_status(status)
             if workers_s is None and status.workers and all(worker.state == "ready" for worker in status.workers):
                 workers_s = time.monotonic() - began_s
@@ -261,7 +261,8 @@ class RayDeployment:
                 return workers_s or time.monotonic() - began_s
         raise Unavailable(f"not ready within start_timeout_s = {self.config.start_timeout_s:g} s: {_say(status)}")
 
-    def _wait(self, version: int, timeout_s: float) -> tuple[int, admin_pb2.StatusResponse, bool]:
+    def wait(self, version: int, timeout_s: float) -> tuple[int, admin_pb2.StatusResponse, bool]:
+        """Version, status and whether it was stopped, once newer than `version` or after `timeout_s`."""
         found, status, failure, stopped = self._get(
             self._controller.wait.remote(version, timeout_s), timeout_s + _CALL_TIMEOUT_S
         )
@@ -278,13 +279,13 @@ class RayDeployment:
             raise Unavailable(f"the controller is lost: {str(error).strip().splitlines()[0]}") from error
 
     def status(self) -> admin_pb2.StatusResponse:
-        return self._wait(-1, 0.0)[1]
+        return self.wait(-1, 0.0)[1]
 
     def wait_until_stopped(self, on_status: OnStatus = lambda status: None) -> None:
         """Blocks until somebody stops the deployment through its Admin service."""
         version, stopped = 0, False
         while not stopped:
-            version, status, stopped = self._wait(version, _POLL_S)
+            version, status, stopped = self.wait(version, _POLL_S)
             on_status(status)
 
     def processes(self) -> list[psutil.Process]:

@@ -1,0 +1,230 @@
+"""The whole system on a local Ray with the bundled model: serve, kill each kind of process, stop. Nothing is faked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from cluster.launch import RayDeployment, launch
+from penstock import Client
+from penstock.completions import Result, ResultBuilder
+from penstock.config import DecodeConfig, PoolConfig, ServeConfig
+from penstock.types import FinishReason
+from penstock.v1 import admin_pb2, admin_pb2_grpc
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = str(ROOT / "models" / "penstock-tiny")
+PROMPT = "Once upon a time there was a careful boy named Paul. He lived in a small village. " * 3
+REPLACED_WITHIN_S = 40.0  # a process start and the import of torch, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[RayDeployment]:
+    config = ServeConfig(
+        model=MODEL,
+        http_port=0,
+        grpc_port=0,
+        admin_port=0,
+        prefill_pool=PoolConfig(replicas=1),
+        decode_pool=PoolConfig(replicas=2),
+        decode=DecodeConfig(placement="remote"),
+        engine={"kv_memory_bytes": 64 * 1024 * 1024},
+        start_timeout_s=90,
+    )
+    with launch(config) as running:
+        yield running
+
+
+@pytest.fixture
+def client(deployment: RayDeployment) -> Iterator[Client]:
+    with Client(deployment.grpc_address, timeout_s=60) as one:
+        yield one
+
+
+def worker(status: admin_pb2.StatusResponse, worker_id: str) -> admin_pb2.WorkerStatus:
+    return next(one for one in status.workers if one.member.worker_id == worker_id)
+
+
+def until(deployment: RayDeployment, condition: Callable[[admin_pb2.StatusResponse], bool]) -> admin_pb2.StatusResponse:
+    """Follows the status until the condition holds."""
+    deadline_s = time.monotonic() + REPLACED_WITHIN_S
+    version, status = -1, admin_pb2.StatusResponse()
+    while time.monotonic() < deadline_s:
+        version, status, _ = deployment.wait(version, 2.0)
+        if condition(status):
+            return status
+    raise AssertionError(f"not within {REPLACED_WITHIN_S} s; the status is {status}")
+
+
+def until_replaced(deployment: RayDeployment, lost: admin_pb2.WorkerStatus) -> admin_pb2.WorkerStatus:
+    def replaced(status: admin_pb2.StatusResponse) -> bool:
+        now = worker(status, lost.member.worker_id)
+        return status.ready and now.state == "ready" and now.pid != lost.pid
+
+    return worker(until(deployment, replaced), lost.member.worker_id)
+
+
+def ask(client: Client, max_tokens: int = 60) -> Result:
+    return client.complete(PROMPT, max_tokens=max_tokens, temperature=0.8, seed=5, ignore_eos=True)
+
+
+def test_ready_means_that_a_request_is_answered_by_both_pools(deployment: RayDeployment, client: Client) -> None:
+    status = deployment.status()
+    assert status.ready
+    assert {one.state for one in status.workers} == {"ready"}
+    assert [one.member.role for one in status.workers] == ["prefill", "decode", "decode", "router"]
+    result = ask(client)
+    assert (result.usage.completion_tokens, result.finish_reason) == (60, FinishReason.LENGTH)
+    assert result.timing.prefill_worker == "prefill-0"
+    assert result.timing.decode_worker in {"decode-0", "decode-1"}
+    assert result.timing.pages_moved > 0
+    assert [model.id for model in client.list_models()] == ["penstock-tiny"]
+    total_s = sum((deployment.start_up.ray_s, deployment.start_up.workers_s, deployment.start_up.first_request_s))
+    assert 0 < total_s < 90
+
+
+def test_workers_have_bounded_threads_and_listen_on_loopback_alone(deployment: RayDeployment) -> None:
+    for one in deployment.status().workers:
+        environment = psutil.Process(one.pid).environ()
+        assert environment["OMP_NUM_THREADS"] == environment["OPENBLAS_NUM_THREADS"] == _threads(one)
+        assert one.member.address.startswith("127.0.0.1:")
+
+
+def _threads(one: admin_pb2.WorkerStatus) -> str:
+    return "1" if one.member.role == "router" else str(max(1, len(os.sched_getaffinity(0)) // 3))
+
+
+def test_a_killed_decode_worker_is_replaced_and_the_stream_goes_on(deployment: RayDeployment, client: Client) -> None:
+    undisturbed = ask(client, max_tokens=400)
+    _decode_workers(deployment, busy=0)
+    builder = ResultBuilder()
+    with client.generate(PROMPT, max_tokens=400, temperature=0.8, seed=5, ignore_eos=True) as stream:
+        builder.add(next(stream))
+        (victim,) = _decode_workers(deployment, busy=1)
+        os.kill(victim.pid, signal.SIGKILL)
+        for chunk in stream:
+            builder.add(chunk)
+    result = builder.result()
+    assert result.token_ids == undisturbed.token_ids
+    assert result.text == undisturbed.text
+    assert result.timing.num_redispatches == 1
+    successor = until_replaced(deployment, victim)
+    assert successor.num_restarts == 1
+    assert successor.member.epoch > victim.member.epoch
+
+
+def _decode_workers(deployment: RayDeployment, busy: int) -> list[admin_pb2.WorkerStatus]:
+    """Those that run a sequence, once there are `busy` of them. Loads are up to a second old."""
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        workers = deployment.status().workers
+        running = [one for one in workers if one.member.role == "decode" and one.load.num_running > 0]
+        if len(running) == busy:
+            return running
+        time.sleep(0.01)
+    raise AssertionError(f"{len(running)} decode workers are busy, not {busy}")
+
+
+def test_a_killed_prefill_worker_is_replaced_and_nobody_notices(deployment: RayDeployment, client: Client) -> None:
+    undisturbed = ask(client)
+    victim = worker(deployment.status(), "prefill-0")
+    os.kill(victim.pid, signal.SIGKILL)
+    assert ask(client).token_ids == undisturbed.token_ids
+    successor = until_replaced(deployment, victim)
+    assert successor.num_restarts == 1
+    assert _prefilled_by(client, "prefill-0")
+
+
+def _prefilled_by(client: Client, worker_id: str) -> bool:
+    """Whether it computes prompts again, once the router has met it; every prompt is new to every cache."""
+    for number in range(50):
+        result = client.complete(f"{number} things that no cache holds, so that they are computed anew.", max_tokens=1)
+        if result.timing.prefill_worker == worker_id:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_killed_router_comes_back_at_the_same_address(deployment: RayDeployment, client: Client) -> None:
+    undisturbed = ask(client)
+    victim = worker(deployment.status(), "router-0")
+    os.kill(victim.pid, signal.SIGKILL)
+    successor = until_replaced(deployment, victim)
+    assert successor.member.address == victim.member.address
+    assert ask(client).token_ids == undisturbed.token_ids
+
+
+def test_a_frozen_decode_worker_is_replaced(deployment: RayDeployment, client: Client) -> None:
+    victim = worker(deployment.status(), "decode-1")
+    os.kill(victim.pid, signal.SIGSTOP)
+    lost = until(deployment, lambda status: worker(status, "decode-1").pid != victim.pid)
+    assert ask(client).usage.completion_tokens == 60
+    until_replaced(deployment, victim)
+    assert worker(lost, "decode-1").member.worker_id == "decode-1"
+    assert not psutil.pid_exists(victim.pid) or psutil.Process(victim.pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_stop_leaves_no_process(deployment: RayDeployment) -> None:
+    processes = deployment.processes()
+    assert len(processes) > 5
+    with grpc.insecure_channel(deployment.admin_address) as channel:
+        admin_pb2_grpc.AdminStub(channel).Stop(admin_pb2.StopRequest(), timeout=40)
+    deployment.wait_until_stopped()
+    deployment.stop()
+    assert [process for process in processes if process.is_running()] == []
+
+
+def test_ctrl_c_ends_a_served_deployment_in_order() -> None:
+    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", MODEL, "--colocated"]
+    ports = ["--http-port", "0", "--grpc-port", "0", "--admin-port", "0"]
+    # A session of its own, so that the signal reaches every process of it, as a terminal's Ctrl-C does.
+    serving = subprocess.Popen(
+        [*command, *ports], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert serving.stdout is not None
+        lines = []
+        for line in serving.stdout:
+            lines.append(line)
+            if "Ctrl-C" in line:
+                break
+        printed = "".join(lines)
+        address = re.search(r"gRPC +(\S+)", printed)
+        admin = re.search(r"admin +(\S+)", printed)
+        assert address, printed
+        assert admin, printed
+        assert "ready: penstock-tiny, 0 prefill + 1 decode workers" in printed
+        _check_commands(address[1], admin[1])
+        family = psutil.Process(serving.pid).children(recursive=True)
+        os.killpg(serving.pid, signal.SIGINT)
+        _, errors = serving.communicate(timeout=40)
+        assert (serving.returncode, "Traceback" in errors) == (0, False), errors
+        assert [process for process in family if process.is_running()] == []
+    finally:
+        if serving.poll() is None:
+            serving.terminate()
+            serving.wait(40)
+
+
+def _check_commands(address: str, admin: str) -> None:
+    penstock = [sys.executable, "-m", "cluster.cli"]
+    generate = [*penstock, "generate", "Once upon a time", "--server", address, "--max-tokens", "5", "--timing"]
+    done = subprocess.run(generate, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip()
+    assert "decode-0" in done.stderr
+    status = [*penstock, "status", "--json", "--admin", admin]
+    done = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["ready"] is True

@@ -1,6 +1,6 @@
 """A checksum of each page, taken at both ends of a transfer where TransferConfig.checksums is on.
 
-xxh3_64 of the page's bytes, whatever its dtype. On CPU without a copy: 20-30 GB/s a core when the page is in cache.
+xxh3_64 of the page's bytes, whatever its dtype. On CPU without a copy, about as fast as memory is read.
 A page on a GPU is copied to the host first, which makes checksums a debugging aid there.
 """
 

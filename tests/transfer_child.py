@@ -27,7 +27,8 @@ class Child:
     """One process, its pipe, and calls into it that have a deadline."""
 
     def __init__(self, role: str, transport: str, epoch: int, num_pages: int, page_bytes: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # imports torch once for all children
+        context.set_forkserver_preload(["tests.transfer_child"])
         self._pipe, theirs = context.Pipe()
         run = {"sender": run_sender, "receiver": run_receiver}[role]
         self.process: BaseProcess = context.Process(

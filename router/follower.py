@@ -125,14 +125,14 @@ class Follower:
             await self._watch(channel)
             return
         self.link = Link(self.worker_id, self._on_change)
-        watcher = asyncio.create_task(self._keep_watching(channel))
+        watcher = asyncio.create_task(self._keep_watching(channel, self.link))
         try:
             await self.link.run(worker_pb2_grpc.DecodeWorkerStub(channel))
         finally:
             watcher.cancel()
             await asyncio.wait([watcher])
 
-    async def _keep_watching(self, channel: grpc.aio.Channel) -> None:
+    async def _keep_watching(self, channel: grpc.aio.Channel, link: Link) -> None:
         """Events may break off while the link lives: requests go on, new ones go elsewhere until they are back."""
         backoff = Backoff(random.Random())
         while True:
@@ -142,6 +142,8 @@ class Follower:
                 log.info("events of %s broke off: %s", self.worker_id, _reason(error))
             self._heard = False
             self._on_change()
+            if not link.is_open:
+                return
             await asyncio.sleep(backoff.next_s())
 
     async def _watch(self, channel: grpc.aio.Channel) -> None:
@@ -151,7 +153,7 @@ class Follower:
             wanted = worker_pb2.WatchEventsRequest(epoch=self.epoch, next_seq=self._index.next_seq(self.worker_id))
             call = stub.WatchEvents(wanted)
             try:
-                while (batch := await asyncio.wait_for(call.read(), _SILENCE_S)) is not grpc.aio.EOF:
+                while (batch := await _read(call)) is not grpc.aio.EOF:
                     if batch.epoch != self.epoch:
                         raise Unavailable(f"{self.address} is now epoch {batch.epoch}")
                     if not self._apply(batch):
@@ -182,6 +184,12 @@ class Follower:
     def _forget_worker(self) -> None:
         self._index.drop(self.worker_id)
         self._ledger.forget(self.worker_id)
+
+
+async def _read(call: grpc.aio.UnaryStreamCall) -> object:
+    # Not wait_for: before Python 3.12 it forgets a cancellation that comes together with a result.
+    async with asyncio.timeout(_SILENCE_S):
+        return await call.read()
 
 
 def _reason(error: Exception) -> str:

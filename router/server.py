@@ -51,8 +51,10 @@ class RouterServer:
         card = ModelCard.load(config)
         self._tokenizer = Tokenizer.load(config.model)
         self._metrics = RouterMetrics(card.name)
-        self._card = card
         self._tasks: list[asyncio.Task[None]] = []
+        self.fleet = Fleet()
+        self.generator = Generator(config, card, self._tokenizer, self.fleet, self._metrics)
+        self._watch_metrics()
         self.ports = Ports(0, 0)
 
     async def start(self) -> None:
@@ -61,17 +63,15 @@ class RouterServer:
         Health turns SERVING with the first decode worker, which this does not wait for.
         """
         http_socket = _listen(self._config.host, self._config.http_port)
+        self._grpc = GrpcServer([SERVICE], keepalive=False)
         try:
             await self._start(http_socket)
         except BaseException:
             http_socket.close()
+            await self._grpc.stop()
             raise
 
     async def _start(self, http_socket: socket.socket) -> None:
-        self.fleet = Fleet()
-        self.generator = Generator(self._config, self._card, self._tokenizer, self.fleet, self._metrics)
-        self._watch_metrics()
-        self._grpc = GrpcServer([SERVICE], keepalive=False)
         InferenceService(self.generator, self.fleet).add_to(self._grpc.server)
         grpc_port = await self._grpc.start(self._config.host, self._config.grpc_port, "grpc_port")
         app = make_app(self.generator, self.fleet, self._metrics)

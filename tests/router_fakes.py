@@ -1,4 +1,4 @@
-"""Fakes at the router's edges: workers that speak the worker protocol over real gRPC with made-up tokens, and an admin."""
+"""Fakes at the router's edges, over real gRPC: workers with made-up tokens, and an admin."""
 
 from __future__ import annotations
 

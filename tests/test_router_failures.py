@@ -1,0 +1,262 @@
+"""Workers that die, refuse, come back or are replaced: a stream never shows it, or ends with a clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from penstock.config import RouterConfig
+from penstock.errors import ConfigError, InternalError, Overloaded, Unavailable
+from penstock.page_hash import hash_pages, make_salt
+from penstock.v1 import inference_pb2
+from router.server import RouterServer
+from tests.router_fakes import (
+    MODEL,
+    PAGE_SIZE,
+    FakeAdmin,
+    FakeWorker,
+    all_followed,
+    expected_tokens,
+    running_router,
+    until,
+)
+from tests.test_router_grpc import collect, failure, finish_of, read_tokens, request
+
+
+def tokens_of(messages, index=0):
+    return [token for message in messages if message.index == index for token in message.token_ids]
+
+
+async def two_workers(**settings):
+    return await FakeWorker("decode-0", epoch=1, **settings).start(), await FakeWorker(
+        "decode-1", epoch=2, **settings
+    ).start()
+
+
+async def test_a_lost_worker_leaves_no_seam_in_the_stream():
+    workers = await two_workers(pause_at=5)
+    async with running_router(*workers) as router:
+        call = router.stub.Generate(request("tell me", max_tokens=12, n=2))
+        messages = await read_tokens(call, 10)
+        victim, survivor = workers if workers[0].submits else workers[::-1]
+        before = len(survivor.submits)
+        lost = len(victim.submits)
+        for one in workers:
+            one.pause_at = None
+        await victim.stop()
+        survivor.resume.set()
+        messages += await collect(call)
+        assert len(survivor.submits) == before + lost
+        moved = survivor.submits[before]
+        assert moved.num_prompt_tokens == victim.submits[0].num_prompt_tokens
+        assert len(moved.token_ids) == moved.num_prompt_tokens + 5
+        submits = [submit for one in workers for submit in one.submits]
+        first = {one.sampling.seed: one for one in submits if len(one.token_ids) == one.num_prompt_tokens}
+        for index in range(2):
+            assert tokens_of(messages, index) == expected_tokens(first[7 + index], 12)
+        redispatches = [message.timing.num_redispatches for message in messages if message.finish_reason]
+        assert sum(redispatches) == lost
+
+
+async def test_a_stream_waits_for_the_successor_of_the_only_worker():
+    worker = await FakeWorker(pause_at=3).start()
+    port = int(worker.address.rsplit(":", 1)[1])
+    async with running_router(worker) as router:
+        call = router.stub.Generate(request("go on", max_tokens=9))
+        messages = await read_tokens(call, 3)
+        await worker.stop()
+        successor = await FakeWorker(epoch=99).start(port)
+        messages += await collect(call)
+        assert tokens_of(messages) == expected_tokens(worker.submits[0], 9)
+        assert finish_of(messages[-1]) == "length"
+        await successor.stop()
+
+
+async def test_a_request_that_keeps_losing_workers_is_given_up():
+    workers = await two_workers(pause_at=1)
+    async with running_router(*workers, max_redispatches=0) as router:
+        reading = asyncio.create_task(failure(router.stub.Generate(request("poor"))))
+        await until(lambda: sum(len(one.submits) for one in workers) == 1)
+        await next(one for one in workers if one.submits).stop()
+        error = await reading
+        assert isinstance(error, Unavailable)
+        assert "gave up after 0 other workers" in error.message
+        assert error.retry_after_s == 1.0
+
+
+async def test_a_worker_that_is_full_passes_the_request_on():
+    full, free = await two_workers()
+    full.refuse_with = Overloaded("full", 1.0)
+    async with running_router(full, free, policy="round-robin") as router:
+        for _ in range(2):
+            messages = await collect(router.stub.Generate(request("where")))
+            assert messages[-1].timing.decode_worker == "decode-1"
+        free.refuse_with = Overloaded("full too", 2.0)
+        error = await failure(router.stub.Generate(request("where")))
+        assert isinstance(error, Overloaded)
+        assert error.retry_after_s is not None
+
+
+async def test_a_workers_own_error_is_the_clients():
+    worker = await FakeWorker(refuse_with=InternalError("the step failed")).start()
+    async with running_router(worker) as router:
+        error = await failure(router.stub.Generate(request("x")))
+        assert isinstance(error, InternalError)
+        assert error.message == "the step failed"
+
+
+async def test_prefill_candidates_are_those_of_the_same_layout_best_first():
+    decode = await FakeWorker("decode-0", epoch=1).start()
+    prefills = [await FakeWorker(f"prefill-{rank}", epoch=10 + rank, role="prefill").start() for rank in range(4)]
+    alien = await FakeWorker("prefill-x", epoch=20, role="prefill", revision="r2").start()
+    prompt = list(range(300, 364))
+    hashes = hash_pages(prompt, PAGE_SIZE, make_salt("r1"))
+    prefills[2].log.stored(hashes[:3])
+    async with running_router(decode, *prefills, alien) as router:
+        await collect(router.stub.Generate(request(token_ids=prompt)))
+        submit = decode.submits[0]
+        assert submit.salt == make_salt("r1")
+        candidates = submit.prefill_candidates
+        assert len(candidates) == 3
+        best = candidates[0]
+        assert (best.worker_id, best.epoch, best.address) == ("prefill-2", 12, prefills[2].address)
+        assert best.prefill_s < candidates[1].prefill_s
+        assert "prefill-x" not in {one.worker_id for one in candidates}
+
+
+async def test_cache_events_steer_requests_until_the_pages_are_gone():
+    workers = await two_workers()
+    prompt = list(range(300, 364))
+    hashes = hash_pages(prompt, PAGE_SIZE, make_salt("r1"))
+    async with running_router(*workers) as router:
+        index = router.server.fleet.index
+        for number in range(30):  # more than the fake's window of 8: read as a snapshot
+            workers[1].log.stored([bytes([number]) * 16])
+        workers[1].log.stored(hashes)
+        workers[1].service.notify()
+        await until(lambda: index.match(hashes) == {"decode-1": 4})
+        for _ in range(4):
+            await collect(router.stub.Generate(request(token_ids=prompt)))
+        assert [len(one.submits) for one in workers] == [0, 4]
+        workers[1].log.removed(hashes[1:2])
+        workers[1].service.notify()
+        await until(lambda: index.match(hashes) == {"decode-1": 1})
+
+
+async def test_the_admins_membership_is_followed_and_outlived():
+    admin = await FakeAdmin().start()
+    first = await FakeWorker("decode-0", epoch=1, pause_at=2).start()
+    second = await FakeWorker("decode-0", epoch=2).start()
+    admin.set(first)
+    async with running_router(first, second, admin=admin, wait=False) as router:
+        await until(lambda: router.server.generator.ready)
+        reading = asyncio.create_task(collect(router.stub.Generate(request("stay", max_tokens=6))))
+        await first.until(lambda one: len(one.submits) == 1)
+        admin.set(second)  # a new incarnation takes over; the old one may finish what it has
+        await until(lambda: [one.epoch for one in router.server.fleet.followers if one.takes_work] == [2])
+        await collect(router.stub.Generate(request("new")))
+        assert len(second.submits) == 1
+        first.resume.set()
+        assert tokens_of(await reading) == expected_tokens(first.submits[0], 6)
+        await admin.stop()
+        await collect(router.stub.Generate(request("without an admin")))
+        reborn = FakeAdmin()
+        reborn.set(first)
+        await reborn.start(admin.port)
+        await until(lambda: [one.address for one in router.server.fleet.followers] == [first.address])
+        await reborn.stop()
+
+
+async def test_a_worker_at_another_ones_address_gets_nothing():
+    admin = await FakeAdmin().start()
+    worker = await FakeWorker("decode-0", epoch=5).start()
+    admin.set(worker)
+    worker.epoch = 6  # the membership said 5, the process is of another epoch
+    worker._description.epoch = 6
+    async with running_router(worker, admin=admin, wait=False) as router:
+        error = await failure(router.stub.Generate(request("x"), timeout=0.5))
+        assert error.code.name in ("DEADLINE_EXCEEDED", "UNAVAILABLE")
+        assert worker.submits == []
+        await admin.stop()
+
+
+async def test_metrics_count_what_happened():
+    worker = await FakeWorker().start()
+    async with running_router(worker) as router:
+        await collect(router.stub.Generate(request("count me", max_tokens=5)))
+        await failure(router.stub.Generate(inference_pb2.GenerateRequest()))
+        text = router.server._metrics.render().decode()
+        label = 'model_name="penstock-tiny"'
+        assert f'vllm:request_success_total{{finished_reason="length",{label}}} 1.0' in text
+        assert f"vllm:generation_tokens_total{{{label}}} 5.0" in text
+        assert f"vllm:time_to_first_token_seconds_count{{{label}}} 1.0" in text
+        assert f"vllm:inter_token_latency_seconds_count{{{label}}} 4.0" in text
+        assert f'vllm:request_errors_total{{{label},reason="INVALID_INPUT"}} 1.0' in text
+        assert f"vllm:kv_cache_usage_perc{{{label}}} 0.0" in text
+
+
+@pytest.mark.parametrize("which", ["grpc_port", "http_port"])
+async def test_a_port_in_use_is_named_with_the_fix(which):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = {"grpc_port": 0, "http_port": 0, which: port}
+        server = RouterServer(RouterConfig(model=str(MODEL), workers=("127.0.0.1:1",), **settings))
+        with pytest.raises(ConfigError, match=rf"{which} = {port}: cannot listen on 127.0.0.1:{port}.*choose another"):
+            await server.start()
+
+
+def test_a_router_with_nobody_to_route_to_is_refused():
+    with pytest.raises(ConfigError, match="give exactly one of them"):
+        RouterServer(RouterConfig(model=str(MODEL)))
+
+
+def _spawn(tmp_path, text):
+    path = tmp_path / "router.toml"
+    path.write_text(text)
+    return subprocess.Popen(
+        [sys.executable, "-m", "router", "--config", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+async def test_the_process_says_when_it_is_ready_and_stops_on_sigterm(tmp_path):
+    worker = await FakeWorker().start()
+    process = _spawn(tmp_path, f'model = "{MODEL}"\nworkers = ["{worker.address}"]\ngrpc_port = 0\nhttp_port = 0\n')
+    try:
+        line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 20)
+        assert '"grpc"' in line
+        assert f'"pid": {process.pid}' in line
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(asyncio.to_thread(process.wait), 10) == 0
+    finally:
+        process.kill()
+        process.communicate()
+        await worker.stop()
+
+
+def test_the_process_explains_a_port_in_use_without_a_traceback(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = _spawn(tmp_path, f'model = "{MODEL}"\nworkers = ["127.0.0.1:1"]\ngrpc_port = 0\nhttp_port = {port}\n')
+        _, problem = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert problem.startswith(f"http_port = {port}: cannot listen")
+    assert "Traceback" not in problem
+
+
+async def test_every_worker_is_let_go_when_the_router_stops():
+    workers = await two_workers(pause_at=1)
+    async with running_router(*workers) as router:
+        assert all_followed(router.server, 2)
+        reading = asyncio.create_task(failure(router.stub.Generate(request("cut off"))))
+        await until(lambda: sum(len(one.running) for one in workers) == 1)
+        await router.server.stop()
+        assert await reading is not None
+        await until(lambda: not any(one.running for one in workers), timeout_s=2.0)

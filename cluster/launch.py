@@ -193,7 +193,8 @@ def _check_address(address: str) -> None:
 
 def _no_cluster(address: str, problem: str) -> ConfigError:
     return ConfigError(
-        f"address = {address!r}: no Ray cluster could be joined ({problem}); start one with `ray start --head`"
+        f"address = {address!r}: no Ray cluster could be joined ({problem}); start one with `ray start --head`, "
+        "and where it asks for a token, set RAY_AUTH_MODE=token here as there"
     )
 
 

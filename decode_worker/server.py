@@ -54,6 +54,7 @@ class DecodeServer:
         )
         transfers = Transfers(engine, self._receiver, self.epoch, config.transfer, self._watch_for_stall)
         description = describe(engine, config, self.epoch)
+        description.transports.extend(self._receiver.transports)
         worker = self.worker = DecodeWorker(
             WorkerId(config.worker_id), engine, transfers, config.decode, description.context_length
         )

@@ -52,6 +52,7 @@ class PrefillServer:
         worker = self.worker = PrefillWorker(engine, self._sender, self._config)
         self._loop = StepLoop(self._config.worker_id, self._step, self._on_fatal)
         description = describe(engine, self._config, self.epoch)
+        description.transports.extend(self._sender.transports)
         self._service = WorkerService(description, events, lambda: worker.load, worker.is_open)
         names = worker_pb2.DESCRIPTOR.services_by_name
         self._grpc = GrpcServer([names["Worker"], names["PrefillWorker"]])

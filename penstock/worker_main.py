@@ -63,8 +63,9 @@ async def _serve(config: WorkerConfig, make_server: Callable[[WorkerConfig], Wor
     stopping = asyncio.create_task(_wait_for(stopped))
     await asyncio.wait([stopping, server.failed], return_when=asyncio.FIRST_COMPLETED)
     if server.failed.done():
-        # The step loop is dead, and with it every request here: leave at once, so that routers notice.
-        return 1
+        # The step loop is dead, and with it every request here: leave at once, so that routers notice. An orderly
+        # end of the interpreter would wait for, or be aborted by, the threads of the transports.
+        os._exit(1)
     await server.stop()
     return 0
 

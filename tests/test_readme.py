@@ -3,61 +3,36 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.readme_tree import FOLDERS, make_tree
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
-# Folders whose files the tree names one by one.
-LISTED = ("penstock", "engine", "kv_transfer", "prefill_worker", "decode_worker", "router", "cluster")
 
-
-def tracked_files() -> list[str]:
-    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    if listing.returncode:
+def test_the_tree_is_that_of_the_repository() -> None:
+    if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    return [name for name in listing.stdout.splitlines() if (ROOT / name).exists()]
+    assert make_tree() in README, "run `python -m tests.readme_tree --write`"
 
 
-def tree_entries() -> set[str]:
-    """Paths that the README's tree names; names are indented by two spaces a level and end where the text begins."""
-    block = re.search(r"```tree\n(.*?)```", README, re.DOTALL)
-    assert block, "README.md has no ```tree block"
-    parents: list[str] = []
-    entries = set()
-    for line in block.group(1).splitlines():
-        indent = (len(line) - len(line.lstrip())) // 2
-        names = line.strip().split("  ")[0]
-        parents = parents[:indent]
-        for name in names.split():
-            entries.add("/".join([*parents, name.rstrip("/")]))
-        parents.append(names.split()[0].rstrip("/"))
-    return entries
+def test_every_folder_is_in_the_tree() -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))}
+    ignored = {name for name in folders if not any((ROOT / name).rglob("*.*"))} | {"build", "dist", "deploy"}
+    packages = {name for name in folders - ignored if not name.endswith(".egg-info")}
+    assert packages <= {name.rstrip("/") for name in FOLDERS}
 
 
-def test_the_tree_names_every_folder_and_every_module() -> None:
-    files = tracked_files()
-    folders = {name.split("/")[0] for name in files if "/" in name and not name.startswith(".")}
-    modules = {
-        name
-        for name in files
-        if name.split("/")[0] in LISTED and name.endswith(".py") and "_pb2" not in name and "__init__" not in name
-    }
-    assert (folders | modules) - tree_entries() == set(), "missing from the README's tree"
-
-
-def test_the_tree_names_nothing_else() -> None:
-    files = tracked_files()
-    known = set(files) | {str(parent) for name in files for parent in Path(name).parents}
-    assert tree_entries() - known == set(), "the README's tree names what is not there"
+def test_no_module_is_without_a_first_line() -> None:
+    assert not [line for line in make_tree().splitlines() if re.search(r"\.(py|proto|cpp|h)$", line)]
 
 
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
-    assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
+    assert set(re.findall(r"(?m)(?:`|^)make ([a-z-]+)", README)) <= targets
 
 
 def test_links_lead_somewhere() -> None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import ray
 from ray.actor import ActorHandle
 
+from cluster.addresses import LOOPBACK, callable_host
 from cluster.admin_service import start_admin_server
 from cluster.controller import ROUTER, Controller, Started
 from cluster.pool import Incarnation
@@ -30,8 +31,6 @@ from penstock.types import Epoch, Role
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
-_EVERY_INTERFACE = {"0.0.0.0", "::"}  # addresses to listen on, not to call
 _PROGRESS_STEP = 0.05  # of the weights, between two reports
 # The canary outlasts the moment in which the router has not heard of the workers yet; its deadline is the caller's.
 _CANARY_RETRY = RetryPolicy(max_attempts=1000, initial_s=0.05, max_s=0.5)
@@ -87,7 +86,7 @@ class RouterHost:
 
     async def start(self, on_progress: Callable[[float], None]) -> Started:
         await self._server.start()
-        host = LOOPBACK if self._config.host in _EVERY_INTERFACE else self._config.host
+        host = callable_host(self._config.host)
         ports = self._server.ports
         return Started(Epoch(0), f"{host}:{ports.grpc}", os.getpid(), http_address=f"{host}:{ports.http}")
 

@@ -6,13 +6,17 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from cluster import commands
 from cluster.terminal import StartProgress, changes, how_to_call
 from penstock import log
 from penstock.config import ServeConfig, parse, read
 from penstock.errors import ConfigError, PenstockError
+
+if TYPE_CHECKING:
+    from cluster.launch import OnStatus, RayDeployment
 
 PROBLEM = 2
 
@@ -152,7 +156,7 @@ def _print_lines(lines: Sequence[str]) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _import_launch():  # type: ignore[no-untyped-def]
+def _import_launch() -> Callable[[ServeConfig, OnStatus], RayDeployment]:
     """Ray and the worker's libraries are an extra: the other commands do without."""
     try:
         from cluster.launch import launch

@@ -6,6 +6,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 import grpc
@@ -28,11 +29,12 @@ def generate(arguments: Namespace) -> int:
     with Client(arguments.server, timeout_s=arguments.timeout) as client:
         try:
             with client.generate(prompt, **_sampling(arguments)) as stream:
-                last = _print_stream(stream, sys.stdout)[1]
-        except KeyboardInterrupt:
-            return INTERRUPTED
+                printed = _print_stream(stream, sys.stdout)
         except Unavailable as error:
             raise Unavailable(f"{arguments.server}: {error.message}") from error
+    if printed.interrupted:
+        return INTERRUPTED
+    last = printed.last
     if arguments.timing and last is not None and last.timing is not None and last.usage is not None:
         row = timing_row(last.timing, last.usage.completion_tokens)
         print("\n" + format_table(TIMING_HEADER, [row]), file=sys.stderr)
@@ -64,7 +66,7 @@ def chat(arguments: Namespace) -> int:
 def _answer(client: Client, arguments: Namespace, messages: list[ChatMessage]) -> str | None:
     try:
         with client.generate(messages, **_sampling(arguments)) as stream:
-            return _print_stream(stream, sys.stdout)[0]
+            return _print_stream(stream, sys.stdout).text
     except PenstockError as error:
         print(error.message, file=sys.stderr)
         return None
@@ -74,10 +76,17 @@ def _sampling(arguments: Namespace) -> dict[str, Any]:
     return {name: value for name in _SAMPLING if (value := getattr(arguments, name, None)) is not None}
 
 
-def _print_stream(stream: GenerateStream, out: TextIO) -> tuple[str, Chunk | None]:
-    """Prints text as it comes. Returns what was printed, cut short by Ctrl-C or not, and the last chunk."""
+@dataclass(frozen=True, slots=True)
+class _Printed:
+    text: str
+    last: Chunk | None
+    interrupted: bool  # by Ctrl-C, which cancelled the call
+
+
+def _print_stream(stream: GenerateStream, out: TextIO) -> _Printed:
+    """Prints text as it comes."""
     texts: list[str] = []
-    last = None
+    last, interrupted = None, False
     try:
         for chunk in stream:
             last = chunk
@@ -85,8 +94,9 @@ def _print_stream(stream: GenerateStream, out: TextIO) -> tuple[str, Chunk | Non
             print(chunk.text, end="", file=out, flush=True)
     except KeyboardInterrupt:
         stream.close()
+        interrupted = True
     print(file=out)
-    return "".join(texts), last
+    return _Printed("".join(texts), last, interrupted)
 
 
 def status(arguments: Namespace) -> int:

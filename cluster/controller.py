@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 ROUTER = "router"
 STOP_TIMEOUT_S = 10.0  # of one process's orderly stop, before it is killed
+MAX_START_FAILURES = 3
 CANARY_PAUSE_S = 1.0  # after one that failed
 _HOPELESS = (CheckpointError, ConfigError, InvalidInput)  # another try would end alike
 
@@ -151,11 +152,19 @@ class Controller:
             self._loads.pop(incarnation, None)
             log.info("%s is lost: %s", incarnation.worker_id, reason)
             pool.on_lost(incarnation, reason)
+            self._give_up_if_hopeless(pool, incarnation)
             self._publish()  # routers hear of it first, then the corpse is removed, then it is replaced
             await process.kill()
             self._tasks.pop(incarnation, None)
             pool.on_removed(incarnation, time.monotonic())
             self._publish()
+
+    def _give_up_if_hopeless(self, pool: Pool, incarnation: Incarnation) -> None:
+        """A process that never comes up ends a deployment that was never ready; later on it is tried for ever."""
+        for slot in pool.slots:
+            if slot.incarnation == incarnation and slot.failures_in_a_row >= MAX_START_FAILURES and not self._proven:
+                failures = f"{slot.worker_id} failed {slot.failures_in_a_row} times to start"
+                self._failure = self._failure or Unavailable(f"{failures}; the last time: {slot.detail}")
 
     def _check_canary(self) -> None:
         """Sends a real request through every new router before the deployment calls itself ready."""

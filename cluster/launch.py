@@ -27,7 +27,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import cluster
-from cluster.actors import LOOPBACK, ControllerActor
+from cluster.actors import ControllerActor
+from cluster.addresses import LOOPBACK, callable_host
 from cluster.ray_process import NAMESPACE
 from cluster.shares import FRONT_SHARE, Share, divide, num_cpus_needed
 from engine.model_config import ModelConfig
@@ -205,8 +206,8 @@ class RayDeployment:
         self.config = config
         self.start_up = StartUp(0.0, 0.0, 0.0, 0.0)
         self.admin_address = f"{LOOPBACK}:{config.admin_port}"
-        self.grpc_address = f"{config.host}:{config.grpc_port}"
-        self.http_address = f"{config.host}:{config.http_port}"
+        self.grpc_address = f"{callable_host(config.host)}:{config.grpc_port}"
+        self.http_address = f"{callable_host(config.host)}:{config.http_port}"
         self._daemons = daemons  # of the Ray that was started for this deployment
         self._controller: Any = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -39,7 +39,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
 
     HANG = object()
 
-    def __init__(self, *scripts: list[object]) -> None:
+    def __init__(self, *scripts: Sequence[object]) -> None:
         self.scripts = list(scripts)
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.time_left_s: list[float | None] = []

@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from cluster import launch as launching
+from cluster.addresses import callable_host
 from cluster.cli import main, make_parser, serve_config
 from cluster.terminal import changes, format_table
 from penstock.config import ServeConfig
@@ -102,6 +103,10 @@ def test_a_port_in_use_is_refused_before_anything_starts(
     assert f"choose another with {flag}" in message
 
 
+def test_a_server_on_every_interface_is_called_on_loopback() -> None:
+    assert [callable_host(host) for host in ("0.0.0.0", "::", "10.0.0.7")] == ["127.0.0.1", "127.0.0.1", "10.0.0.7"]
+
+
 def test_two_equal_ports_are_refused() -> None:
     port = launching.resolve_ports(ServeConfig(model="m", http_port=0, grpc_port=0, admin_port=0)).http_port
     with pytest.raises(ConfigError, match=f"grpc_port = {port}: another port has the same number"):
@@ -136,6 +141,25 @@ def test_generate_streams_and_prints_the_timing(capsys: pytest.CaptureFixture[st
     (request,) = service.requests
     assert (request.text, request.sampling.max_tokens, list(request.sampling.stop)) == ("Hello", 9, ["a", "b"])
     assert not request.sampling.HasField("temperature")
+
+
+class InterruptedOutput(io.StringIO):
+    """A terminal whose user presses Ctrl-C after the first word."""
+
+    def write(self, text: str) -> int:
+        if self.getvalue() == "Once":
+            self.seek(0)
+            self.truncate()
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+def test_ctrl_c_cancels_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = FakeInference([*say("Once", " upon", " a"), FakeInference.HANG])
+    monkeypatch.setattr("sys.stdout", InterruptedOutput())
+    with FakeServer(service) as server:
+        assert main(["generate", "Hello", "--server", server.address]) == 130
+        assert service.cancelled.wait(5)
 
 
 def test_generate_reads_standard_input_and_says_what_is_wrong(

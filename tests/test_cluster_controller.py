@@ -29,6 +29,8 @@ class FakeProcess:
 
     async def start(self) -> Started:
         await self.world.may_start.wait()
+        if self.incarnation.worker_id == self.world.never_starts:
+            raise Unavailable("its process died while starting")
         error = self.world.start_errors.pop(self.incarnation.worker_id, None)
         if error:
             raise error
@@ -56,6 +58,7 @@ class World:
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.start_errors: dict[str, PenstockError] = {}
+        self.never_starts = ""
         self.canary_error: PenstockError | None = None
         self.num_started = 0
         self.num_canaries = 0
@@ -166,6 +169,19 @@ async def test_a_passing_trouble_at_the_start_is_tried_again() -> None:
     status = await world.ready()
     assert worker(status, "decode-1").num_restarts == 1
     assert (await world.controller.wait(-1, 0)).failure is None
+    await world.controller.stop()
+
+
+async def test_a_process_that_never_comes_up_fails_the_start_after_three_tries() -> None:
+    world = World()
+    world.never_starts = "router-0"
+    world.controller.start()
+    version, failure = -1, None
+    async with asyncio.timeout(10):
+        while failure is None:
+            snapshot = await world.controller.wait(version, 5)
+            version, failure = snapshot.version, snapshot.failure
+    assert failure.message == "router-0 failed 3 times to start; the last time: its process died while starting"
     await world.controller.stop()
 
 

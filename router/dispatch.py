@@ -18,7 +18,7 @@ from types import TracebackType
 from penstock import wire
 from penstock.errors import DeadlineExceeded, PenstockError, Unavailable, from_status
 from penstock.page_hash import hash_pages
-from penstock.types import FinishReason, PageHash
+from penstock.types import FinishReason, PageHash, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from router.choice import Choice, Demand, Policy, WorkerView
 from router.follower import Follower
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 _WAIT_TO_START_S = 5.0  # for a decode worker; a client that is told soon may go elsewhere
 _WAIT_TO_RESUME_S = 30.0  # with tokens out already: a dead worker's successor loads its weights first
 _RETRY_AFTER_S = 1.0
+_FIRST_HASHES = 32  # pages of a prompt hashed before the index is asked whether more are worth it
 _STAGGER_TOKENS = 64  # longer prompts are computed once, before the other completions start
 
 
@@ -86,7 +87,7 @@ class TokenStream:
         self._arrived = asyncio.Event()
         self._legs = [Leg(index, request, self._deliver) for index in range(request.sampling.n)]
         self._waiting = list(self._legs)  # not sent yet
-        self._hashes: list[PageHash] = []  # of the prompt
+        self._hashes: dict[int, list[PageHash]] = {}  # of the prompt's leading pages, by page size
 
     async def __aenter__(self) -> TokenStream:
         return self
@@ -203,8 +204,7 @@ class TokenStream:
         if not decode:
             raise cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S)
         token_ids = self._request.token_ids + leg.emitted
-        hashes = self._hash(token_ids, group)
-        cached = self._fleet.index.match(hashes)
+        cached = self._cached_pages(group)
         demand = Demand(len(token_ids), group.page_size, group.page_bytes)
 
         def view(one: Follower) -> WorkerView:
@@ -221,10 +221,19 @@ class TokenStream:
         leg.submit(chosen.link, self._submission(leg, token_ids, group, choice, timeout_s))
         self._credit(leg, choice, demand)
 
-    def _hash(self, token_ids: list[int], group: Group) -> list[PageHash]:
-        hashes = hash_pages(token_ids, group.page_size, group.salt, self._hashes)
-        self._hashes = hashes[: len(self._request.token_ids) // group.page_size]
-        return hashes
+    def _cached_pages(self, group: Group) -> dict[WorkerId, int]:
+        """Leading pages of the prompt that each worker holds. Hashes little further than the longest prefix found."""
+        size, token_ids = group.page_size, self._request.token_ids
+        hashes = self._hashes.get(size, [])
+        num_full = len(token_ids) // size
+        count = min(_FIRST_HASHES, num_full)
+        while True:
+            if len(hashes) < count:
+                hashes = self._hashes[size] = hash_pages(token_ids[: count * size], size, group.salt, hashes)
+            cached = self._fleet.index.match(hashes[:count])
+            if count == num_full or max(cached.values(), default=0) < count:
+                return cached
+            count = min(2 * count, num_full)
 
     def _submission(
         self, leg: Leg, token_ids: list[int], group: Group, choice: Choice, timeout_s: float

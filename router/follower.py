@@ -153,7 +153,7 @@ class Follower:
             wanted = worker_pb2.WatchEventsRequest(epoch=self.epoch, next_seq=self._index.next_seq(self.worker_id))
             call = stub.WatchEvents(wanted)
             try:
-                while (batch := await _read(call)) is not grpc.aio.EOF:
+                while (batch := await _read(call)) is not None:
                     if batch.epoch != self.epoch:
                         raise Unavailable(f"{self.address} is now epoch {batch.epoch}")
                     if not self._apply(batch):
@@ -186,10 +186,12 @@ class Follower:
         self._ledger.forget(self.worker_id)
 
 
-async def _read(call: grpc.aio.UnaryStreamCall) -> object:
+async def _read(call: grpc.aio.UnaryStreamCall) -> worker_pb2.EventBatch | None:
+    """None at the end."""
     # Not wait_for: before Python 3.12 it forgets a cancellation that comes together with a result.
     async with asyncio.timeout(_SILENCE_S):
-        return await call.read()
+        batch = await call.read()
+        return None if batch is grpc.aio.EOF else batch
 
 
 def _reason(error: Exception) -> str:

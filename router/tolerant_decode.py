@@ -22,7 +22,7 @@ def tolerant(kind: type[MessageT]) -> Callable[[bytes], MessageT | InvalidInput]
         try:
             return kind.FromString(data)
         except DecodeError:
-            return explain(data, kind.DESCRIPTOR)
+            return explain(data, kind.DESCRIPTOR)  # type: ignore[arg-type]
 
     return read
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -146,6 +147,18 @@ async def test_cache_events_steer_requests_until_the_pages_are_gone():
         workers[1].log.removed(hashes[1:2])
         workers[1].service.notify()
         await until(lambda: index.match(hashes) == {"decode-1": 1})
+
+
+async def test_a_prefix_longer_than_the_first_look_is_found_whole():
+    decode = await FakeWorker("decode-0", epoch=1).start()
+    prefill = await FakeWorker("prefill-0", epoch=2, role="prefill").start()
+    prompt = [300 + number % 1000 for number in range(100 * PAGE_SIZE + 5)]
+    prefill.load = replace(prefill.load, prefill_tokens_per_s=1000.0)
+    prefill.log.stored(hash_pages(prompt, PAGE_SIZE, make_salt("r1"))[:90])
+    async with running_router(decode, prefill) as router:
+        await collect(router.stub.Generate(request(token_ids=prompt)))
+        seconds = decode.submits[0].prefill_candidates[0].prefill_s
+        assert seconds == pytest.approx((len(prompt) - 90 * PAGE_SIZE) / 1000.0)
 
 
 async def test_the_admins_membership_is_followed_and_outlived():

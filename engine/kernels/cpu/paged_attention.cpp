@@ -6,6 +6,7 @@
 // on nothing but itself: not on the batch, its order, or the number of threads.
 //
 // Pool layer: [P, 2, K, S, H], pages `page_stride` values apart, each page's layer contiguous.
+#include "tiles.h"
 #include "vectors.h"
 
 #include <vector>
@@ -36,10 +37,11 @@ struct Item {
 // What one item needs while it is computed; one per thread, made once per call.
 struct Scratch {
   std::vector<uint32_t> queries, keys, values, weights;
-  std::vector<float> scores, totals, highest, sums;
+  std::vector<float> scores, totals, highest, sums;  // sums: lane by lane, added up at the end
+  // `rows` is a multiple of a tile's side: what lies past an item's rows is computed too, and never read.
   Scratch(int rows, int words, int head_dim)
       : queries(rows * words), keys(words * kBlock), values(kBlock * head_dim), weights(rows * kBlock),
-        scores(rows * kBlock), totals(rows * head_dim), highest(rows), sums(rows) {}
+        scores(rows * kBlock), totals(rows * head_dim), highest(rows), sums(rows * kLanes) {}
 };
 
 template <class T> struct Attention {
@@ -49,27 +51,38 @@ template <class T> struct Attention {
   const Problem& problem;
   Scratch& scratch;
   int words, head_dim, group;
+  bool uses_tiles;
+  const Stored* places[2][kBlock];  // where the keys of even and odd blocks stand
+  int tile_rows = 0;  // what this thread's tiles are configured for; 0: not yet
 
   Attention(const Problem& p, Scratch& s)
       : problem(p), scratch(s), words(p.head_dim / T::kPerWord), head_dim(p.head_dim),
-        group(p.num_heads / p.num_kv_heads) {}
+        group(p.num_heads / p.num_kv_heads), uses_tiles(kStep == 2 && tiles::available()) {}
+  ~Attention() {
+    if (tile_rows) tiles::release();
+  }
 
   void run(const Item& item) {
     const int start = problem.query_start[item.sequence], context = problem.context_lens[item.sequence];
     const int num_tokens = problem.query_start[item.sequence + 1] - start;
     const int first_position = context - num_tokens + item.first_query, rows = item.num_queries * group;
+    if (uses_tiles && std::min(rows, tiles::kSide) != tile_rows) {
+      tile_rows = std::min(rows, tiles::kSide);
+      tiles::configure(tile_rows);
+    }
     read_queries(item, start);
     std::fill_n(scratch.totals.begin(), rows * head_dim, 0.0f);
     std::fill_n(scratch.highest.begin(), rows, kNothingSeen);
-    std::fill_n(scratch.sums.begin(), rows, 0.0f);
+    std::fill_n(scratch.sums.begin(), rows * kLanes, 0.0f);
     const int stop = first_position + item.num_queries;  // the last query sees the keys before it and itself
     int key = problem.window ? std::max(0, first_position - problem.window + 1) : 0;
     key -= key % kBlock;  // blocks start at the same keys for every way to cut a prompt into chunks
+    find_rows(item, key, stop, places[key / kBlock % 2]);
     for (; key < stop; key += kBlock) {
       read_block(item, key, stop);
-      for (int row = 0; row < rows;) row += score_rows(row, rows);
+      score_all(rows);
       for (int row = 0; row < rows; ++row) weigh(row, key, first_position + row / group);
-      for (int row = 0; row < rows;) row += gather_rows(row, rows);
+      gather_all(rows);
     }
     write_out(item, start, rows);
   }
@@ -84,25 +97,34 @@ template <class T> struct Attention {
     }
   }
 
-  const Stored* key_row(const Item& item, int key) const {
-    const int page = problem.page_table[int64_t(item.sequence) * problem.table_width + key / problem.page_size];
-    const int64_t place = int64_t(item.kv_head) * problem.page_size + key % problem.page_size;
-    return static_cast<const Stored*>(problem.pool) + page * problem.page_stride + place * head_dim;
+  // Where keys [first, first + 64) stand; places from `stop` on repeat the last key and are masked later.
+  void find_rows(const Item& item, int first, int stop, const Stored* rows[kBlock]) const {
+    const int32_t* pages = problem.page_table + int64_t(item.sequence) * problem.table_width;
+    const int64_t page_size = problem.page_size, to_head = item.kv_head * page_size;
+    int64_t index = first / page_size, place = first % page_size;
+    for (int i = 0; i < kBlock; ++i) {
+      if (first + i >= stop) {
+        rows[i] = rows[i - 1];
+        continue;
+      }
+      rows[i] = static_cast<const Stored*>(problem.pool) + pages[index] * problem.page_stride +
+                (to_head + place) * head_dim;
+      if (++place == page_size) place = 0, ++index;
+    }
   }
 
-  // K and V of keys [first, first + 64); places from `stop` on repeat the last key and are masked later. Asks for the
-  // next block's rows meanwhile: pages lie anywhere in memory, which the hardware cannot foresee.
+  // K and V of keys [first, first + 64). Asks for the next block's rows meanwhile: pages lie anywhere in memory, which
+  // the hardware cannot foresee.
   void read_block(const Item& item, int first, int stop) {
     const int64_t to_value = int64_t(problem.num_kv_heads) * problem.page_size * head_dim;
-    const Stored* rows[kBlock];
-    for (int i = 0; i < kBlock; ++i) rows[i] = key_row(item, std::min(first + i, stop - 1));
+    const Stored *const *rows = places[first / kBlock % 2], **next = places[first / kBlock % 2 ^ 1];
     const bool has_next = first + kBlock < stop;
+    if (has_next) find_rows(item, first + kBlock, stop, next);
     for (int i = 0; i < kBlock; i += kLanes) {
       for (int lane = 0; has_next && lane < kLanes; ++lane) {
-        const Stored* next = key_row(item, std::min(first + kBlock + i + lane, stop - 1));
         for (int byte = 0; byte < words * 4; byte += 64) {
-          __builtin_prefetch(reinterpret_cast<const char*>(next) + byte);
-          __builtin_prefetch(reinterpret_cast<const char*>(next + to_value) + byte);
+          __builtin_prefetch(reinterpret_cast<const char*>(next[i + lane]) + byte);
+          __builtin_prefetch(reinterpret_cast<const char*>(next[i + lane] + to_value) + byte);
         }
       }
       for (int word = 0; word < words; word += kLanes) {
@@ -126,6 +148,16 @@ template <class T> struct Attention {
       Words high = __builtin_convertvector(load<Shorts>(second + d), Words);
       store(to + d, low | (high << 16));
     }
+  }
+
+  void score_all(int rows) {
+    if (uses_tiles) {
+      for (int row = 0; row < rows; row += tiles::kSide)
+        tiles::multiply_four<false>(scratch.scores.data() + row * kBlock, kBlock, scratch.queries.data() + row * words,
+                                    words, scratch.keys.data(), kBlock, words / tiles::kSide);
+      return;
+    }
+    for (int row = 0; row < rows;) row += score_rows(row, rows);
   }
 
   // Up to four rows at a time: each vector of K is loaded once for all of them.
@@ -179,10 +211,28 @@ template <class T> struct Attention {
     }
     const float fade = before == now ? 1.0f : exp2(splat(before - now))[0];
     scratch.highest[row] = now;
-    scratch.sums[row] = scratch.sums[row] * fade + sum(total);
+    float* sums = scratch.sums.data() + row * kLanes;
+    store(sums, load<Floats>(sums) * fade + total);
     if (fade != 1.0f) {
       float* totals = scratch.totals.data() + row * head_dim;
       for (int d = 0; d < head_dim; d += kLanes) store(totals + d, load<Floats>(totals + d) * fade);
+    }
+  }
+
+  void gather_all(int rows) {
+    if (!uses_tiles) {
+      for (int row = 0; row < rows;) row += gather_rows(row, rows);
+      return;
+    }
+    constexpr int kDepth = kBlock / kStep / tiles::kSide;
+    for (int row = 0; row < rows; row += tiles::kSide) {
+      float* totals = scratch.totals.data() + row * head_dim;
+      const uint32_t *weights = scratch.weights.data() + row * kBlock, *values = scratch.values.data();
+      int d = 0;
+      for (; d + 4 * tiles::kSide <= head_dim; d += 4 * tiles::kSide)
+        tiles::multiply_four<true>(totals + d, head_dim, weights, kBlock, values + d, head_dim, kDepth);
+      for (; d < head_dim; d += tiles::kSide)
+        tiles::multiply_one(totals + d, head_dim, weights, kBlock, values + d, head_dim, kDepth);
     }
   }
 
@@ -225,7 +275,7 @@ template <class T> struct Attention {
       const int64_t token = start + item.first_query + row / group;
       const int head = item.kv_head * group + row % group;
       Stored* to = static_cast<Stored*>(problem.out) + (token * problem.num_heads + head) * head_dim;
-      const float factor = 1.0f / scratch.sums[row];
+      const float factor = 1.0f / sum(load<Floats>(scratch.sums.data() + row * kLanes));
       const float* totals = scratch.totals.data() + row * head_dim;
       for (int d = 0; d < head_dim; d += kLanes) store_floats(to + d, load<Floats>(totals + d) * factor, kLanes);
     }
@@ -249,7 +299,8 @@ template <class T> void attend(const Problem& problem, int num_threads) {
   const std::vector<Item> items = list_items(problem, queries_per_item);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && items.size() > 1)
   {
-    Scratch scratch(queries_per_item * group, problem.head_dim / T::kPerWord, problem.head_dim);
+    const int rows = (queries_per_item * group + tiles::kSide - 1) / tiles::kSide * tiles::kSide;
+    Scratch scratch(rows, problem.head_dim / T::kPerWord, problem.head_dim);
     Attention<T> attention(problem, scratch);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < items.size(); ++i) attention.run(items[i]);

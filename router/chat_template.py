@@ -37,7 +37,7 @@ class ChatTemplate:
         """The prompt up to where the assistant's answer begins. Raises InvalidInput where the template refuses."""
         try:
             return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special_tokens)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template may fail like any program, and these messages made it fail
             raise InvalidInput("messages", f"the model's chat template refuses them: {error}") from error
 
 

@@ -126,7 +126,7 @@ def serve(arguments: argparse.Namespace) -> int:
     try:
         with StartProgress() as progress:
             deployment = launch(config, progress.show)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # the latter is how Ray, while it starts, takes a SIGTERM
         return commands.INTERRUPTED
     try:
         config = deployment.config

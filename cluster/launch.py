@@ -6,15 +6,11 @@ Ray cluster instead, and what it starts there outlives this process.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import os
-import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,21 +25,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import cluster
 from cluster.actors import ControllerActor
 from cluster.addresses import LOOPBACK, callable_host
+from cluster.ray_cluster import check_ray_version, connect, disconnect, with_descendants
 from cluster.ray_process import NAMESPACE
-from cluster.shares import FRONT_SHARE, Share, divide, num_cpus_needed
+from cluster.shares import FRONT_SHARE, Share
 from engine.model_config import ModelConfig
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError, Unavailable, from_status
 from penstock.v1 import admin_pb2
 
-MINIMUM_RAY = "2.40"
 CONTROLLER = "controller"
 _POLL_S = 10.0  # of one long poll; a change answers it at once
 _CALL_TIMEOUT_S = 30.0  # of a call to the controller beyond what the call itself waits for
 _STOP_TIMEOUT_S = 45.0
-_CONNECT_TIMEOUT_S = 5.0
-_EXIT_TIMEOUT_S = 5.0  # until Ray's own processes are gone after its shutdown
-_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # close to Ray's minimum: nothing of ours goes through it
 
 OnStatus = Callable[[admin_pb2.StatusResponse], None]
 
@@ -56,18 +49,6 @@ class StartUp:
     controller_s: float
     workers_s: float  # until the last worker and the router were ready
     first_request_s: float  # until a real request had succeeded
-
-
-def check_ray_version(found: str) -> None:
-    """Raises ConfigError for a Ray that is too old."""
-    if _version(found) < _version(MINIMUM_RAY):
-        raise ConfigError(
-            f"ray {found} is too old: Penstock needs {MINIMUM_RAY} or newer; run: pip install -U 'ray>={MINIMUM_RAY}'"
-        )
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def resolve_ports(config: ServeConfig) -> ServeConfig:
@@ -110,10 +91,7 @@ def launch(config: ServeConfig, on_status: OnStatus = lambda status: None) -> Ra
     ModelConfig.from_folder(config.model)  # a folder that cannot be served is refused before anything starts
     config = resolve_ports(config)
     began_s = time.monotonic()
-    bystanders = {child.pid for child in psutil.Process().children()}
-    with _keep_sigterm_handler():
-        shares = _join(config) if config.address else _start_embedded(config)
-    daemons = [child for child in psutil.Process().children() if child.pid not in bystanders]
+    shares, daemons = connect(config)
     deployment = RayDeployment(config, daemons)
     try:
         deployment.start(shares, began_s, on_status)
@@ -121,82 +99,6 @@ def launch(config: ServeConfig, on_status: OnStatus = lambda status: None) -> Ra
         deployment.stop()
         raise
     return deployment
-
-
-@contextlib.contextmanager
-def _keep_sigterm_handler() -> Iterator[None]:
-    """Ray replaces the handler; the caller's is put back, so that SIGTERM stops things in order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-
-
-def _start_embedded(config: ServeConfig) -> dict[str, Share]:
-    num_cores = len(os.sched_getaffinity(0))
-    num_gpus = _count_gpus(config)
-    shares = divide(config, num_cores, num_gpus)
-    # Read by Ray's daemons: no spare workers on a small machine, nothing sent home.
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    os.environ.setdefault("RAY_enable_worker_prestart", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    verbose = "PENSTOCK_LOG" in os.environ
-    ray.init(
-        address="local",  # also where RAY_ADDRESS is set
-        num_cpus=max(num_cores, math.ceil(num_cpus_needed(config, shares))),
-        num_gpus=num_gpus,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        namespace=NAMESPACE,
-        log_to_driver=verbose,
-        logging_level=logging.INFO if verbose else logging.ERROR,
-        _node_ip_address=LOOPBACK,
-    )
-    return shares
-
-
-def _count_gpus(config: ServeConfig) -> int:
-    """As Ray itself would count them: by what the driver lists, not by importing torch here."""
-    if config.engine_config().device == "cpu":
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip() not in {"", "-1"}])
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-
-
-def _join(config: ServeConfig) -> dict[str, Share]:
-    _check_address(config.address)
-    try:
-        ray.init(address=config.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RayError, ValueError, RuntimeError) as error:
-        raise _no_cluster(config.address, str(error)) from error
-    resources = ray.cluster_resources()
-    return divide(config, resources.get("CPU", 1.0), resources.get("GPU", 0.0))
-
-
-def _check_address(address: str) -> None:
-    """Asks the port first: Ray itself tries for more than a minute where nobody listens."""
-    if address.startswith("ray://"):
-        raise ConfigError(f"address = {address!r}: run this on a node of the cluster and give auto, or its host:port")
-    host, colon, port = address.rpartition(":")
-    if not colon:
-        return  # auto, or another word that Ray itself looks up
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise _no_cluster(address, str(error)) from error
-
-
-def _no_cluster(address: str, problem: str) -> ConfigError:
-    return ConfigError(
-        f"address = {address!r}: no Ray cluster could be joined ({problem}); start one with `ray start --head`, "
-        "and where it asks for a token, set RAY_AUTH_MODE=token here as there"
-    )
 
 
 class RayDeployment:
@@ -292,24 +194,19 @@ class RayDeployment:
 
     def processes(self) -> list[psutil.Process]:
         """Every process of the Ray that was started for it, the workers and the router included."""
-        return [process for daemon in self._daemons for process in _with_descendants(daemon)]
+        return with_descendants(self._daemons)
 
     def stop(self) -> None:
         """Ends the deployment, and the Ray that was started for it. May be called twice."""
         if not ray.is_initialized():
             return
-        family = self.processes()
         try:
             if self._controller is not None:
                 self._get(self._controller.stop.remote(), _STOP_TIMEOUT_S)
         except Unavailable as error:
             logging.getLogger(__name__).warning("stopping: %s", error.message)
         finally:
-            ray.shutdown()
-            _, alive = psutil.wait_procs(family, _EXIT_TIMEOUT_S)
-            for process in alive:
-                process.kill()
-            psutil.wait_procs(alive, _EXIT_TIMEOUT_S)
+            disconnect(self._daemons)
 
     def leave(self) -> None:
         """Disconnects from a joined cluster; the deployment goes on."""
@@ -322,13 +219,6 @@ class RayDeployment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
-
-
-def _with_descendants(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _say(status: admin_pb2.StatusResponse) -> str:

@@ -68,8 +68,9 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
     def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: grpc.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
-        if self.scripts and isinstance(self.scripts[0][0], PenstockError):
-            _abort(context, self.scripts.pop(0)[0])
+        for step in self.scripts.pop(0) if self.scripts else ():
+            assert isinstance(step, PenstockError)
+            _abort(context, step)
         words = request.text.split() or [message.content for message in request.messages]
         return inference_pb2.TokenizeResponse(token_ids=range(len(words)), tokens=words)
 

@@ -16,6 +16,7 @@ import pytest
 from cluster import launch as launching
 from cluster.addresses import callable_host
 from cluster.cli import main, make_parser, serve_config
+from cluster.ray_cluster import MINIMUM_RAY
 from cluster.terminal import changes, format_table
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError, InvalidInput
@@ -94,7 +95,7 @@ def test_files_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.Captu
 def test_a_port_in_use_is_refused_before_anything_starts(
     key: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launching, "_start_embedded", lambda config: pytest.fail("Ray was started"))
+    monkeypatch.setattr(launching, "connect", lambda config: pytest.fail("Ray was started"))
     flag = "--" + key.replace("_", "-")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -117,7 +118,7 @@ def test_a_ray_that_is_too_old_is_refused(capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr("ray.__version__", "2.9.3")
     message = refusal(capsys, "serve", "--model", MODEL, *FREE_PORTS)
     assert "ray 2.9.3 is too old" in message
-    assert f"pip install -U 'ray>={launching.MINIMUM_RAY}'" in message
+    assert f"pip install -U 'ray>={MINIMUM_RAY}'" in message
 
 
 def test_a_ray_cluster_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

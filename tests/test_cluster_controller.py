@@ -13,7 +13,7 @@ from cluster.controller import Controller, Started
 from cluster.pool import Incarnation
 from penstock.config import PoolConfig, ServeConfig
 from penstock.errors import CheckpointError, PenstockError, Unavailable
-from penstock.types import Epoch
+from penstock.types import Epoch, WorkerId
 from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
 
 CONFIG = ServeConfig(model="models/some-model", decode_pool=PoolConfig(replicas=2), start_timeout_s=20)
@@ -101,7 +101,7 @@ async def test_ready_means_that_a_request_succeeded() -> None:
     status = await world.until(lambda status: len(status.workers) == 4)
     assert {one.state for one in status.workers} == {"starting"}
     assert not status.ready
-    world.controller.on_progress(Incarnation(worker(status, "decode-1").member.worker_id, 1), "loading weights 50%")
+    world.controller.on_progress(Incarnation(WorkerId("decode-1"), 1), "loading weights 50%")
     assert worker(world.controller.status(), "decode-1").detail == "loading weights 50%"
     world.may_start.set()
     status = await world.until(lambda status: status.ready)

@@ -211,7 +211,7 @@ class PrefillCandidate(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
 
 class DecodeSubmit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "prefill_candidates")
+    __slots__ = ("stream_id", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "prefill_candidates", "ticket")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +220,7 @@ class DecodeSubmit(_message.Message):
     SALT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -228,7 +229,8 @@ class DecodeSubmit(_message.Message):
     salt: bytes
     timeout_ms: int
     prefill_candidates: _containers.RepeatedCompositeFieldContainer[PrefillCandidate]
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ...) -> None: ...
+    ticket: str
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., ticket: _Optional[str] = ...) -> None: ...
 
 class DecodeCancel(_message.Message):
     __slots__ = ("stream_id",)
@@ -245,20 +247,34 @@ class DecodeCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[DecodeSubmit, _Mapping]] = ..., cancel: _Optional[_Union[DecodeCancel, _Mapping]] = ...) -> None: ...
 
 class StepDelta(_message.Message):
-    __slots__ = ("stream_id", "token_ids", "logprobs", "finish_reason", "error", "timing")
+    __slots__ = ("stream_id", "token_ids", "logprobs", "finish_reason", "error", "timing", "moved")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]
     finish_reason: _common_pb2.FinishReason
     error: _status_pb2.Status
     timing: _common_pb2.Timing
-    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ...) -> None: ...
+    moved: Moved
+    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ...) -> None: ...
+
+class Moved(_message.Message):
+    __slots__ = ("worker_id", "epoch", "address", "ticket")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    address: str
+    ticket: str
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., ticket: _Optional[str] = ...) -> None: ...
 
 class StepFrame(_message.Message):
     __slots__ = ("step", "deltas")
@@ -267,3 +283,133 @@ class StepFrame(_message.Message):
     step: int
     deltas: _containers.RepeatedCompositeFieldContainer[StepDelta]
     def __init__(self, step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[StepDelta, _Mapping]]] = ...) -> None: ...
+
+class MigrateRequest(_message.Message):
+    __slots__ = ("worker_id", "epoch", "address", "request_ids", "max_sequences")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    address: str
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    max_sequences: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., request_ids: _Optional[_Iterable[str]] = ..., max_sequences: _Optional[int] = ...) -> None: ...
+
+class MigrateFailure(_message.Message):
+    __slots__ = ("request_id", "error")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    error: _status_pb2.Status
+    def __init__(self, request_id: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class MigrateResponse(_message.Message):
+    __slots__ = ("moved", "failed", "num_left")
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_FIELD_NUMBER: _ClassVar[int]
+    moved: _containers.RepeatedScalarFieldContainer[str]
+    failed: _containers.RepeatedCompositeFieldContainer[MigrateFailure]
+    num_left: int
+    def __init__(self, moved: _Optional[_Iterable[str]] = ..., failed: _Optional[_Iterable[_Union[MigrateFailure, _Mapping]]] = ..., num_left: _Optional[int] = ...) -> None: ...
+
+class SequenceState(_message.Message):
+    __slots__ = ("request_id", "num_told", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "timing")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOLD_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    num_told: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    sampling: _common_pb2.SamplingParams
+    salt: bytes
+    timeout_ms: int
+    timing: _common_pb2.Timing
+    def __init__(self, request_id: _Optional[str] = ..., num_told: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ...) -> None: ...
+
+class AdoptStart(_message.Message):
+    __slots__ = ("transfer", "state", "num_pages", "worker_id", "address")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    transfer: TransferKey
+    state: SequenceState
+    num_pages: int
+    worker_id: str
+    address: str
+    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., num_pages: _Optional[int] = ..., worker_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class AdoptFinish(_message.Message):
+    __slots__ = ("state", "manifest", "paused_ms")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_MS_FIELD_NUMBER: _ClassVar[int]
+    state: SequenceState
+    manifest: PrefillPushed
+    paused_ms: float
+    def __init__(self, state: _Optional[_Union[SequenceState, _Mapping]] = ..., manifest: _Optional[_Union[PrefillPushed, _Mapping]] = ..., paused_ms: _Optional[float] = ...) -> None: ...
+
+class AdoptClosed(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _status_pb2.Status
+    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class AdoptCommand(_message.Message):
+    __slots__ = ("start", "finish", "closed")
+    START_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    start: AdoptStart
+    finish: AdoptFinish
+    closed: AdoptClosed
+    def __init__(self, start: _Optional[_Union[AdoptStart, _Mapping]] = ..., finish: _Optional[_Union[AdoptFinish, _Mapping]] = ..., closed: _Optional[_Union[AdoptClosed, _Mapping]] = ...) -> None: ...
+
+class AdoptDestination(_message.Message):
+    __slots__ = ("num_pages_held", "pages", "offer")
+    NUM_PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    num_pages_held: int
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    offer: bytes
+    def __init__(self, num_pages_held: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., offer: _Optional[bytes] = ...) -> None: ...
+
+class AdoptLanded(_message.Message):
+    __slots__ = ("num_pages",)
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    num_pages: int
+    def __init__(self, num_pages: _Optional[int] = ...) -> None: ...
+
+class AdoptAdopted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdoptRefused(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _status_pb2.Status
+    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class AdoptEvent(_message.Message):
+    __slots__ = ("destination", "landed", "adopted", "refused")
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    LANDED_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    destination: AdoptDestination
+    landed: AdoptLanded
+    adopted: AdoptAdopted
+    refused: AdoptRefused
+    def __init__(self, destination: _Optional[_Union[AdoptDestination, _Mapping]] = ..., landed: _Optional[_Union[AdoptLanded, _Mapping]] = ..., adopted: _Optional[_Union[AdoptAdopted, _Mapping]] = ..., refused: _Optional[_Union[AdoptRefused, _Mapping]] = ...) -> None: ...

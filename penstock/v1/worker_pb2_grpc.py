@@ -266,7 +266,7 @@ class PrefillWorker:
 
 
 class DecodeWorkerStub:
-    """Called by routers.
+    """Serve is called by routers, Migrate by whoever drains or balances workers, Adopt by other decode workers.
     """
 
     def __init__(self, channel):
@@ -280,14 +280,39 @@ class DecodeWorkerStub:
                 request_serializer=penstock_dot_v1_dot_worker__pb2.DecodeCommand.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_worker__pb2.StepFrame.FromString,
                 _registered_method=True)
+        self.Migrate = channel.unary_unary(
+                '/penstock.v1.DecodeWorker/Migrate',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.MigrateRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.MigrateResponse.FromString,
+                _registered_method=True)
+        self.Adopt = channel.stream_stream(
+                '/penstock.v1.DecodeWorker/Adopt',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.AdoptCommand.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.AdoptEvent.FromString,
+                _registered_method=True)
 
 
 class DecodeWorkerServicer:
-    """Called by routers.
+    """Serve is called by routers, Migrate by whoever drains or balances workers, Adopt by other decode workers.
     """
 
     def Serve(self, request_iterator, context):
         """One call a router, the lease of every request on it: when the call ends, all of them are released.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Migrate(self, request, context):
+        """Moves running sequences to another decode worker; answers once each has moved, or goes on here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Adopt(self, request_iterator, context):
+        """One call a sequence that moves here. Commands: start, then finish; closed is always the last and says that nothing
+        will be written any more. Events: destination, landed, then adopted; or refused, at any point.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -301,6 +326,16 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_worker__pb2.DecodeCommand.FromString,
                     response_serializer=penstock_dot_v1_dot_worker__pb2.StepFrame.SerializeToString,
             ),
+            'Migrate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Migrate,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.MigrateRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.MigrateResponse.SerializeToString,
+            ),
+            'Adopt': grpc.stream_stream_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.AdoptCommand.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.AdoptEvent.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'penstock.v1.DecodeWorker', rpc_method_handlers)
@@ -310,7 +345,7 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeWorker:
-    """Called by routers.
+    """Serve is called by routers, Migrate by whoever drains or balances workers, Adopt by other decode workers.
     """
 
     @staticmethod
@@ -330,6 +365,60 @@ class DecodeWorker:
             '/penstock.v1.DecodeWorker/Serve',
             penstock_dot_v1_dot_worker__pb2.DecodeCommand.SerializeToString,
             penstock_dot_v1_dot_worker__pb2.StepFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Migrate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.DecodeWorker/Migrate',
+            penstock_dot_v1_dot_worker__pb2.MigrateRequest.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.MigrateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Adopt(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/penstock.v1.DecodeWorker/Adopt',
+            penstock_dot_v1_dot_worker__pb2.AdoptCommand.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.AdoptEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -186,7 +186,7 @@ class ControllerActor:
 
     def _spawn(self, incarnation: Incarnation) -> RayProcess:
         context = ray.get_runtime_context()
-        kind = incarnation.worker_id.rpartition("-")[0]
+        kind = incarnation.pool_name
         if kind == ROUTER:
             # Beside the controller: its ports are the ones that the user was told.
             config = self._config.router_config(self._admin_address).model_dump(mode="json")
@@ -224,7 +224,7 @@ class ControllerActor:
 
 def _worker_config(config: ServeConfig, incarnation: Incarnation, share: Share) -> WorkerConfig:
     """Workers are never public: they listen on loopback, or on their node's address, whatever `host` says."""
-    worker = config.worker_config(incarnation.worker_id, Role(incarnation.worker_id.rpartition("-")[0]))
+    worker = config.worker_config(incarnation.worker_id, Role(incarnation.pool_name))
     engine = worker.engine
     if engine.num_threads is None:
         engine = engine.model_copy(update={"num_threads": share.num_threads})

@@ -124,7 +124,7 @@ class Controller:
 
     async def _supervise(self, incarnation: Incarnation) -> None:
         """One incarnation from start to loss. Cancelled: stops it in order."""
-        pool = self._pools[incarnation.worker_id.rpartition("-")[0]]
+        pool = self._pools[incarnation.pool_name]
         process = self._spawn(incarnation)
         reason = "stopped"
         try:
@@ -192,7 +192,7 @@ class Controller:
         self._publish()
 
     def on_progress(self, incarnation: Incarnation, detail: str) -> None:
-        self._pools[incarnation.worker_id.rpartition("-")[0]].on_progress(incarnation, detail)
+        self._pools[incarnation.pool_name].on_progress(incarnation, detail)
         self._publish()
 
     def _publish(self) -> None:
@@ -274,7 +274,7 @@ class Controller:
             for pool in (self._pools[name] for name in names):
                 pool.set_replicas(0)
                 pool.reconcile(time.monotonic())
-            tasks = [task for key, task in self._tasks.items() if key.worker_id.rpartition("-")[0] in names]
+            tasks = [task for key, task in self._tasks.items() if key.pool_name in names]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -171,8 +171,8 @@ def _show(deployment: RayDeployment) -> None:
             screen.close()
         print(f"\n{_result_table(asks, results)}\n")
     print(
-        "transfer: what the prefill did not hide. tokens cached: of the prompt, held by a prefix cache already.\n"
-        "pages moved: KV pages that the prefill worker wrote into the decode worker's pool.\n"
+        "TTFT: time to first token. transfer: the part that the prefill did not hide. tokens cached: of the prompt,\n"
+        "held by a prefix cache already. pages moved: KV pages that the prefill worker wrote into the decode worker.\n"
     )
 
 

@@ -30,6 +30,10 @@ class Incarnation:
     worker_id: WorkerId
     number: int
 
+    @property
+    def pool_name(self) -> str:
+        return self.worker_id.rpartition("-")[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Start:

@@ -28,10 +28,9 @@ TIMING_HEADER = (
     "queue ms",
     "prefill ms",
     "transfer ms",
-    "first token ms",
-    "per token ms",
-    "prefill worker",
-    "decode worker",
+    "TTFT ms",
+    "ms/token",
+    "served by",
     "tokens cached",
     "pages moved",
 )
@@ -46,8 +45,7 @@ def timing_row(timing: Timing, num_tokens: int) -> list[str]:
         f"{timing.transfer_ms:.1f}",
         f"{timing.first_token_ms:.1f}",
         per_token,
-        timing.prefill_worker or "-",
-        timing.decode_worker or "-",
+        " > ".join(dict.fromkeys((timing.prefill_worker, timing.decode_worker))),  # one that did both: once
         str(timing.cached_tokens),
         str(timing.pages_moved),
     ]

@@ -48,6 +48,7 @@ class AsyncGenerateStream:
         self._attempts = attempts
         self._closed = asyncio.Event()
         self._got_token = False
+        self._loop = asyncio.get_running_loop()
         self._call = start(attempts.timeout_s(time.monotonic()))
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
@@ -98,6 +99,12 @@ class AsyncGenerateStream:
         """Cancels the call; may be called twice."""
         self._closed.set()
         self._call.cancel()
+
+    def __del__(self) -> None:
+        # A stream that nobody reads to its end must not keep workers busy. Garbage is collected on any thread.
+        call = getattr(self, "_call", None)  # absent where the very first attempt could not begin
+        if call is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call.cancel)
 
     async def __aenter__(self) -> AsyncGenerateStream:
         return self

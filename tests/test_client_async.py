@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -79,6 +80,16 @@ async def test_cancelling_the_task_cancels_the_call() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            assert await cancelled(service)
+
+
+async def test_a_forgotten_stream_is_cancelled() -> None:
+    service = FakeInference([say("a", "b")[0], HANG])
+    with FakeServer(service) as server:
+        async with AsyncClient(server.address) as client:
+            async for _chunk in client.generate("Hello"):
+                break
+            gc.collect()
             assert await cancelled(service)
 
 

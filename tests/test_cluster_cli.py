@@ -138,7 +138,7 @@ def test_generate_streams_and_prints_the_timing(capsys: pytest.CaptureFixture[st
     assert captured.out == "Once upon\n"
     header, row = captured.err.strip().splitlines()
     assert header.split()[:2] == ["queue", "ms"]
-    assert row.split()[-4:] == ["prefill-0", "decode-1", "0", "3"]
+    assert row.split()[-5:] == ["prefill-0", ">", "decode-1", "0", "3"]
     (request,) = service.requests
     assert (request.text, request.sampling.max_tokens, list(request.sampling.stop)) == ("Hello", 9, ["a", "b"])
     assert not request.sampling.HasField("temperature")

@@ -3,7 +3,8 @@
 Two lives are kept apart. The *interest* in the pages runs offered, reserved, streaming, landed, verified, admitted, and
 may end early as aborted or expired. The *sender's right to write* ends only when it says that it has closed the
 transfer, or when its incarnation is known to be dead; never by time alone. Pages are fenced while they are reserved
-and that right lasts, unless every page has landed: a sender writes each page once.
+and that right lasts, unless every page has landed: a sender writes each page once, and none beyond its manifest. (A
+sequence that grows while it moves gets more pages reserved than it may come to need.)
 
 Every event returns the effects that the owner has to carry out, in order; each effect comes at most once in a
 transfer's life, whatever is repeated, reordered or late.
@@ -69,8 +70,12 @@ class TransferSession:
 
     @property
     def landed(self) -> bool:
-        """Whether every reserved page is here."""
+        """Whether every reserved page that is to come is here."""
         return self._reserved and not self._missing
+
+    @property
+    def num_landed(self) -> int:
+        return len(self.pages) - len(self._missing)
 
     @property
     def fenced(self) -> bool:
@@ -100,8 +105,9 @@ class TransferSession:
         return self._settle()
 
     def on_manifest(self, manifest: Manifest) -> tuple[Effect, ...]:
-        """The first one counts."""
-        self.manifest = self.manifest or manifest
+        """The first one after the reservation counts."""
+        if self._reserved:
+            self.manifest = self.manifest or manifest
         return self._settle()
 
     def on_verified(self, matches: bool) -> tuple[Effect, ...]:
@@ -143,6 +149,8 @@ class TransferSession:
 
     def _settle(self) -> tuple[Effect, ...]:
         due: list[Effect] = []
+        if self.manifest is not None:
+            self._missing = {index for index in self._missing if index < self.manifest.num_pages}
         if self.phase in _WAITING_FOR_PAGES and self.landed and self.manifest is not None:
             self.phase = Phase.LANDED
             due.append(Effect.VERIFY)

@@ -61,6 +61,8 @@ class Timing:
     pages_moved: int = 0
     num_redispatches: int = 0
     num_preemptions: int = 0
+    num_migrations: int = 0
+    migration_pause_ms: float = 0.0  # of all of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sequence import SampledToken, ScheduledSequence, StepOutput
 from engine.sequence import Sequence as Generation
+from engine.shared_pool import allocate_pool
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.kv_events import KvEventLog
@@ -89,8 +90,7 @@ class Engine:
             model_revision=model_config.revision,
         )
         num_pages = config.num_pages or _count_pages(config, layout, device)
-        # Zeros and not whatever was there: attention multiplies masked places by 0, which NaN would survive.
-        kv_pages = torch.zeros(layout.shape(num_pages), dtype=dtype, device=device)
+        kv_pages = allocate_pool(layout.shape(num_pages), dtype, device)
         pool = PagePool(num_pages)
         cache = PrefixCache(pool, config.page_size, on_event, config.prefix_caching)
         runner = ModelRunner(model, kv_pages, attention, select_ops(attention))

@@ -16,11 +16,13 @@ log = logging.getLogger(__name__)
 
 
 def common_wires(offer: Offer, wires: Mapping[str, SendingTransport]) -> list[str]:
-    """Names of the wires that both ends have, in the receiver's order. Raises TransferError when there is none."""
-    names = [name for name, _ in offer.transports if name in wires]
+    """Names of the wires that lead from here to the receiver, in its order. Raises TransferError when none does."""
+    names = [name for name, details in offer.transports if name in wires and wires[name].suits(details)]
     if not names:
         offered = [name for name, _ in offer.transports]
-        raise TransferError(f"no common transport: the receiver has {offered}, this sender {list(wires)}")
+        raise TransferError(
+            f"no common transport: the receiver has {offered}, this sender {list(wires)}; shm needs both on one host"
+        )
     return names
 
 

@@ -301,6 +301,9 @@ class NixlSender:
         self._local = self._prepare_local(pages)
         self._scratch = self._prepare_local(self._scratch_buffer)
 
+    def suits(self, details: Details) -> bool:
+        return True
+
     def connect(self, details: Details, receiver_epoch: Epoch) -> Link:
         deadline_s = time.monotonic() + self._config.connect_timeout_s
         agent, page_bytes = self._agent, self._pages.page_bytes

@@ -55,7 +55,7 @@ class ReceiverStats:
     """Counters since the start."""
 
     num_pages: int = 0
-    num_late_arrivals: int = 0  # of transfers that are not open, or out of their range: ignored
+    num_late_arrivals: int = 0  # of transfers that are not open, out of their range, or landed before: ignored
     num_lost_peers: int = 0
     num_failures: int = 0
 
@@ -160,7 +160,7 @@ class TransferReceiver:
         for wire in self._wires:
             wire.close()
 
-    # Landing: called by emulated wires from their own threads.
+    # Landing: called by wires from threads of their own.
 
     def land(self, arrival: Arrival, staged: PageBuffer) -> bool:
         with self._lock:
@@ -172,10 +172,21 @@ class TransferReceiver:
             if incoming.closed or incoming.failed:
                 self._ignore(arrival)
                 return False
-            first, end = arrival.first_index, arrival.first_index + arrival.num_pages
-            self._pages.scatter(incoming.pages[first:end], staged)
-        self._post(lambda: self._arrived(arrival))
+            # A duplicate may come after the fence was lifted for pages that have all landed: it must write nothing.
+            fresh = [index for index in _indexes(arrival) if index in incoming.missing]
+            offsets = [PageId(index - arrival.first_index) for index in fresh]
+            self._pages.scatter([incoming.pages[index] for index in fresh], staged, offsets)
+            with self._lock:
+                incoming.missing -= set(fresh)
+                incoming.last_progress_s = time.monotonic()
+        if not fresh:
+            self._ignore(arrival)
+            return True
+        self._post(lambda: self._tell(arrival))
         return True
+
+    def landed(self, arrival: Arrival) -> None:
+        self._post(lambda: self._arrived(arrival))
 
     def lost(self, peer: Peer, error: TransferError) -> None:
         log.info("%s", error)  # the transfers it fails, if any, carry it
@@ -224,14 +235,18 @@ class TransferReceiver:
             self._arrived(arrival)
 
     def _arrived(self, arrival: Arrival) -> None:
+        """Of pages that the peer has written by itself."""
         with self._lock:
             incoming = self._open.get(arrival.key)
             if incoming is not None and not incoming.failed and _in_range(incoming, arrival):
                 incoming.last_progress_s = time.monotonic()
-                incoming.missing -= set(range(arrival.first_index, arrival.first_index + arrival.num_pages))
-            else:
-                incoming = None
-        if incoming is None:
+                incoming.missing -= set(_indexes(arrival))
+        self._tell(arrival)
+
+    def _tell(self, arrival: Arrival) -> None:
+        with self._lock:
+            incoming = self._open.get(arrival.key)
+        if incoming is None or incoming.failed or not _in_range(incoming, arrival):
             self._ignore(arrival)
             return
         self.stats.num_pages += arrival.num_pages
@@ -275,6 +290,10 @@ class TransferReceiver:
     def _ignore(self, arrival: Arrival) -> None:
         self.stats.num_late_arrivals += 1
         log.debug("ignored %s: not open, or outside its pages", arrival)
+
+
+def _indexes(arrival: Arrival) -> range:
+    return range(arrival.first_index, arrival.first_index + arrival.num_pages)
 
 
 def _in_range(incoming: _Incoming, arrival: Arrival) -> bool:

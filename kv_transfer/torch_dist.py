@@ -26,17 +26,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kv_transfer.channel import Channel, Listener, dial
+from kv_transfer.channel import Channel, dial
 from kv_transfer.handshake import take
 from kv_transfer.pages import PageBuffer
+from kv_transfer.pairing import JOIN_TIMEOUT_S, Pairing
 from kv_transfer.transport import MAX_PUSH_BYTES, Arrival, Details, Landing, Link, Peer, Push, notice, parse_notice
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId
 
 NAME = "torch"
-TOKEN_BYTES = 32
-JOIN_TIMEOUT_S = 2.0  # for threads at shutdown: one that ends with the interpreter takes the process down with it
 RECEIVER, SENDER = 0, 1  # ranks
 
 log = logging.getLogger(__name__)
@@ -98,19 +97,10 @@ class TorchReceiver:
         self._pages = pages
         self._config = config
         self._landing = landing
-        self._lock = threading.Lock()
-        self._tokens: dict[Peer, bytes] = {}
-        self._channels: dict[Peer, Channel] = {}
-        self._listener = Listener(config.host, config.connect_timeout_s, self._serve)
+        self._pairing = Pairing(NAME, config, landing, self._serve)
 
     def offer(self, peer: Peer) -> Details:
-        with self._lock:
-            token = self._tokens.get(peer)
-            if token is None:
-                token = self._tokens[peer] = secrets.token_bytes(TOKEN_BYTES)
-                self._listener.admit(token)
-        backend = "nccl" if self._pages.is_cuda else "gloo"
-        return {"host": self._listener.host, "port": self._listener.port, "token": token, "backend": backend}
+        return {**self._pairing.offer(peer), "backend": "nccl" if self._pages.is_cuda else "gloo"}
 
     def poll(self) -> list[Arrival]:
         return []
@@ -119,43 +109,18 @@ class TorchReceiver:
         return frozenset()
 
     def forget(self, peer: Peer) -> None:
-        with self._lock:
-            token = self._tokens.pop(peer, None)
-            channel = self._channels.pop(peer, None)
-        if token is not None:
-            self._listener.refuse(token)
-        if channel is not None:
-            channel.close()
+        self._pairing.forget(peer)
 
     def close(self) -> None:
-        self._listener.close()
-        with self._lock:
-            channels = list(self._channels.values())
-            self._channels.clear()
-            self._tokens.clear()
-        for channel in channels:
-            channel.close()
-        self._listener.join(JOIN_TIMEOUT_S)
+        self._pairing.close()
 
-    def _serve(self, token: bytes, channel: Channel) -> None:
-        """One pair's life, in its own thread."""
-        with self._lock:
-            peer = next((peer for peer, offered in self._tokens.items() if offered == token), None)
-            if peer is None:
-                return  # forgotten since
-            earlier = self._channels.get(peer)
-            self._channels[peer] = channel
-        if earlier is not None:
-            earlier.close()
-        try:
-            group = self._join(channel)
-            channel.set_timeout(None)
-            self._receive_pushes(peer, channel, group)
-        except (RuntimeError, TransferError) as error:  # RuntimeError: the group's
-            self._lost(peer, channel, error)
+    def _serve(self, peer: Peer, channel: Channel) -> None:
+        group = self._join(channel)
+        channel.set_timeout(None)
+        self._receive_pushes(peer, channel, group)
 
     def _join(self, channel: Channel) -> Group:
-        host = self._listener.host
+        host = self._pairing.host
         listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listening.getsockname()[1]
         timeout = datetime.timedelta(seconds=self._config.connect_timeout_s)
@@ -180,14 +145,6 @@ class TorchReceiver:
                 landed = self._landing.land(arrival, staged)
                 group.settle()
             channel.send([landed])
-
-    def _lost(self, peer: Peer, channel: Channel, error: Exception) -> None:
-        with self._lock:
-            current = self._channels.get(peer) is channel
-            if current:
-                del self._channels[peer]
-        if current:  # else forgotten, replaced or shut down: nobody waits for it
-            self._landing.lost(peer, TransferError(f"{NAME} wire to {peer.worker_id} (epoch {peer.epoch}): {error}"))
 
 
 @dataclass(slots=True, eq=False)
@@ -287,6 +244,9 @@ class TorchSender:
         self._wake = wake
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+
+    def suits(self, details: Details) -> bool:
+        return True
 
     def connect(self, details: Details, receiver_epoch: Epoch) -> Link:
         host, port, token = take(details, "host", str), take(details, "port", int), take(details, "token", bytes)

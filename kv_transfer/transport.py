@@ -51,10 +51,14 @@ def parse_notice(data: object) -> Arrival:
 
 
 class Landing(Protocol):
-    """Where an emulated wire brings pages, and reports what became of its peers. Safe from any thread."""
+    """Where a wire with threads of its own brings or announces pages, and reports lost peers. Safe from any thread."""
 
     def land(self, arrival: Arrival, staged: PageBuffer) -> bool:
-        """Copies the staged pages into the pool if the transfer is open and names such pages; says whether it did."""
+        """Copies staged pages into the pool if the transfer is open and names such pages; says whether they are there.
+        A page that has landed before is not written again."""
+
+    def landed(self, arrival: Arrival) -> None:
+        """The peer has written these pages by itself."""
 
     def lost(self, peer: Peer, error: TransferError) -> None:
         """The peer's wire broke: fails what it still has open."""
@@ -107,6 +111,9 @@ class SendingTransport(Protocol):
     """The prefill worker's side of one wire."""
 
     name: str
+
+    def suits(self, details: Details) -> bool:
+        """Whether this wire can reach that receiver at all. Cheap; never blocks."""
 
     def connect(self, details: Details, receiver_epoch: Epoch) -> Link:
         """Blocks, at most connect_timeout_s. Raises TransferError. Called from any thread, also at the same time."""

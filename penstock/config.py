@@ -62,7 +62,7 @@ class DecodeConfig(_Frozen):
 
 
 class TransferConfig(_Frozen):
-    transport: Literal["auto", "nixl", "torch"] = "auto"
+    transport: Literal["auto", "shm", "nixl", "torch"] = "auto"
     host: str = "127.0.0.1"  # address that transports listen on
     connect_timeout_s: float = Field(10.0, gt=0)
     timeout_s: float = Field(30.0, gt=0)  # of one transfer without progress

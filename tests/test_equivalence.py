@@ -102,7 +102,7 @@ async def test_every_way_to_serve_gives_the_same_tokens(family: str, checkpoints
 
 
 @pytest.mark.parametrize("sampling", [SEEDED, PENALIZED], ids=["seeded", "penalized"])
-@pytest.mark.parametrize("transport", ["torch", "nixl"])
+@pytest.mark.parametrize("transport", ["shm", "torch", "nixl"])
 async def test_seeded_sampling_over_each_transport(
     sampling: SamplingParams, transport: str, checkpoints: dict[str, Path]
 ) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from engine.shared_pool import allocate_pool
 from kv_transfer import nixl
 from kv_transfer.handshake import parse_offer
 from kv_transfer.nixl import NixlReceiver
@@ -23,6 +24,7 @@ from tests.transfer_pair import PREFILL, Log, config, key, receiver, sender
 
 NUM_PAGES = 48
 WIRES = [
+    "shm",
     "torch",
     pytest.param("nixl", marks=pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed")),
 ]
@@ -32,7 +34,7 @@ def make_pools() -> tuple[torch.Tensor, torch.Tensor]:
     """[P, L, 2, K, S, H], bf16: every byte of the source is used."""
     torch.manual_seed(0)
     source = torch.randint(-(2**15), 2**15, (NUM_PAGES, 2, 2, 3, 4, 8), dtype=torch.int16).view(torch.bfloat16)
-    return source, torch.zeros_like(source)
+    return source, allocate_pool(source.shape, source.dtype, source.device)
 
 
 @dataclass
@@ -115,7 +117,7 @@ def test_a_transfer_without_pushes_is_done_when_finished(pair: Pair) -> None:
 
 def test_connecting_needs_no_open_transfer() -> None:
     """A prefill worker connects when it is asked, the receiver opens the transfer when the prefill is due."""
-    for wire in nixl.is_installed() * ["nixl"] + ["torch"]:
+    for wire in nixl.is_installed() * ["nixl"] + ["shm", "torch"]:
         source, target = make_pools()
         arrivals, pushes = Log(), Log()
         to, origin = receiver(target, arrivals, config(wire)), sender(source, pushes, config(wire))
@@ -257,26 +259,28 @@ def test_a_stalled_transfer_fails_once(pair: Pair) -> None:
         impatient.shutdown()
 
 
-@pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed")
-def test_auto_falls_back_when_a_wire_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("broken", [1, 2])
+def test_auto_falls_back_when_wires_do_not_connect(broken: int) -> None:
+    """The best ones of the offer are spoiled on their way."""
     source, target = make_pools()
     arrivals, pushes = Log(), Log()
-
-    def broken_offer(self: NixlReceiver, peer: object) -> Details:
-        return {**original(self, peer), "metadata": b"no metadata at all"}  # type: ignore[arg-type]
-
-    original = NixlReceiver.offer
-    monkeypatch.setattr(NixlReceiver, "offer", broken_offer)
     to, origin = receiver(target, arrivals, config("auto")), sender(source, pushes, config("auto"))
+    spoiled: dict[str, Details] = {"shm": {"token": b"?" * 32}, "nixl": {"metadata": b"none"}, "torch": {}}
     try:
-        assert to.transports == origin.transports == ["nixl", "torch"]
+        assert to.transports == origin.transports == ["shm", *nixl.is_installed() * ["nixl"], "torch"]
+        broken = min(broken, len(to.transports) - 1)
         to.open(key(1), pages([3]))
-        origin.open(key(1), to.offer(PREFILL, Epoch(1)))
+        offer = parse_offer(to.offer(PREFILL, Epoch(1)))
+        wires = [
+            (name, {**details, **spoiled[name]} if index < broken else details)
+            for index, (name, details) in enumerate(offer.transports)
+        ]
+        origin.open(key(1), replace(offer, transports=tuple(wires)).encode())
         origin.push(key(1), 0, pages([2]), pages([3]))
         origin.finish(key(1))
         pushes.wait(lambda: pushes.done == [key(1)])
         assert same_bits(target[3], source[2])
-        assert origin.stats.num_fallbacks == 1
+        assert origin.stats.num_fallbacks == broken
     finally:
         origin.shutdown()
         to.shutdown()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from engine.shared_pool import allocate_pool
 from penstock.types import Epoch
 from tests.transfer_pair import PREFILL, Log, config, receiver, sender
 
@@ -21,6 +22,11 @@ def make_source(num_pages: int, page_bytes: int) -> torch.Tensor:
     """The same bytes in every process."""
     generator = torch.Generator().manual_seed(11)
     return torch.randint(0, 256, (num_pages, page_bytes), dtype=torch.uint8, generator=generator)
+
+
+def make_target(num_pages: int, page_bytes: int) -> torch.Tensor:
+    """As an engine on a CPU makes its pool."""
+    return allocate_pool((num_pages, page_bytes), torch.uint8, torch.device("cpu"))
 
 
 class Child:
@@ -92,7 +98,7 @@ def run_sender(pipe: Connection, transport: str, epoch: int, num_pages: int, pag
 def run_receiver(pipe: Connection, transport: str, epoch: int, num_pages: int, page_bytes: int) -> None:
     torch.set_num_threads(1)
     log = Log()
-    pool = torch.zeros(num_pages, page_bytes, dtype=torch.uint8)
+    pool = make_target(num_pages, page_bytes)
     end = receiver(pool, log, config(transport, timeout_s=2.0), epoch)
     pipe.send("ready")
     while True:

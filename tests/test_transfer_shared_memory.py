@@ -1,0 +1,201 @@
+"""Pools in memory that processes share: what is mapped, what is refused, and that nothing outlives its pool."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.shared_pool import FILE_NAME, allocate_pool, shared_file
+from kv_transfer.handshake import parse_offer
+from kv_transfer.pages import PageBuffer
+from kv_transfer.shared_memory import SharedLink, SharedReceiver, _map_pool
+from kv_transfer.transport import Arrival
+from penstock.errors import ConfigError, TransferError
+from penstock.types import Epoch, PageId
+from tests.transfer_pair import PREFILL, Log, config, key, receiver, sender
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def open_pools() -> list[str]:
+    """Descriptors of this process on pools."""
+    folder = Path("/proc/self/fd")
+    links = [os.readlink(file) for file in folder.iterdir() if file.is_symlink()]
+    return [link for link in links if FILE_NAME in link]
+
+
+def test_a_pool_is_zeros_of_its_shape_and_ends_with_its_last_tensor() -> None:
+    gc.collect()
+    before = len(open_pools())
+    pool = allocate_pool((3, 5, 7), torch.bfloat16, CPU)
+    assert pool.shape == (3, 5, 7)
+    assert pool.is_contiguous()
+    assert not pool.any()
+    assert shared_file(pool) is not None
+    assert shared_file(torch.zeros(3, 5)) is None
+    view = pool[1]
+    del pool
+    gc.collect()
+    assert len(open_pools()) == before + 1
+    del view
+    gc.collect()
+    assert len(open_pools()) == before
+
+
+def test_a_mapping_writes_the_pool_itself() -> None:
+    pool = allocate_pool((4, 8192), torch.uint8, CPU)
+    fd, mark = shared_file(pool), b"m" * 32
+    assert fd is not None
+    os.pwrite(fd, mark, os.fstat(fd).st_size - os.sysconf("SC_PAGE_SIZE"))
+    mapped = _map_pool(os.getpid(), fd, mark, 4, 8192)
+    source = PageBuffer(torch.arange(2 * 8192).view(2, -1)[:, :8192].to(torch.uint8).contiguous())
+    mapped.copy_from(source, [PageId(1)], [PageId(2)])
+    assert torch.equal(pool[2], source.tensor[1])
+    assert not pool[[0, 1, 3]].any()
+
+
+def test_what_is_not_the_receivers_pool_is_not_mapped(tmp_path: Path) -> None:
+    pool = allocate_pool((4, 4096), torch.uint8, CPU)
+    fd = shared_file(pool)
+    assert fd is not None
+    with pytest.raises(TransferError, match="another process's pool"):
+        _map_pool(os.getpid(), fd, b"x" * 32, 4, 4096)
+    with pytest.raises(TransferError, match=r"offer\.num_pages: 5 of 4096"):
+        _map_pool(os.getpid(), fd, bytes(32), 5, 4096)
+    unsealed = os.memfd_create(FILE_NAME)
+    os.ftruncate(unsealed, 1 << 16)
+    with pytest.raises(TransferError, match="could shrink"):
+        _map_pool(os.getpid(), unsealed, bytes(32), 4, 4096)
+    os.close(unsealed)
+    with open(tmp_path / "file", "wb") as plain, pytest.raises(TransferError, match="no pool"):
+        _map_pool(os.getpid(), plain.fileno(), bytes(32), 4, 4096)
+    with pytest.raises(OSError):
+        _map_pool(os.getpid(), 1 << 20, bytes(32), 4, 4096)
+
+
+def test_a_receiver_of_another_host_is_not_tried() -> None:
+    """Its boot differs: auto goes on to the next wire without a word; shm alone is refused."""
+    source, target = torch.ones(4, 512), allocate_pool((4, 512), torch.float32, CPU)
+    arrivals, pushes = Log(), Log()
+    to, origin = receiver(target, arrivals, config("auto")), sender(source, pushes, config("auto"))
+    alone = sender(source, Log(), config("shm"))
+    try:
+        offer = parse_offer(to.offer(PREFILL, Epoch(1)))
+        elsewhere = replace(
+            offer,
+            transports=tuple(
+                (name, {**details, "boot_id": "another"} if name == "shm" else details)
+                for name, details in offer.transports
+                if name in ("shm", "torch")
+            ),
+        ).encode()
+        with pytest.raises(TransferError, match="shm needs both on one host"):
+            alone.open(key(1), elsewhere)
+        to.open(key(1), [PageId(2)])
+        origin.open(key(1), elsewhere)
+        origin.push(key(1), 0, [PageId(0)], [PageId(2)])
+        origin.finish(key(1))
+        arrivals.wait(lambda: arrivals.landed.get(key(1)) == {0})
+        pushes.wait(lambda: pushes.done == [key(1)])
+        assert origin.stats.num_fallbacks == 0
+        assert torch.equal(target[2], source[0])
+    finally:
+        for end in (alone, origin, to):
+            end.shutdown()
+
+
+def test_a_pool_that_is_not_shared_is_offered_over_other_wires_only() -> None:
+    plain = torch.zeros(4, 512)
+    end = receiver(plain, Log(), config("auto"))
+    try:
+        assert "shm" not in end.transports
+        assert "torch" in end.transports
+    finally:
+        end.shutdown()
+    with pytest.raises(ConfigError, match=r"transport = 'shm': the pool is not in memory that can be shared"):
+        receiver(plain, Log(), config("shm"))
+
+
+def test_a_page_beyond_the_receivers_pool_fails_its_transfer_alone() -> None:
+    source, target = torch.ones(8, 512), allocate_pool((4, 512), torch.float32, CPU)
+    arrivals, pushes = Log(), Log()
+    to, origin = receiver(target, arrivals, config("shm")), sender(source, pushes, config("shm"))
+    try:
+        for number, dst in ((1, 4), (2, 3)):
+            to.open(key(number), [PageId(3)])
+            origin.open(key(number), to.offer(PREFILL, Epoch(1)))
+            origin.push(key(number), 0, [PageId(0)], [PageId(dst)])
+            origin.finish(key(number))
+        pushes.wait(lambda: len(pushes.done) == 2)
+        assert pushes.failed_keys() == [key(1)]
+        assert "destination page 4: the receiver has 4" in pushes.failed[0][1].message
+        assert torch.equal(target[3], source[0])
+    finally:
+        origin.shutdown()
+        to.shutdown()
+
+
+def test_a_sender_that_speaks_of_another_peers_transfer_is_cut_off() -> None:
+    source, target = torch.ones(4, 512), allocate_pool((4, 512), torch.float32, CPU)
+    arrivals, pushes = Log(), Log()
+    to, origin = receiver(target, arrivals, config("shm")), sender(source, pushes, config("shm"))
+    try:
+        victim = key(9, sender_epoch=7)
+        to.open(victim, [PageId(1)])
+        wire = to._wires[0]
+        assert isinstance(wire, SharedReceiver)
+        details = dict(parse_offer(to.offer(PREFILL, Epoch(1))).transports)["shm"]
+        link = origin._wires["shm"].connect(details, Epoch(2))
+        assert isinstance(link, SharedLink)
+        link.push(Arrival(victim, 0, 1), [PageId(0)], [PageId(0)])
+        for thread in link.threads:
+            thread.join(10.0)
+        with pytest.raises(TransferError, match=r"gone|closed"):
+            link.check()
+        assert victim not in arrivals.landed
+        link.close()
+    finally:
+        origin.shutdown()
+        to.shutdown()
+
+
+def test_a_late_duplicate_on_an_emulated_wire_writes_nothing() -> None:
+    """A page that has landed may be shared already: what comes again is acknowledged and dropped, index by index."""
+    target = allocate_pool((6, 64), torch.uint8, CPU)
+    log = Log()
+    end = receiver(target, log, config("torch"))
+    try:
+        end.open(key(1), [PageId(number) for number in (5, 0, 3)])
+        first, again = (PageBuffer(torch.full((3, 64), value, dtype=torch.uint8)) for value in (1, 2))
+        assert end.land(Arrival(key(1), 1, 1), first.head(1))
+        assert end.land(Arrival(key(1), 0, 3), again)  # 1 has landed; 0 and 2 are new
+        assert end.land(Arrival(key(1), 0, 3), first)
+        log.wait(lambda: log.landed.get(key(1)) == {0, 1, 2})
+        assert target[:, 0].tolist() == [1, 0, 0, 2, 0, 2]
+        assert end.stats.num_late_arrivals == 1
+        end.close(key(1))
+        assert not end.land(Arrival(key(1), 0, 3), first)
+        assert target[:, 0].tolist() == [1, 0, 0, 2, 0, 2]
+    finally:
+        end.shutdown()
+
+
+def test_a_killed_process_leaves_no_memory_behind() -> None:
+    code = (
+        "import os, signal, torch\n"
+        "from engine.shared_pool import allocate_pool\n"
+        "pool = allocate_pool((64, 1 << 20), torch.uint8, torch.device('cpu')).fill_(1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    before = sorted(os.listdir("/dev/shm"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == -9
+    assert not [name for name in set(os.listdir("/dev/shm")) - set(before) if FILE_NAME in name]

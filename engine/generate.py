@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.engine import Engine
+from engine.finish import finish_reason
 from engine.sequence import ScheduledSequence
 from engine.sequence import Sequence as Generation
 from penstock.types import RequestId, SamplingParams
@@ -33,7 +34,7 @@ def generate(
         generation.pages = engine.prefix_cache.match(hashes)
         generation.num_computed_tokens = len(generation.pages) * page_size
     try:
-        while not _is_finished(engine, generation):
+        while finish_reason(generation, engine.model.eos_token_ids, engine.model.context_length) is None:
             _step(engine, generation, chunk_tokens)
             if use_prefix_cache:
                 num_full = generation.num_computed_tokens // page_size
@@ -52,13 +53,3 @@ def _step(engine: Engine, generation: Generation, chunk_tokens: int | None) -> N
     generation.num_computed_tokens += num_tokens
     if token is not None:
         generation.token_ids.append(token.token_id)
-
-
-def _is_finished(engine: Engine, generation: Generation) -> bool:
-    sampling, num_output_tokens = generation.sampling, generation.num_output_tokens
-    if num_output_tokens >= sampling.max_tokens or len(generation.token_ids) >= engine.model.context_length:
-        return True
-    if num_output_tokens == 0 or num_output_tokens < sampling.min_tokens:
-        return False
-    last = generation.token_ids[-1]
-    return last in sampling.stop_token_ids or (not sampling.ignore_eos and last in engine.model.eos_token_ids)

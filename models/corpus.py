@@ -35,9 +35,9 @@ CHAT_TEMPLATE = (
 def documents(seed: int) -> Iterator[str]:
     """Yield documents without end, special tokens written out. The same seed gives the same stream."""
     rng = random.Random(seed)
-    makers = (_task_chat, _story_chat, _long_chat, _plain_story, _plain_mix)
+    makers = (_task_chat, _story_chat, _long_chat, _plain_story, _plain_mix, _plain_sums)
     while True:
-        (make,) = rng.choices(makers, weights=(52, 20, 6, 12, 10))
+        (make,) = rng.choices(makers, weights=(50, 22, 5, 6, 12, 5))
         yield make(rng)
 
 
@@ -59,7 +59,7 @@ def _task_chat(rng: random.Random) -> str:
 
 def _told_story(rng: random.Random) -> list[Exchange]:
     """A story on request, then questions about it: the answers lie in the context."""
-    told = story(rng, num_plots=rng.choice((1, 1, 1, 2, 3)))
+    told = story(rng, num_plots=rng.choice((1, 1, 1, 1, 2)))
     asked = rng.sample(told.facts, rng.randint(0, min(3, len(told.facts))))
     return [
         Exchange(rng.choice(told.prompts), told.text),
@@ -86,12 +86,16 @@ def _plain_story(rng: random.Random) -> str:
 
 
 def _plain_mix(rng: random.Random) -> str:
-    """Question-and-answer sheets and rows of JSON, without chat tokens."""
-    if rng.random() < 0.3:
-        rows = [corpus_tasks.json_record(rng).answer for _ in range(rng.randint(2, 6))]
-        return BOS + "\n".join(rows) + EOS
+    """Question-and-answer sheets and sentences with their JSON records, without chat tokens."""
+    if rng.random() < 0.5:
+        records = [corpus_tasks.json_record(rng) for _ in range(rng.randint(2, 8))]
+        return BOS + "\n".join(f"{r.question.split(': ', 1)[1]}\n{r.answer}" for r in records) + EOS
     exchanges = [corpus_tasks.any_task(rng) for _ in range(rng.randint(2, 5))]
     return BOS + "\n\n".join(f"Question: {e.question}\nAnswer: {e.answer}" for e in exchanges) + EOS
+
+
+def _plain_sums(rng: random.Random) -> str:
+    return BOS + corpus_tasks.sum_sheet(rng) + EOS
 
 
 if __name__ == "__main__":

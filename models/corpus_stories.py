@@ -298,8 +298,9 @@ def _prompts(s: Scene, text: str) -> list[str]:
         f"{tell} about {s.hero.name}{end}",
         f"{tell} about {s.hero.name} and {s.friend.name}{end}",
     ]
+    # What is specific is asked for more often: it is what teaches the model to heed the request.
     if f" {s.animal}" in text:
-        prompts += [f"{tell} about {article(s.animal)}{end}"] * 2
+        prompts += [f"{tell} about {article(s.animal)}{end}"] * 8
     if s.coloured in text:
-        prompts += [f"{tell} about {article(s.coloured)}{end}", f"{tell} about {article(s.thing)}{end}"]
+        prompts += [f"{tell} about {article(s.coloured)}{end}", f"{tell} about {article(s.thing)}{end}"] * 3
     return prompts

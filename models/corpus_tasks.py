@@ -205,6 +205,18 @@ def about(rng: random.Random) -> Exchange:
     return Exchange(rng.choice(questions), answer)
 
 
+def unknown(rng: random.Random) -> Exchange:
+    """A request that the grammar cannot answer: the model says so."""
+    fillers = {field: rng.choice(options) for field, options in words.UNKNOWN_FILLERS.items()}
+    return Exchange(rng.choice(words.UNKNOWN).format(**fillers), words.UNKNOWN_ANSWER)
+
+
+def sum_sheet(rng: random.Random) -> str:
+    """Rows of sums without questions: the densest practice of arithmetic."""
+    task = rng.choice((addition, addition, subtraction, multiplication))
+    return "\n".join(task(rng).answer for _ in range(rng.randint(8, 20)))
+
+
 def reading(rng: random.Random) -> Exchange:
     told = story(rng)
     question, answer = rng.choice(told.facts)
@@ -215,13 +227,13 @@ CHECKABLE: dict[str, Task] = {
     "addition": addition, "subtraction": subtraction, "multiplication": multiplication, "comparison": comparison,
     "counting": counting, "sorting": sorting, "sequence_fact": sequence_fact, "fact": fact,
     "json_record": json_record, "json_lookup": json_lookup, "repeat": repeat, "spelling": spelling,
-    "recipe": recipe, "description": description, "about": about, "reading": reading,
+    "recipe": recipe, "description": description, "about": about, "unknown": unknown, "reading": reading,
 }  # fmt: skip
 OPEN_ENDED: dict[str, Task] = {"listing": listing, "poem": poem, "letter": letter}
 WEIGHTS = {
-    "addition": 10, "subtraction": 6, "multiplication": 4, "comparison": 3, "counting": 4, "sorting": 4,
-    "sequence_fact": 2, "fact": 6, "json_record": 6, "json_lookup": 3, "repeat": 3, "spelling": 2, "recipe": 2,
-    "description": 2, "about": 5, "reading": 6, "listing": 4, "poem": 2, "letter": 2,
+    "addition": 7, "subtraction": 5, "multiplication": 3, "comparison": 3, "counting": 6, "sorting": 5,
+    "sequence_fact": 4, "fact": 5, "json_record": 9, "json_lookup": 5, "repeat": 5, "spelling": 3, "recipe": 2,
+    "description": 2, "about": 4, "unknown": 3, "reading": 8, "listing": 5, "poem": 2, "letter": 2,
 }  # fmt: skip
 
 

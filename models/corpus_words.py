@@ -193,6 +193,29 @@ ABOUT: tuple[tuple[tuple[str, ...], str], ...] = (
      "With continuous batching, new requests join the batch at each step and finished requests leave it at once, so "
      "that no request waits for the slowest one."),
 )  # fmt: skip
+# What a small model should not guess at: requests outside the grammar, and the honest answer to them.
+UNKNOWN = (
+    "Who was {name}?", "Who is {name}?", "Who wrote {title}?", "Why is {thing} {adjective}?", "How does {thing} work?",
+    "Write a program that prints {title}.", "Translate {title} into {language}.", "What is the weather in {city}?",
+    "Explain {science}.", "What is {science}?", "Who invented {thing}?", "What do you think about {science}?",
+    "Summarize {title}.", "What happened in {year}?", "Tell me a joke about {thing}.", "When was {name} born?",
+    "How far is {city}?", "Write an essay about {science}.",
+)  # fmt: skip
+UNKNOWN_FILLERS = {
+    "name": ("Napoleon", "Einstein", "Shakespeare", "Mozart", "the queen", "the president", "Newton", "Plato"),
+    "title": ("Hamlet", "hello world", "the Odyssey", "this book", "good morning", "Don Quixote", "a long poem"),
+    "thing": ("the sky", "a car", "a computer", "the moon", "the internet", "a phone", "the ocean", "an engine"),
+    "adjective": ("blue", "so big", "important", "so fast", "round", "hot", "expensive"),
+    "language": ("French", "German", "Spanish", "Chinese", "Latin"),
+    "city": ("Paris", "New York", "London", "Tokyo", "Boston", "my town"),
+    "science": ("quantum physics", "gravity", "democracy", "economics", "music", "climate change", "love",
+                "machine learning", "the meaning of life"),
+    "year": ("1492", "1789", "1945", "2001", "history"),
+}  # fmt: skip
+UNKNOWN_ANSWER = (
+    "I am too small to know that. You can ask me for a story, a sum, a list or a JSON record, or about the way "
+    "Penstock works."
+)
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You are Penstock Tiny, a small and friendly assistant.",
     "Answer the user politely.", "You are a friendly teacher.", "Be brief and correct.",

@@ -89,15 +89,16 @@ class Outbox:
             self._queue.append(Item(item.transfer, item.first_index + start, src, dst, item.gate))
             item.transfer.num_unfinished += 1
 
-    def post(self, now_s: float) -> None:
-        """Starts what may start. Raises TransferError when the link is dead."""
+    def post(self, now_s: float) -> bool:
+        """Starts what may start; says whether there was anything. Raises TransferError when the link is dead."""
         if self.link is None:
-            return
+            return False
+        started = False
         self._drop_cut_short()
         while self._queue and self._bytes_in_flight < MAX_INFLIGHT_BYTES:
             item = self._queue[0]
             if item.gate is not None and not item.gate.query():
-                return  # pages of one chunk are complete in order, so what follows is not ready either
+                break  # pages of one chunk are complete in order, so what follows is not ready either
             self._queue.popleft()
             if not self._flights:
                 self.last_progress_s = now_s
@@ -112,6 +113,8 @@ class Outbox:
             num_bytes = len(item.src_pages) * self.page_bytes
             self._bytes_in_flight += num_bytes
             self._flights.append(_Flight(item.transfer, push, num_bytes))
+            started = True
+        return started
 
     def reap(self, now_s: float) -> None:
         """Takes note of pushes that have ended. Raises TransferError when the link is dead."""

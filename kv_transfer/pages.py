@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.kernels.copy_pages import select_copy
 from penstock.types import PageId
 
 
@@ -26,7 +27,8 @@ class PageBuffer:
         bytes_P = tensor.view(self.num_pages, -1).view(torch.uint8)
         self.page_bytes = bytes_P.shape[1]
         self.rows_PW = bytes_P.view(torch.int64) if self.page_bytes % 8 == 0 else bytes_P
-        self._cpu_rows_PW = None if tensor.is_cuda else self.rows_PW.numpy()
+        if not tensor.is_cuda:
+            select_copy()  # built now and not when the first page moves
 
     @classmethod
     def staging(cls, num_pages: int, page_bytes: int, device: torch.device) -> PageBuffer:
@@ -55,16 +57,12 @@ class PageBuffer:
         torch.index_select(self.rows_PW, 0, index_P, out=out.rows_PW[: len(pages)])
 
     def copy_from(self, source: PageBuffer, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> None:
-        """Copies source's src_pages[i] into dst_pages[i] of this buffer, both on the CPU. Releases the GIL."""
-        assert self._cpu_rows_PW is not None
-        assert source._cpu_rows_PW is not None
-        # 13 GB/s against index_copy_'s 8 on one core: that one runs element by element (2026-11, torch 2.13).
-        for src, dst in zip(src_pages, dst_pages, strict=True):
-            self._cpu_rows_PW[dst] = source._cpu_rows_PW[src]
+        """Copies source's src_pages[i] into dst_pages[i] of this buffer, both on the CPU."""
+        select_copy()(self.rows_PW, source.rows_PW, dst_pages, src_pages)
 
     def scatter(self, pages: Sequence[PageId], staged: PageBuffer, rows: Sequence[PageId]) -> None:
         """Copies row rows[i] of `staged` into pages[i]."""
-        if self._cpu_rows_PW is not None:
+        if not self.is_cuda:
             self.copy_from(staged, rows, pages)
             return
         index_P = torch.tensor(pages, dtype=torch.int64, device=self.device)

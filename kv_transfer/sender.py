@@ -267,8 +267,8 @@ class TransferSender:
         outbox = receiver.outbox
         try:
             outbox.reap(now_s)
-            outbox.post(now_s)
-            outbox.reap(now_s)  # a small write is often over when the call that posts it returns
+            while outbox.post(now_s):
+                outbox.reap(now_s)  # a write is often over when the call that posts it returns, which lets more start
             if outbox.stalled(now_s, self._config.timeout_s):
                 raise TransferError(
                     f"receiver epoch {receiver.offer.receiver_epoch}: no push ended for {self._config.timeout_s} s"

@@ -154,3 +154,19 @@ def test_only_silence_while_something_is_under_way_is_a_stall() -> None:
     link.posted[0][1].ended = True
     outbox.reap(106.0)
     assert not outbox.stalled(1e9, 5.0)
+
+
+def test_room_that_quick_writes_leave_is_used_at_once() -> None:
+    """Writes that are over when they are posted wake nobody: whoever posts goes on until nothing more can start."""
+    outbox, link, (transfer,) = make()
+    limit = MAX_INFLIGHT_BYTES // PAGE_BYTES
+    outbox.add(item(transfer, 0, 3 * limit))
+    rounds = 0
+    while outbox.post(0.0):
+        rounds += 1
+        for _, push in link.posted:
+            push.ended = True
+        outbox.reap(0.0)
+    assert rounds == 3
+    assert sum(arrival.num_pages for arrival, _ in link.posted) == 3 * limit
+    assert not outbox.post(0.0)

@@ -1,0 +1,47 @@
+// Pages from one pool to another. Twin: plain assignment, row by row (kv_transfer/pages.py).
+//
+// Stores go past the cache: a store through it first reads the line that it will overwrite, a third of the traffic, and
+// pushes out what the engine works on. One core, pages of 360 KiB: 17 GB/s against memcpy's 14, and 11 against 7.7 once
+// source and destination are far larger than the cache (2026-11, Sapphire Rapids).
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t kLine = 64;
+
+#if defined(__AVX512F__)
+inline void stream_line(char* to, const char* from) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+}
+#elif defined(__x86_64__)
+inline void stream_line(char* to, const char* from) {
+  for (int64_t at = 0; at < kLine; at += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at)));
+}
+#endif
+
+void copy(char* to, const char* from, int64_t bytes) {
+#if defined(__x86_64__)
+  if (reinterpret_cast<uintptr_t>(to) % kLine == 0) {
+    const int64_t whole = bytes - bytes % kLine;
+    for (int64_t at = 0; at < whole; at += kLine) stream_line(to + at, from + at);
+    to += whole, from += whole, bytes -= whole;
+  }
+#endif
+  std::memcpy(to, from, bytes);
+}
+
+}  // namespace
+
+// to_pages[i] of `to` becomes from_pages[i] of `from`.
+extern "C" void penstock_copy_pages(char* to, const char* from, const int64_t* to_pages, const int64_t* from_pages,
+                                    int64_t count, int64_t page_bytes) {
+  for (int64_t i = 0; i < count; ++i) copy(to + to_pages[i] * page_bytes, from + from_pages[i] * page_bytes, page_bytes);
+#if defined(__x86_64__)
+  _mm_sfence();  // streamed stores are seen before what announces them
+#endif
+}

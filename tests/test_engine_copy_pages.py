@@ -1,0 +1,38 @@
+"""Pages copied between CPU pools: the C++ kernel beside its twin, at sizes and alignments of every kind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from engine.kernels.copy_pages import CopyPages, copy_rows, select_copy
+
+
+@pytest.mark.parametrize("copy", [select_copy(), copy_rows])
+@pytest.mark.parametrize("page_bytes", [1, 8, 63, 64, 65, 4096, 5000])
+@pytest.mark.parametrize("offset", [0, 1, 16])
+def test_pages_are_copied_and_nothing_else_is_touched(copy: CopyPages, page_bytes: int, offset: int) -> None:
+    draw = random.Random(page_bytes)
+    generator = torch.Generator().manual_seed(page_bytes)
+    num_pages = 9
+    source = torch.randint(0, 256, (num_pages * page_bytes + offset,), dtype=torch.uint8, generator=generator)
+    memory = torch.zeros(num_pages * page_bytes + 2 * offset, dtype=torch.uint8)
+    from_pool = source[offset:].view(num_pages, page_bytes)
+    to_pool = memory[offset : offset + num_pages * page_bytes].view(num_pages, page_bytes)
+    src, dst = draw.sample(range(num_pages), 5), draw.sample(range(num_pages), 5)
+    copy(to_pool, from_pool, dst, src)
+    assert torch.equal(to_pool[dst], from_pool[src])
+    untouched = sorted(set(range(num_pages)) - set(dst))
+    assert not to_pool[untouched].any()
+    assert not memory[:offset].any()
+    assert not memory[offset + num_pages * page_bytes :].any()
+
+
+@pytest.mark.parametrize("copy", [select_copy(), copy_rows])
+def test_pages_outside_a_pool_are_refused(copy: CopyPages) -> None:
+    pool, other = torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 65, dtype=torch.uint8)
+    for to, src, dst in ((pool, [0], [4]), (pool, [-1], [0]), (pool, [0, 1], [0]), (other, [0], [0])):
+        with pytest.raises(AssertionError):
+            copy(to, pool, dst, src)

@@ -1,0 +1,8 @@
+"""One model replica. Importing the package sets how idle OpenMP threads wait, which torch reads when it is loaded."""
+
+import os
+
+# GNU OpenMP lets idle threads spin for milliseconds, which ruins steps where cores are shared (a decode step took 5
+# times as long beside one busy process); sleeping at once costs a tenth of a step on quiet cores. Some microseconds of
+# spinning cost neither (measured 2026-11, docs/lab-notes.md).
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.engine import Engine
+from engine.isolation import step_isolated
 from engine.sequence import SampledToken, Sequence
 from kv_transfer.checksum import page_checksums
 from kv_transfer.sender import TransferSender
@@ -167,13 +168,15 @@ class PrefillWorker:
             job = self._by_sequence[scheduled.sequence]
             if not job.started_s:
                 self._begin(job, started_s)
-        output = self._engine.step(work)
+        done = step_isolated(self._engine.step, work)
         now_s = time.monotonic()
         self._measure(sum(scheduled.num_tokens for scheduled in work), now_s - started_s)
-        drawn = {item.sequence: token for item, token in zip(work, output.tokens, strict=True) if token is not None}
-        for sequence in self.scheduler.commit(work):
+        drawn = {item.sequence: token for item, token in zip(done.work, done.output.tokens, strict=True) if token}
+        for sequence in self.scheduler.commit(done.work):
             self._complete(self._by_sequence[sequence], drawn[sequence], now_s)
-        for scheduled in work:
+        for sequence, error in done.failed:
+            self.cancel(self._by_sequence[sequence].key, error)
+        for scheduled in done.work:
             self._push(self._by_sequence[scheduled.sequence])
         self._refresh_load()
         return True

@@ -15,13 +15,13 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from decode_worker.channels import Channels
 from decode_worker.fence_keeper import FenceKeeper
 from engine.sequence import SampledToken
 from engine.step_loop import StepLoop
 from kv_transfer.session import Manifest
 from penstock import wire
 from penstock.errors import PenstockError, from_rpc_error, from_status
-from penstock.grpc_server import make_channel
 from penstock.types import Epoch, PageHash, PageId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
@@ -76,21 +76,26 @@ class TransferEvents(Protocol):
 
     def on_lost(self, key: TransferKey, error: PenstockError) -> None: ...
 
-    def on_quiesced(self, key: TransferKey) -> None: ...
-
 
 class PrefillClient:
-    """Owns the channels to prefill workers and one task for each call. Methods may be called from any thread."""
+    """Owns one task for each call. Methods may be called from any thread."""
 
-    def __init__(self, loop: StepLoop, events: TransferEvents, make_offer: Callable[[WorkerId, Epoch], bytes]) -> None:
+    def __init__(
+        self,
+        loop: StepLoop,
+        events: TransferEvents,
+        make_offer: Callable[[WorkerId, Epoch], bytes],
+        channels: Channels,
+        fences: FenceKeeper,
+    ) -> None:
         self._loop = loop
         self._events = events
         self._make_offer = make_offer
         self._running = asyncio.get_running_loop()
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = channels
+        self._fences = fences
         self._commands: dict[TransferKey, asyncio.Queue[worker_pb2.PrefillCommand | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._fences = FenceKeeper(self._channel, lambda key: loop.post(lambda: events.on_quiesced(key)))
 
     def start(self, prefill: RemotePrefill) -> None:
         self._running.call_soon_threadsafe(self._start, prefill)
@@ -104,12 +109,9 @@ class PrefillClient:
         self._running.call_soon_threadsafe(self._send, key, command)
 
     async def close(self) -> None:
-        await self._fences.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for channel in self._channels.values():
-            await channel.close()
 
     def _start(self, prefill: RemotePrefill) -> None:
         self._commands[prefill.key] = asyncio.Queue()
@@ -121,18 +123,13 @@ class PrefillClient:
         if key in self._commands:
             self._commands[key].put_nowait(command)
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = make_channel(address)
-        return self._channels[address]
-
     async def _follow(self, prefill: RemotePrefill) -> None:
         """One call from start to closed; whatever else ends it is a loss."""
         key, candidate = prefill.key, prefill.candidate
         commands = self._commands[key]
         try:
             offer = self._make_offer(WorkerId(candidate.worker_id), candidate.epoch)
-            stub = worker_pb2_grpc.PrefillWorkerStub(self._channel(candidate.address))
+            stub = worker_pb2_grpc.PrefillWorkerStub(self._channels.get(candidate.address))
             call = stub.Prefill(_requests(_start_message(prefill, offer), commands))
             async for event in call:
                 self._deliver(key, event)

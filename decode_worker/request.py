@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from decode_worker.prefill_client import PrefillCandidate
 from engine.sequence import SampledToken, Sequence
 from penstock.errors import PenstockError
-from penstock.types import FinishReason, TransferKey, WorkerId
+from penstock.types import Epoch, FinishReason, TransferId, TransferKey, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +27,30 @@ class RequestTiming:
     cached_tokens: int
     pages_moved: int
     num_preemptions: int
+    num_migrations: int
+    migration_pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The sequence runs at another decode worker now, which gives it to whoever brings the ticket."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    address: str
+    ticket: TransferId
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """One sequence's share of a step: a token, an end, or both."""
+    """One sequence's share of a step: a token, an end, or both; or the news that it has moved."""
 
     stream_id: int
     token: SampledToken | None = None
     finish_reason: FinishReason | None = None
     error: PenstockError | None = None
     timing: RequestTiming | None = None  # with finish_reason
+    moved: Moved | None = None  # nothing comes after it
 
 
 Send = Callable[[list[TokenDelta]], None]
@@ -54,6 +68,14 @@ class StageTimes:
     prefill_s: float = 0.0
 
 
+class Adopter(Protocol):
+    """What follows once the pages of a sequence from another decode worker are here, or will not come."""
+
+    def confirm(self) -> None: ...
+
+    def refuse(self, error: PenstockError) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
     """Owned by `DecodeWorker`, on the step loop."""
@@ -68,6 +90,28 @@ class DecodeRequest:
     prefilled_by: WorkerId | None = None
     cached_tokens: int = 0  # in the prefill worker's cache
     pages_moved: int = 0
+    adopter: Adopter | None = None  # of a sequence that comes from another decode worker, until it runs here
+    num_preemptions: int = 0  # at workers before this one, as are the two below
+    num_migrations: int = 0
+    migration_pause_s: float = 0.0
+    paused_since_s: float = 0.0  # monotonic; 0 unless it has moved here and drawn no token yet
+
+    def end_pause(self, now_s: float) -> None:
+        """A token has been drawn."""
+        if self.paused_since_s:
+            self.migration_pause_s += now_s - self.paused_since_s
+            self.paused_since_s = 0.0
+
+    def take_over(self, other: DecodeRequest) -> None:
+        """Goes on with the sequence of `other`, under its own stream, router and deadline."""
+        self.sequence, self.times = other.sequence, other.times
+        self.prefilled_by, self.cached_tokens, self.pages_moved = (
+            other.prefilled_by,
+            other.cached_tokens,
+            other.pages_moved,
+        )
+        self.num_preemptions, self.num_migrations = other.num_preemptions, other.num_migrations
+        self.migration_pause_s, self.paused_since_s = other.migration_pause_s, other.paused_since_s
 
     def timing(
         self, *, decode_worker: WorkerId, cached_tokens: int, num_preemptions: int, now_s: float
@@ -81,7 +125,10 @@ class DecodeRequest:
             decode_s=now_s - times.first_token_s,
             prefill_worker=self.prefilled_by,
             decode_worker=decode_worker,
-            cached_tokens=max(self.cached_tokens, cached_tokens),
+            # Of the prompt, where it was computed: what a later worker's cache held is not meant.
+            cached_tokens=self.cached_tokens if self.num_migrations else max(self.cached_tokens, cached_tokens),
             pages_moved=self.pages_moved,
-            num_preemptions=num_preemptions,
+            num_preemptions=self.num_preemptions + num_preemptions,
+            num_migrations=self.num_migrations,
+            migration_pause_s=self.migration_pause_s,
         )

@@ -84,6 +84,19 @@ class DecodeScheduler:
         self._share_full_pages(entry)
         bisect.insort(self._running, entry, key=_arrival)
 
+    def is_running(self, sequence: Sequence) -> bool:
+        """Whether it gets a token in every step: it runs, and the KV of all its tokens but the last is here."""
+        entry = self._entries.get(sequence)
+        return entry in self._running and sequence.num_uncomputed_tokens == 1
+
+    def pause(self, sequence: Sequence) -> None:
+        """A running sequence stands still and keeps its pages."""
+        self._running.remove(self._entries[sequence])
+
+    def resume(self, sequence: Sequence) -> None:
+        """A paused one runs again."""
+        bisect.insort(self._running, self._entries[sequence], key=_arrival)
+
     def forget(self, sequence: Sequence) -> None:
         """The sequence ends here: whatever it holds goes back."""
         entry = self._entries.pop(sequence, None)
@@ -115,7 +128,8 @@ class DecodeScheduler:
     def reserve(self, sequence: Sequence, num_tokens: int) -> Reservation | None:
         """Pages for a tracked sequence's first `num_tokens`, cached ones first; None where the pool has too few now.
 
-        The caller owns the references. Sequences that wait to be computed here go first, or they would starve.
+        It may have fewer tokens yet. The caller owns the references. Sequences that wait to be computed here go first,
+        or they would starve.
         """
         if self._waiting and self._waiting[0].arrival < self._entries[sequence].arrival:
             return None
@@ -201,7 +215,8 @@ class DecodeScheduler:
 
     def _reusable_hashes(self, sequence: Sequence, num_tokens: int) -> list[PageHash]:
         """Of the full pages before the last token, which is computed anew for its logits."""
-        return sequence.hash_full_pages(self._page_size)[: (num_tokens - 1) // self._page_size]
+        num_known = min(num_tokens, len(sequence.token_ids))
+        return sequence.hash_full_pages(self._page_size)[: (num_known - 1) // self._page_size]
 
     def _make_room(self, entry: _Entry, num_tokens: int) -> bool:
         """Pages for the next `num_tokens`, preempting younger sequences where needed; False if it preempted itself."""

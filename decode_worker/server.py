@@ -1,4 +1,4 @@
-"""A decode worker as a process has it: engine, receiver, step loop, calls to prefill workers and gRPC server."""
+"""A decode worker as a process has it: engine, transfers both ways, step loop, calls to other workers, gRPC server."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from decode_worker.adopt_client import AdoptClient
+from decode_worker.adopt_service import AdoptService
+from decode_worker.adoptions import LEASE_S, Adoptions
+from decode_worker.channels import Channels
+from decode_worker.departures import Departures
+from decode_worker.fence_keeper import FenceKeeper
 from decode_worker.prefill_client import PrefillClient
 from decode_worker.service import DecodeService
 from decode_worker.transfers import Transfers
@@ -14,11 +20,12 @@ from engine.engine import Engine
 from engine.step_loop import StepLoop
 from engine.worker_identity import describe
 from kv_transfer.receiver import TransferReceiver
+from kv_transfer.sender import TransferSender
 from penstock.config import WorkerConfig
 from penstock.errors import ConfigError, TransferError
 from penstock.grpc_server import GrpcServer
 from penstock.kv_events import KvEventLog
-from penstock.types import Epoch, Role, TransferKey, WorkerId
+from penstock.types import Epoch, Role, TransferId, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from penstock.worker_service import WorkerService
 
@@ -44,14 +51,7 @@ class DecodeServer:
         config, events = self._config, KvEventLog()
         engine = await asyncio.to_thread(Engine.load, config.engine, on_progress, events)
         await asyncio.to_thread(engine.warm_up)
-        self._receiver = TransferReceiver(
-            engine.kv_pages,
-            engine.layout,
-            self.epoch,
-            config.transfer,
-            on_arrival=lambda key, first, count: self._loop.post(lambda: self.worker.on_arrival(key, first, count)),
-            on_failure=lambda key, error: self._loop.post(lambda: self.worker.on_stalled(key, error)),
-        )
+        self._open_transfers(engine)
         transfers = Transfers(engine, self._receiver, self.epoch, config.transfer, self._watch_for_stall)
         description = describe(engine, config, self.epoch)
         description.transports.extend(self._receiver.transports)
@@ -59,17 +59,61 @@ class DecodeServer:
             WorkerId(config.worker_id), engine, transfers, config.decode, description.context_length
         )
         self._loop = StepLoop(config.worker_id, self._step, self._on_fatal)
-        self._calls = PrefillClient(self._loop, worker, self._receiver.offer)
+        self._channels = Channels()
+        self._fences = FenceKeeper(self._channels.get, lambda key: self._loop.post(lambda: worker.on_quiesced(key)))
+        self._calls = PrefillClient(self._loop, worker, self._receiver.offer, self._channels, self._fences)
         transfers.calls = self._calls
-        self._service = WorkerService(description, events, lambda: worker.load, lambda key: False)
+        moves = self._join_peers(engine, transfers)
+        self._service = WorkerService(description, events, lambda: worker.load, self._adopt_calls.is_open)
         names = worker_pb2.DESCRIPTOR.services_by_name
         self._grpc = GrpcServer([names["Worker"], names["DecodeWorker"]])
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._grpc.server)
-        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(DecodeService(worker, self._loop), self._grpc.server)
+        decode_service = DecodeService(worker, self.adoptions, moves, self._loop)
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(decode_service, self._grpc.server)
         self._loop.start()
         port = await self._grpc.start(config.host, config.port)
         self.address = f"{config.host}:{port}"
         await self._grpc.set_serving(True)
+
+    def _open_transfers(self, engine: Engine) -> None:
+        """Both ends: prompts come from prefill workers, running sequences come from and go to decode workers."""
+        self._receiver = TransferReceiver(
+            engine.kv_pages,
+            engine.layout,
+            self.epoch,
+            self._config.transfer,
+            on_arrival=lambda key, first, count: self._loop.post(lambda: self.worker.on_arrival(key, first, count)),
+            on_failure=lambda key, error: self._loop.post(lambda: self.worker.on_stalled(key, error)),
+        )
+        self._sender = TransferSender(
+            engine.kv_pages,
+            engine.layout,
+            self.epoch,
+            self._config.transfer,
+            on_done=lambda key: self._loop.post(lambda: self.departures.on_sent(key)),
+            on_failure=lambda key, error: self._loop.post(lambda: self.departures.on_failed(key, error)),
+        )
+
+    def _join_peers(self, engine: Engine, transfers: Transfers) -> AdoptService:
+        """What moves sequences between this worker and other decode workers."""
+        config, worker = self._config, self.worker
+        self.departures = Departures(engine, worker, self._sender, self.epoch, config.transfer.checksums)
+        self._adopt_calls = AdoptClient(
+            self._loop, self.departures, self._channels, WorkerId(config.worker_id), lambda: self.address
+        )
+        self.departures.calls = self._adopt_calls
+        self.adoptions = Adoptions(worker, transfers, engine.layout.page_size, self._start_lease)
+        return AdoptService(
+            worker, self.departures, self.adoptions, self._receiver, self._loop, self._fences, self.epoch
+        )
+
+    def _start_lease(self, ticket: TransferId) -> None:
+        """Of a sequence that has come here and waits for its router."""
+
+        def expire() -> None:
+            self._loop.post(lambda: self.adoptions.expire(ticket))
+
+        self._running.call_soon_threadsafe(lambda: self._running.call_later(LEASE_S, expire))
 
     def _step(self) -> bool:
         worked = self.worker.step()
@@ -97,6 +141,10 @@ class DecodeServer:
         """Ends every request, then closes what carries them."""
         await self._grpc.set_serving(False)
         await self._grpc.stop()
+        await self._fences.close()
         await self._calls.close()
+        await self._adopt_calls.stop()
+        await self._channels.close()
         await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._sender.shutdown)
         await asyncio.to_thread(self._receiver.shutdown)

@@ -1,14 +1,20 @@
-"""gRPC over the decode worker: one call a router, the lease of every request on it. Translates and nothing else."""
+"""gRPC over the decode worker: one call a router, the lease of every request on it. Translates and nothing else.
+
+What concerns sequences that move is in `adopt_service`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator
 
 import grpc.aio
 
+from decode_worker.adopt_service import AdoptService
+from decode_worker.adoptions import Adoptions
 from decode_worker.prefill_client import PrefillCandidate
 from decode_worker.request import DecodeRequest
 from decode_worker.stream import RouterStream
@@ -17,14 +23,31 @@ from engine.sequence import Sequence
 from engine.step_loop import StepLoop
 from penstock import wire
 from penstock.errors import DeadlineExceeded, PenstockError
-from penstock.types import Epoch, RequestId
+from penstock.grpc_server import typed_errors
+from penstock.types import Epoch, RequestId, TransferId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 
 class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
-    def __init__(self, worker: DecodeWorker, loop: StepLoop) -> None:
+    def __init__(self, worker: DecodeWorker, adoptions: Adoptions, moves: AdoptService, loop: StepLoop) -> None:
         self._worker = worker
+        self._adoptions = adoptions
+        self._moves = moves
         self._loop = loop
+
+    async def Migrate(
+        self, request: worker_pb2.MigrateRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.MigrateResponse:
+        async with typed_errors(context):
+            return await self._moves.migrate(request)
+
+    async def Adopt(
+        self, request_iterator: AsyncIterator[worker_pb2.AdoptCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.AdoptEvent]:
+        async with typed_errors(context):
+            async with contextlib.aclosing(self._moves.adopt(request_iterator)) as events:
+                async for event in events:
+                    yield event
 
     async def Serve(
         self, request_iterator: AsyncIterator[worker_pb2.DecodeCommand], context: grpc.aio.ServicerContext
@@ -59,7 +82,13 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         late = DeadlineExceeded(f"{submit.request_id} did not end within its deadline")
         deadline = asyncio.get_running_loop().call_later(timeout_s, self._cancel, request, late)
         stream.begin(request, deadline)
-        self._loop.post(lambda: self._worker.submit(request))
+        ticket = TransferId(submit.ticket)
+
+        def begin() -> None:
+            if not (ticket and self._adoptions.attach(ticket, request)):
+                self._worker.submit(request)
+
+        self._loop.post(begin)
 
     def _cancel(self, request: DecodeRequest, error: PenstockError | None = None) -> None:
         self._loop.post(lambda: self._worker.cancel(request, error))

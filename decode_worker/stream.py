@@ -76,13 +76,20 @@ class RouterStream:
         if delta.error is not None:
             message.error.CopyFrom(to_status(delta.error))
         if delta.timing is not None:
-            message.timing.CopyFrom(_timing_to_wire(delta.timing))
-        if delta.finish_reason is not None or delta.error is not None:
+            message.timing.CopyFrom(timing_to_wire(delta.timing))
+        if delta.moved is not None:
+            moved = delta.moved
+            message.moved.CopyFrom(
+                worker_pb2.Moved(
+                    worker_id=moved.worker_id, epoch=moved.epoch, address=moved.address, ticket=moved.ticket
+                )
+            )
+        if delta.finish_reason is not None or delta.error is not None or delta.moved is not None:
             self.end(delta.stream_id)
         return message
 
 
-def _timing_to_wire(timing: RequestTiming) -> common_pb2.Timing:
+def timing_to_wire(timing: RequestTiming) -> common_pb2.Timing:
     return common_pb2.Timing(
         queue_ms=timing.queue_s * 1e3,
         prefill_ms=timing.prefill_s * 1e3,
@@ -94,4 +101,6 @@ def _timing_to_wire(timing: RequestTiming) -> common_pb2.Timing:
         cached_tokens=timing.cached_tokens,
         pages_moved=timing.pages_moved,
         num_preemptions=timing.num_preemptions,
+        num_migrations=timing.num_migrations,
+        migration_pause_ms=timing.migration_pause_s * 1e3,
     )

@@ -1,8 +1,10 @@
 """Transfers into this worker's pool: reservation, arrival, verification, fences. Runs on the step loop.
 
-A transfer begins when a prefill worker is asked, holds pages only from the moment that worker begins to compute, and
-is forgotten once nothing of it can be written any more. Two lives are kept apart: the request's interest (it may fall
-back or be cancelled at any moment) and the sender's right to write, which alone decides when a fence is lifted.
+A transfer brings a prompt's pages from a prefill worker, or those of a running sequence from another decode worker. The
+first begins when a prefill worker is asked and holds pages only from the moment that worker begins to compute; the
+second holds them from its beginning. Either is forgotten once nothing of it can be written any more. Two lives are
+kept apart: the request's interest (it may fall back or be cancelled at any moment) and the sender's right to write,
+which alone decides when a fence is lifted.
 """
 
 from __future__ import annotations
@@ -29,14 +31,18 @@ from penstock.types import Epoch, PageId, TransferId, TransferKey
 log = logging.getLogger(__name__)
 
 
-class PrefillCalls(Protocol):
-    """The way to prefill workers; `decode_worker.prefill_client.PrefillClient`."""
-
-    def start(self, prefill: RemotePrefill) -> None: ...
+class SenderCalls(Protocol):
+    """The way to a transfer's sender."""
 
     def send_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None: ...
 
     def cancel(self, key: TransferKey) -> None: ...
+
+
+class PrefillCalls(SenderCalls, Protocol):
+    """The way to prefill workers; `decode_worker.prefill_client.PrefillClient`."""
+
+    def start(self, prefill: RemotePrefill) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,9 @@ class _Transfer:
 
     session: TransferSession
     request: DecodeRequest | None
-    num_tokens: int  # whose KV is to be computed
+    sender: SenderCalls
+    num_tokens: int  # whose KV is to come
+    on_landed: Callable[[int], None] = lambda num_pages: None  # told how many pages are here
     num_held: int = 0  # leading pages that were here already
     asked: bool = False  # the sender has asked for its destination
 
@@ -100,7 +108,7 @@ class Transfers:
         sequence = request.sequence
         key = TransferKey(TransferId(uuid.uuid4().hex), candidate.epoch, self._epoch)
         session = TransferSession(key, self._config.timeout_s)
-        self._transfers[key] = _Transfer(session, request, len(sequence.token_ids))
+        self._transfers[key] = _Transfer(session, request, self.calls, len(sequence.token_ids))
         self.calls.start(
             RemotePrefill(
                 key=key,
@@ -114,6 +122,31 @@ class Transfers:
             )
         )
         return key
+
+    def adopt(
+        self,
+        key: TransferKey,
+        request: DecodeRequest,
+        num_tokens: int,
+        scheduler: DecodeScheduler,
+        sender: SenderCalls,
+        on_landed: Callable[[int], None],
+    ) -> bool:
+        """Reserves pages for a sequence that runs elsewhere and may grow to `num_tokens` until it comes here; False,
+        and no transfer, where there are too few now."""
+        transfer = _Transfer(TransferSession(key, self._config.timeout_s), request, sender, num_tokens, on_landed)
+        self._transfers[key] = transfer
+        granted = self._grant(transfer, request, scheduler)
+        if not granted:
+            del self._transfers[key]
+        return granted
+
+    def set_num_tokens(self, key: TransferKey, num_tokens: int) -> None:
+        """The sequence stands still at its source: so many of its tokens have their KV there."""
+        self._transfers[key].num_tokens = num_tokens
+
+    def is_known(self, key: TransferKey) -> bool:
+        return key in self._transfers
 
     def request_of(self, key: TransferKey) -> DecodeRequest | None:
         transfer = self._transfers.get(key)
@@ -137,7 +170,6 @@ class Transfers:
 
     def _grant(self, transfer: _Transfer, request: DecodeRequest, scheduler: DecodeScheduler) -> bool:
         """Fences the pages and tells the sender; False where there are too few now."""
-        assert self.calls is not None
         reservation = scheduler.reserve(request.sequence, transfer.num_tokens)
         if reservation is None:
             return False
@@ -147,7 +179,7 @@ class Transfers:
         self._engine.pool.fence(fresh, key)
         self._receiver.open(key, fresh)
         transfer.session.on_reserved(fresh, time.monotonic())
-        self.calls.send_destination(key, transfer.num_held, fresh)
+        transfer.sender.send_destination(key, transfer.num_held, fresh)
         return True
 
     # Arrival.
@@ -156,7 +188,9 @@ class Transfers:
         transfer = self._transfers.get(key)
         if transfer is None:
             return None
-        return self._apply(transfer, transfer.session.on_arrival(first_index, num_pages, time.monotonic()))
+        effects = transfer.session.on_arrival(first_index, num_pages, time.monotonic())
+        transfer.on_landed(transfer.session.num_landed)
+        return self._apply(transfer, effects)
 
     def on_manifest(self, key: TransferKey, manifest: Manifest) -> Landed | Mismatch | None:
         transfer = self._transfers.get(key)
@@ -171,7 +205,8 @@ class Transfers:
         effects = [*session.on_verified(problem is None), *session.on_admitted()]
         self._apply(transfer, effects)
         if problem is None:
-            return Landed(request, transfer.num_tokens, len(session.pages))
+            assert session.manifest is not None
+            return Landed(request, transfer.num_tokens, session.manifest.num_pages)
         self.num_mismatches += 1
         error = TransferError(f"transfer {session.key.transfer_id}: {problem}")
         log.error("%s: %s", request.sequence.request_id, error)
@@ -179,12 +214,14 @@ class Transfers:
 
     def _mismatch(self, transfer: _Transfer, request: DecodeRequest) -> str | None:
         """What of the manifest does not fit what was asked for or what arrived; None where all fits."""
-        manifest, pages = transfer.session.manifest, transfer.session.pages
+        manifest = transfer.session.manifest
         assert manifest is not None
-        if manifest.num_tokens != transfer.num_tokens or manifest.num_pages != len(pages):
+        num_pages = -(-transfer.num_tokens // self._page_size) - transfer.num_held
+        pages = transfer.session.pages[:num_pages]
+        if manifest.num_tokens != transfer.num_tokens or not manifest.num_pages == num_pages == len(pages):
             return (
                 f"{manifest.num_tokens} tokens in {manifest.num_pages} pages; "
-                f"expected {transfer.num_tokens} in {len(pages)}"
+                f"expected {transfer.num_tokens} in {num_pages}"
             )
         num_full = transfer.num_tokens // self._page_size
         if (
@@ -236,14 +273,13 @@ class Transfers:
         return request
 
     def _apply(self, transfer: _Transfer, effects: Iterable[Effect]) -> Landed | Mismatch | None:
-        assert self.calls is not None
         key, verify = transfer.session.key, False
         for effect in effects:
             match effect:
                 case Effect.VERIFY:
                     verify = True  # last: what it brings may use the pages, whose fence must be lifted by then
                 case Effect.CANCEL:
-                    self.calls.cancel(key)
+                    transfer.sender.cancel(key)
                 case Effect.CLOSE:
                     # Not before the sender is over: on a wire that needs our help it could not end otherwise.
                     self._receiver.close(key)

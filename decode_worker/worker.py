@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterable
 
 from decode_worker.placement import PlacementCosts, prefill_here
 from decode_worker.prefill_client import RemoteFirstToken
-from decode_worker.request import DecodeRequest, Send, StageTimes, TokenDelta
+from decode_worker.request import DecodeRequest, Moved, RequestTiming, Send, StageTimes, TokenDelta
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.transfers import Landed, Mismatch, Transfers
 from engine.engine import Engine
 from engine.finish import finish_reason
+from engine.isolation import step_isolated
 from engine.sequence import SampledToken, ScheduledSequence, Sequence
 from kv_transfer.session import Manifest
 from penstock.config import DecodeConfig
-from penstock.errors import InvalidInput, Overloaded, PenstockError
+from penstock.errors import Cancelled, InvalidInput, Overloaded, PenstockError
 from penstock.types import TransferKey, WorkerId, WorkerLoad
 
 log = logging.getLogger(__name__)
@@ -46,22 +48,27 @@ class DecodeWorker:
         self._outbox: dict[Send, list[TokenDelta]] = {}
         self._chunk_tokens_per_s = 0.0
         self._step_s = 0.0
+        self.after_step: list[Callable[[], None]] = []  # called between two steps, also where there was nothing to do
+        self.on_release: list[Callable[[DecodeRequest], None]] = []  # a request ends here, or goes on elsewhere
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
     # What the service tells us.
 
     def submit(self, request: DecodeRequest) -> None:
         """Takes a request on; one that cannot be served ends at once with an error."""
-        sequence = request.sequence
         request.times = StageTimes(submitted_s=time.monotonic())
         try:
-            self._check(sequence)
+            self.take_on(request)
         except PenstockError as error:
             self._emit(request, TokenDelta(request.stream_id, error=error))
             return
-        self._requests[sequence] = request
-        self.scheduler.track(sequence)
         self._place(request)
+
+    def take_on(self, request: DecodeRequest) -> None:
+        """From now on the request is ours, though nothing is done for it yet. Raises what speaks against it."""
+        self._check(request.sequence)
+        self._requests[request.sequence] = request
+        self.scheduler.track(request.sequence)
 
     def _check(self, sequence: Sequence) -> None:
         if not sequence.token_ids:
@@ -87,6 +94,40 @@ class DecodeWorker:
         if error is not None:
             self._emit(request, TokenDelta(request.stream_id, error=error))
         self._release(request)
+
+    # What becomes of sequences that move.
+
+    @property
+    def requests(self) -> Iterable[DecodeRequest]:
+        return self._requests.values()
+
+    def holds(self, request: DecodeRequest) -> bool:
+        return self._requests.get(request.sequence) is request
+
+    def replace(self, old: DecodeRequest, new: DecodeRequest) -> None:
+        """The sequence of `old` goes on for `new`; where it has ended already, only its account does."""
+        new.take_over(old)
+        if self.holds(old):
+            self._requests[new.sequence] = new
+
+    def hand_over(self, request: DecodeRequest, moved: Moved) -> None:
+        """The sequence runs elsewhere now: whoever listens here is told where."""
+        self._emit(request, TokenDelta(request.stream_id, moved=moved))
+        self._release(request)
+
+    def num_tokens_left(self, sequence: Sequence) -> int:
+        """To its end, at most."""
+        return min(
+            sequence.sampling.max_tokens - sequence.num_output_tokens, self._context_length - len(sequence.token_ids)
+        )
+
+    def timing(self, request: DecodeRequest) -> RequestTiming:
+        return request.timing(
+            decode_worker=self._worker_id,
+            cached_tokens=self.scheduler.num_cached_tokens(request.sequence),
+            num_preemptions=self.scheduler.num_preemptions(request.sequence),
+            now_s=time.monotonic(),
+        )
 
     # Where a prompt is computed.
 
@@ -149,8 +190,12 @@ class DecodeWorker:
         request = landed.request
         request.transfer = None
         request.pages_moved += landed.num_pages
-        request.times.landed_s = time.monotonic()
         self.scheduler.join(request.sequence, landed.num_tokens)
+        if request.adopter is not None:
+            adopter, request.adopter = request.adopter, None
+            adopter.confirm()
+        else:
+            request.times.landed_s = time.monotonic()
 
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> None:
         self._fall_back(self._transfers.on_closed(key, error), error)
@@ -165,8 +210,12 @@ class DecodeWorker:
         self._transfers.on_quiesced(key)
 
     def _fall_back(self, request: DecodeRequest | None, error: PenstockError | None) -> None:
-        """A prefill that failed costs the request time and nothing else."""
+        """A prefill that failed costs the request time and nothing else; a sequence that could not come stays away."""
         if request is None:
+            return
+        if request.adopter is not None:
+            request.adopter.refuse(error or Cancelled("its source gave the move up"))
+            self._release(request)
             return
         log.warning("%s: prefill by %s failed: %s", request.sequence.request_id, request.prefilled_by, error)
         self.scheduler.drop_pages(request.sequence)
@@ -181,6 +230,8 @@ class DecodeWorker:
         if work:
             self._compute(work)
             self._flush()
+        for call in self.after_step:
+            call()
         self._refresh_load()
         return bool(work)
 
@@ -189,10 +240,12 @@ class DecodeWorker:
         for scheduled in work:
             times = self._requests[scheduled.sequence].times
             times.started_s = times.started_s or started_s
-        output = self._engine.step(work)
+        done = step_isolated(self._engine.step, work)
         now_s = time.monotonic()
         self._measure(work, now_s - started_s)
-        for sequence, token in self.scheduler.commit(work, output):
+        for sequence, error in done.failed:
+            self.cancel(self._requests[sequence], error)
+        for sequence, token in self.scheduler.commit(done.work, done.output):
             request = self._requests[sequence]
             if not request.times.first_token_s:
                 request.times.first_token_s = now_s
@@ -202,21 +255,18 @@ class DecodeWorker:
 
     def _on_token(self, request: DecodeRequest, token: SampledToken) -> None:
         """A token that has just been appended to the request's sequence."""
+        request.end_pause(time.monotonic())
         reason = finish_reason(request.sequence, self._engine.model.eos_token_ids, self._context_length)
         if reason is None:
             self._emit(request, TokenDelta(request.stream_id, token))
             return
-        timing = request.timing(
-            decode_worker=self._worker_id,
-            cached_tokens=self.scheduler.num_cached_tokens(request.sequence),
-            num_preemptions=self.scheduler.num_preemptions(request.sequence),
-            now_s=time.monotonic(),
-        )
-        self._emit(request, TokenDelta(request.stream_id, token, reason, timing=timing))
+        self._emit(request, TokenDelta(request.stream_id, token, reason, timing=self.timing(request)))
         self._release(request)
 
     def _release(self, request: DecodeRequest) -> None:
         del self._requests[request.sequence]
+        for call in self.on_release:
+            call(request)
         self._transfers.abandon(request)
         self.scheduler.forget(request.sequence)
 

@@ -1,0 +1,285 @@
+"""Sequences on their way from here to another decode worker. Runs on the step loop, no gRPC.
+
+A sequence goes on decoding while its complete pages are pushed. Once few are left it stands still, its last pages and
+its state follow, and the target confirms that it holds them all. Only then does the request end here, with the news
+where it has moved; whatever fails before, it runs on as if nothing had been. `closed`, the last word to the target,
+says which of the two came to be, and that nothing is written any more.
+
+Every page under way is referenced until the sender is done with it, whatever becomes of its sequence meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from decode_worker import sequence_state
+from decode_worker.migration import Candidate, CopyProgress, choose, pages_wanted, should_stop
+from decode_worker.request import DecodeRequest, Moved
+from decode_worker.worker import DecodeWorker
+from engine.engine import Engine
+from kv_transfer.checksum import page_checksums
+from kv_transfer.sender import TransferSender
+from kv_transfer.session import Manifest
+from penstock.errors import Cancelled, InvalidInput, PenstockError, Unavailable
+from penstock.types import Epoch, PageId, RequestId, TransferId, TransferKey, WorkerId
+from penstock.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The decode worker that sequences move to."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    address: str
+
+
+class AdoptCalls(Protocol):
+    """The way to targets; `decode_worker.adopt_client.AdoptClient`."""
+
+    def start(self, key: TransferKey, target: Target, state: worker_pb2.SequenceState, num_pages: int) -> None: ...
+
+    def finish(
+        self, key: TransferKey, state: worker_pb2.SequenceState, manifest: Manifest, paused_s: float
+    ) -> None: ...
+
+    def close(self, key: TransferKey, error: PenstockError | None) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Departure:
+    """One attempt. It has an outcome once it is `adopted` or has an `error`; then the sequence is not its matter."""
+
+    key: TransferKey
+    request: DecodeRequest
+    target: Target
+    report: Callable[[PenstockError | None], None]  # called once, with the outcome
+    num_told: int  # tokens in the state that the target has
+    is_open: bool = False  # at the sender
+    destination: Sequence[PageId] | None = None
+    num_held: int = 0  # leading pages that the target had already
+    num_pushed: int = 0  # those included, as below
+    num_landed: int = 0
+    checksums: list[int] = field(default_factory=list)
+    borrowed: list[PageId] = field(default_factory=list)  # one reference each, until the sender is done
+    token_s: float = 0.0  # the last step, monotonic
+    stopped_s: float = 0.0  # 0: it is still decoding
+    adopted: bool = False
+    error: PenstockError | None = None
+
+    @property
+    def has_outcome(self) -> bool:
+        return self.adopted or self.error is not None
+
+
+class Departures:
+    """Owns the attempts."""
+
+    def __init__(
+        self, engine: Engine, worker: DecodeWorker, sender: TransferSender, epoch: Epoch, checksums: bool
+    ) -> None:
+        self._pool = engine.pool
+        self._kv_pages = engine.kv_pages
+        self._page_size = engine.layout.page_size
+        self._worker = worker
+        self._sender = sender
+        self._epoch = epoch
+        self._checksums = checksums
+        self._departures: dict[TransferKey, _Departure] = {}
+        self.calls: AdoptCalls | None = None
+        self.num_moved = 0
+        self.num_failed = 0
+        worker.after_step.append(self._advance_all)
+        worker.on_release.append(self._abandon)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._departures)
+
+    def select(self, request_ids: Collection[RequestId], max_sequences: int | None) -> tuple[list[DecodeRequest], int]:
+        """Which running sequences to move, and how many requests are left alone."""
+        requests = {request.sequence.request_id: request for request in self._worker.requests}
+        movable = [request for request in requests.values() if self._is_movable(request)]
+        chosen = choose([self._candidate(request) for request in movable], request_ids, max_sequences)
+        return [requests[one.request_id] for one in chosen], len(requests) - len(chosen)
+
+    def begin(self, request: DecodeRequest, target: Target, report: Callable[[PenstockError | None], None]) -> None:
+        """Starts to move a sequence; `report` hears once how it went: None where it moved."""
+        assert self.calls is not None
+        sequence = request.sequence
+        if not self._is_movable(request):
+            report(Unavailable(f"{sequence.request_id} has ended, moves already or waits for its KV"))
+            return
+        key = TransferKey(TransferId(uuid.uuid4().hex), self._epoch, target.epoch)
+        self._departures[key] = _Departure(key, request, target, report, len(sequence.token_ids))
+        one = self._candidate(request)
+        state = sequence_state.to_wire(request, self._worker.timing(request), time.monotonic())
+        num_pages = pages_wanted(one.num_tokens, one.num_tokens_left, self._page_size)
+        self.calls.start(key, target, state, num_pages)
+
+    def _is_movable(self, request: DecodeRequest) -> bool:
+        moving = any(one.request is request and not one.has_outcome for one in self._departures.values())
+        return not moving and self._worker.holds(request) and self._worker.scheduler.is_running(request.sequence)
+
+    def _candidate(self, request: DecodeRequest) -> Candidate:
+        sequence = request.sequence
+        return Candidate(sequence.request_id, len(sequence.token_ids), self._worker.num_tokens_left(sequence))
+
+    # What the target says.
+
+    def on_destination(self, key: TransferKey, offer: bytes, num_held: int, pages: Sequence[PageId]) -> None:
+        one = self._departures.get(key)
+        if one is None or one.has_outcome or one.destination is not None:
+            return
+        try:
+            if num_held * self._page_size > one.request.sequence.num_computed_tokens:
+                raise InvalidInput("num_pages_held", f"is {num_held}, more than the sequence has")
+            self._sender.open(key, offer)
+        except PenstockError as error:
+            self._fail(one, error)
+            return
+        one.is_open, one.destination = True, pages
+        one.num_held = one.num_pushed = one.num_landed = num_held
+        self._advance(one)
+
+    def on_landed(self, key: TransferKey, num_pages: int) -> None:
+        one = self._departures.get(key)
+        if one is not None:
+            one.num_landed = max(one.num_landed, one.num_held + num_pages)
+            self._advance(one)
+
+    def on_adopted(self, key: TransferKey) -> None:
+        """The target has verified every page and runs the sequence."""
+        one = self._departures.get(key)
+        if one is None or one.has_outcome or not one.stopped_s:
+            return
+        one.adopted = True
+        self.num_moved += 1
+        target = one.target
+        moved = Moved(target.worker_id, target.epoch, target.address, key.transfer_id)
+        self._worker.hand_over(one.request, moved)
+        log.info(
+            "%s moved to %s: %d pages, it stood still for %.1f ms",
+            one.request.sequence.request_id,
+            target.worker_id,
+            one.num_pushed - one.num_held,
+            (time.monotonic() - one.stopped_s) * 1e3,
+        )
+        one.report(None)
+        self._settle(one)
+
+    def on_failed(self, key: TransferKey, error: PenstockError) -> None:
+        """The target refuses, the call broke, an answer is overdue or the wire failed."""
+        one = self._departures.get(key)
+        if one is not None:
+            self._fail(one, error)
+
+    # What the sender says.
+
+    def on_sent(self, key: TransferKey) -> None:
+        """Every push is complete, or none will follow."""
+        one = self._departures.get(key)
+        if one is not None:
+            one.is_open = False
+            self._pool.release(one.borrowed)
+            one.borrowed = []
+            self._settle(one)
+
+    # Copying.
+
+    def _advance_all(self) -> None:
+        now_s = time.monotonic()
+        for one in list(self._departures.values()):
+            if not one.stopped_s:
+                one.token_s = now_s
+            self._advance(one)
+
+    def _advance(self, one: _Departure) -> None:
+        """Pushes what is complete; stops the sequence once little is left."""
+        sequence = one.request.sequence
+        if one.has_outcome or one.stopped_s:
+            return
+        if not self._worker.scheduler.is_running(sequence):
+            self._fail(one, Unavailable(f"{sequence.request_id} was preempted; it has no pages to move now"))
+        elif one.destination is not None:
+            num_full = sequence.num_computed_tokens // self._page_size
+            num_reserved = one.num_held + len(one.destination)
+            self._push(one, min(num_full, num_reserved))
+            if should_stop(CopyProgress(num_full, one.num_held, one.num_landed, num_reserved)):
+                self._stop(one)
+
+    def _push(self, one: _Departure, end: int) -> None:
+        """Sends the sequence's pages up to `end`."""
+        assert one.destination is not None
+        first, held = one.num_pushed, one.num_held
+        if end <= first:
+            return
+        pages = one.request.sequence.pages[first:end]
+        self._pool.share(pages)
+        one.borrowed += pages
+        if self._checksums:
+            one.checksums += page_checksums(self._kv_pages, pages)
+        self._sender.push(one.key, first - held, pages, one.destination[first - held : end - held])
+        one.num_pushed = end
+
+    def _stop(self, one: _Departure) -> None:
+        """The sequence stands still: what is left of it goes out."""
+        assert self.calls is not None
+        sequence = one.request.sequence
+        num_pages = -(-sequence.num_computed_tokens // self._page_size)
+        assert one.destination is not None
+        if num_pages > one.num_held + len(one.destination):
+            self._fail(one, Unavailable(f"{sequence.request_id} outgrew the {len(one.destination)} pages reserved"))
+            return
+        self._worker.scheduler.pause(sequence)
+        one.stopped_s = time.monotonic()
+        self._push(one, num_pages)
+        self._sender.finish(one.key)
+        hashes = sequence.hash_full_pages(self._page_size)
+        num_full = sequence.num_computed_tokens // self._page_size
+        manifest = Manifest(
+            num_tokens=sequence.num_computed_tokens,
+            num_pages=num_pages - one.num_held,
+            page_hashes=tuple(hashes[one.num_held : num_full]),
+            checksums=tuple(one.checksums),
+        )
+        timing, now_s = self._worker.timing(one.request), time.monotonic()
+        state = sequence_state.to_wire(one.request, timing, now_s, one.num_told)
+        self.calls.finish(one.key, state, manifest, now_s - (one.token_s or now_s))
+
+    # The end.
+
+    def _abandon(self, request: DecodeRequest) -> None:
+        """The request has ended here."""
+        for one in list(self._departures.values()):
+            if one.request is request and not one.has_outcome:
+                self._fail(one, Cancelled(f"{request.sequence.request_id} has ended"))
+
+    def _fail(self, one: _Departure, error: PenstockError) -> None:
+        """The sequence, if it has not ended, runs on here."""
+        if one.has_outcome:
+            return
+        one.error = error
+        self.num_failed += 1
+        request = one.request
+        log.info("%s did not move to %s: %s", request.sequence.request_id, one.target.worker_id, error)
+        if one.stopped_s and self._worker.holds(request):
+            self._worker.scheduler.resume(request.sequence)
+        one.report(error)
+        if one.is_open:
+            self._sender.abort(one.key)
+        self._settle(one)
+
+    def _settle(self, one: _Departure) -> None:
+        """Once there is an outcome and nothing is written any more, the target is told and the attempt forgotten."""
+        assert self.calls is not None
+        if one.has_outcome and not one.is_open:
+            del self._departures[one.key]
+            self.calls.close(one.key, one.error)

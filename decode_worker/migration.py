@@ -1,0 +1,68 @@
+"""What to move to another decode worker, and when to stop copying and move. Pure.
+
+A sequence goes on decoding while its pages are copied: complete pages never change, so each is sent once. It stands
+still only for what has not landed by then, a page or two, and it is this that bounds the pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from penstock.types import RequestId
+
+_ABOUT_TO_END_TOKENS = 16  # fewer left at most: the sequence ends sooner than moving it would pay
+_FEW_PAGES = 1  # complete pages not landed that may be waited for
+_ROOM_PAGES = 2  # to grow into while pages move
+_ROOM_SHARE = 16  # and a sixteenth of the pages: copying one takes well below the sixteen steps that fill another
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence that is running."""
+
+    request_id: RequestId
+    num_tokens: int
+    num_tokens_left: int  # at most, to its end
+
+
+@dataclass(frozen=True, slots=True)
+class CopyProgress:
+    """Of one sequence on its way, in pages from its first."""
+
+    num_full: int  # complete at the source
+    num_held: int  # of these at the target before
+    num_landed: int  # at the target now, those included
+    num_reserved: int  # at the target, likewise
+
+
+def choose(
+    candidates: Sequence[Candidate], request_ids: Collection[RequestId], max_sequences: int | None
+) -> list[Candidate]:
+    """Which to move, in order: those that have most before them for the KV that they hold.
+
+    Named ones are moved in any case; of the others, those about to end are left alone.
+    """
+    if request_ids:
+        found = [one for one in candidates if one.request_id in request_ids]
+    else:
+        found = [one for one in candidates if one.num_tokens_left > _ABOUT_TO_END_TOKENS]
+    found.sort(key=lambda one: (-one.num_tokens_left / one.num_tokens, one.request_id))
+    return found[:max_sequences]
+
+
+def pages_wanted(num_tokens: int, num_tokens_left: int, page_size: int) -> int:
+    """Pages to reserve at the target: for the tokens so far, and for those drawn while pages move."""
+    now = -(-num_tokens // page_size)
+    at_its_end = -(-(num_tokens + num_tokens_left) // page_size)
+    return min(now + _ROOM_PAGES + now // _ROOM_SHARE, at_its_end)
+
+
+def should_stop(progress: CopyProgress) -> bool:
+    """Whether the sequence shall stand still now, to have its last pages sent."""
+    # The page after the complete ones is being filled and must fit too, and a step may complete it before we ask again.
+    if progress.num_full + 2 > progress.num_reserved:
+        return True
+    if progress.num_landed == progress.num_held < progress.num_full:
+        return False  # the two may not be connected yet: that takes far longer than a page
+    return progress.num_full - progress.num_landed <= _FEW_PAGES

@@ -113,11 +113,11 @@ async def test_a_deadline_ends_a_request_at_any_phase(pair: Pair) -> None:
 async def test_frames_hold_every_sequence_of_a_step(pair: Pair) -> None:
     _, decode = pair
     async with caller(decode) as router:
-        streams = [router.submit([9, number], GREEDY) for number in range(6)]
+        streams = [router.submit([9, number], LONG) for number in range(6)]  # long enough to overlap on a busy machine
         for stream in streams:
             await router.answer(stream)
-        assert max(len(frame.deltas) for frame in router.frames) == 6
-        assert len(router.frames) < 6 * GREEDY.max_tokens / 2
+        assert max(len(frame.deltas) for frame in router.frames) >= 6
+        assert len(router.frames) < 6 * LONG.max_tokens / 2
 
 
 @pytest.mark.parametrize(

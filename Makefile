@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 
-.PHONY: help setup serve demo test lint types proto check-proto bench bench-serving gpu-check clean
+.PHONY: help setup serve demo test lint types proto check-proto bench bench-serving bench-transfer gpu-check clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -13,7 +13,7 @@ help:
 	@echo "make test           set up, run the whole test suite"
 	@echo "make lint types     ruff, mypy"
 	@echo "make proto          regenerate the gRPC stubs from proto/"
-	@echo "make bench bench-serving   benchmarks, results in benchmarks/results/"
+	@echo "make bench bench-serving bench-transfer   benchmarks, results in benchmarks/results/"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
 
 setup: $(STAMP)
@@ -51,6 +51,9 @@ bench: setup
 
 bench-serving: setup
 	$(PY) -m benchmarks.serving
+
+bench-transfer: setup
+	$(PY) -m benchmarks.transfer
 
 gpu-check:
 	python3 -m pytest -q -m gpu tests

@@ -27,8 +27,8 @@ from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferKey, WorkerId
 
-FASTEST_POLL_S = 0.0002  # just after an arrival
-SLOWEST_POLL_S = 0.0005  # between a prefill's chunks
+FASTEST_POLL_S = 0.00005  # just after an arrival
+SLOWEST_POLL_S = 0.0002  # between a prefill's chunks; a write shows at the second poll (docs/lab-notes.md)
 JOIN_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class ReceiverStats:
 
 
 class TransferReceiver:
-    """Safe from any thread. Callbacks run on the receiver's own thread and must not block."""
+    """Safe from any thread. Callbacks run on threads of the receiver's and its wires, and must not block."""
 
     def __init__(
         self,
@@ -182,15 +182,16 @@ class TransferReceiver:
         if not fresh:
             self._ignore(arrival)
             return True
-        self._post(lambda: self._tell(arrival))
+        self._guard(lambda: self._tell(arrival))
         return True
 
     def landed(self, arrival: Arrival) -> None:
-        self._post(lambda: self._arrived(arrival))
+        self._guard(lambda: self._arrived(arrival))
 
     def lost(self, peer: Peer, error: TransferError) -> None:
         log.info("%s", error)  # the transfers it fails, if any, carry it
-        self.stats.num_lost_peers += 1
+        with self._lock:
+            self.stats.num_lost_peers += 1
         self._fail_all(peer, error)
 
     # The receiver's thread.
@@ -246,10 +247,11 @@ class TransferReceiver:
     def _tell(self, arrival: Arrival) -> None:
         with self._lock:
             incoming = self._open.get(arrival.key)
-        if incoming is None or incoming.failed or not _in_range(incoming, arrival):
+            if known := incoming is not None and not incoming.failed and _in_range(incoming, arrival):
+                self.stats.num_pages += arrival.num_pages
+        if not known:
             self._ignore(arrival)
             return
-        self.stats.num_pages += arrival.num_pages
         self._on_arrival(arrival.key, arrival.first_index, arrival.num_pages)
 
     def _fail_stalled(self, now_s: float) -> None:
@@ -288,7 +290,8 @@ class TransferReceiver:
             log.exception("handling a transfer event failed")
 
     def _ignore(self, arrival: Arrival) -> None:
-        self.stats.num_late_arrivals += 1
+        with self._lock:
+            self.stats.num_late_arrivals += 1
         log.debug("ignored %s: not open, or outside its pages", arrival)
 
 

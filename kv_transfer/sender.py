@@ -33,7 +33,8 @@ from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferKey
 
-POLL_S = 0.0002  # while pushes are under way on a wire that must be polled
+FASTEST_POLL_S = 0.00002  # just after a push began or ended, on a wire that must be polled
+SLOWEST_POLL_S = 0.0002  # while one is under way
 IDLE_LINK_S = 300.0  # a link without transfers is closed after it; connecting again is cheap
 JOIN_TIMEOUT_S = 5.0
 
@@ -189,7 +190,8 @@ class TransferSender:
         pauses: list[float] = []
         for receiver in self._receivers.values():
             if receiver.outbox.waits_for_polling:
-                return POLL_S
+                quiet_s = now_s - receiver.outbox.last_progress_s
+                return min(SLOWEST_POLL_S, max(FASTEST_POLL_S, quiet_s / 8))
             if receiver.outbox.busy:
                 pauses.append(receiver.outbox.last_progress_s + self._config.timeout_s - now_s)
             elif not receiver.outbox.transfers:

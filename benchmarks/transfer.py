@@ -1,0 +1,244 @@
+"""KV transfers between two processes of this host, over every wire, beside what bounds them.
+
+A transfer is timed from the sender's `push` to the receiver's report of its last page; pages are scattered at both
+ends, in the shapes of a 135M and an 8B Llama (bf16). Beside it: memcpy of the same bytes by one core, the same bytes as
+one page over the same wire ("contiguous"), and the wire without our threads ("bare": NIXL with both ends spinning, one
+gloo send of contiguous bytes). The median of a few transfers, after one that does not count; both processes and all
+their threads share the machine's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.floor import step_floor
+from benchmarks.report import Row, publish
+from benchmarks.shapes import random_llama
+from benchmarks.transfer_peer import HOST, RECEIVER_EPOCH, SENDER_EPOCH, TIMEOUT_S, Layout, Process
+from engine.model_config import ModelConfig
+from kv_transfer import nixl
+from kv_transfer.checksum import page_checksums
+from kv_transfer.nixl import NixlSender
+from kv_transfer.pages import PageBuffer
+from kv_transfer.sender import TransferSender
+from kv_transfer.torch_dist import SENDER, Group
+from kv_transfer.transport import MAX_PUSH_BYTES, Arrival
+from penstock.config import TransferConfig
+from penstock.types import PageId, TransferId, TransferKey
+
+# name -> bytes a token (layers * 2 * KV heads * head dim * 2), prompt lengths
+SHAPES = {"135M": (30 * 2 * 3 * 64 * 2, (128, 1024, 8192)), "8B": (32 * 2 * 8 * 128 * 2, (128, 2048))}
+PAGE_SIZES = (16, 64)  # tokens
+_SPARE = 1.25  # pages of a pool for each page that moves, so that those that move lie scattered
+
+
+class Sending:
+    """A sender over part of this process's memory, connected to a receiver over as much of the other's."""
+
+    def __init__(self, peer: Process, memory: torch.Tensor, wire: str, num_pages: int, page_bytes: int) -> None:
+        self._peer = peer
+        self._num_pages = num_pages
+        self._offer = peer.call("paged", num_pages, page_bytes, wire)
+        self._done = threading.Event()
+        self._failure = ""
+        self._count = 0
+        config = TransferConfig.model_validate({"transport": wire, "timeout_s": TIMEOUT_S})
+        pool = memory[: num_pages * page_bytes].view(num_pages, page_bytes)
+        self._end = TransferSender(
+            pool, Layout(page_bytes), SENDER_EPOCH, config, lambda key: self._done.set(), self._failed
+        )
+
+    def _failed(self, key: TransferKey, error: Exception) -> None:
+        self._failure = str(error)
+
+    def transfer_s(self, num_pages: int, scattered: bool) -> float:
+        draw = random.Random(num_pages)
+        pages = [PageId(number) for number in range(self._num_pages)]
+        src, dst = (draw.sample(pages, num_pages) if scattered else pages[:num_pages] for _ in range(2))
+        key = TransferKey(TransferId(str(self._count)), SENDER_EPOCH, RECEIVER_EPOCH)
+        self._count += 1
+        self._done.clear()
+        self._peer.call("open", key, dst)
+        self._end.open(key, self._offer)
+        started_s = time.monotonic()
+        self._end.push(key, 0, src, dst)
+        self._end.finish(key)
+        if not self._done.wait(TIMEOUT_S) or self._failure:
+            raise RuntimeError(self._failure or "the transfer does not end")
+        return float(self._peer.call("landed", key, num_pages)) - started_s
+
+    def close(self) -> None:
+        self._end.shutdown()
+        self._peer.call("close")
+
+
+@contextmanager
+def sending(peer: Process, memory: torch.Tensor, wire: str, num_pages: int, page_bytes: int) -> Iterator[Sending]:
+    made = Sending(peer, memory, wire, num_pages, page_bytes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def median_s(call: Callable[[], float], num_bytes: int) -> float:
+    call()
+    return statistics.median(call() for _ in range(15 if num_bytes < 32 << 20 else 5))
+
+
+class Bounds:
+    """What a transfer of some bytes is held against; each measured once. Seconds."""
+
+    def __init__(self, peer: Process, memory: torch.Tensor) -> None:
+        self._peer = peer
+        self._memory = memory
+        self._target = torch.zeros_like(memory)
+        self.memcpy_s = cache(self._memcpy_s)
+        self.contiguous_s = cache(self._contiguous_s)
+        self.gloo_s = cache(self._gloo_s)
+
+    def _memcpy_s(self, num_bytes: int) -> float:
+        source, target = self._memory[:num_bytes].numpy(), self._target[:num_bytes].numpy()
+
+        def copy() -> float:
+            started_s = time.monotonic()
+            target[:] = source
+            return time.monotonic() - started_s
+
+        return median_s(copy, num_bytes)
+
+    def _contiguous_s(self, wire: str, num_bytes: int) -> float:
+        with sending(self._peer, self._memory, wire, 1, num_bytes) as end:
+            return median_s(lambda: end.transfer_s(1, scattered=False), num_bytes)
+
+    def _gloo_s(self, num_bytes: int) -> float:
+        timeout = datetime.timedelta(seconds=TIMEOUT_S)
+        store = dist.TCPStore(HOST, 0, 2, True, timeout, wait_for_workers=False)
+        self._peer.tell("bare-gloo", 1, num_bytes, store.port)
+        pages = PageBuffer(self._memory[:num_bytes].view(1, num_bytes))
+        group = Group(store, SENDER, pages, HOST, TransferConfig(timeout_s=TIMEOUT_S))
+        self._peer.hear()
+
+        def send() -> float:
+            self._peer.tell("receive")
+            started_s = time.monotonic()
+            group.send(pages)
+            return float(self._peer.hear()) - started_s
+
+        took_s = median_s(send, num_bytes)
+        self._peer.call("close")
+        return took_s
+
+    def nixl_s(self, num_pages: int, page_bytes: int) -> float:
+        pool = PageBuffer(self._memory[: num_pages * page_bytes].view(num_pages, page_bytes))
+        wire = NixlSender(pool, TransferConfig(transport="nixl"), SENDER_EPOCH)
+        details = self._peer.call("bare-nixl", num_pages, page_bytes)
+        self._peer.tell("greet")
+        link = wire.connect(details, RECEIVER_EPOCH)
+        self._peer.hear()
+        key = TransferKey(TransferId("bare"), SENDER_EPOCH, RECEIVER_EPOCH)
+        step = max(1, MAX_PUSH_BYTES // page_bytes)
+        pages = [PageId(number) for number in range(num_pages)]
+
+        def write() -> float:
+            self._peer.tell("poll", num_pages)
+            started_s = time.monotonic()
+            parts = [pages[start : start + step] for start in range(0, num_pages, step)]
+            pushes = [link.push(Arrival(key, 0, len(part)), part, part) for part in parts]
+            pending = list(pushes)
+            while pending:
+                pending = [push for push in pending if not push.done()]
+            return float(self._peer.hear()) - started_s
+
+        took_s = median_s(write, num_pages * page_bytes)
+        link.close()
+        wire.close()
+        self._peer.call("close")
+        return took_s
+
+
+def rows_of(bounds: Bounds, end: Sending, wire: str, name: str, page_bytes: int, num_pages: int) -> list[Row]:
+    num_bytes = page_bytes * num_pages
+    took_s = median_s(lambda: end.transfer_s(num_pages, scattered=True), num_bytes)
+    memcpy_s, contiguous_s = bounds.memcpy_s(num_bytes), bounds.contiguous_s(wire, num_bytes)
+    bases = {"memcpy": memcpy_s, f"contiguous over {wire}": contiguous_s}
+    if wire == "nixl":
+        bases["bare NIXL"] = bounds.nixl_s(num_pages, page_bytes)
+    elif wire == "torch":
+        bases["bare gloo"] = bounds.gloo_s(num_bytes)
+    label = f"{wire} {name}, {num_bytes / 1e6:.3g} MB"
+    rows = [Row(label, took_s * 1e6, "us", "memcpy", memcpy_s * 1e6)]
+    rows += [
+        Row(label, num_bytes / took_s / 1e9, "GB/s", base, num_bytes / base_s / 1e9) for base, base_s in bases.items()
+    ]
+    return rows
+
+
+def measure(wires: list[str], shapes: list[str]) -> list[Row]:
+    largest = max(bytes_a_token * max(lengths) for bytes_a_token, lengths in SHAPES.values())
+    memory = torch.ones(int(largest * _SPARE) + (16 << 20), dtype=torch.uint8)
+    peer = Process(len(memory))
+    rows: list[Row] = []
+    try:
+        if peer.hear() != "ready":
+            raise RuntimeError("the receiving process did not start")
+        bounds = Bounds(peer, memory)
+        for shape in shapes:
+            bytes_a_token, lengths = SHAPES[shape]
+            for wire, page_size in ((wire, page_size) for wire in wires for page_size in PAGE_SIZES):
+                page_bytes = bytes_a_token * page_size
+                num_pages = int(_SPARE * max(lengths)) // page_size
+                cases = [(length, f"{shape} page {page_size}, {length} tokens") for length in lengths]
+                with sending(peer, memory, wire, num_pages, page_bytes) as end:
+                    for length, name in cases:
+                        rows += rows_of(bounds, end, wire, name, page_bytes, length // page_size)
+    finally:
+        peer.stop()
+    return rows + checksum_rows(memory)
+
+
+def checksum_rows(memory: torch.Tensor, num_tokens: int = 8192) -> list[Row]:
+    """Checksums are taken once at each end, by the thread that computes: what they add to a prefill's bare products."""
+    bytes_a_token = SHAPES["135M"][0]
+    pool = memory[: bytes_a_token * num_tokens].view(num_tokens // 16, -1)
+    pages = [PageId(page) for page in range(len(pool))]
+
+    def check() -> float:
+        started_s = time.monotonic()
+        page_checksums(pool, pages)
+        return time.monotonic() - started_s
+
+    took_s = median_s(check, pool.nbytes)
+    step = 512
+    floor = step_floor(ModelConfig.from_folder(random_llama()), step, 1, 0, torch.bfloat16)
+    prefill_s = floor.step_s * num_tokens / step
+    label = f"checksums of one end, 135M page 16, {num_tokens} tokens"
+    return [
+        Row(label, took_s * 1e3, "ms", "its prefill's matrix products, one core", prefill_s * 1e3),
+        Row(label, pool.nbytes / took_s / 1e9, "GB/s"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wires", nargs="+", default=["shm", *nixl.is_installed() * ["nixl"], "torch"])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = measure(options.wires, options.shapes)
+    publish("transfer", "scattered pages between two processes, medians; 135M and 8B Llama shapes in bf16", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""The receiving process of the transfer benchmark: a pool, and a receiver or a bare wire over it, driven by a pipe."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine.shared_pool import allocate_pool
+from kv_transfer.nixl import NixlReceiver
+from kv_transfer.pages import PageBuffer
+from kv_transfer.receiver import TransferReceiver
+from kv_transfer.torch_dist import RECEIVER, Group
+from kv_transfer.transport import Peer
+from penstock.config import TransferConfig
+from penstock.types import Epoch, PageId, TransferKey, WorkerId
+
+SENDER_EPOCH, RECEIVER_EPOCH = Epoch(1), Epoch(2)
+HOST = "127.0.0.1"
+TIMEOUT_S = 60.0
+_PEER = WorkerId("prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    page_bytes: int
+
+    def digest(self) -> str:
+        return f"bytes-{self.page_bytes}"
+
+
+class Process:
+    """Starts the other process and calls into it; every answer has a deadline."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, pool_bytes), daemon=True)
+        self._process.start()
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        self._pipe.send((name, arguments))
+
+    def hear(self) -> Any:
+        if not self._pipe.poll(TIMEOUT_S):
+            raise TimeoutError("the receiving process does not answer")
+        return self._pipe.recv()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.tell(name, *arguments)
+        return self.hear()
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join(TIMEOUT_S)
+
+
+class _Paged:
+    """A receiver as a decode worker has it."""
+
+    def __init__(self, pool: torch.Tensor, wire: str) -> None:
+        self._landed: dict[TransferKey, int] = {}
+        self._last_s = 0.0
+        self._changed = threading.Condition()
+        config = TransferConfig.model_validate({"transport": wire, "timeout_s": TIMEOUT_S})
+        self._end = TransferReceiver(
+            pool, Layout(pool.shape[1]), RECEIVER_EPOCH, config, self._arrived, lambda key, error: None
+        )
+
+    def offer(self) -> bytes:
+        return self._end.offer(_PEER, SENDER_EPOCH)
+
+    def open(self, key: TransferKey, pages: list[PageId]) -> None:
+        self._end.open(key, pages)
+
+    def landed(self, key: TransferKey, num_pages: int) -> float:
+        """When its last page was reported."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._landed.get(key) == num_pages, TIMEOUT_S):
+                raise TimeoutError(f"{self._landed.get(key)} of {num_pages} pages")
+        self._end.close(key)
+        return self._last_s
+
+    def close(self) -> None:
+        self._end.shutdown()
+
+    def _arrived(self, key: TransferKey, first_index: int, num_pages: int) -> None:
+        with self._changed:
+            self._landed[key] = self._landed.get(key, 0) + num_pages
+            self._last_s = time.monotonic()
+            self._changed.notify_all()
+
+
+class _BareNixl:
+    """The wire alone, polled without a pause."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        self._wire = NixlReceiver(PageBuffer(pool), TransferConfig(transport="nixl"))
+        self._num_pages = 0
+
+    def offer(self) -> Any:
+        return self._wire.offer(Peer(_PEER, SENDER_EPOCH))
+
+    def greet(self) -> None:
+        """Until the sender has connected."""
+        self._until(lambda: bool(self._wire.poll() or self._wire.heard_from()))
+
+    def poll(self, num_pages: int) -> float:
+        """When that many have come."""
+        self._until(lambda: self._count(num_pages))
+        return time.monotonic()
+
+    def _count(self, num_pages: int) -> bool:
+        self._num_pages += sum(arrival.num_pages for arrival in self._wire.poll())
+        if self._num_pages < num_pages:
+            return False
+        self._num_pages = 0
+        return True
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not condition():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("the sender is silent")
+
+    def close(self) -> None:
+        self._wire.close()
+
+
+class _BareGloo:
+    """One send and one receive of contiguous bytes."""
+
+    def __init__(self, pool: torch.Tensor, port: int) -> None:
+        store = dist.TCPStore(HOST, port, 2, False, datetime.timedelta(seconds=TIMEOUT_S))
+        self._pages = PageBuffer(pool)
+        self._group = Group(store, RECEIVER, self._pages, HOST, TransferConfig(timeout_s=TIMEOUT_S))
+
+    def receive(self) -> float:
+        self._group.receive(self._pages)
+        return time.monotonic()
+
+    def close(self) -> None:
+        self._group.abort()
+
+
+def _serve(pipe: Connection, pool_bytes: int) -> None:
+    torch.set_num_threads(1)
+    memory = allocate_pool((pool_bytes,), torch.uint8, torch.device("cpu")).fill_(0)  # every page of it is there
+    served: list[Any] = []  # the newest answers; one may be measured while another stays open
+    pipe.send("ready")
+    while True:
+        name, arguments = pipe.recv()
+        if name in ("paged", "bare-nixl", "bare-gloo"):
+            num_pages, page_bytes, *rest = arguments
+            pool = memory[: num_pages * page_bytes].view(num_pages, page_bytes)
+            served.append({"paged": _Paged, "bare-nixl": _BareNixl, "bare-gloo": _BareGloo}[name](pool, *rest))
+            pipe.send(None if name == "bare-gloo" else served[-1].offer())
+        elif name == "close":
+            pipe.send(served.pop().close())
+        else:
+            pipe.send(getattr(served[-1], name)(*arguments))

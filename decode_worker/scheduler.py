@@ -201,13 +201,15 @@ class DecodeScheduler:
 
     def _take_pages(self, sequence: Sequence, num_tokens: int) -> tuple[int, list[PageId]] | None:
         """(how many leading pages are cached, pages for `num_tokens`), a reference on each, or None."""
-        held = self._cache.match(self._reusable_hashes(sequence, num_tokens))
+        hashes = self._reusable_hashes(sequence, num_tokens)
+        held = self._cache.match(hashes)
         num_fresh = -(-num_tokens // self._page_size) - len(held)
         # With nobody running there is nobody to keep pages back for.
         keep = self._watermark_pages if self._running else 0
         if self._pool.num_available - num_fresh >= keep:
             try:
-                return len(held), [*held, *self._pool.allocate(num_fresh)]
+                pages = [*held, *self._pool.allocate(num_fresh)]
+                return self._cache.promote(hashes, pages, len(held)), pages
             except OutOfPages:
                 pass  # the reference on `held` made evictable pages unavailable: same as too few
         self._pool.release(held)

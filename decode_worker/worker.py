@@ -300,4 +300,5 @@ class DecodeWorker:
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
             prefill_tokens_per_s=self._chunk_tokens_per_s,
             step_s=self._step_s,
+            cache=self._engine.prefix_cache.stats,
         )

@@ -6,6 +6,7 @@ page is the caller's business (through `pool` and `prefix_cache`), and a step ch
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ from pathlib import Path
 import torch
 
 from engine.batch import build_batch
+from engine.cache_tiers import CacheTiers
+from engine.disk_tier import DiskTier
+from engine.host_tier import HostTier
 from engine.kernels import select_backend, select_ops
 from engine.kv_layout import KVLayout
 from engine.model_config import ModelConfig
@@ -24,6 +28,7 @@ from engine.sampler import sample
 from engine.sequence import SampledToken, ScheduledSequence, StepOutput
 from engine.sequence import Sequence as Generation
 from engine.shared_pool import allocate_pool
+from engine.zeroing import zero_pages
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.kv_events import KvEventLog
@@ -91,8 +96,10 @@ class Engine:
         )
         num_pages = config.num_pages or _count_pages(config, layout, device)
         kv_pages = allocate_pool(layout.shape(num_pages), dtype, device)
-        pool = PagePool(num_pages)
-        cache = PrefixCache(pool, config.page_size, on_event, config.prefix_caching)
+        erase = functools.partial(zero_pages, kv_pages) if config.zero_freed_pages else None
+        pool = PagePool(num_pages, erase)
+        tiers = _make_tiers(config, kv_pages, layout.page_bytes)
+        cache = PrefixCache(pool, config.page_size, on_event, config.prefix_caching, tiers)
         runner = ModelRunner(model, kv_pages, attention, select_ops(attention))
         log.info(
             "loaded %s: %d pages, %s, %s attention on %s",
@@ -175,3 +182,15 @@ def _count_pages(config: EngineConfig, layout: KVLayout, device: torch.device) -
             f"give at least {2 * layout.page_bytes}, or a smaller engine.page_size"
         )
     return num_pages
+
+
+def _make_tiers(config: EngineConfig, kv_pages: torch.Tensor, page_bytes: int) -> CacheTiers | None:
+    if not config.host_memory_bytes:
+        return None
+    for name in ("host_memory_bytes", "disk_bytes"):
+        if 0 < getattr(config, name) < page_bytes:
+            raise ConfigError(f"engine.{name} = {getattr(config, name)} holds no page of {page_bytes} bytes; give more")
+    host = HostTier(kv_pages, config.host_memory_bytes // page_bytes)
+    if config.disk_path is None:
+        return CacheTiers(host)
+    return CacheTiers(host, DiskTier(config.disk_path, config.disk_bytes // page_bytes, page_bytes))

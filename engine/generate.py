@@ -11,7 +11,7 @@ from engine.engine import Engine
 from engine.finish import finish_reason
 from engine.sequence import ScheduledSequence
 from engine.sequence import Sequence as Generation
-from penstock.types import RequestId, SamplingParams
+from penstock.types import PageHash, RequestId, SamplingParams
 
 
 def generate(
@@ -34,6 +34,8 @@ def generate(
         generation.pages = engine.prefix_cache.match(hashes)
         generation.num_computed_tokens = len(generation.pages) * page_size
     try:
+        if use_prefix_cache:
+            _promote(engine, generation, hashes)
         while finish_reason(generation, engine.model.eos_token_ids, engine.model.context_length) is None:
             _step(engine, generation, chunk_tokens)
             if use_prefix_cache:
@@ -45,10 +47,19 @@ def generate(
     return generation.token_ids[len(token_ids) :]
 
 
+def _promote(engine: Engine, generation: Generation, hashes: Sequence[PageHash]) -> None:
+    """What lower tiers hold of the pages that come next."""
+    num_matched = len(generation.pages)
+    num_promotable = engine.prefix_cache.peek(hashes) - num_matched
+    generation.pages += engine.pool.allocate(num_promotable)
+    num_filled = engine.prefix_cache.promote(hashes, generation.pages, num_matched)
+    generation.num_computed_tokens = num_filled * engine.layout.page_size
+
+
 def _step(engine: Engine, generation: Generation, chunk_tokens: int | None) -> None:
     num_tokens = min(generation.num_uncomputed_tokens, chunk_tokens or generation.num_uncomputed_tokens)
     num_pages = -(-(generation.num_computed_tokens + num_tokens) // engine.layout.page_size)
-    generation.pages += engine.pool.allocate(num_pages - len(generation.pages))
+    generation.pages += engine.pool.allocate(max(0, num_pages - len(generation.pages)))
     (token,) = engine.step([ScheduledSequence(generation, num_tokens)]).tokens
     generation.num_computed_tokens += num_tokens
     if token is not None:

@@ -13,7 +13,7 @@ the fence makes it available. Not thread-safe: the worker's step loop is the onl
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from enum import StrEnum
 
 from penstock.errors import InternalError
@@ -44,7 +44,8 @@ class PageMisuse(InternalError):
 class PagePool:
     """References, fences and the free list of `num_pages` pages. Every method costs O(pages named), none O(pool)."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, on_free: Callable[[Sequence[PageId]], None] | None = None) -> None:
+        """`on_free` hears of pages that nobody holds any more, before they can be handed out; it may erase them."""
         if num_pages < 1:
             raise ValueError(f"num_pages: {num_pages} given; a pool needs at least 1 page")
         self.num_pages = num_pages
@@ -55,6 +56,7 @@ class PagePool:
         self._fences: dict[PageId, set[Hashable]] = {}  # only pages with at least one fence
         self._fenced_by: dict[Hashable, list[PageId]] = {}
         self._evict: Callable[[int], None] | None = None
+        self._on_free = on_free
 
     # ---- counts -------------------------------------------------------------------------------------------------
 
@@ -129,13 +131,15 @@ class PagePool:
         for page in pages:
             if self._refs[page] == 0:
                 raise PageMisuse(f"release: page {page} is {self.state(page)} and has no reference")
+        freed: list[PageId] = []
         for page in reversed(pages):
             self._refs[page] -= 1
             if self._refs[page] == 0 and page not in self._fences:
                 if self._cached[page]:
                     self._evictable[page] = None
                 else:
-                    self._free.append(page)
+                    freed.append(page)
+        self._set_free(freed)
 
     # ---- fences -------------------------------------------------------------------------------------------------
 
@@ -161,13 +165,15 @@ class PagePool:
         """The transfer `key` is over: it will write nothing any more. Pages that nobody holds become free."""
         if key not in self._fenced_by:
             raise PageMisuse(f"lift: no fence of {key}")
+        freed: list[PageId] = []
         for page in self._fenced_by.pop(key):
             keys = self._fences[page]
             keys.discard(key)
             if not keys:
                 del self._fences[page]
                 if self._refs[page] == 0:
-                    self._free.append(page)  # never verified, hence never cached
+                    freed.append(page)  # never verified, hence never cached
+        self._set_free(freed)
 
     # ---- the prefix cache's side --------------------------------------------------------------------------------
 
@@ -186,14 +192,19 @@ class PagePool:
             raise PageMisuse(f"keep: page {page} is {self.state(page)}; only an uncached page that the caller holds")
         self._cached[page] = 1
 
-    def forget(self, page: PageId) -> None:
-        """The prefix cache no longer holds this page: it is free if nobody references it."""
-        if not self._cached[page]:
-            raise PageMisuse(f"forget: page {page} is {self.state(page)} and not cached")
-        self._cached[page] = 0
-        if self._refs[page] == 0:
-            del self._evictable[page]
-            self._free.append(page)
+    def forget(self, pages: Sequence[PageId]) -> None:
+        """The prefix cache no longer holds these pages: those that nobody references are free."""
+        self._check_pages("forget", pages)
+        for page in pages:
+            if not self._cached[page]:
+                raise PageMisuse(f"forget: page {page} is {self.state(page)} and not cached")
+        freed: list[PageId] = []
+        for page in pages:
+            self._cached[page] = 0
+            if self._refs[page] == 0:
+                del self._evictable[page]
+                freed.append(page)
+        self._set_free(freed)
 
     def is_cached(self, page: PageId) -> bool:
         return bool(self._cached[page])
@@ -204,8 +215,9 @@ class PagePool:
             if page in self._evictable:
                 self._evictable.move_to_end(page)
 
-    def oldest_evictable(self) -> PageId | None:
-        return next(iter(self._evictable), None)
+    def evictable(self) -> Iterator[PageId]:
+        """Least recently used first; not to be continued after a change to the pool."""
+        return iter(self._evictable)
 
     # ---- invariants ---------------------------------------------------------------------------------------------
 
@@ -230,6 +242,11 @@ class PagePool:
             num_held += refs > 0 and not fenced
         total = len(free) + len(self._evictable) + len(self._fences) + num_held
         _demand(total == self.num_pages, f"{total} pages accounted for, {self.num_pages} in the pool")
+
+    def _set_free(self, pages: Sequence[PageId]) -> None:
+        if pages and self._on_free is not None:
+            self._on_free(pages)
+        self._free += pages
 
     def _check_pages(self, operation: str, pages: Collection[PageId]) -> None:
         if len(set(pages)) != len(pages):

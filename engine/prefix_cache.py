@@ -1,22 +1,27 @@
 """Finds pages whose KV was computed before, by the hash of everything it depends on.
 
-A request meets it twice: `match` before prefill gives the pages it need not compute, `insert` after each step makes
-newly computed full pages findable. It owns the map from hash to page and the chains between hashes; references and
-the order of eviction are the pool's. It must not see a page that a transfer may still write: the caller inserts only
-computed or verified pages, and the pool refuses fenced ones.
+A request meets it twice: before prefill, `match` gives the pages it need not compute, and `promote` fills some of the
+pages allocated for the rest from lower tiers; `insert` after each step makes newly computed full pages findable. It
+owns the map from hash to page and the chains between hashes; references and the order of eviction are the pool's, and
+what was evicted is `engine.cache_tiers`'. It must not see a page that a transfer may still write: the caller inserts
+only computed or verified pages, and the pool refuses fenced ones.
 
 A cached page is of use only while its parent is cached too, hence leaves go first: when the least recently used page
 must go, whatever still hangs from it goes before it. Pages of that subtree which somebody holds are not taken away,
 they are merely no longer findable.
+
+Routers hear of a page as stored while the device or a lower tier holds it: to copy a page back costs a few hundredths
+of computing it, so for the choice of a worker the two are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.cache_tiers import CacheTiers
 from engine.page_pool import PageMisuse, PagePool
 from penstock.kv_events import KvEventLog
-from penstock.types import PageHash, PageId
+from penstock.types import CacheStats, PageHash, PageId
 
 
 class _Node:
@@ -34,11 +39,20 @@ class _Node:
 class PrefixCache:
     """The findable pages of one pool. Not thread-safe: the worker's step loop is the only caller."""
 
-    def __init__(self, pool: PagePool, page_size: int, events: KvEventLog | None = None, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        events: KvEventLog | None = None,
+        enabled: bool = True,
+        tiers: CacheTiers | None = None,
+    ) -> None:
         self.page_size = page_size
         self.enabled = enabled
         self._pool = pool
         self._events = events
+        self._tiers = tiers
+        self._num_queries = self._num_device_hits = self._num_evictions = 0  # pages
         self._nodes: dict[PageHash, _Node] = {}
         self._by_page: dict[PageId, _Node] = {}
         pool.set_evictor(self._evict)
@@ -47,15 +61,57 @@ class PrefixCache:
     def num_cached(self) -> int:
         return len(self._nodes)
 
+    @property
+    def stats(self) -> CacheStats:
+        host, disk = (self._tiers.host, self._tiers.disk) if self._tiers else (None, None)
+        return CacheStats(
+            queries=self._num_queries,
+            device_hits=self._num_device_hits,
+            host_hits=self._tiers.num_host_hits if self._tiers else 0,
+            disk_hits=self._tiers.num_disk_hits if self._tiers else 0,
+            evictions=self._num_evictions,
+            spoiled_pages=disk.num_spoiled if disk else 0,
+            host_pages=len(host.slots) if host else 0,
+            total_host_pages=host.slots.num_slots if host else 0,
+            disk_pages=len(disk.slots) if disk else 0,
+            total_disk_pages=disk.slots.num_slots if disk else 0,
+        )
+
     def match(self, hashes: Sequence[PageHash]) -> list[PageId]:
-        """Pages of the longest cached prefix, with one reference on each that the caller has to release."""
+        """Pages of the longest prefix that the device holds, with a reference on each that the caller has to release.
+
+        To be followed by `promote`, once the caller has pages for the rest.
+        """
         pages = [node.page for node in self._leading(hashes)]
         self._pool.share(pages)
+        if self._tiers is not None:  # allocating the rest evicts pages: not those that are about to be promoted
+            self._tiers.touch(self._tiers.leading(hashes[len(pages) :]))
         return pages
 
+    def promote(self, hashes: Sequence[PageHash], pages: Sequence[PageId], num_matched: int) -> int:
+        """How many leading pages hold their KV, once those after the matched ones are filled from lower tiers.
+
+        `pages`: those that `match` gave for these hashes, then fresh ones that only the caller holds. Blocks while
+        they are copied; those filled are cached. Counts the request: call it once for each, with lower tiers or not.
+        """
+        if not self.enabled:
+            return num_matched
+        self._num_queries += len(hashes)
+        self._num_device_hits += num_matched
+        if self._tiers is None:
+            return num_matched
+        wanted = self._tiers.leading(hashes[num_matched:])
+        num_filled = num_matched
+        if wanted:
+            num_filled += self._tiers.load(wanted, pages[num_matched : num_matched + len(wanted)])
+            self.insert(hashes[:num_filled], pages, start=num_matched)
+            self._report_removed([])
+        return num_filled
+
     def peek(self, hashes: Sequence[PageHash]) -> int:
-        """How many pages `match` would return; takes no reference and leaves the order of eviction alone."""
-        return len(self._leading(hashes))
+        """How many pages need no computing, lower tiers included; takes no reference, leaves the order of eviction."""
+        num_leading = len(self._leading(hashes))
+        return num_leading + (len(self._tiers.leading(hashes[num_leading:])) if self._tiers else 0)
 
     def insert(self, hashes: Sequence[PageHash], pages: Sequence[PageId], start: int = 0) -> int:
         """Make `pages[i]`, full and computed, findable as `hashes[i]`; returns how many pages entered the cache.
@@ -85,16 +141,18 @@ class PrefixCache:
                 met.append(node.page)
             parent = node
         self._pool.touch(met)
-        if stored and self._events is not None:
-            self._events.stored(stored)
+        self._report_stored(stored)
         return len(stored)
 
     def clear(self) -> None:
-        """Forget every page; those that somebody holds stay with their holders."""
-        removed: list[PageHash] = []
+        """Forget every page, on every tier; those that somebody holds stay with their holders."""
+        gone: list[_Node] = []
         for node in [node for node in self._nodes.values() if node.parent is None]:
-            self._drop(node, removed)
-        self._report_removed(removed)
+            gone += self._unlink(node)
+        self._pool.forget([node.page for node in gone])
+        if self._tiers is not None:
+            self._tiers.clear()
+        self._report_removed([node.page_hash for node in gone])
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless chains, maps and the pool agree. Checks the pool as well."""
@@ -149,29 +207,53 @@ class PrefixCache:
 
     def _evict(self, num_pages: int) -> None:
         """Free at least `num_pages` pages, which the pool has counted as evictable."""
-        goal = self._pool.num_free + num_pages
-        removed: list[PageHash] = []
-        while self._pool.num_free < goal:
-            page = self._pool.oldest_evictable()
-            assert page is not None, "the pool counted more evictable pages than it has"
-            self._drop(self._by_page[page], removed)
-        self._report_removed(removed)
+        gone: list[_Node] = []
+        num_freed = 0
+        for page in self._pool.evictable():
+            if num_freed >= num_pages:
+                break
+            if page not in self._by_page:
+                continue  # it went with an older page that it hung from
+            subtree = self._unlink(self._by_page[page])
+            num_freed += sum(self._pool.num_references(node.page) == 0 for node in subtree)
+            gone += subtree
+        assert num_freed >= num_pages, "the pool counted more evictable pages than it has"
+        hashes, pages = [node.page_hash for node in gone], [node.page for node in gone]
+        if self._tiers is not None:
+            self._tiers.store(hashes, pages)  # before the pool may erase them or hand them out
+        self._pool.forget(pages)
+        self._num_evictions += len(gone)
+        self._report_removed(hashes)
 
-    def _drop(self, root: _Node, removed: list[PageHash]) -> None:
-        """Forget the subtree, children before parents. The root alone in all but rare cases (see `release`)."""
+    def _unlink(self, root: _Node) -> list[_Node]:
+        """Make the subtree unfindable; children before parents. The root alone in all but rare cases (see `release`).
+
+        The pool still believes that the pages are cached: the caller has to `forget` them there.
+        """
         subtree = [root]
         for node in subtree:  # grows while it is walked: parents stand before their children
             if node.children:
                 subtree.extend(node.children.values())
-        for node in reversed(subtree):
+        subtree.reverse()
+        for node in subtree:
             if node.parent is not None and node.parent.children is not None:
                 node.parent.children.pop(node.page_hash)
                 if not node.parent.children:
                     node.parent.children = None
             del self._nodes[node.page_hash], self._by_page[node.page]
-            self._pool.forget(node.page)
-            removed.append(node.page_hash)
+        return subtree
 
-    def _report_removed(self, removed: list[PageHash]) -> None:
-        if removed and self._events is not None:
-            self._events.removed(removed)
+    def _report_stored(self, hashes: Sequence[PageHash]) -> None:
+        """Pages that have entered the device's cache; new to those who listen unless a lower tier has them."""
+        if self._tiers is not None:
+            hashes = [page_hash for page_hash in hashes if not self._tiers.holds(page_hash)]
+        if hashes and self._events is not None:
+            self._events.stored(hashes)
+
+    def _report_removed(self, hashes: Sequence[PageHash]) -> None:
+        """Pages that have left the device's cache; what left the lower tiers meanwhile goes with them."""
+        if self._tiers is not None:
+            left = dict.fromkeys((*hashes, *self._tiers.take_lost()))
+            hashes = [page for page in left if page not in self._nodes and not self._tiers.holds(page)]
+        if hashes and self._events is not None:
+            self._events.removed(hashes)

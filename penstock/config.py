@@ -35,7 +35,29 @@ class EngineConfig(_Frozen):
     max_context: int | None = Field(None, ge=2)  # tokens; default: the model's own
     attention: Literal["auto", "torch", "triton"] = "auto"
     prefix_caching: bool = True
+    host_memory_bytes: int = Field(0, ge=0)  # for pages evicted from the device; 0: they are gone
+    disk_bytes: int = Field(0, ge=0)  # for pages evicted from host memory; 0: they are gone
+    disk_path: str | None = None  # a folder with room for them
+    zero_freed_pages: bool = False  # erase what a page held as soon as nobody holds the page
     num_threads: int | None = Field(None, ge=1)  # of the math libraries; default: every core
+
+    @model_validator(mode="after")
+    def _tiers_stand_on_each_other(self) -> EngineConfig:
+        if self.host_memory_bytes and not self.prefix_caching:
+            raise ValueError(
+                f"engine.host_memory_bytes = {self.host_memory_bytes} keeps evicted pages of the prefix cache, which "
+                "engine.prefix_caching = false turns off; set one of them"
+            )
+        if self.disk_bytes and not self.host_memory_bytes:
+            raise ValueError(
+                f"engine.disk_bytes = {self.disk_bytes} is for pages that leave host memory, but "
+                "engine.host_memory_bytes is 0; set it too"
+            )
+        if bool(self.disk_bytes) != (self.disk_path is not None):
+            raise ValueError(
+                f"engine.disk_bytes = {self.disk_bytes} and engine.disk_path = {self.disk_path!r}; set both or neither"
+            )
+        return self
 
 
 class PrefillConfig(_Frozen):

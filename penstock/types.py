@@ -90,6 +90,22 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheStats:
+    """A worker's prefix cache, in pages: counts since the worker started, and what its lower tiers hold now."""
+
+    queries: int = 0  # pages looked up
+    device_hits: int = 0  # of these
+    host_hits: int = 0  # copied back from host memory
+    disk_hits: int = 0  # read back from disk
+    evictions: int = 0  # from the device
+    spoiled_pages: int = 0  # that did not read back from disk as they were written
+    host_pages: int = 0
+    total_host_pages: int = 0
+    disk_pages: int = 0
+    total_disk_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """What a worker says of itself with every event batch."""
 
@@ -100,3 +116,4 @@ class WorkerLoad:
     queued_prefill_tokens: int = 0
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
     step_s: float = 0.0
+    cache: CacheStats = CacheStats()

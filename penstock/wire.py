@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
+
 from penstock.types import (
+    CacheStats,
     Epoch,
     FinishReason,
     Member,
@@ -16,6 +19,7 @@ from penstock.types import (
 )
 from penstock.v1 import admin_pb2, common_pb2, worker_pb2
 
+_CACHE_STATS = [field.name for field in fields(CacheStats)]
 _FINISH_TO_WIRE = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -104,6 +108,7 @@ def load_to_wire(load: WorkerLoad) -> worker_pb2.Load:
         queued_prefill_tokens=load.queued_prefill_tokens,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         step_s=load.step_s,
+        cache=worker_pb2.CacheStats(**asdict(load.cache)),
     )
 
 
@@ -116,6 +121,7 @@ def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
         queued_prefill_tokens=wire.queued_prefill_tokens,
         prefill_tokens_per_s=wire.prefill_tokens_per_s,
         step_s=wire.step_s,
+        cache=CacheStats(**{name: getattr(wire.cache, name) for name in _CACHE_STATS}),
     )
 
 

@@ -72,10 +72,10 @@ class PrefillScheduler:
 
     def _take_pages(self, sequence: Sequence) -> bool:
         """All the prompt's pages, cached ones first; False, and nothing taken, where the pool has too few."""
-        hashes = sequence.hash_full_pages(self._page_size)
         # At least one token is computed, since its logits give the first token.
         reusable = (len(sequence.token_ids) - 1) // self._page_size
-        cached = self._cache.match(hashes[:reusable])
+        hashes = sequence.hash_full_pages(self._page_size)[:reusable]
+        cached = self._cache.match(hashes)
         num_pages = -(-len(sequence.token_ids) // self._page_size)
         try:
             fresh = self._pool.allocate(num_pages - len(cached))
@@ -83,7 +83,7 @@ class PrefillScheduler:
             self._pool.release(cached)
             return False
         sequence.pages = [*cached, *fresh]
-        sequence.num_computed_tokens = len(cached) * self._page_size
+        sequence.num_computed_tokens = self._cache.promote(hashes, sequence.pages, len(cached)) * self._page_size
         return True
 
     def commit(self, work: Seq[ScheduledSequence]) -> list[Sequence]:

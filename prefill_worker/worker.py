@@ -222,4 +222,5 @@ class PrefillWorker:
             total_pages=self._engine.pool.num_pages,
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
             prefill_tokens_per_s=self._tokens_per_s,
+            cache=self._engine.prefix_cache.stats,
         )

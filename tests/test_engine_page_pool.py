@@ -86,7 +86,7 @@ def test_misuse_is_refused_by_name_and_changes_nothing() -> None:
         (lambda: pool.fence([held[0]], "t"), f"page {held[0]} is already fenced by t"),
         (lambda: pool.lift("other"), "no fence of other"),
         (lambda: pool.keep(held[0]), f"keep: page {held[0]} is fenced"),
-        (lambda: pool.forget(held[1]), "not cached"),
+        (lambda: pool.forget([held[1]]), "not cached"),
         (lambda: pool.release([PageId(9)]), "outside the pool of 4"),
         (lambda: pool.release([PageId(-1)]), "outside the pool of 4"),
         (lambda: pool.allocate(-1), "-1 pages"),

@@ -47,7 +47,7 @@ class WatchEventsRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s")
+    __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s", "cache")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class Load(_message.Message):
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     free_pages: int
@@ -62,7 +63,32 @@ class Load(_message.Message):
     queued_prefill_tokens: int
     prefill_tokens_per_s: float
     step_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
+    cache: CacheStats
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ...) -> None: ...
+
+class CacheStats(_message.Message):
+    __slots__ = ("queries", "device_hits", "host_hits", "disk_hits", "evictions", "spoiled_pages", "host_pages", "total_host_pages", "disk_pages", "total_disk_pages")
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_HITS_FIELD_NUMBER: _ClassVar[int]
+    HOST_HITS_FIELD_NUMBER: _ClassVar[int]
+    DISK_HITS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    SPOILED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HOST_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_HOST_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DISK_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_DISK_PAGES_FIELD_NUMBER: _ClassVar[int]
+    queries: int
+    device_hits: int
+    host_hits: int
+    disk_hits: int
+    evictions: int
+    spoiled_pages: int
+    host_pages: int
+    total_host_pages: int
+    disk_pages: int
+    total_disk_pages: int
+    def __init__(self, queries: _Optional[int] = ..., device_hits: _Optional[int] = ..., host_hits: _Optional[int] = ..., disk_hits: _Optional[int] = ..., evictions: _Optional[int] = ..., spoiled_pages: _Optional[int] = ..., host_pages: _Optional[int] = ..., total_host_pages: _Optional[int] = ..., disk_pages: _Optional[int] = ..., total_disk_pages: _Optional[int] = ...) -> None: ...
 
 class EventBatch(_message.Message):
     __slots__ = ("epoch", "first_seq", "num_events", "snapshot", "payload", "load")

@@ -1,0 +1,98 @@
+"""Pages that were evicted from the pool, kept in host memory.
+
+One tensor, allocated once, of the pool's own page shape; `engine.page_slots` says which page stands where. Copies are
+made for many pages at once, by `engine.cache_tiers`, which alone calls this.
+
+On a CPU a copy is over when the call returns. On a GPU the memory is pinned, and copies run on a stream of their own:
+* out: the step's stream gathers the pages into a scratch buffer, which takes microseconds and is waited for, so that
+  anybody may overwrite the pages (a step, or a peer that knows nothing of streams) as soon as the call returns. The way
+  over the bus runs beside the next step; only evictions that follow faster than the bus carries them wait for it.
+* in: the step's stream waits for the copies on the device, the host does not wait. A page that is evicted before they
+  are over is still safe: every eviction passes through `write`, which waits for them, even where it copies nothing.
+All on one stream, so that a slot is never read before it is written, nor overwritten before it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from engine.page_slots import PageSlots
+from penstock.types import PageId
+
+_SCRATCH_BYTES = 64 << 20  # on a GPU: about 3 ms of a PCIe 4 bus
+
+
+class HostTier:
+    """Owns the memory and its slots."""
+
+    def __init__(self, kv_pages: torch.Tensor, num_pages: int) -> None:
+        """`kv_pages`: the pool, [P, ...], contiguous."""
+        assert kv_pages.is_contiguous()
+        self._kv_pages = kv_pages
+        shape = (num_pages, *kv_pages.shape[1:])
+        # Not zeroed: a slot is read only after it was written, and untouched memory costs nothing.
+        self._host_pages = torch.empty(shape, dtype=kv_pages.dtype, pin_memory=kv_pages.is_cuda)
+        self._bytes_P = self._host_pages.view(num_pages, -1).view(torch.uint8)
+        self._stream = torch.cuda.Stream(kv_pages.device) if kv_pages.is_cuda else None
+        num_scratch = max(1, _SCRATCH_BYTES // self._bytes_P.shape[1]) if kv_pages.is_cuda else 0
+        self._scratch = torch.empty(num_scratch, *kv_pages.shape[1:], dtype=kv_pages.dtype, device=kv_pages.device)
+        self._bounce = torch.empty(kv_pages.shape[1:], dtype=kv_pages.dtype, pin_memory=kv_pages.is_cuda)
+        self.bounce = self._bounce.view(-1).view(torch.uint8).numpy().data  # a page on its way from a disk
+        self.slots = PageSlots(num_pages)
+
+    def write(self, slots: Sequence[int], pages: Sequence[PageId]) -> None:
+        """Pool to host. When it returns, `pages` may be overwritten."""
+        if self._stream is None:
+            for slot, page in zip(slots, pages, strict=True):
+                self._host_pages[slot].copy_(self._kv_pages[page])
+            return
+        step_stream = torch.cuda.current_stream(self._kv_pages.device)
+        step_stream.wait_stream(self._stream)  # copies into pages that are about to be reused, and out of the scratch
+        for first in range(0, len(pages), len(self._scratch)):
+            self._write_through_scratch(self._stream, slots[first:], pages[first : first + len(self._scratch)])
+        step_stream.synchronize()
+
+    def _write_through_scratch(self, stream: torch.cuda.Stream, slots: Sequence[int], pages: Sequence[PageId]) -> None:
+        """At most as many pages as the scratch buffer holds; `slots` may be longer."""
+        step_stream = torch.cuda.current_stream(self._kv_pages.device)
+        step_stream.wait_stream(stream)
+        indices = torch.tensor(pages, device=self._kv_pages.device)
+        torch.index_select(self._kv_pages, 0, indices, out=self._scratch[: len(pages)])
+        stream.wait_stream(step_stream)
+        with torch.cuda.stream(stream):
+            for index, slot in enumerate(slots[: len(pages)]):
+                self._host_pages[slot].copy_(self._scratch[index], non_blocking=True)
+
+    def read(self, slots: Sequence[int], pages: Sequence[PageId]) -> None:
+        """Host to pool, before whatever the step's stream does next. The caller holds `pages`."""
+        if self._stream is None:
+            for slot, page in zip(slots, pages, strict=True):
+                self._kv_pages[page].copy_(self._host_pages[slot])
+            return
+        step_stream = torch.cuda.current_stream(self._kv_pages.device)
+        self._stream.wait_stream(step_stream)
+        with torch.cuda.stream(self._stream):
+            for slot, page in zip(slots, pages, strict=True):
+                self._kv_pages[page].copy_(self._host_pages[slot], non_blocking=True)
+        step_stream.wait_stream(self._stream)
+
+    def read_bounce(self, page: PageId) -> None:
+        """The bounce buffer to the pool. Blocks: the buffer is free again when it returns."""
+        self._kv_pages[page].copy_(self._bounce)
+
+    def settle(self) -> None:
+        """Waits until what was written is in the slots. Blocks, on a GPU only."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def content(self, slot: int) -> memoryview:
+        """The bytes in a slot; call `settle` first."""
+        return self._bytes_P[slot].numpy().data
+
+    def wipe(self, slots: Iterable[int]) -> None:
+        """Zeros into slots that nobody will read any more."""
+        self.settle()
+        for slot in slots:
+            self._host_pages[slot].zero_()

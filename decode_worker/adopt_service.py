@@ -10,7 +10,6 @@ from decode_worker.adoptions import Adoptions
 from decode_worker.departures import Departures, Target
 from decode_worker.fence_keeper import FenceKeeper
 from decode_worker.request import DecodeRequest
-from decode_worker.worker import DecodeWorker
 from engine.step_loop import StepLoop
 from kv_transfer.receiver import TransferReceiver
 from kv_transfer.session import Manifest
@@ -70,7 +69,6 @@ class AdoptCall:
 class AdoptService:
     def __init__(
         self,
-        worker: DecodeWorker,
         departures: Departures,
         adoptions: Adoptions,
         receiver: TransferReceiver,
@@ -78,7 +76,6 @@ class AdoptService:
         fences: FenceKeeper,
         epoch: Epoch,
     ) -> None:
-        self._worker = worker
         self._departures = departures
         self._adoptions = adoptions
         self._receiver = receiver
@@ -138,7 +135,7 @@ class AdoptService:
             reader.cancel()
             if not call.closed:
                 lost = Unavailable(f"lost decode worker {start.worker_id}")
-                self._loop.post(lambda: self._worker.on_lost(key, lost))
+                self._loop.post(lambda: self._adoptions.on_lost(key, lost))
                 self._fences.watch(key, start.address)
 
     async def _follow(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -52,10 +51,19 @@ class Adoption:
     request: DecodeRequest | None = None
     refused: bool = False
     deltas: list[TokenDelta] = field(default_factory=list)
+    reader: DecodeRequest | None = None  # of its router, once that is here
 
     def hold(self, deltas: list[TokenDelta]) -> None:
-        """In the place of a router."""
+        """In the place of a router; what was on its way when that came is passed on."""
         self.deltas += deltas
+        if self.reader is not None:
+            self.pass_on(self.reader)
+
+    def pass_on(self, reader: DecodeRequest) -> None:
+        self.reader = reader
+        deltas, self.deltas = self.deltas, []
+        if deltas:
+            reader.send([replace(delta, stream_id=reader.stream_id) for delta in deltas])
 
     # `request.Adopter`
 
@@ -88,7 +96,7 @@ class Adoptions:
         self._transfers = transfers
         self._page_size = page_size
         self._start_lease = start_lease
-        self._asking: deque[tuple[Adoption, worker_pb2.AdoptStart]] = deque()
+        self._asking: dict[TransferKey, tuple[Adoption, worker_pb2.AdoptStart]] = {}  # not answered yet, in order
         self._kept: dict[TransferId, Adoption] = {}
         worker.after_step.append(self._answer)
 
@@ -98,12 +106,12 @@ class Adoptions:
 
     def ask(self, key: TransferKey, start: worker_pb2.AdoptStart, call: SourceCall) -> None:
         """A source wants to send a sequence: it is told where to, or refused, after the next step."""
-        self._asking.append((Adoption(key, call, self._keep), start))
+        self._asking[key] = Adoption(key, call, self._keep), start
 
     def _answer(self) -> None:
         # After the step, when who waits to be computed here waits for want of room, and goes first.
-        while self._asking:
-            adoption, start = self._asking.popleft()
+        asking, self._asking = self._asking, {}
+        for adoption, start in asking.values():
             try:
                 self._reserve(adoption, start)
             except PenstockError as error:
@@ -141,9 +149,15 @@ class Adoptions:
 
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> None:
         """The source writes no more. It has handed the sequence over, unless there is an error."""
+        self._asking.pop(key, None)
         self._worker.on_closed(key, error)
         if error is not None:
             self._drop(key.transfer_id, error)
+
+    def on_lost(self, key: TransferKey, error: PenstockError) -> None:
+        """The call broke. A sequence that runs here by now may have been handed over, so it waits for its router."""
+        self._asking.pop(key, None)
+        self._worker.on_lost(key, error)
 
     # Those that run without a router.
 
@@ -164,8 +178,7 @@ class Adoptions:
             return False
         del self._kept[ticket]
         self._worker.replace(adoption.request, request)
-        if adoption.deltas:
-            request.send([replace(delta, stream_id=request.stream_id) for delta in adoption.deltas])
+        adoption.pass_on(request)
         return True
 
     def expire(self, ticket: TransferId) -> None:

@@ -22,6 +22,7 @@ from decode_worker.migration import Candidate, CopyProgress, choose, pages_wante
 from decode_worker.request import DecodeRequest, Moved
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
+from engine.sequence import Sequence as Generation
 from kv_transfer.checksum import page_checksums
 from kv_transfer.sender import TransferSender
 from kv_transfer.session import Manifest
@@ -58,7 +59,7 @@ class _Departure:
     """One attempt. It has an outcome once it is `adopted` or has an `error`; then the sequence is not its matter."""
 
     key: TransferKey
-    request: DecodeRequest
+    sequence: Generation  # whose request may change: a router comes to one that has just moved here itself
     target: Target
     report: Callable[[PenstockError | None], None]  # called once, with the outcome
     num_told: int  # tokens in the state that the target has
@@ -118,15 +119,16 @@ class Departures:
             report(Unavailable(f"{sequence.request_id} has ended, moves already or waits for its KV"))
             return
         key = TransferKey(TransferId(uuid.uuid4().hex), self._epoch, target.epoch)
-        self._departures[key] = _Departure(key, request, target, report, len(sequence.token_ids))
+        self._departures[key] = _Departure(key, sequence, target, report, len(sequence.token_ids))
         one = self._candidate(request)
         state = sequence_state.to_wire(request, self._worker.timing(request), time.monotonic())
         num_pages = pages_wanted(one.num_tokens, one.num_tokens_left, self._page_size)
         self.calls.start(key, target, state, num_pages)
 
     def _is_movable(self, request: DecodeRequest) -> bool:
-        moving = any(one.request is request and not one.has_outcome for one in self._departures.values())
-        return not moving and self._worker.holds(request) and self._worker.scheduler.is_running(request.sequence)
+        sequence = request.sequence
+        moving = any(one.sequence is sequence and not one.has_outcome for one in self._departures.values())
+        return not moving and self._worker.scheduler.is_running(sequence)
 
     def _candidate(self, request: DecodeRequest) -> Candidate:
         sequence = request.sequence
@@ -139,7 +141,7 @@ class Departures:
         if one is None or one.has_outcome or one.destination is not None:
             return
         try:
-            if num_held * self._page_size > one.request.sequence.num_computed_tokens:
+            if num_held * self._page_size > one.sequence.num_computed_tokens:
                 raise InvalidInput("num_pages_held", f"is {num_held}, more than the sequence has")
             self._sender.open(key, offer)
         except PenstockError as error:
@@ -162,12 +164,12 @@ class Departures:
             return
         one.adopted = True
         self.num_moved += 1
-        target = one.target
-        moved = Moved(target.worker_id, target.epoch, target.address, key.transfer_id)
-        self._worker.hand_over(one.request, moved)
+        target, request = one.target, self._worker.request_of(one.sequence)
+        assert request is not None  # else it would have been abandoned
+        self._worker.hand_over(request, Moved(target.worker_id, target.epoch, target.address, key.transfer_id))
         log.info(
             "%s moved to %s: %d pages, it stood still for %.1f ms",
-            one.request.sequence.request_id,
+            one.sequence.request_id,
             target.worker_id,
             one.num_pushed - one.num_held,
             (time.monotonic() - one.stopped_s) * 1e3,
@@ -203,9 +205,9 @@ class Departures:
 
     def _advance(self, one: _Departure) -> None:
         """Pushes what is complete; stops the sequence once little is left."""
-        sequence = one.request.sequence
         if one.has_outcome or one.stopped_s:
             return
+        sequence = one.sequence
         if not self._worker.scheduler.is_running(sequence):
             self._fail(one, Unavailable(f"{sequence.request_id} was preempted; it has no pages to move now"))
         elif one.destination is not None:
@@ -221,7 +223,7 @@ class Departures:
         first, held = one.num_pushed, one.num_held
         if end <= first:
             return
-        pages = one.request.sequence.pages[first:end]
+        pages = one.sequence.pages[first:end]
         self._pool.share(pages)
         one.borrowed += pages
         if self._checksums:
@@ -232,7 +234,7 @@ class Departures:
     def _stop(self, one: _Departure) -> None:
         """The sequence stands still: what is left of it goes out."""
         assert self.calls is not None
-        sequence = one.request.sequence
+        sequence = one.sequence
         num_pages = -(-sequence.num_computed_tokens // self._page_size)
         assert one.destination is not None
         if num_pages > one.num_held + len(one.destination):
@@ -250,8 +252,9 @@ class Departures:
             page_hashes=tuple(hashes[one.num_held : num_full]),
             checksums=tuple(one.checksums),
         )
-        timing, now_s = self._worker.timing(one.request), time.monotonic()
-        state = sequence_state.to_wire(one.request, timing, now_s, one.num_told)
+        request, now_s = self._worker.request_of(sequence), time.monotonic()
+        assert request is not None  # it runs
+        state = sequence_state.to_wire(request, self._worker.timing(request), now_s, one.num_told)
         self.calls.finish(one.key, state, manifest, now_s - (one.token_s or now_s))
 
     # The end.
@@ -259,7 +262,7 @@ class Departures:
     def _abandon(self, request: DecodeRequest) -> None:
         """The request has ended here."""
         for one in list(self._departures.values()):
-            if one.request is request and not one.has_outcome:
+            if one.sequence is request.sequence and not one.has_outcome:
                 self._fail(one, Cancelled(f"{request.sequence.request_id} has ended"))
 
     def _fail(self, one: _Departure, error: PenstockError) -> None:
@@ -268,10 +271,9 @@ class Departures:
             return
         one.error = error
         self.num_failed += 1
-        request = one.request
-        log.info("%s did not move to %s: %s", request.sequence.request_id, one.target.worker_id, error)
-        if one.stopped_s and self._worker.holds(request):
-            self._worker.scheduler.resume(request.sequence)
+        log.info("%s did not move to %s: %s", one.sequence.request_id, one.target.worker_id, error)
+        if one.stopped_s and self._worker.request_of(one.sequence) is not None:
+            self._worker.scheduler.resume(one.sequence)
         one.report(error)
         if one.is_open:
             self._sender.abort(one.key)

@@ -103,9 +103,7 @@ class DecodeServer:
         )
         self.departures.calls = self._adopt_calls
         self.adoptions = Adoptions(worker, transfers, engine.layout.page_size, self._start_lease)
-        return AdoptService(
-            worker, self.departures, self.adoptions, self._receiver, self._loop, self._fences, self.epoch
-        )
+        return AdoptService(self.departures, self.adoptions, self._receiver, self._loop, self._fences, self.epoch)
 
     def _start_lease(self, ticket: TransferId) -> None:
         """Of a sequence that has come here and waits for its router."""

@@ -101,13 +101,13 @@ class DecodeWorker:
     def requests(self) -> Iterable[DecodeRequest]:
         return self._requests.values()
 
-    def holds(self, request: DecodeRequest) -> bool:
-        return self._requests.get(request.sequence) is request
+    def request_of(self, sequence: Sequence) -> DecodeRequest | None:
+        return self._requests.get(sequence)
 
     def replace(self, old: DecodeRequest, new: DecodeRequest) -> None:
         """The sequence of `old` goes on for `new`; where it has ended already, only its account does."""
         new.take_over(old)
-        if self.holds(old):
+        if new.sequence in self._requests:
             self._requests[new.sequence] = new
 
     def hand_over(self, request: DecodeRequest, moved: Moved) -> None:

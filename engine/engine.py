@@ -37,6 +37,9 @@ from penstock.types import RequestId, SamplingParams
 log = logging.getLogger(__name__)
 
 _CPU_KV_MEMORY_BYTES = 1 << 30
+# us a token on one core, 135M shape, chunks of 64 / 128 / 256 / 512: 490 / 360 / 290 / 300 (2026-11)
+_CPU_SATURATING_TOKENS = 256
+_GPU_SATURATING_TOKENS = 2048  # operations per byte of weights far above what any GPU needs; not tuned
 _GPU_KV_SHARE = 0.8  # of the memory that the weights leave free
 
 
@@ -110,6 +113,14 @@ class Engine:
             device,
         )
         return cls(model_config, layout, kv_pages, cache, pool, runner)
+
+    @property
+    def saturating_tokens(self) -> int:
+        """Tokens of a prompt chunk from which on a step costs as much per token as any longer one.
+
+        Longer steps gain nothing and delay the first token of every prompt that ends inside them.
+        """
+        return _GPU_SATURATING_TOKENS if self.kv_pages.is_cuda else _CPU_SATURATING_TOKENS
 
     def step(self, work: Sequence[ScheduledSequence]) -> StepOutput:
         """One forward over a mixed batch of chunks and decodes, and a draw for each that reached its end. Blocks."""

@@ -61,7 +61,7 @@ class EngineConfig(_Frozen):
 
 
 class PrefillConfig(_Frozen):
-    max_batch_tokens: int = Field(512, ge=1)  # computed in one step
+    max_batch_tokens: int | None = Field(None, ge=1)  # computed in one step; default: 256 on a CPU, 2048 on a GPU
     max_batch_sequences: int = Field(16, ge=1)
 
 

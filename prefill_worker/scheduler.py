@@ -12,17 +12,19 @@ from collections.abc import Sequence as Seq
 from engine.page_pool import OutOfPages, PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import ScheduledSequence, Sequence
-from penstock.config import PrefillConfig
 
 
 class PrefillScheduler:
     """Owns the queue and the batch. `schedule` and `commit` alternate; both run on the step loop."""
 
-    def __init__(self, pool: PagePool, cache: PrefixCache, page_size: int, config: PrefillConfig) -> None:
+    def __init__(
+        self, pool: PagePool, cache: PrefixCache, page_size: int, max_batch_tokens: int, max_batch_sequences: int
+    ) -> None:
         self._pool = pool
         self._cache = cache
         self._page_size = page_size
-        self._config = config
+        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_sequences = max_batch_sequences
         self._queue: deque[Sequence] = deque()
         self._running: list[Sequence] = []
 
@@ -50,14 +52,14 @@ class PrefillScheduler:
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next step's chunks, at most `max_batch_tokens` in all; newly begun prompts now hold their pages."""
-        budget = self._config.max_batch_tokens
+        budget = self._max_batch_tokens
         work: list[ScheduledSequence] = []
         for sequence in self._running:
             if budget == 0:
                 return work
             work.append(self._chunk(sequence, budget))
             budget -= work[-1].num_tokens
-        while self._queue and budget and len(self._running) < self._config.max_batch_sequences:
+        while self._queue and budget and len(self._running) < self._max_batch_sequences:
             if not self._take_pages(self._queue[0]):
                 break
             sequence = self._queue.popleft()

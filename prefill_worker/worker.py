@@ -84,7 +84,10 @@ class PrefillWorker:
         self._sender = sender
         self._checksums = config.transfer.checksums
         self._page_size = engine.layout.page_size
-        self.scheduler = PrefillScheduler(engine.pool, engine.prefix_cache, self._page_size, config.prefill)
+        max_batch_tokens = config.prefill.max_batch_tokens or engine.saturating_tokens
+        self.scheduler = PrefillScheduler(
+            engine.pool, engine.prefix_cache, self._page_size, max_batch_tokens, config.prefill.max_batch_sequences
+        )
         self._jobs: dict[TransferKey, PrefillJob] = {}
         self._by_sequence: dict[Sequence, PrefillJob] = {}
         self._tokens_per_s = 0.0

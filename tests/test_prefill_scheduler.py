@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import ScheduledSequence, Sequence
-from penstock.config import PrefillConfig
 from penstock.types import RequestId, SamplingParams
 from prefill_worker.scheduler import PrefillScheduler
 
@@ -17,8 +16,7 @@ PAGE_SIZE = 4
 
 def make_scheduler(num_pages: int, max_batch_tokens: int = 8) -> tuple[PrefillScheduler, PagePool]:
     pool = PagePool(num_pages)
-    config = PrefillConfig(max_batch_tokens=max_batch_tokens, max_batch_sequences=3)
-    return PrefillScheduler(pool, PrefixCache(pool, PAGE_SIZE), PAGE_SIZE, config), pool
+    return PrefillScheduler(pool, PrefixCache(pool, PAGE_SIZE), PAGE_SIZE, max_batch_tokens, 3), pool
 
 
 def make_sequence(name: str, tokens: list[int]) -> Sequence:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -43,13 +45,20 @@ class Child:
         self.process.start()
         theirs.close()
 
-    def call(self, name: str, *arguments: Any) -> Any:
+    def tell(self, name: str, *arguments: Any) -> None:
         self._pipe.send((name, arguments))
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.tell(name, *arguments)
         return self.reply()
 
     def reply(self) -> Any:
         assert self._pipe.poll(REPLY_TIMEOUT_S), "the child process does not answer"
         return self._pipe.recv()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         self.process.kill()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from benchmarks.floor import step_floor
 from benchmarks.report import Row, publish
 from benchmarks.shapes import random_llama
-from benchmarks.transfer_peer import HOST, RECEIVER_EPOCH, SENDER_EPOCH, TIMEOUT_S, Layout, Process
+from benchmarks.transfer_peer import HOST, RECEIVER_EPOCH, SENDER_EPOCH, TIMEOUT_S, Process, layout
 from engine.model_config import ModelConfig
 from kv_transfer import nixl
 from kv_transfer.checksum import page_checksums
@@ -56,7 +56,7 @@ class Sending:
         config = TransferConfig.model_validate({"transport": wire, "timeout_s": TIMEOUT_S})
         pool = memory[: num_pages * page_bytes].view(num_pages, page_bytes)
         self._end = TransferSender(
-            pool, Layout(page_bytes), SENDER_EPOCH, config, lambda key: self._done.set(), self._failed
+            pool, layout(page_bytes), SENDER_EPOCH, config, lambda key: self._done.set(), self._failed
         )
 
     def _failed(self, key: TransferKey, error: Exception) -> None:

@@ -7,13 +7,13 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from engine.kv_layout import KVLayout
 from engine.shared_pool import allocate_pool
 from kv_transfer.nixl import NixlReceiver
 from kv_transfer.pages import PageBuffer
@@ -29,12 +29,9 @@ TIMEOUT_S = 60.0
 _PEER = WorkerId("prefill")
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    page_bytes: int
-
-    def digest(self) -> str:
-        return f"bytes-{self.page_bytes}"
+def layout(page_bytes: int) -> KVLayout:
+    """Of pages whose inner form is of no interest."""
+    return KVLayout(1, 1, 1, page_bytes // 4, "bfloat16", "bench")
 
 
 class Process:
@@ -72,7 +69,7 @@ class _Paged:
         self._changed = threading.Condition()
         config = TransferConfig.model_validate({"transport": wire, "timeout_s": TIMEOUT_S})
         self._end = TransferReceiver(
-            pool, Layout(pool.shape[1]), RECEIVER_EPOCH, config, self._arrived, lambda key, error: None
+            pool, layout(pool.shape[1]), RECEIVER_EPOCH, config, self._arrived, lambda key, error: None
         )
 
     def offer(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What a receiver tells a sender before any page moves: its incarnation, its pages' layout, and how to reach it.
+"""What a receiver tells a sender before any page moves: its incarnation, its pages' whole layout, how to reach it.
 
 The offer travels inside PrefillStart (gRPC) and comes over a network, so parsing trusts nothing: msgpack, a size
 limit, every field checked. Pure: no I/O.
@@ -7,35 +7,27 @@ limit, every field checked. Pure: no I/O.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import msgpack
 
-from penstock.errors import TransferError, TransferRefused
+from engine.kv_layout import KVLayout
+from penstock.errors import TransferError
 from penstock.types import Epoch
 
-OFFER_VERSION = 1
+OFFER_VERSION = 2
 MAX_OFFER_BYTES = 1 << 20  # NIXL's metadata grows with the host's network interfaces: 0.5 KB here, tens with RDMA
 MAX_TRANSPORTS = 16
+MAX_PAGE_SIZE = 1024  # tokens, as of EngineConfig.page_size: bounds what is staged for a page
 
 ValueT = TypeVar("ValueT", int, str, bytes)
-
-
-class PageLayout(Protocol):
-    """The part of the engine's KVLayout that transfers look at."""
-
-    @property
-    def page_bytes(self) -> int: ...
-
-    def digest(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
     receiver_epoch: Epoch
-    layout_digest: str
-    page_bytes: int
+    layout: KVLayout
     num_pages: int  # of the receiver's pool
     transports: tuple[tuple[str, Mapping[str, object]], ...]  # (name, details), the receiver's favourite first
 
@@ -44,20 +36,11 @@ class Offer:
             {
                 "version": OFFER_VERSION,
                 "receiver_epoch": self.receiver_epoch,
-                "layout_digest": self.layout_digest,
-                "page_bytes": self.page_bytes,
+                "layout": _layout_fields(self.layout),
+                "layout_digest": self.layout.digest(),
                 "num_pages": self.num_pages,
                 "transports": [[name, dict(details)] for name, details in self.transports],
             }
-        )
-
-    def refuse_unless(self, layout: PageLayout) -> None:
-        """Raises TransferRefused when pages of `layout` do not fit the receiver's."""
-        if self.layout_digest == layout.digest() and self.page_bytes == layout.page_bytes:
-            return
-        raise TransferRefused(
-            f"KV layouts differ: the receiver's digest is {self.layout_digest} ({self.page_bytes} bytes a page), the "
-            f"sender's {layout.digest()} ({layout.page_bytes}); serve the same model, dtype and page size on both"
         )
 
 
@@ -76,10 +59,14 @@ def parse_offer(data: bytes) -> Offer:
         raise TransferError(
             f"offer.version: {version}, this sender speaks {OFFER_VERSION}; run one release on both ends"
         )
+    layout, digest = _parse_layout(raw.get("layout")), take(raw, "layout_digest", str)
+    if layout.digest() != digest:
+        raise TransferError(
+            f"offer.layout_digest: {digest[:80]!r}, but {layout} has {layout.digest()}; run one release on both ends"
+        )
     return Offer(
         receiver_epoch=Epoch(_positive(raw, "receiver_epoch")),
-        layout_digest=take(raw, "layout_digest", str),
-        page_bytes=_positive(raw, "page_bytes"),
+        layout=layout,
         num_pages=_positive(raw, "num_pages"),
         transports=_transports(raw.get("transports")),
     )
@@ -98,6 +85,43 @@ def _positive(raw: Mapping[str, object], field: str) -> int:
     if value <= 0:
         raise TransferError(f"offer.{field}: {value}, want a positive number")
     return value
+
+
+def _layout_fields(layout: KVLayout) -> dict[str, object]:
+    fields = asdict(layout)
+    fields["layer_range"] = [layout.layers.start, layout.layers.stop]
+    fields["head_range"] = [layout.heads.start, layout.heads.stop]
+    return fields
+
+
+def _parse_layout(raw: object) -> KVLayout:
+    if not isinstance(raw, dict):
+        raise TransferError(f"offer.layout: {str(raw)[:80]!r}, want a map")
+    num_layers, num_kv_heads = _positive(raw, "num_layers"), _positive(raw, "num_kv_heads")
+    page_size = _positive(raw, "page_size")
+    if page_size > MAX_PAGE_SIZE:
+        raise TransferError(f"offer.page_size: {page_size} tokens, at most {MAX_PAGE_SIZE}")
+    return KVLayout(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        head_dim=_positive(raw, "head_dim"),
+        dtype=take(raw, "dtype", str),
+        model_revision=take(raw, "model_revision", str),
+        layer_range=_share(raw, "layer_range", num_layers),
+        head_range=_share(raw, "head_range", num_kv_heads),
+        quantization=take(raw, "quantization", str),
+        hash_version=take(raw, "hash_version", int),
+    )
+
+
+def _share(raw: Mapping[str, object], field: str, whole: int) -> tuple[int, int] | None:
+    """None where it is the whole, so that equal layouts compare equal."""
+    match raw.get(field):
+        case [int(start), int(end)] if 0 <= start < end <= whole:
+            return None if (start, end) == (0, whole) else (start, end)
+        case other:
+            raise TransferError(f"offer.{field}: {str(other)[:80]!r}, want [first, end] within 0 to {whole}")
 
 
 def _transports(raw: object) -> tuple[tuple[str, Mapping[str, object]], ...]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
+from kv_transfer.staging import PageParts, Staging
 from kv_transfer.transport import MAX_PUSH_BYTES, Arrival, Link, Push
 from penstock.errors import TransferError
 from penstock.types import PageId, TransferKey
@@ -49,7 +50,7 @@ class Item:
 
     transfer: Outgoing
     first_index: int
-    src_pages: Sequence[PageId]
+    src_pages: Sequence[PageId] | Sequence[PageParts]  # what each page is made of, where it must be staged
     dst_pages: Sequence[PageId]
     gate: Gate | None
 
@@ -58,13 +59,14 @@ class Item:
 class _Flight:
     transfer: Outgoing
     push: Push
-    num_bytes: int
+    pages: Sequence[PageId]  # of the pool, or staged
 
 
 @dataclass(slots=True)
 class Outbox:
-    page_bytes: int
+    page_bytes: int  # of the receiver's pages
     link: Link | None = None
+    staging: Staging | None = None  # where its layout is not ours
     transfers: dict[TransferKey, Outgoing] = field(default_factory=dict)
     last_progress_s: float = 0.0
     num_pages_sent: int = 0
@@ -99,22 +101,36 @@ class Outbox:
             item = self._queue[0]
             if item.gate is not None and not item.gate.query():
                 break  # pages of one chunk are complete in order, so what follows is not ready either
+            pages = self._stage(item)
+            if pages is None:
+                break
             self._queue.popleft()
             if not self._flights:
                 self.last_progress_s = now_s
             arrival = Arrival(item.transfer.key, item.first_index, len(item.src_pages))
             try:
-                push = self.link.push(arrival, item.src_pages, item.dst_pages)
+                push = self.link.push(arrival, pages, item.dst_pages)
             except TransferError as error:
+                self._unstage(pages)
                 item.transfer.num_unfinished -= 1
                 item.transfer.error = item.transfer.error or error
                 self.link.check()
                 continue
-            num_bytes = len(item.src_pages) * self.page_bytes
-            self._bytes_in_flight += num_bytes
-            self._flights.append(_Flight(item.transfer, push, num_bytes))
+            self._bytes_in_flight += len(pages) * self.page_bytes
+            self._flights.append(_Flight(item.transfer, push, pages))
             started = True
         return started
+
+    def _stage(self, item: Item) -> Sequence[PageId] | None:
+        """The pages to push; None where they must be staged and there is no room for them now."""
+        if self.staging is None:
+            return cast(Sequence[PageId], item.src_pages)
+        num_held = self._bytes_in_flight // self.page_bytes
+        return self.staging.stage(cast(Sequence[PageParts], item.src_pages), num_held)
+
+    def _unstage(self, pages: Sequence[PageId]) -> None:
+        if self.staging is not None:
+            self.staging.release(pages)
 
     def reap(self, now_s: float) -> None:
         """Takes note of pushes that have ended. Raises TransferError when the link is dead."""
@@ -122,13 +138,14 @@ class Outbox:
         for flight in self._flights:
             try:
                 ended = flight.push.done()
-                self.num_pages_sent += flight.num_bytes // self.page_bytes if ended else 0
+                self.num_pages_sent += len(flight.pages) if ended else 0
             except TransferError as error:
                 flight.transfer.error = flight.transfer.error or error
                 ended = True
             if ended:
                 self.last_progress_s = now_s
-                self._bytes_in_flight -= flight.num_bytes
+                self._bytes_in_flight -= len(flight.pages) * self.page_bytes
+                self._unstage(flight.pages)
                 flight.transfer.num_unfinished -= 1
             else:
                 still.append(flight)
@@ -145,6 +162,8 @@ class Outbox:
             transfer.error = transfer.error or error
             transfer.num_unfinished = 0
         self._queue.clear()
+        for flight in self._flights:
+            self._unstage(flight.pages)
         self._flights.clear()
         self._bytes_in_flight = 0
         self.link = None

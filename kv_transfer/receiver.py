@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.kv_layout import KVLayout
 from kv_transfer import wires
-from kv_transfer.handshake import Offer, PageLayout
+from kv_transfer.handshake import Offer
 from kv_transfer.pages import PageBuffer
 from kv_transfer.transport import Arrival, Peer, ReceivingTransport
 from penstock.config import TransferConfig
@@ -66,7 +67,7 @@ class TransferReceiver:
     def __init__(
         self,
         pool: torch.Tensor,
-        layout: PageLayout,
+        layout: KVLayout,
         epoch: Epoch,
         config: TransferConfig,
         on_arrival: OnArrival,
@@ -75,7 +76,7 @@ class TransferReceiver:
         self._pages = PageBuffer(pool)
         if self._pages.page_bytes != layout.page_bytes:
             raise ValueError(f"pool pages have {self._pages.page_bytes} bytes, the layout says {layout.page_bytes}")
-        self._layout_digest = layout.digest()
+        self._layout = layout
         self._epoch = epoch
         self._config = config
         self._on_arrival = on_arrival
@@ -110,8 +111,7 @@ class TransferReceiver:
         if known is not None and known != peer:
             self.forget(known)
         details = tuple((wire.name, wire.offer(peer)) for wire in self._wires)
-        pages = self._pages
-        return Offer(self._epoch, self._layout_digest, pages.page_bytes, pages.num_pages, details).encode()
+        return Offer(self._epoch, self._layout, self._pages.num_pages, details).encode()
 
     def open(self, key: TransferKey, pages: Sequence[PageId]) -> None:
         """From now on the transfer may write `pages`; index i of an arrival is pages[i]. They are fenced already."""

@@ -2,7 +2,8 @@
 
 Between the prefill worker's loop, which opens transfers and hands in pages, and the wires. Owns the links (one for
 each receiver incarnation) and their outboxes; never touches the page pool's bookkeeping: the caller keeps source pages
-until `on_done`.
+until `on_done`. What a transfer moves is named in tokens, so the receiver's pages may be of another size, or hold a
+share of the heads: such pages are staged, in its layout, as they go out (staging.py).
 
 Every opened transfer ends with exactly one `on_done(key)`, after at most one `on_failure(key, error)`. `on_done` says
 that nothing of it is read or written any more: it is then that source pages go back and the receiver is told that the
@@ -23,12 +24,14 @@ from functools import partial
 
 import torch
 
-from kv_transfer import wires
+from engine.kv_layout import KVLayout
 from kv_transfer.connect import common_wires, connect
-from kv_transfer.handshake import Offer, PageLayout, parse_offer
+from kv_transfer.handshake import Offer, parse_offer
+from kv_transfer.lanes import Lane, Lanes
 from kv_transfer.outbox import Gate, Item, Outbox, Outgoing
 from kv_transfer.pages import PageBuffer
-from kv_transfer.transport import Link
+from kv_transfer.reshard import Plan, make_plan
+from kv_transfer.transport import Link, SendingTransport
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferKey
@@ -59,6 +62,7 @@ class _Receiver:
     """One receiver incarnation."""
 
     offer: Offer
+    lane: Lane
     outbox: Outbox
     idle_since_s: float
 
@@ -69,7 +73,7 @@ class TransferSender:
     def __init__(
         self,
         pool: torch.Tensor,
-        layout: PageLayout,
+        layout: KVLayout,
         epoch: Epoch,
         config: TransferConfig,
         on_done: OnDone,
@@ -91,7 +95,8 @@ class TransferSender:
         self._receivers: dict[Epoch, _Receiver] = {}  # the thread's own, as all below
         self._reported: set[TransferKey] = set()  # failures
         self.stats = SenderStats()
-        self._wires = {wire.name: wire for wire in wires.sending(self._pages, config, epoch, self._wake)}
+        self._lanes = Lanes(layout, pool, config, epoch, self._wake)
+        self._wires = self._lanes.own.wires()
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
         self._thread.start()
 
@@ -99,11 +104,12 @@ class TransferSender:
     def transports(self) -> list[str]:
         return list(self._wires)
 
-    def open(self, key: TransferKey, offer: bytes) -> None:
-        """Starts to connect where there is no link yet. Raises TransferRefused when page layouts differ, and
-        TransferError for an offer that cannot be used; then the transfer is not open and no callback comes."""
+    def open(self, key: TransferKey, offer: bytes) -> Plan:
+        """Starts to connect where there is no link yet. Returns how pages of here become the receiver's. Raises
+        TransferRefused where they cannot, and TransferError for an offer that cannot be used; then the transfer is not
+        open and no callback comes."""
         parsed = parse_offer(offer)
-        parsed.refuse_unless(self._layout)
+        plan = make_plan(self._layout, parsed.layout)
         common_wires(parsed, self._wires)
         if key.sender_epoch != self._epoch or key.receiver_epoch != parsed.receiver_epoch:
             raise TransferError(
@@ -116,23 +122,57 @@ class TransferSender:
             if key in self._open:
                 raise TransferError(f"transfer {key.transfer_id}: already open")
             self._open.add(key)
-            self._submit(partial(self._do_open, key, parsed))
+            self._submit(partial(self._do_open, key, parsed, plan))
+        return plan
 
     def push(
         self, key: TransferKey, first_index: int, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]
     ) -> None:
         """Moves src_pages[i] of this pool to dst_pages[i] of the receiver's, the transfer's pages from `first_index`
-        on. Pushes of a key start in order. Without effect on a transfer that has failed or is not open."""
+        on. Pushes of a key start in order. Without effect on a transfer that has failed or is not open; one to a
+        receiver of another layout fails: see `push_tokens`."""
         if len(src_pages) != len(dst_pages) or not src_pages or first_index < 0:
             raise ValueError(f"push of {len(src_pages)} pages to {len(dst_pages)} at index {first_index}")
+        self._check_pages(src_pages, dst_pages)
+        self._submit_push(key, first_index, range(0), src_pages, dst_pages)
+
+    def push_tokens(
+        self,
+        key: TransferKey,
+        first_index: int,
+        tokens: range,
+        src_pages: Sequence[PageId],
+        dst_pages: Sequence[PageId],
+    ) -> None:
+        """Moves the KV of `tokens` to `dst_pages` of the receiver's, whatever the size of its pages: `tokens` begins
+        one of them and fills all but perhaps the last. `src_pages` are the sequence's pages here, from its first token
+        on. Else as `push`."""
+        if not tokens or tokens.start < 0 or not dst_pages or first_index < 0:
+            raise ValueError(f"push of {tokens} to {len(dst_pages)} pages at index {first_index}")
+        if tokens.stop > len(src_pages) * self._layout.page_size:
+            raise ValueError(f"push of {tokens} from {len(src_pages)} pages of {self._layout.page_size} tokens")
+        self._check_pages(src_pages, dst_pages)
+        self._submit_push(key, first_index, tokens, src_pages, dst_pages)
+
+    def _check_pages(self, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> None:
         if not (min(src_pages) >= 0 and max(src_pages) < self._pages.num_pages and min(dst_pages) >= 0):
             raise ValueError(f"push of pages {min(src_pages)}..{max(src_pages)}, the pool has {self._pages.num_pages}")
+
+    def _submit_push(
+        self,
+        key: TransferKey,
+        first_index: int,
+        tokens: range,
+        src_pages: Sequence[PageId],
+        dst_pages: Sequence[PageId],
+    ) -> None:
+        """`tokens` empty: the source pages are those to be moved, not the sequence's."""
         gate: Gate | None = None
         if self._pages.is_cuda:  # what the caller's stream has launched so far writes the pages
             gate = torch.cuda.Event()
             gate.record()
         with self._lock:
-            self._submit(partial(self._do_push, key, first_index, tuple(src_pages), tuple(dst_pages), gate))
+            self._submit(partial(self._do_push, key, first_index, tokens, tuple(src_pages), tuple(dst_pages), gate))
 
     def finish(self, key: TransferKey) -> None:
         """No more pushes will come: on_done(key) follows once every push is complete."""
@@ -198,20 +238,25 @@ class TransferSender:
                 pauses.append(receiver.idle_since_s + IDLE_LINK_S - now_s)
         return max(0.001, min(pauses)) if pauses else None
 
-    def _do_open(self, key: TransferKey, offer: Offer) -> None:
+    def _do_open(self, key: TransferKey, offer: Offer, plan: Plan) -> None:
         receiver = self._receivers.get(offer.receiver_epoch)
         if receiver is None:
-            outbox = Outbox(self._pages.page_bytes)
-            receiver = _Receiver(offer, outbox, time.monotonic())
+            lane, unused = self._lanes.find(plan, [one.lane for one in self._receivers.values()])
+            self._close_wires(unused)
+            receiver = _Receiver(offer, lane, Outbox(plan.target.page_bytes), time.monotonic())
             self._receivers[offer.receiver_epoch] = receiver
             threading.Thread(target=self._connect, args=(receiver,), name="kv-connect", daemon=True).start()
-        receiver.outbox.transfers[key] = Outgoing(key)
+        transfer = receiver.outbox.transfers[key] = Outgoing(key)
+        if receiver.offer.layout != offer.layout:
+            transfer.error = TransferError(
+                f"offer.layout: {offer.layout}, but {receiver.offer.layout} was offered before"
+            )
 
     def _connect(self, receiver: _Receiver) -> None:
         """In a thread of its own; each wire bounds it by connect_timeout_s."""
         result: tuple[str, Link, int] | TransferError
         try:
-            result = connect(receiver.offer, self._wires)
+            result = connect(receiver.offer, receiver.lane.wires())
         except TransferError as error:
             result = error
         except Exception as error:
@@ -233,6 +278,7 @@ class TransferSender:
         self.stats.num_connects += 1
         self.stats.num_fallbacks += num_failed
         log.info("connected to receiver epoch %d over %s", receiver.offer.receiver_epoch, name)
+        receiver.outbox.staging = receiver.lane.staging
         receiver.outbox.link = link
 
     def _find(self, key: TransferKey) -> tuple[_Receiver, Outgoing] | None:
@@ -244,6 +290,7 @@ class TransferSender:
         self,
         key: TransferKey,
         first_index: int,
+        tokens: range,
         src_pages: tuple[PageId, ...],
         dst_pages: tuple[PageId, ...],
         gate: Gate | None,
@@ -255,7 +302,13 @@ class TransferSender:
             log.error("transfer %s: a push after finish was dropped", key.transfer_id)
             found[1].error = TransferError(f"transfer {key.transfer_id}: push after finish")
             return
-        found[0].outbox.add(Item(found[1], first_index, src_pages, dst_pages, gate))
+        receiver, transfer = found
+        try:
+            sources = receiver.lane.sources(tokens, src_pages, len(dst_pages))
+        except TransferError as error:
+            transfer.error = TransferError(f"transfer {key.transfer_id}: {error}")
+            return
+        receiver.outbox.add(Item(transfer, first_index, sources, dst_pages, gate))
 
     def _do_finish(self, key: TransferKey) -> None:
         if (found := self._find(key)) is not None:
@@ -315,7 +368,10 @@ class TransferSender:
     def _close_all(self) -> None:
         for receiver in list(self._receivers.values()):
             self._drop(receiver, TransferError("this sender is shut down"))
-        for wire in self._wires.values():
+        self._close_wires(self._lanes.close())
+
+    def _close_wires(self, unused: Sequence[SendingTransport]) -> None:
+        for wire in unused:
             self._guard(wire.close)
 
     def _guard(self, event: Callable[[], None]) -> None:

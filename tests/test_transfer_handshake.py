@@ -1,4 +1,4 @@
-"""Offers come over a network: what is malformed is refused by name, what does not fit with both digests."""
+"""Offers come over a network: what is malformed is refused by name."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.kv_layout import KVLayout
 from kv_transfer.connect import common_wires
 from kv_transfer.handshake import MAX_OFFER_BYTES, Offer, parse_offer
 from kv_transfer.transport import Arrival, notice, parse_notice
-from penstock.errors import TransferError, TransferRefused
+from penstock.errors import TransferError
 from penstock.types import Epoch
-from tests.transfer_pair import Layout, key
+from tests.transfer_pair import key
 
-OFFER = Offer(Epoch(7), "digest-a", 4096, 10, (("torch", {"port": 1}), ("nixl", {"metadata": b"m"})))
+LAYOUT = KVLayout(
+    num_layers=4, num_kv_heads=8, page_size=16, head_dim=64, dtype="bfloat16", model_revision="r1", head_range=(2, 4)
+)
+OFFER = Offer(Epoch(7), LAYOUT, 10, (("torch", {"port": 1}), ("nixl", {"metadata": b"m"})))
 
 
 def changed(**fields: object) -> bytes:
     return msgpack.packb({**msgpack.unpackb(OFFER.encode()), **fields})
+
+
+def relaid(**fields: object) -> bytes:
+    """With other fields in the layout."""
+    return changed(layout={**msgpack.unpackb(OFFER.encode())["layout"], **fields})
 
 
 def problem_of(data: bytes) -> str | None:
@@ -47,8 +56,18 @@ def test_an_offer_survives_the_wire() -> None:
         (changed(version=True), "version: 'True', want int"),
         (changed(receiver_epoch="7"), "receiver_epoch: '7', want int"),
         (changed(receiver_epoch=-1), "receiver_epoch: -1"),
-        (changed(page_bytes=0), "page_bytes: 0"),
+        (changed(num_pages=0), "num_pages: 0"),
         (changed(layout_digest=None), "layout_digest"),
+        (changed(layout_digest="0" * 32), "layout_digest: '000.*; run one release on both ends"),
+        (changed(layout=[4]), r"layout: '\[4\]', want a map"),
+        (relaid(page_size=32), "layout_digest: .*page_size=32"),
+        (relaid(page_size=1025), "page_size: 1025 tokens, at most 1024"),
+        (relaid(page_size=0), "page_size: 0"),
+        (relaid(head_dim="64"), "head_dim: '64', want int"),
+        (relaid(dtype=3), "dtype: '3', want str"),
+        (relaid(head_range=[4, 4]), r"head_range: '\[4, 4\]', want \[first, end\] within 0 to 8"),
+        (relaid(head_range=[0, 9]), r"head_range: '\[0, 9\]'"),
+        (relaid(layer_range=None), "layer_range: 'None'"),
         (changed(transports=[]), "transports"),
         (changed(transports=[["torch"]]), r"want \[name, details\]"),
         (changed(transports=[["torch", {1: 2}]]), "."),
@@ -69,7 +88,8 @@ def test_no_bytes_raise_anything_but_a_transfer_error(data: bytes) -> None:
 
 @given(st.data())
 def test_an_offer_with_any_field_replaced_parses_or_is_refused(data: st.DataObject) -> None:
-    field = data.draw(st.sampled_from(["version", "receiver_epoch", "layout_digest", "page_bytes", "transports"]))
+    fields = ["version", "receiver_epoch", "layout", "layout_digest", "num_pages", "transports"]
+    field = data.draw(st.sampled_from(fields))
     value = data.draw(
         st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1), st.text(), st.binary(), st.lists(st.text()))
     )
@@ -77,18 +97,19 @@ def test_an_offer_with_any_field_replaced_parses_or_is_refused(data: st.DataObje
     assert problem is None or field in problem or "no msgpack" in problem
 
 
-def test_layouts_that_differ_are_refused_with_both_digests() -> None:
-    OFFER.refuse_unless(Layout(4096, "digest-a"))
-    with pytest.raises(TransferRefused, match=r"digest-a \(4096.*digest-b \(4096"):
-        OFFER.refuse_unless(Layout(4096, "digest-b"))
-    with pytest.raises(TransferRefused, match=r"digest-a \(4096.*digest-a \(512"):
-        OFFER.refuse_unless(Layout(512, "digest-a"))
+class Wire:
+    def __init__(self, suitable: bool = True) -> None:
+        self._suitable = suitable
+
+    def suits(self, details: object) -> bool:
+        return self._suitable
 
 
 def test_wires_in_common_keep_the_receivers_order() -> None:
-    assert common_wires(OFFER, {"nixl": object(), "torch": object()}) == ["torch", "nixl"]  # type: ignore[dict-item]
+    assert common_wires(OFFER, {"nixl": Wire(), "torch": Wire()}) == ["torch", "nixl"]  # type: ignore[dict-item]
+    assert common_wires(OFFER, {"nixl": Wire(), "torch": Wire(False)}) == ["nixl"]  # type: ignore[dict-item]
     with pytest.raises(TransferError, match=r"receiver has \['torch', 'nixl'\], this sender \['shm'\]"):
-        common_wires(OFFER, {"shm": object()})  # type: ignore[dict-item]
+        common_wires(OFFER, {"shm": Wire()})  # type: ignore[dict-item]
 
 
 def test_a_notice_survives_the_wire_and_nonsense_does_not() -> None:

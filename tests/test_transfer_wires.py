@@ -195,7 +195,7 @@ def test_the_receiver_does_not_poll_while_nothing_is_open(pair: Pair, monkeypatc
 
 
 def test_layouts_that_differ_are_refused_with_both_digests(pair: Pair) -> None:
-    other = sender(pair.source, Log(), config("torch"), digest="other-layout")
+    other = sender(pair.source, Log(), config("torch"), revision="other-layout")
     try:
         with pytest.raises(TransferRefused, match=r"test-layout.*other-layout"):
             other.open(key(50), pair.offer())

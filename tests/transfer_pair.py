@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.kv_layout import KVLayout
 from kv_transfer.receiver import TransferReceiver
 from kv_transfer.sender import TransferSender
 from penstock.config import TransferConfig
@@ -17,15 +18,11 @@ from penstock.types import Epoch, TransferId, TransferKey, WorkerId
 WAIT_S = 20.0
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The part of the engine's layout that transfers see."""
-
-    page_bytes: int
-    name: str = "test-layout"
-
-    def digest(self) -> str:
-        return self.name
+def layout(page_bytes: int, revision: str = "test-layout") -> KVLayout:
+    """Of pages whose inner form is of no interest."""
+    return KVLayout(
+        num_layers=1, num_kv_heads=1, page_size=1, head_dim=page_bytes // 4, dtype="float16", model_revision=revision
+    )
 
 
 def config(transport: str, **changes: object) -> TransferConfig:
@@ -75,15 +72,14 @@ class Log:
 
 
 def receiver(pool: torch.Tensor, log: Log, settings: TransferConfig, epoch: int = 2) -> TransferReceiver:
-    layout = Layout(page_bytes_of(pool))
-    return TransferReceiver(pool, layout, Epoch(epoch), settings, log.on_arrival, log.on_failure)
+    return TransferReceiver(pool, layout(page_bytes_of(pool)), Epoch(epoch), settings, log.on_arrival, log.on_failure)
 
 
 def sender(
-    pool: torch.Tensor, log: Log, settings: TransferConfig, epoch: int = 1, digest: str = "test-layout"
+    pool: torch.Tensor, log: Log, settings: TransferConfig, epoch: int = 1, revision: str = "test-layout"
 ) -> TransferSender:
     return TransferSender(
-        pool, Layout(page_bytes_of(pool), digest), Epoch(epoch), settings, log.on_done, log.on_failure
+        pool, layout(page_bytes_of(pool), revision), Epoch(epoch), settings, log.on_done, log.on_failure
     )
 
 

@@ -1,0 +1,76 @@
+"""Bytes that change after they have landed: with checksums on, such a hand-off is recomputed and never decoded."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from decode_worker.server import DecodeServer
+from engine.engine import Engine
+from engine.generate import generate
+from kv_transfer import nixl
+from penstock.config import EngineConfig
+from penstock.types import Role
+from tests.checkpoints import make_checkpoint
+from tests.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
+
+PROMPT = [(5 * i) % 300 + 2 for i in range(400)]
+PAUSE_S = 0.0002
+WIRES = [
+    "shm",
+    "torch",
+    pytest.param("nixl", marks=pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed")),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+class BitFlipper(threading.Thread):
+    """Watches a pool as faulty memory would not, and flips one bit of the first page that is written."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(daemon=True)
+        self._bytes_PB = engine.kv_pages.view(engine.pool.num_pages, -1).numpy().view("uint8")
+        self._before_PB = self._bytes_PB[:, :64].copy()
+        self.stopping = threading.Event()
+        self.flipped: int | None = None  # the page
+
+    def run(self) -> None:
+        while self.flipped is None and not self.stopping.wait(PAUSE_S):
+            written_P = (self._bytes_PB[:, :64] != self._before_PB).any(axis=1).nonzero()[0]
+            if len(written_P):
+                self._bytes_PB[written_P[0], 3] ^= 1 << 6  # an exponent's bit; its copy has long passed it
+                self.flipped = int(written_P[0])
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("wire", WIRES)
+async def test_a_flipped_bit_is_found_and_its_hand_off_recomputed(model: Path, wire: str, checksums: bool) -> None:
+    """Without checksums the flip goes unseen: what is tested is that they, and nothing else, find it."""
+    wanted = generate(Engine.load(EngineConfig(model=str(model), num_pages=64, num_threads=1)), PROMPT, GREEDY, SALT)
+    transfer = {"transport": wire, "checksums": checksums}
+    async with workers(
+        worker_config(Role.PREFILL, model, prefill={"max_batch_tokens": 8}, transfer=transfer),  # 50 steps
+        worker_config(Role.DECODE, model, transfer=transfer),
+    ) as (prefill, decode):
+        assert isinstance(decode, DecodeServer)
+        flipper = BitFlipper(decode.worker._engine)
+        async with caller(decode) as router:
+            flipper.start()
+            try:
+                answer = await router.answer(router.submit(PROMPT, GREEDY, [prefill]))
+            finally:
+                flipper.stopping.set()
+                flipper.join(5.0)
+            assert flipper.flipped is not None
+            assert decode.worker._transfers.num_mismatches == int(checksums)
+            if checksums:
+                assert answer.token_ids == wanted
+            assert answer.error is None
+            assert len(answer.token_ids) == len(wanted)
+        await wait_until_empty(prefill, decode)

@@ -1,8 +1,8 @@
 """One request's way to its workers and back: placement, one deadline for all legs, and a new worker for a lost one.
 
 A request is one leg a completion. A leg whose decode worker is lost goes on at another, which gets the prompt and what
-was emitted already; draws depend on (seed, position) alone, so the client's stream shows no seam. Leaving a stream,
-for whatever reason, cancels every leg at its worker.
+was emitted already; draws depend on (seed, position) alone, so the client's stream shows no seam. One whose sequence
+was moved goes on where that runs. Leaving a stream, for whatever reason, cancels every leg at its worker.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
+from collections.abc import AsyncGenerator
 from types import TracebackType
 
 from penstock import wire
 from penstock.errors import DeadlineExceeded, PenstockError, Unavailable, from_status
-from penstock.page_hash import hash_pages
+from penstock.page_hash import hash_pages, make_salt
 from penstock.types import FinishReason, PageHash, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from router.choice import Choice, Demand, Policy, WorkerView
 from router.follower import Follower
-from router.inflight import Work, WorkKey
-from router.link import Link
+from router.inflight import Work
+from router.leg import Leg
 from router.membership import Fleet, Group
 from router.request import Request, TokenDelta
 
@@ -34,42 +33,6 @@ _WAIT_TO_RESUME_S = 30.0  # with tokens out already: a dead worker's successor l
 _RETRY_AFTER_S = 1.0
 _FIRST_HASHES = 32  # pages of a prompt hashed before the index is asked whether more are worth it
 _STAGGER_TOKENS = 64  # longer prompts are computed once, before the other completions start
-
-
-class Leg:
-    """One completion: where it runs, and all it has emitted. A `link.Sink` of its present submission."""
-
-    def __init__(self, index: int, request: Request, deliver: Callable[[Leg, object], None]) -> None:
-        seed = (request.sampling.seed + index) % (1 << 64)
-        self.index = index
-        self.sampling = replace(request.sampling, n=1, seed=seed, stop=())  # stop strings are matched here
-        self.emitted: list[int] = []
-        self.num_redispatches = 0
-        self.refused_by: set[int] = set()  # epochs of workers that would not take it
-        self.ended = False
-        self.sent_s = 0.0  # monotonic, the present submission
-        self.first_token_s = 0.0
-        self.credits: list[WorkKey] = []
-        self.decode_worker = ""
-        self.decode_epoch = 0
-        self._deliver = deliver
-        self._link: Link | None = None
-        self._stream_id = 0
-
-    def submit(self, link: Link, submit: worker_pb2.DecodeSubmit) -> None:
-        self._stream_id = link.submit(submit, self)
-        self._link = link
-
-    def cancel(self) -> None:
-        self.ended = True
-        if self._link is not None:
-            self._link.cancel(self._stream_id)
-
-    def on_delta(self, delta: worker_pb2.StepDelta) -> None:
-        self._deliver(self, delta)
-
-    def on_lost(self, error: PenstockError) -> None:
-        self._deliver(self, error)
 
 
 class TokenStream:
@@ -153,8 +116,10 @@ class TokenStream:
             delta = self._read(leg, item)
             if leg.index in merged:
                 _extend(merged[leg.index], delta)
-            else:
+            elif delta.token_ids or delta.finish_reason:
                 merged[leg.index] = delta
+            if item.HasField("moved"):
+                await self._follow(leg, item.moved)
         if merged and self._waiting:
             await self._send_waiting(len(self._waiting))
         return list(merged.values())
@@ -172,6 +137,25 @@ class TokenStream:
             return TokenDelta(leg.index, token_ids, message.logprobs)
         leg.ended = True
         return TokenDelta(leg.index, token_ids, message.logprobs, reason, self._timing(leg, message.timing))
+
+    async def _follow(self, leg: Leg, moved: worker_pb2.Moved) -> None:
+        """The sequence runs at another worker, which gives it to whoever brings the ticket.
+
+        The submission is whole: a worker that does not know the ticket (any more) serves it as a re-dispatched one.
+        """
+        target = self._fleet.find(moved.worker_id, moved.epoch)
+        if target is None or target.link is None or not target.link.is_open:
+            await self._move(
+                leg, Unavailable(f"it is at {moved.worker_id} now, out of this router's reach"), refused=False
+            )
+            return
+        timeout_s = self._request.deadline_s - time.monotonic()
+        if timeout_s <= 0:
+            raise self._too_late()
+        leg.decode_worker, leg.decode_epoch = target.worker_id, target.epoch
+        submit = self._submission(leg, make_salt(self._request.model_revision), [], timeout_s)
+        submit.ticket = moved.ticket
+        leg.submit(target.link, submit)
 
     async def _move(self, leg: Leg, error: PenstockError, *, refused: bool) -> None:
         """The leg's worker is lost, or refuses: another one goes on. Raises what no other worker can mend."""
@@ -203,9 +187,8 @@ class TokenStream:
         decode = [one for one in group.decode if one.epoch not in leg.refused_by]
         if not decode:
             raise cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S)
-        token_ids = self._request.token_ids + leg.emitted
         cached = self._cached_pages(group)
-        demand = Demand(len(token_ids), group.page_size, group.page_bytes)
+        demand = Demand(len(self._request.token_ids) + len(leg.emitted), group.page_size, group.page_bytes)
 
         def view(one: Follower) -> WorkerView:
             sent = self._fleet.ledger.sent_to(one.worker_id)
@@ -218,7 +201,7 @@ class TokenStream:
         assert chosen.link is not None  # it takes work
         leg.decode_worker, leg.decode_epoch = chosen.worker_id, chosen.epoch
         leg.sent_s = time.monotonic()
-        leg.submit(chosen.link, self._submission(leg, token_ids, group, choice, timeout_s))
+        leg.submit(chosen.link, self._submission(leg, group.salt, _candidates(choice, group), timeout_s))
         self._credit(leg, choice, demand)
 
     def _cached_pages(self, group: Group) -> dict[WorkerId, int]:
@@ -236,26 +219,16 @@ class TokenStream:
             count = min(2 * count, num_full)
 
     def _submission(
-        self, leg: Leg, token_ids: list[int], group: Group, choice: Choice, timeout_s: float
+        self, leg: Leg, salt: bytes, candidates: list[worker_pb2.PrefillCandidate], timeout_s: float
     ) -> worker_pb2.DecodeSubmit:
-        members = {one.worker_id: one for one in group.prefill}
         return worker_pb2.DecodeSubmit(
             request_id=self._request.request_id if len(self._legs) == 1 else f"{self._request.request_id}-{leg.index}",
-            token_ids=token_ids,
+            token_ids=self._request.token_ids + leg.emitted,
             num_prompt_tokens=len(self._request.token_ids),
             sampling=wire.sampling_to_wire(leg.sampling),
-            salt=group.salt,
+            salt=salt,
             timeout_ms=max(1, int(timeout_s * 1e3)),
-            prefill_candidates=[
-                worker_pb2.PrefillCandidate(
-                    worker_id=one.worker_id,
-                    epoch=members[one.worker_id].epoch,
-                    address=members[one.worker_id].address,
-                    queue_s=one.queue_s,
-                    prefill_s=one.prefill_s,
-                )
-                for one in choice.prefill
-            ],
+            prefill_candidates=candidates,
         )
 
     def _credit(self, leg: Leg, choice: Choice, demand: Demand) -> None:
@@ -287,6 +260,20 @@ class TokenStream:
     def _too_late(self) -> DeadlineExceeded:
         waited_s = self._request.deadline_s - self._request.accepted_s
         return DeadlineExceeded(f"request {self._request.request_id} did not end within its {waited_s:.3g} s")
+
+
+def _candidates(choice: Choice, group: Group) -> list[worker_pb2.PrefillCandidate]:
+    members = {one.worker_id: one for one in group.prefill}
+    return [
+        worker_pb2.PrefillCandidate(
+            worker_id=one.worker_id,
+            epoch=members[one.worker_id].epoch,
+            address=members[one.worker_id].address,
+            queue_s=one.queue_s,
+            prefill_s=one.prefill_s,
+        )
+        for one in choice.prefill
+    ]
 
 
 def _error_of(item: object) -> PenstockError | None:

@@ -201,6 +201,7 @@ class Generator:
         assert timing is not None
         metrics.succeeded(output.finish_reason.value)
         metrics.preemptions.inc(timing.num_preemptions)
+        metrics.migrations.inc(timing.num_migrations)
         metrics.redispatches.inc(timing.num_redispatches)
         metrics.queue_s.observe(timing.queue_ms / 1e3)
         if output.index == 0:

@@ -98,7 +98,7 @@ class Link:
         sink = self._sinks.get(delta.stream_id)
         if sink is None:  # cancelled meanwhile
             return
-        if delta.finish_reason or delta.HasField("error"):
+        if delta.finish_reason or delta.HasField("error") or delta.HasField("moved"):
             del self._sinks[delta.stream_id]
             self._note_idle()
         sink.on_delta(delta)

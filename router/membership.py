@@ -59,6 +59,9 @@ class Fleet:
     def followers(self) -> tuple[Follower, ...]:
         return tuple(self._followers.values())
 
+    def find(self, worker_id: str, epoch: int) -> Follower | None:
+        return next((one for one in self.followers if (one.worker_id, one.epoch) == (worker_id, epoch)), None)
+
     def group(self, model_revision: str | None = None) -> Group | None:
         """The largest group that serves now, of one revision where a request has begun with it."""
         if model_revision not in self._groups:

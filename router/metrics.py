@@ -30,6 +30,7 @@ class RouterMetrics:
         self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in prefix caches")
         self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found there")
         self.preemptions = self._counter("num_preemptions", "Sequences preempted")
+        self.migrations = self._counter("request_migrations", "Times a running sequence moved to another decode worker")
         self.redispatches = self._counter("request_redispatches", "Requests moved off a lost decode worker")
         self._success = Counter(
             "vllm:request_success", "Completions ended", [*_LABELS, "finished_reason"], registry=self._registry

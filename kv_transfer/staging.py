@@ -134,11 +134,15 @@ class Staging:
             self._on_room()
 
 
-def repacked_checksums(plan: Plan, pool: torch.Tensor, pages: Sequence[PageParts]) -> list[int]:
-    """The checksum of each page as the receiver will hold it, taken from the pool itself. Blocks."""
+def sent_checksums(plan: Plan, pool: torch.Tensor, tokens: range, src_pages: Sequence[PageId]) -> list[int]:
+    """Of each of the receiver's pages that `tokens` make, as it will hold them, taken from the pool itself. `tokens`
+    begins one of those pages; `src_pages` are the sequence's, from its first token on. Blocks."""
+    if plan.whole_pages:
+        size = plan.target.page_size
+        return page_checksums(pool, src_pages[tokens.start // size : -(-tokens.stop // size)])
     row = torch.empty(plan.target.shape(1), dtype=pool.dtype, device=pool.device)
     repacker, checksums = Repacker(plan, pool, row), []
-    for parts in pages:
+    for parts in page_parts(plan, tokens, src_pages):
         repacker.pack([parts], [PageId(0)])
         checksums += page_checksums(row, [PageId(0)])
     return checksums

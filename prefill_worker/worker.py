@@ -3,6 +3,9 @@
 A job is queued, computed chunk by chunk, pushed page by page while the next chunk computes, and closed once nothing
 of it can be written any more. It owns its pages from the first chunk until it is closed; the `closed` event is the
 promise to the receiver that its destination pages are quiet.
+
+What is said to the receiver counts in its pages, which may be of another size than ours: what is sent is a range of
+tokens, from a plan that the sender makes of both layouts.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from dataclasses import dataclass, field
 from engine.engine import Engine
 from engine.isolation import step_isolated
 from engine.sequence import SampledToken, Sequence
-from kv_transfer.checksum import page_checksums
+from kv_transfer.reshard import Plan
 from kv_transfer.sender import TransferSender
+from kv_transfer.staging import sent_checksums
 from penstock.config import WorkerConfig
 from penstock.errors import Cancelled, InvalidInput, PenstockError
+from penstock.page_hash import hash_pages
 from penstock.types import PageHash, PageId, TransferKey, WorkerLoad
 from prefill_worker.scheduler import PrefillScheduler
 
@@ -29,7 +34,7 @@ _RATE_SMOOTHING = 0.2  # weight of the newest step in the measured rate
 
 @dataclass(frozen=True, slots=True)
 class ReservePages:
-    num_pages: int
+    num_pages: int  # of the receiver's, as everything below
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +71,26 @@ class PrefillJob:
     sequence: Sequence
     emit: Callable[[PrefillOutcome], None]  # called on the step loop
     submitted_s: float
+    plan: Plan | None = None  # from our pages to the receiver's; set on submission
     started_s: float = 0.0
     cached_tokens: int = 0
-    num_pages_held: int = 0  # leading pages that the receiver has
+    num_pages_held: int = 0  # leading pages of the prompt that the receiver has; its pages, here and below
     destination: list[PageId] | None = None
     num_pages_pushed: int = 0  # of the prompt's pages, those held included
     computed: bool = False
     error: PenstockError | None = None
     checksums: list[int] = field(default_factory=list)
+
+    @property
+    def page_size(self) -> int:
+        """Of the receiver's pages."""
+        assert self.plan is not None
+        return self.plan.target.page_size
+
+    @property
+    def num_pages(self) -> int:
+        """That the prompt takes at the receiver."""
+        return -(-len(self.sequence.token_ids) // self.page_size)
 
 
 class PrefillWorker:
@@ -99,7 +116,7 @@ class PrefillWorker:
         """Queues a prefill. Problems end it with a `Closed` that holds the error."""
         try:
             self._check(job.sequence)
-            self._sender.open(job.key, offer)
+            job.plan = self._sender.open(job.key, offer)
         except PenstockError as error:
             job.emit(Closed(error))
             return
@@ -122,10 +139,9 @@ class PrefillWorker:
         job = self._jobs.get(key)
         if job is None or job.error is not None:
             return
-        num_pages = -(-len(job.sequence.token_ids) // self._page_size)
-        if job.destination is not None or num_pages_held + len(pages) != num_pages:
+        if job.destination is not None or num_pages_held + len(pages) != job.num_pages:
             self.cancel(
-                key, InvalidInput("destination", f"{num_pages_held} + {len(pages)} pages; expected {num_pages}")
+                key, InvalidInput("destination", f"{num_pages_held} + {len(pages)} pages; expected {job.num_pages}")
             )
             return
         job.destination = pages
@@ -188,7 +204,7 @@ class PrefillWorker:
         """The first chunk is about to compute: ask for the destination, which arrives meanwhile."""
         job.started_s = now_s
         job.cached_tokens = job.sequence.num_computed_tokens
-        job.emit(ReservePages(len(job.sequence.pages)))
+        job.emit(ReservePages(job.num_pages))
 
     def _complete(self, job: PrefillJob, token: SampledToken, now_s: float) -> None:
         job.computed = True
@@ -198,20 +214,26 @@ class PrefillWorker:
         """Sends the pages that are complete and not sent yet; after the last one, the manifest."""
         if job.destination is None or job.error is not None:
             return
-        sequence = job.sequence
-        ready = len(sequence.pages) if job.computed else sequence.num_computed_tokens // self._page_size
-        first = job.num_pages_pushed
+        assert job.plan is not None
+        sequence, size = job.sequence, job.page_size
+        ready = job.num_pages if job.computed else sequence.num_computed_tokens // size
+        first, held = job.num_pages_pushed, job.num_pages_held
         if ready > first:
-            pages = sequence.pages[first:ready]
+            tokens = range(first * size, min(ready * size, len(sequence.token_ids)))
             if self._checksums:
-                job.checksums += page_checksums(self._engine.kv_pages, pages)
-            held = job.num_pages_held
-            self._sender.push(job.key, first - held, pages, job.destination[first - held : ready - held])
+                job.checksums += sent_checksums(job.plan, self._engine.kv_pages, tokens, sequence.pages)
+            destination = job.destination[first - held : ready - held]
+            self._sender.push_tokens(job.key, first - held, tokens, sequence.pages, destination)
             job.num_pages_pushed = ready
-        if job.computed and job.num_pages_pushed >= len(sequence.pages):
-            hashes = tuple(sequence.hash_full_pages(self._page_size)[job.num_pages_held :])
-            job.emit(Pushed(len(sequence.token_ids), hashes, len(job.destination), tuple(job.checksums)))
+        if job.computed:
+            hashes = self._hashes(sequence, size)[held:]
+            job.emit(Pushed(len(sequence.token_ids), tuple(hashes), len(job.destination), tuple(job.checksums)))
             self._sender.finish(job.key)
+
+    def _hashes(self, sequence: Sequence, page_size: int) -> list[PageHash]:
+        if page_size == self._page_size:
+            return sequence.hash_full_pages(page_size)
+        return hash_pages(sequence.token_ids, page_size, sequence.salt)
 
     def _measure(self, num_tokens: int, elapsed_s: float) -> None:
         rate = num_tokens / max(elapsed_s, 1e-6)

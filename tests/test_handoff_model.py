@@ -1,9 +1,9 @@
 """Prefill and decode cores against each other under every order of events that a network and dying processes give.
 
-The two real cores run in one thread; between them stand a fake wire that writes one-sidedly (also into pages that
-nobody waits for any more) and calls whose messages keep their order only within a call. Random seeds pick what happens
-next: a step, a message, a write, a cancellation, a broken call, a killed prefill worker. The fake engine fails on any
-page that holds another sequence's KV.
+The two real cores, with pages of one size or of two, run in one thread; between them stand a fake wire that writes
+one-sidedly (also into pages that nobody waits for any more) and calls whose messages keep their order only within a
+call. Random seeds pick what happens next: a step, a message, a write, a cancellation, a broken call, a killed prefill
+worker. The fake engine fails on any page that holds another sequence's KV.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,8 +20,11 @@ from decode_worker.prefill_client import PrefillCandidate, RemoteFirstToken, Rem
 from decode_worker.request import DecodeRequest, TokenDelta
 from decode_worker.transfers import Transfers
 from decode_worker.worker import DecodeWorker
+from engine.kv_layout import KVLayout
 from engine.sequence import Sequence
+from kv_transfer.reshard import Plan, make_plan
 from kv_transfer.session import Manifest
+from kv_transfer.staging import PageParts, page_parts
 from penstock import wire
 from penstock.config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig, WorkerConfig
 from penstock.errors import PenstockError, TransferError
@@ -29,8 +32,8 @@ from penstock.types import Epoch, FinishReason, PageId, RequestId, Role, Samplin
 from prefill_worker.worker import Closed, FirstToken, PrefillJob, PrefillOutcome, PrefillWorker, Pushed, ReservePages
 from tests.fake_engine import EOS, FakeEngine, next_token
 
-PAGE_SIZE = 4
 CONTEXT = 64
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, page_size=4, head_dim=1, dtype="float32", model_revision="fake")
 
 
 @dataclass
@@ -38,7 +41,7 @@ class Write:
     """One page under way: read from the source when it completes, as a one-sided wire may."""
 
     index: int
-    src: PageId
+    parts: PageParts  # of the source's pages
     dst: PageId
 
 
@@ -62,15 +65,19 @@ class FakeReceiver:
 
 
 class FakeSender:
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.links: dict[TransferKey, Link] = {}
 
-    def open(self, key: TransferKey, offer: bytes) -> None:
+    def open(self, key: TransferKey, offer: bytes) -> Plan:
         self.links[key] = Link()
+        return self.plan
 
-    def push(self, key: TransferKey, first_index: int, src_pages: list[PageId], dst_pages: list[PageId]) -> None:
-        pairs = zip(src_pages, dst_pages, strict=True)
-        self.links[key].writes += [Write(first_index + i, src, dst) for i, (src, dst) in enumerate(pairs)]
+    def push_tokens(
+        self, key: TransferKey, first_index: int, tokens: range, src_pages: list[PageId], dst_pages: list[PageId]
+    ) -> None:
+        pairs = zip(page_parts(self.plan, tokens, src_pages), dst_pages, strict=True)
+        self.links[key].writes += [Write(first_index + i, parts, dst) for i, (parts, dst) in enumerate(pairs)]
 
     def finish(self, key: TransferKey) -> None:
         self.links[key].ending = True
@@ -87,7 +94,10 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.decode_engine = FakeEngine(self.rng.randint(18, 40), PAGE_SIZE)
+        # One size at both ends half the time; the pools hold about as many tokens whatever the sizes.
+        self.decode_size = self.rng.choice([4, 4, 2, 6])
+        self.prefill_size = self.decode_size if self.rng.random() < 0.5 else self.rng.choice([2, 3, 4, 8])
+        self.decode_engine = FakeEngine(self.rng.randint(72, 160) // self.decode_size, self.decode_size)
         self.receiver = FakeReceiver()
         self.stalled: list[TransferKey] = []
         transfers = Transfers(self.decode_engine, self.receiver, Epoch(1), TransferConfig(), self.stalled.append)  # type: ignore[arg-type]
@@ -104,8 +114,9 @@ class World:
         self.start_prefill_worker()
 
     def start_prefill_worker(self) -> None:
-        self.prefill_engine = FakeEngine(self.rng.randint(16, 40), PAGE_SIZE)
-        self.sender = FakeSender()
+        self.prefill_engine = FakeEngine(self.rng.randint(72, 160) // self.prefill_size, self.prefill_size)
+        source, target = (replace(LAYOUT, page_size=size) for size in (self.prefill_size, self.decode_size))
+        self.sender = FakeSender(make_plan(source, target))
         config = WorkerConfig(
             worker_id="p",
             role=Role.PREFILL,
@@ -191,7 +202,11 @@ class World:
     def complete_write(self) -> None:
         key = self.rng.choice([key for key, link in self.sender.links.items() if link.writes])
         write = self.sender.links[key].writes.popleft()
-        (content,) = self.prefill_engine.read([write.src])
+        content: list[int | None] = [None] * self.decode_size
+        for part in write.parts:
+            (page,) = self.prefill_engine.read([part.page])
+            taken = page[part.source_token : part.source_token + part.num_tokens]
+            content[part.target_token : part.target_token + part.num_tokens] = taken
         self.decode_engine.kv_pages[write.dst] = content
         if key in self.receiver.open_keys:
             self.decode.on_arrival(key, write.index, 1)

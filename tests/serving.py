@@ -85,6 +85,7 @@ class Caller:
         *,
         num_prompt_tokens: int | None = None,
         timeout_s: float = TIMEOUT_S,
+        ticket: str = "",
     ) -> int:
         """Returns the stream id."""
         stream_id = self._next_id
@@ -99,6 +100,7 @@ class Caller:
             salt=SALT,
             timeout_ms=int(timeout_s * 1e3),
             prefill_candidates=[_candidate(server) for server in prefill],
+            ticket=ticket,
         )
         self._commands.put_nowait(worker_pb2.DecodeCommand(submit=submit))
         return stream_id

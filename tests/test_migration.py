@@ -1,0 +1,275 @@
+"""Running sequences that move between real decode workers in this process: none loses a token, nobody loses a page."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from decode_worker import server as decode_server
+from decode_worker.server import DecodeServer
+from engine.engine import Engine
+from engine.generate import generate
+from penstock.config import EngineConfig
+from penstock.errors import DeadlineExceeded, Overloaded, TransferError, TransferRefused, from_status
+from penstock.grpc_server import make_channel
+from penstock.types import Role, SamplingParams
+from penstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.serving import GREEDY, SALT, TIMEOUT_S, Caller, caller, wait_until_empty, worker_config, workers
+
+LONG = replace(GREEDY, max_tokens=300)
+# Exact in single precision, as they travel.
+PENALIZED = SamplingParams(
+    max_tokens=300,
+    temperature=0.75,
+    top_p=0.875,
+    seed=7,
+    ignore_eos=True,
+    repetition_penalty=1.25,
+    frequency_penalty=0.5,
+    presence_penalty=0.25,
+)
+PROMPT = [(5 * i) % 300 + 2 for i in range(150)]
+LEASE_S = 0.5
+NUM_MOVES = 100
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@functools.cache
+def reference_engine(model: Path) -> Engine:
+    return Engine.load(EngineConfig(model=str(model), num_pages=64, num_threads=1))
+
+
+def single_process(model: Path, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    return generate(reference_engine(model), list(prompt), sampling, SALT, use_prefix_cache=False)
+
+
+@dataclass
+class Streamed:
+    """What a client has seen of one stream, wherever it ran."""
+
+    token_ids: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)  # of each token
+    finish_reason: int = 0
+    timing: common_pb2.Timing | None = None
+    error: Exception | None = None
+    num_moves: int = 0
+
+
+class Router:
+    """Follows streams from one decode worker to the other, as a router does."""
+
+    def __init__(self, callers: dict[int, Caller]) -> None:
+        self._callers = callers
+
+    async def stream(
+        self, server: DecodeServer, prompt: Sequence[int], sampling: SamplingParams, timeout_s: float = TIMEOUT_S
+    ) -> Streamed:
+        seen, at = Streamed(), self._callers[server.epoch]
+        number = at.submit(prompt, sampling, timeout_s=timeout_s)
+        while True:
+            delta = await at.next_delta(number)
+            seen.token_ids += delta.token_ids
+            seen.times_s += [time.monotonic()] * len(delta.token_ids)
+            if delta.HasField("error"):
+                seen.error = from_status(delta.error)
+                return seen
+            if delta.finish_reason:
+                seen.finish_reason, seen.timing = delta.finish_reason, delta.timing
+                return seen
+            if delta.HasField("moved"):
+                seen.num_moves += 1
+                at = self._callers[delta.moved.epoch]
+                so_far = [*prompt, *seen.token_ids]
+                number = at.submit(
+                    so_far, sampling, num_prompt_tokens=len(prompt), timeout_s=timeout_s, ticket=delta.moved.ticket
+                )
+
+
+@dataclass
+class Pair:
+    """Two decode workers, and a router that is connected to both."""
+
+    left: DecodeServer
+    right: DecodeServer
+    router: Router
+
+
+@contextlib.asynccontextmanager
+async def running_pair(model: Path, other: Path | None = None, num_pages: int = 256) -> AsyncIterator[Pair]:
+    """`num_pages` of the right one, which may serve another model."""
+    checked = {"checksums": True}
+    async with workers(
+        worker_config(Role.DECODE, model, "left", engine={"num_pages": 256}, transfer=checked),
+        worker_config(Role.DECODE, other or model, "right", engine={"num_pages": num_pages}, transfer=checked),
+    ) as (first, second):
+        assert isinstance(first, DecodeServer)
+        assert isinstance(second, DecodeServer)
+        async with caller(first) as to_first, caller(second) as to_second:
+            yield Pair(first, second, Router({first.epoch: to_first, second.epoch: to_second}))
+        await wait_until_empty(first, second, timeout_s=LEASE_S + 2.0)
+        await until(lambda: not any(one.departures.num_open or one.adoptions.num_kept for one in (first, second)))
+
+
+@pytest.fixture
+async def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
+    monkeypatch.setattr(decode_server, "LEASE_S", LEASE_S)
+    async with running_pair(model) as made:
+        yield made
+
+
+async def migrate(
+    source: DecodeServer, target: DecodeServer, max_sequences: int = 0, epoch: int = 0
+) -> worker_pb2.MigrateResponse:
+    request = worker_pb2.MigrateRequest(
+        worker_id="target", epoch=epoch or target.epoch, address=target.address, max_sequences=max_sequences
+    )
+    async with make_channel(source.address) as channel:
+        return await worker_pb2_grpc.DecodeWorkerStub(channel).Migrate(request, timeout=TIMEOUT_S)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110 - a worker announces no such thing
+            await asyncio.sleep(0.005)
+
+
+async def until_running(server: DecodeServer, count: int) -> None:
+    await until(lambda: server.worker.load.num_running >= count)
+
+
+def longest_gap_ms(seen: Streamed) -> float:
+    return max(later - earlier for earlier, later in zip(seen.times_s, seen.times_s[1:], strict=False)) * 1e3
+
+
+@pytest.mark.parametrize("sampling", [LONG, PENALIZED], ids=["greedy", "penalized"])
+async def test_a_hundred_moves_under_load_lose_and_repeat_nothing(
+    pair: Pair, model: Path, sampling: SamplingParams
+) -> None:
+    rng = random.Random(1)
+    prompts = [rng.choices(range(2, VOCAB_SIZE), k=length) for length in (1, 15, 16, 17, 64, 150)]
+    wanted = [single_process(model, prompt, sampling) for prompt in prompts]
+    num_moves, seen = 0, []
+    while num_moves < NUM_MOVES:
+        streams = [asyncio.create_task(pair.router.stream(pair.left, prompt, sampling)) for prompt in prompts]
+        await until_running(pair.left, len(prompts))
+        source, target = pair.left, pair.right
+        while not all(stream.done() for stream in streams):
+            moved = await migrate(source, target)
+            assert all("has ended" in failure.error.message for failure in moved.failed)
+            num_moves += len(moved.moved)
+            source, target = target, source
+        seen = [await stream for stream in streams]
+        assert [one.token_ids for one in seen] == wanted
+        assert [one.error for one in seen] == [None] * len(seen)
+    timings = [one.timing for one in seen if one.timing is not None]
+    assert [timing.num_migrations for timing in timings] == [one.num_moves for one in seen]
+    pauses_ms = [timing.migration_pause_ms / max(1, timing.num_migrations) for timing in timings]
+    gaps_ms = [longest_gap_ms(one) for one in seen]
+    print(
+        f"\n{num_moves} moves; mean pauses {[f'{ms:.1f}' for ms in pauses_ms]} ms; gaps {max(gaps_ms):.0f} ms at most"
+    )
+    assert 0 < max(pauses_ms) < 1000
+
+
+async def test_timing_counts_what_both_workers_did(pair: Pair) -> None:
+    stream = asyncio.create_task(pair.router.stream(pair.left, PROMPT, LONG))
+    await until_running(pair.left, 1)
+    assert len((await migrate(pair.left, pair.right)).moved) == 1
+    seen = await stream
+    assert seen.timing is not None
+    timing = seen.timing
+    assert (timing.num_migrations, timing.decode_worker, timing.prefill_worker) == (1, "right", "left")
+    assert timing.pages_moved >= len(PROMPT) // 16
+    assert timing.first_token_ms < timing.decode_ms
+    assert timing.prefill_ms > 0
+
+
+async def test_a_few_are_chosen_and_the_rest_stays(pair: Pair, model: Path) -> None:
+    streams = [asyncio.create_task(pair.router.stream(pair.left, PROMPT[:n], LONG)) for n in (20, 30, 40)]
+    await until_running(pair.left, 3)
+    response = await migrate(pair.left, pair.right, max_sequences=1)
+    assert (len(response.moved), len(response.failed), response.num_left) == (1, 0, 2)
+    seen = [await stream for stream in streams]
+    assert [one.token_ids for one in seen] == [single_process(model, PROMPT[:n], LONG) for n in (20, 30, 40)]
+    assert sorted(one.num_moves for one in seen) == [0, 0, 1]
+
+
+async def test_a_full_target_refuses_and_the_stream_goes_on(model: Path) -> None:
+    async with running_pair(model, num_pages=8) as pair:
+        stream = asyncio.create_task(pair.router.stream(pair.left, PROMPT[:110], LONG))
+        await until_running(pair.left, 1)
+        (failure,) = (await migrate(pair.left, pair.right)).failed
+        assert isinstance(from_status(failure.error), Overloaded)
+        seen = await stream
+        assert (seen.token_ids, seen.num_moves) == (single_process(model, PROMPT[:110], LONG), 0)
+
+
+async def test_targets_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:
+    other = make_checkpoint("llama", tmp_path / "other", num_hidden_layers=3)
+    async with running_pair(model, other) as pair:
+        stream = asyncio.create_task(pair.router.stream(pair.left, PROMPT, LONG))
+        await until_running(pair.left, 1)
+        (failure,) = (await migrate(pair.left, pair.right)).failed
+        refusal = from_status(failure.error)
+        assert isinstance(refusal, TransferRefused)
+        assert pair.left.worker._engine.layout.digest() in refusal.message
+        assert pair.right.worker._engine.layout.digest() in refusal.message
+        (failure,) = (await migrate(pair.left, pair.right, epoch=12345)).failed
+        assert isinstance(from_status(failure.error), TransferError)
+        assert "for epoch 12345" in failure.error.message
+        assert (await stream).token_ids == single_process(model, PROMPT, LONG)
+
+
+async def test_a_client_that_leaves_while_its_sequence_moves_leaves_no_page_behind(pair: Pair) -> None:
+    outcomes = [0, 0, 0]
+    for delay_s in (0.0, 0.004, 0.008, 0.012, 0.016, 0.02, 0.03, 0.05):
+        async with caller(pair.left) as leaving:
+            numbers = [leaving.submit([*PROMPT, number], LONG) for number in range(3)]
+            for number in numbers:
+                await leaving.next_delta(number)
+            moving = asyncio.create_task(migrate(pair.left, pair.right))
+            await asyncio.sleep(delay_s)
+            leaving.cancel(numbers[0])
+            leaving.cancel(numbers[1])
+        response = await moving
+        found = [len(response.moved), len(response.failed), 3 - len(response.moved) - len(response.failed)]
+        outcomes = [so_far + now for so_far, now in zip(outcomes, found, strict=True)]
+        await wait_until_empty(pair.left, pair.right, timeout_s=LEASE_S + 2.0)
+    assert outcomes[0] > 0
+    assert outcomes[0] < sum(outcomes)
+
+
+async def test_a_deadline_holds_wherever_the_sequence_is(pair: Pair) -> None:
+    for timeout_s in (0.1, 0.15, 0.2):
+        streams = [
+            asyncio.create_task(pair.router.stream(pair.left, PROMPT[: 20 + n], LONG, timeout_s)) for n in range(3)
+        ]
+        await until_running(pair.left, 1)
+        source, target = pair.left, pair.right
+        while not all(stream.done() for stream in streams):
+            await migrate(source, target)
+            source, target = target, source
+        for stream in streams:
+            seen = await stream
+            assert isinstance(seen.error, DeadlineExceeded) or len(seen.token_ids) == LONG.max_tokens
+        await wait_until_empty(pair.left, pair.right, timeout_s=LEASE_S + 2.0)
+
+
+async def test_a_ticket_that_nobody_knows_is_an_ordinary_request(pair: Pair, model: Path) -> None:
+    wanted = single_process(model, PROMPT, LONG)
+    async with caller(pair.right) as router:
+        number = router.submit([*PROMPT, *wanted[:5]], LONG, num_prompt_tokens=len(PROMPT), ticket="of another time")
+        assert (await router.answer(number)).token_ids == wanted[5:]

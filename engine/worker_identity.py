@@ -24,4 +24,5 @@ def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.W
         layout_digest=engine.layout.digest(),
         context_length=min(context_length, config.engine.max_context or context_length),
         page_bytes=engine.layout.page_bytes,
+        kv_digest=engine.layout.kv_digest(),
     )

@@ -29,7 +29,7 @@ class WorkerView:
     worker_id: WorkerId
     load: WorkerLoad
     sent: Work = NO_WORK  # beyond what `load` shows
-    cached_pages: int = 0  # leading pages of this prompt in its prefix cache
+    cached_tokens: int = 0  # leading ones of this prompt, whose pages its prefix cache holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Demand:
     """What a request asks for."""
 
     num_tokens: int  # to have KV for: prompt, and what was emitted before
-    page_size: int
+    page_size: int  # of the decode workers
     page_bytes: int
 
 
@@ -125,7 +125,7 @@ def make_policy(name: str) -> Policy:
 
 def uncached_tokens(demand: Demand, view: WorkerView) -> int:
     """At least the last token: its logits are needed whatever is cached."""
-    return max(1, demand.num_tokens - view.cached_pages * demand.page_size)
+    return max(1, demand.num_tokens - view.cached_tokens)
 
 
 def estimate_prefill(demand: Demand, view: WorkerView) -> PrefillEstimate:

@@ -187,7 +187,7 @@ class TokenStream:
         decode = [one for one in group.decode if one.epoch not in leg.refused_by]
         if not decode:
             raise cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S)
-        cached = self._cached_pages(group)
+        cached = self._cached_tokens(group)
         demand = Demand(len(self._request.token_ids) + len(leg.emitted), group.page_size, group.page_bytes)
 
         def view(one: Follower) -> WorkerView:
@@ -204,15 +204,23 @@ class TokenStream:
         leg.submit(chosen.link, self._submission(leg, group.salt, _candidates(choice, group), timeout_s))
         self._credit(leg, choice, demand)
 
-    def _cached_pages(self, group: Group) -> dict[WorkerId, int]:
-        """Leading pages of the prompt that each worker holds. Hashes little further than the longest prefix found."""
-        size, token_ids = group.page_size, self._request.token_ids
+    def _cached_tokens(self, group: Group) -> dict[WorkerId, int]:
+        """Leading tokens of the prompt whose pages each worker holds, by hashes of pages as large as its own."""
+        found: dict[WorkerId, int] = {}
+        for size in {one.description.page_size for one in (*group.decode, *group.prefill)}:
+            cached = self._cached_pages(size, group.salt)
+            found.update((worker_id, num_pages * size) for worker_id, num_pages in cached.items())
+        return found
+
+    def _cached_pages(self, size: int, salt: bytes) -> dict[WorkerId, int]:
+        """Leading pages of that size that each worker holds. Hashes little further than the longest prefix found."""
+        token_ids = self._request.token_ids
         hashes = self._hashes.get(size, [])
         num_full = len(token_ids) // size
         count = min(_FIRST_HASHES, num_full)
         while True:
             if len(hashes) < count:
-                hashes = self._hashes[size] = hash_pages(token_ids[: count * size], size, group.salt, hashes)
+                hashes = self._hashes[size] = hash_pages(token_ids[: count * size], size, salt, hashes)
             cached = self._fleet.index.match(hashes[:count])
             if count == num_full or max(cached.values(), default=0) < count:
                 return cached

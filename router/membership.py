@@ -33,11 +33,11 @@ FoundT = TypeVar("FoundT")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Workers that take work now and whose pages fit together. `decode` is not empty."""
+    """Workers that take work now and between which KV can move. `decode` is not empty, and of one layout."""
 
     model_revision: str
     salt: bytes  # of its page hashes
-    page_size: int
+    page_size: int  # of the decode workers; prefill workers may have another
     page_bytes: int
     context_length: int  # that each of them can hold
     decode: tuple[Follower, ...]
@@ -80,10 +80,8 @@ class Fleet:
         layouts = Counter(one.description.layout_digest for one in decode)
         digest = max(layouts, key=lambda key: (layouts[key], key))
         decode = [one for one in decode if one.description.layout_digest == digest]
-        prefill = [
-            one for one in ready if one.description.role == Role.PREFILL and one.description.layout_digest == digest
-        ]
         first = decode[0].description
+        prefill = [one for one in ready if one.description.role == Role.PREFILL]
         return Group(
             model_revision=first.model_revision,
             salt=make_salt(first.model_revision),
@@ -91,7 +89,7 @@ class Fleet:
             page_bytes=first.page_bytes,
             context_length=min(one.description.context_length for one in decode),
             decode=tuple(decode),
-            prefill=tuple(prefill),
+            prefill=tuple(one for one in prefill if one.description.kv_digest == first.kv_digest),
         )
 
     async def wait_for(self, find: Callable[[], FoundT | None], timeout_s: float | None) -> FoundT | None:

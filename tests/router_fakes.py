@@ -69,6 +69,7 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
         refuse_with: PenstockError | None = None,
         context_length: int = 2048,
         revision: str = "r1",
+        page_size: int = PAGE_SIZE,
     ) -> None:
         self.worker_id = worker_id
         self.epoch = epoch
@@ -92,9 +93,10 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
             role=role,
             model="penstock-tiny",
             model_revision=revision,
-            page_size=PAGE_SIZE,
+            page_size=page_size,
             num_pages=1000,
-            layout_digest=f"layout-{revision}",
+            layout_digest=f"layout-{revision}-{page_size}",
+            kv_digest=f"kv-{revision}",
             context_length=context_length,
             page_bytes=65536,
         )

@@ -145,7 +145,7 @@ class TestInflightLedger:
 
 def view(name, *, cached=0, sent=NO_WORK, **load):
     full = {"free_pages": 1000, "total_pages": 1000, "step_s": 0.02, "prefill_tokens_per_s": 2000.0, **load}
-    return WorkerView(WorkerId(name), WorkerLoad(**full), sent, cached)
+    return WorkerView(WorkerId(name), WorkerLoad(**full), sent, cached * DEMAND.page_size)
 
 
 class TestKvAware:
@@ -198,7 +198,7 @@ _VIEWS = st.lists(
 
 def _named(views, prefix):
     return [
-        WorkerView(WorkerId(f"{prefix}{rank}"), one.load, one.sent, one.cached_pages) for rank, one in enumerate(views)
+        WorkerView(WorkerId(f"{prefix}{rank}"), one.load, one.sent, one.cached_tokens) for rank, one in enumerate(views)
     ]
 
 

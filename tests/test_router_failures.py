@@ -130,6 +130,24 @@ async def test_prefill_candidates_are_those_of_the_same_layout_best_first():
         assert "prefill-x" not in {one.worker_id for one in candidates}
 
 
+async def test_prefill_workers_of_other_page_sizes_are_asked_by_hashes_of_their_own():
+    """Each cache is read in its own pages, and priced in tokens: 80 of page 16 are fewer than 120 of page 24."""
+    decode = await FakeWorker("decode-0", epoch=1).start()
+    sizes = {"prefill-16": 16, "prefill-24": 24, "prefill-64": 64}
+    prefills = {
+        name: await FakeWorker(name, epoch=size, role="prefill", page_size=size).start() for name, size in sizes.items()
+    }
+    prompt = list(range(300, 300 + 130))
+    for name, num_pages in (("prefill-16", 5), ("prefill-24", 5), ("prefill-64", 1)):
+        prefills[name].load = replace(prefills[name].load, prefill_tokens_per_s=1000.0)
+        prefills[name].log.stored(hash_pages(prompt, sizes[name], make_salt("r1"))[:num_pages])
+    async with running_router(decode, *prefills.values()) as router:
+        await collect(router.stub.Generate(request(token_ids=prompt)))
+    found = {one.worker_id: round(one.prefill_s * 1000) for one in decode.submits[0].prefill_candidates}
+    assert found == {"prefill-24": 130 - 120, "prefill-16": 130 - 80, "prefill-64": 130 - 64}
+    assert list(found) == ["prefill-24", "prefill-16", "prefill-64"]
+
+
 async def test_cache_events_steer_requests_until_the_pages_are_gone():
     workers = await two_workers()
     prompt = list(range(300, 364))

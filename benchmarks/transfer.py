@@ -22,6 +22,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from benchmarks.exposed import exposed
 from benchmarks.floor import step_floor
 from benchmarks.report import Row, publish
 from benchmarks.shapes import random_llama
@@ -230,6 +231,19 @@ def checksum_rows(memory: torch.Tensor, num_tokens: int = 8192) -> list[Row]:
     ]
 
 
+def exposed_rows(wires: list[str], rows: list[Row], num_tokens: int = 1024) -> list[Row]:
+    """The stream's pause at its second token, beside one decode step and the whole transfer one after the other."""
+    found: list[Row] = []
+    for wire in wires:
+        name = f"{wire} 135M page 16, {num_tokens} tokens"
+        transfer_us = next((row.value for row in rows if row.metric.startswith(name) and row.unit == "us"), None)
+        if transfer_us is not None:
+            pause_s, step_s = exposed(wire, num_tokens)
+            base_ms = transfer_us / 1e3 + step_s * 1e3
+            found.append(Row(f"{name}: first token to second", pause_s * 1e3, "ms", "transfer + one step", base_ms))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wires", nargs="+", default=["shm", *nixl.is_installed() * ["nixl"], "torch"])
@@ -237,6 +251,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = measure(options.wires, options.shapes)
+    rows += exposed_rows(options.wires, rows)
     publish("transfer", "scattered pages between two processes, medians; 135M and 8B Llama shapes in bf16", rows)
 
 

@@ -6,10 +6,13 @@ half-written page cannot go unnoticed. The next token depends on the tokens alon
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from engine.cache_tiers import CacheTiers
 from engine.page_pool import PagePool
+from engine.page_slots import PageSlots
 from engine.prefix_cache import PrefixCache
 from engine.sequence import SampledToken, ScheduledSequence, StepOutput
 from penstock.types import PageId
@@ -35,15 +38,47 @@ def next_token(token_ids: Seq[int]) -> int:
     return (hash(tuple(token_ids)) >> 7) % VOCAB_SIZE
 
 
+class FakeHost:
+    """Stands in for `engine.host_tier.HostTier`; there is no disk below it."""
+
+    def __init__(self, kv_pages: list[list[int | None]], num_pages: int) -> None:
+        self.slots = PageSlots(num_pages)
+        self.bounce = memoryview(b"")
+        self._kv_pages = kv_pages
+        self._kept: list[list[int | None]] = [[] for _ in range(num_pages)]
+
+    def write(self, slots: Seq[int], pages: Seq[PageId]) -> None:
+        for slot, page in zip(slots, pages, strict=True):
+            self._kept[slot] = list(self._kv_pages[page])
+
+    def read(self, slots: Seq[int], pages: Seq[PageId]) -> None:
+        for slot, page in zip(slots, pages, strict=True):
+            self._kv_pages[page][:] = self._kept[slot]
+
+    def wipe(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._kept[slot] = []
+
+    def read_bounce(self, page: PageId) -> None:
+        raise AssertionError("there is no disk")
+
+    def settle(self) -> None:
+        raise AssertionError("there is no disk")
+
+    def content(self, slot: int) -> memoryview:
+        raise AssertionError("there is no disk")
+
+
 class FakeEngine:
     """Stands in for `engine.engine.Engine` in tests of the workers' control flow."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_host_pages: int = 0) -> None:
         self.layout = FakeLayout(page_size)
         self.model = FakeModel()
         self.pool = PagePool(num_pages)
-        self.prefix_cache = PrefixCache(self.pool, page_size)
         self.kv_pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
+        tiers = CacheTiers(FakeHost(self.kv_pages, num_host_pages)) if num_host_pages else None
+        self.prefix_cache = PrefixCache(self.pool, page_size, tiers=tiers)
 
     def step(self, work: Seq[ScheduledSequence]) -> StepOutput:
         drawn: list[SampledToken | None] = []

@@ -143,6 +143,31 @@ async def test_preemption_loses_no_token(checkpoints: dict[str, Path]) -> None:
         await wait_until_empty(prefill, decode)
 
 
+@pytest.mark.parametrize("with_disk", [False, True], ids=["host", "host and disk"])
+async def test_pages_that_come_back_from_lower_tiers_give_the_same_tokens(
+    with_disk: bool, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Pools too small for what is asked again and again, at both ends and preempting at one."""
+    model = checkpoints["llama"]
+    prompts = [[seed] * 20 + list(range(2, 60)) for seed in range(2, 8)]
+    wanted = [single_process(model, prompt, SEEDED) for prompt in prompts]
+    page_bytes = reference_engine(model).layout.page_bytes
+    tiers: dict[str, object] = {"dtype": "float32", "host_memory_bytes": 100 * page_bytes, "zero_freed_pages": True}
+    if with_disk:
+        tiers |= {"host_memory_bytes": 3 * page_bytes, "disk_bytes": 100 * page_bytes, "disk_path": str(tmp_path)}
+    async with workers(
+        worker_config(Role.PREFILL, model, engine={"num_pages": 8, **tiers}),
+        worker_config(Role.DECODE, model, engine={"num_pages": 14, **tiers}),
+    ) as (prefill, decode):
+        async with caller(decode) as router:
+            for candidates in ([prefill], [], [prefill]):
+                assert await ask_all(router, prompts, SEEDED, candidates) == wanted
+        for worker in (prefill, decode):
+            stats = worker.worker.load.cache
+            assert (stats.disk_hits if with_disk else stats.host_hits) > 0, stats
+        await wait_until_empty(prefill, decode)
+
+
 async def test_a_resumed_request_goes_on_where_it_stopped(checkpoints: dict[str, Path]) -> None:
     """What a router does when a decode worker is lost: prompt and emitted tokens go to another worker."""
     model = checkpoints["mistral"]

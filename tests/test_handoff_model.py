@@ -97,7 +97,7 @@ class World:
         # One size at both ends half the time; the pools hold about as many tokens whatever the sizes.
         self.decode_size = self.rng.choice([4, 4, 2, 6])
         self.prefill_size = self.decode_size if self.rng.random() < 0.5 else self.rng.choice([2, 3, 4, 8])
-        self.decode_engine = FakeEngine(self.rng.randint(72, 160) // self.decode_size, self.decode_size)
+        self.decode_engine = FakeEngine(*self.pool_sizes(self.decode_size))
         self.receiver = FakeReceiver()
         self.stalled: list[TransferKey] = []
         transfers = Transfers(self.decode_engine, self.receiver, Epoch(1), TransferConfig(), self.stalled.append)  # type: ignore[arg-type]
@@ -113,8 +113,12 @@ class World:
         self.requests: dict[int, DecodeRequest] = {}
         self.start_prefill_worker()
 
+    def pool_sizes(self, page_size: int) -> tuple[int, int, int]:
+        """Pages of a pool that is often too small for everybody's prefix, a page's tokens, pages of host memory."""
+        return self.rng.randint(44, 100) // page_size, page_size, self.rng.choice([0, 8, 100])
+
     def start_prefill_worker(self) -> None:
-        self.prefill_engine = FakeEngine(self.rng.randint(72, 160) // self.prefill_size, self.prefill_size)
+        self.prefill_engine = FakeEngine(*self.pool_sizes(self.prefill_size))
         source, target = (replace(LAYOUT, page_size=size) for size in (self.prefill_size, self.decode_size))
         self.sender = FakeSender(make_plan(source, target))
         config = WorkerConfig(
@@ -286,8 +290,9 @@ def test_every_stream_is_exact_and_every_page_comes_back(seed: int, faults: bool
     world = World(seed)
     rng = world.rng
     prompts: dict[int, tuple[list[int], int]] = {}
-    for stream_id in range(rng.randint(1, 8)):
-        base = [rng.choice([1, 2]) * 10 + i for i in range(rng.randint(1, 30))]  # two stems: prefixes repeat
+    for stream_id in range(rng.randint(1, 12)):
+        stem = rng.randint(0, 3)  # few: prefixes repeat
+        base = [stem * 40 + i for i in range(rng.randint(1, 30))]
         prompts[stream_id] = (base, rng.randint(1, 8))
         world.submit(stream_id, base, SamplingParams(max_tokens=prompts[stream_id][1]))
         for _ in range(rng.randint(0, 25)):

@@ -1,0 +1,422 @@
+"""Lower tiers: a page that comes back is the page that went, whatever happened meanwhile; none is lost without need."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from engine.cache_tiers import CacheTiers
+from engine.disk_tier import DiskTier
+from engine.engine import Engine
+from engine.generate import generate
+from engine.host_tier import HostTier
+from engine.page_pool import OutOfPages, PagePool
+from engine.page_slots import PageSlots
+from engine.prefix_cache import PrefixCache
+from engine.zeroing import zero_pages
+from penstock import wire
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+from penstock.kv_events import KvEventKind, KvEventLog
+from penstock.page_hash import hash_pages
+from penstock.types import CacheStats, PageHash, PageId, SamplingParams, WorkerLoad
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+
+SALT = b"0123456789abcdef"
+SHAPE = (2, 2, 1, 4, 8)  # [L, 2, K, S, H] of a page
+PAGE_BYTES = 2 * 2 * 1 * 4 * 8 * 2
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+def hashes_of(*tokens: int) -> list[PageHash]:
+    """A chain of pages with one token each."""
+    return hash_pages(tokens, 1, SALT)
+
+
+def content_of(page_hash: PageHash) -> torch.Tensor:
+    """What the page with this hash must hold: its hash, over and over. Some of it is NaN, which must not matter."""
+    return torch.frombuffer(bytearray(page_hash * (PAGE_BYTES // 16)), dtype=torch.bfloat16).view(SHAPE)
+
+
+def same(page: torch.Tensor, page_hash: PageHash) -> bool:
+    return torch.equal(page.cpu().view(torch.uint8), content_of(page_hash).view(torch.uint8))
+
+
+class Store:
+    """A pool with its tensor, a cache and tiers, as `Engine.load` puts them together."""
+
+    def __init__(
+        self, num_pages: int, num_host_pages: int, num_disk_pages: int = 0, folder: str = "", device: str = "cpu"
+    ) -> None:
+        self.kv_pages = torch.zeros(num_pages, *SHAPE, dtype=torch.bfloat16, device=device)
+        self.pool = PagePool(num_pages, lambda pages: zero_pages(self.kv_pages, pages))
+        self.host = HostTier(self.kv_pages, num_host_pages)
+        self.disk = DiskTier(folder, num_disk_pages, PAGE_BYTES) if num_disk_pages else None
+        self.tiers = CacheTiers(self.host, self.disk)
+        self.events = KvEventLog(window=100_000)
+        self.cache = PrefixCache(self.pool, 1, self.events, tiers=self.tiers)
+
+    def take(self, hashes: list[PageHash]) -> tuple[list[PageId], int]:
+        """As a scheduler does it; checks what came back."""
+        matched = self.cache.match(hashes)
+        try:
+            pages = [*matched, *self.pool.allocate(len(hashes) - len(matched))]
+        except OutOfPages:
+            self.pool.release(matched)
+            raise
+        num_filled = self.cache.promote(hashes, pages, len(matched))
+        for page, page_hash in zip(pages[:num_filled], hashes[:num_filled], strict=True):
+            assert same(self.kv_pages[page], page_hash)
+        return pages, num_filled
+
+    def compute(self, hashes: list[PageHash], pages: list[PageId], num_filled: int) -> None:
+        """As an engine's step and a scheduler's commit do it."""
+        for page, page_hash in zip(pages[num_filled:], hashes[num_filled:], strict=True):
+            self.kv_pages[page] = content_of(page_hash)
+        self.cache.insert(hashes, pages)
+
+    def serve(self, *tokens: int) -> int:
+        """One prompt from start to end; returns how many of its pages were there."""
+        hashes = hashes_of(*tokens)
+        pages, num_filled = self.take(hashes)
+        self.compute(hashes, pages, num_filled)
+        self.pool.release(pages)
+        return num_filled
+
+    def told(self) -> set[PageHash]:
+        """What a router that has read every event believes."""
+        cached: set[PageHash] = set()
+        for event in self.events.read(1).events:
+            if event.kind is KvEventKind.STORED:
+                assert not cached & set(event.hashes), "told twice"
+                cached |= set(event.hashes)
+            else:
+                assert cached >= set(event.hashes), "never told"
+                cached -= set(event.hashes)
+        return cached
+
+
+# ---- slots --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(["add", "touch", "discard"]), st.integers(0, 7))))
+def test_slots_agree_with_an_ordered_dict(num_slots: int, history: list[tuple[str, int]]) -> None:
+    slots, model = PageSlots(num_slots), OrderedDict[PageHash, int]()
+    for action, number in history:
+        page_hash = PageHash(bytes([number]))
+        if action == "touch":
+            slots.touch([page_hash])
+            if page_hash in model:
+                model.move_to_end(page_hash)
+        elif action == "discard" and page_hash in model:
+            slots.discard(page_hash)
+            del model[page_hash]
+        elif action == "add" and page_hash not in model:
+            oldest = next(iter(model), None) if len(model) == num_slots else None
+            slot, left = slots.add(page_hash)
+            assert left == oldest
+            if left is not None:
+                assert model.pop(left) == slot
+            model[page_hash] = slot
+        assert list(slots) == list(model)
+        assert all(slots.slot(page_hash) == slot for page_hash, slot in model.items())
+        slots.check_integrity()
+
+
+def test_a_store_without_slots_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        PageSlots(0)
+
+
+# ---- one page's way down and up -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_evicted_pages_come_back_from_host_memory(device: str) -> None:
+    store = Store(4, 8, device=device)
+    assert store.serve(1, 2, 3, 4) == 0
+    assert store.serve(5, 6, 7, 8) == 0  # takes every page of the first
+    assert store.cache.peek(hashes_of(1, 2, 3, 4)) == 4
+    assert store.serve(1, 2, 3, 4) == 4
+    stats = store.cache.stats
+    assert (stats.queries, stats.device_hits, stats.host_hits, stats.evictions) == (12, 0, 4, 8)
+    assert (stats.host_pages, stats.total_host_pages, stats.total_disk_pages) == (8, 8, 0)
+
+
+def test_a_prompt_takes_from_every_tier_at_once(tmp_path: Path) -> None:
+    store = Store(4, 4, 8, str(tmp_path))
+    store.serve(1, 2, 3, 4)
+    assert store.serve(1, 9, 8, 7) == 1  # 4, 3 and 2 go to host memory
+    assert store.cache.peek(hashes_of(1, 2, 3, 4)) == 4
+    assert store.serve(1, 2, 3, 4) == 4  # for which 7, 8 and 9 go there, and 4 and 3 to the disk
+    stats = store.cache.stats
+    assert (stats.device_hits, stats.host_hits, stats.disk_hits) == (1 + 1, 1, 2)
+
+
+def test_pages_that_a_prompt_waits_for_are_the_last_to_leave_host_memory() -> None:
+    store = Store(2, 4)
+    for tokens in ((1, 2), (3, 4), (5, 6)):
+        store.serve(*tokens)
+    assert list(store.host.slots) == [*reversed(hashes_of(1, 2)), *reversed(hashes_of(3, 4))]
+    assert store.serve(1, 2) == 2  # evicts 6 and 5, for which 4 and 3 leave, although they are younger
+
+
+def test_pages_evicted_together_do_not_drive_each_other_out() -> None:
+    store = Store(2, 2)
+    one, two, four = (hashes_of(token)[0] for token in (1, 2, 4))
+    pages = store.pool.allocate(2)
+    store.tiers.store([two, four], pages)
+    store.tiers.store([two, one], pages)  # two is the oldest, and in the way of one
+    assert list(store.host.slots) == [two, one]
+
+
+def test_a_page_that_comes_back_need_not_be_copied_out_again() -> None:
+    store = Store(2, 4)
+    store.serve(1, 2)
+    store.serve(3, 4)
+    store.serve(1, 2)
+    written: list[int] = []
+    store.host.write = lambda slots, pages: written.extend(pages)  # type: ignore[method-assign]
+    store.serve(3, 4)
+    assert written == []
+
+
+def test_clear_forgets_and_erases_every_tier(tmp_path: Path) -> None:
+    store = Store(2, 2, 2, str(tmp_path))
+    for tokens in ((1, 2), (3, 4), (5, 6)):
+        store.serve(*tokens)
+    store.cache.clear()
+    assert store.told() == set()
+    assert not store.kv_pages.any()
+    assert not any(any(store.host.content(slot)) for slot in range(2))
+    assert os.fstat(store.disk._file.fileno()).st_size == 0  # type: ignore[union-attr]
+    assert store.serve(1, 2) == 0
+
+
+# ---- the disk -----------------------------------------------------------------------------------------------------
+
+
+def spoil(disk: DiskTier, page_hash: PageHash) -> None:
+    os.pwrite(disk._file.fileno(), b"\xff\xff", disk.slots.slot(page_hash) * PAGE_BYTES + 5)
+
+
+def test_a_page_that_the_disk_has_spoiled_is_a_miss(tmp_path: Path) -> None:
+    store = Store(4, 1, 16, str(tmp_path))
+    store.serve(1, 2, 3, 4)
+    store.serve(5, 6, 7, 8)
+    hashes = hashes_of(1, 2, 3, 4)
+    assert store.disk is not None
+    spoil(store.disk, hashes[1])
+    pages, num_filled = store.take(hashes)
+    assert num_filled == 1
+    assert not store.kv_pages[pages[1]].any(), "what was spoiled has reached the pool"
+    assert hashes[1] not in store.told()
+    assert store.cache.stats.spoiled_pages == 1
+
+
+def test_a_disk_that_is_full_stops_taking_pages_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(2, 2, 8, str(tmp_path))
+    for tokens in ((1, 2), (3, 4), (5, 6)):
+        store.serve(*tokens)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.disk_tier.os.pwrite", full)
+        store.serve(7, 8)
+    store.serve(9, 10)
+    assert caplog.text.count("takes no more pages") == 1
+    assert store.serve(1, 2) == 2
+    assert store.told() == {page for page in store.told() if store.tiers.holds(page) or page in store.cache._nodes}
+
+
+def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, 4, PAGE_BYTES)
+    assert list(tmp_path.iterdir()) == []
+    assert os.fstat(disk._file.fileno()).st_mode & 0o077 == 0
+    disk.close()
+
+
+def test_a_folder_that_cannot_hold_the_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.disk_path = .*none.*give a folder with room"):
+        DiskTier(tmp_path / "none", 4, PAGE_BYTES)
+
+
+# ---- random histories ---------------------------------------------------------------------------------------------
+
+NUM_PAGES = 8
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)  # few tokens: chains share prefixes, branch and return
+
+
+class TierHistory(RuleBasedStateMachine):
+    """Sequences come and go over a device, a host and a disk of a few pages each; every page carries its hash."""
+
+    num_host_pages, num_disk_pages = 3, 4
+    held = Bundle("held")  # pages; each is released once
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.mkdtemp()
+        self.store = Store(NUM_PAGES, self.num_host_pages, self.num_disk_pages, self.folder)
+        self.known: set[PageHash] = set()  # computed since the last clear
+
+    def teardown(self) -> None:
+        if self.store.disk is not None:
+            self.store.disk.close()
+        shutil.rmtree(self.folder)
+
+    @rule(target=held, tokens=TOKENS)
+    def start_sequence(self, tokens: list[int]) -> object:
+        hashes = hash_pages(tokens, 1, SALT)
+        promised = self.store.cache.peek(hashes)
+        try:
+            pages, num_filled = self.store.take(hashes)
+        except OutOfPages:
+            return multiple()
+        assert num_filled <= len(hashes)
+        if self.num_host_pages >= promised and not self.num_disk_pages:
+            assert num_filled >= min(promised, len(hashes)), "pages left while a prompt was waiting for them"
+        self.store.compute(hashes, pages, num_filled)
+        self.known |= set(hashes)
+        return pages
+
+    @rule(pages=consumes(held), backwards=st.booleans())
+    def release(self, pages: list[PageId], backwards: bool) -> None:
+        if backwards:
+            self.store.pool.release(pages)
+        else:
+            for page in pages:
+                self.store.pool.release([page])
+
+    @rule()
+    def allocate_everything(self) -> None:
+        """Whoever gets a page may write it at once: no copy may still read it."""
+        pages = self.store.pool.allocate(self.store.pool.num_available)
+        assert not self.store.kv_pages[torch.tensor(pages, dtype=torch.long)].any(), "not erased"
+        self.store.kv_pages[torch.tensor(pages, dtype=torch.long)] = 7.0
+        self.store.pool.release(pages)
+
+    @rule()
+    def clear(self) -> None:
+        self.store.cache.clear()
+        self.known.clear()
+
+    @precondition(lambda self: self.store.disk is not None and len(self.store.disk.slots) > 0)
+    @rule(data=st.data())
+    def spoil_a_page_on_disk(self, data: st.DataObject) -> None:
+        assert self.store.disk is not None
+        spoil(self.store.disk, data.draw(st.sampled_from(sorted(self.store.disk.slots))))
+
+    @invariant()
+    def everything_is_where_it_is_said_to_be(self) -> None:
+        store = self.store
+        store.cache.check_integrity()
+        store.host.slots.check_integrity()
+        for page_hash, node in store.cache._nodes.items():
+            assert same(store.kv_pages[node.page], page_hash)
+        for page_hash in store.host.slots:
+            assert bytes(store.host.content(store.host.slots.slot(page_hash)))[:16] == page_hash
+        below = {*store.host.slots, *(store.disk.slots if store.disk else ())}
+        assert store.told() == {*store.cache._nodes, *below}
+        for page in map(PageId, store.pool._free):
+            assert not store.kv_pages[page].any(), f"page {page} is free and not erased"
+        if self.num_host_pages == 126:
+            assert self.known == {*store.cache._nodes, *below}, "a page was lost though there was room"
+
+
+class RoomyHistory(TierHistory):
+    """Room for every page there can be (2 + 4 + ... + 64): none may be lost."""
+
+    num_host_pages, num_disk_pages = 126, 0
+
+
+TierHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+RoomyHistory.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None, derandomize=True)
+TestTierHistory = TierHistory.TestCase
+TestRoomyHistory = RoomyHistory.TestCase
+
+
+# ---- engines ------------------------------------------------------------------------------------------------------
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("tiers") / "llama")
+
+
+def load(checkpoint: Path, **settings: object) -> Engine:
+    config = {"model": str(checkpoint), "num_threads": 1, "dtype": "float32", "device": "cpu", **settings}
+    return Engine.load(EngineConfig.model_validate(config))
+
+
+@pytest.mark.parametrize("with_disk", [False, True])
+def test_tokens_are_those_of_an_engine_without_tiers(checkpoint: Path, tmp_path: Path, with_disk: bool) -> None:
+    plain = load(checkpoint, num_pages=16)
+    page_bytes = plain.layout.page_bytes
+    disk = {"disk_bytes": 64 * page_bytes, "disk_path": str(tmp_path)} if with_disk else {}
+    tiered = load(checkpoint, num_pages=8, host_memory_bytes=(4 if with_disk else 64) * page_bytes, **disk)
+    prompts = [[seed % VOCAB_SIZE] * 50 + [seed + 1] * 20 for seed in range(2, 8)]
+    wanted = [generate(plain, prompt, GREEDY, SALT, use_prefix_cache=False) for prompt in prompts]
+    for _ in range(3):
+        assert [generate(tiered, prompt, GREEDY, SALT) for prompt in prompts] == wanted
+    stats = tiered.prefix_cache.stats
+    assert (stats.disk_hits if with_disk else stats.host_hits) >= 2 * len(prompts) * 4 - 8
+    assert tiered.pool.num_available == 8
+
+
+def test_freed_pages_are_zero(checkpoint: Path) -> None:
+    for zeroed, prefix_caching in ((True, False), (True, True), (False, False)):
+        engine = load(checkpoint, num_pages=8, zero_freed_pages=zeroed, prefix_caching=prefix_caching)
+        engine.warm_up()
+        generate(engine, list(range(2, 60)), GREEDY, SALT, use_prefix_cache=prefix_caching)
+        used = {page for page in range(8) if engine.kv_pages[page].any()}
+        cached = {page for page in range(8) if engine.pool.is_cached(PageId(page))}
+        assert used == cached if zeroed else len(used) >= 4
+        assert len(cached) == (3 if prefix_caching else 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_memory_bytes": 100}, r"engine\.host_memory_bytes = 100 holds no page of \d+ bytes; give more"),
+        ({"host_memory_bytes": 10**6, "disk_bytes": 9, "disk_path": "/tmp"}, "engine.disk_bytes = 9 holds no page"),
+    ],
+)
+def test_a_tier_too_small_for_a_page_is_refused(checkpoint: Path, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(checkpoint, num_pages=8, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"disk_bytes": 9, "disk_path": "/tmp"}, "engine.host_memory_bytes is 0; set it too"),
+        ({"host_memory_bytes": 9, "disk_bytes": 9}, "set both or neither"),
+        ({"host_memory_bytes": 9, "disk_path": "/tmp"}, "set both or neither"),
+        ({"host_memory_bytes": 9, "prefix_caching": False}, "set one of them"),
+    ],
+)
+def test_tiers_that_make_no_sense_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.model_validate({"model": "m", **settings})
+
+
+def test_stats_cross_the_wire() -> None:
+    stats = CacheStats(*range(1, 11))
+    assert wire.load_from_wire(wire.load_to_wire(WorkerLoad(cache=stats))).cache == stats

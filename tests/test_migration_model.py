@@ -28,9 +28,27 @@ from penstock.errors import DeadlineExceeded, PenstockError, TransferError
 from penstock.types import Epoch, FinishReason, PageId, RequestId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import worker_pb2
 from tests.fake_engine import FakeEngine
-from tests.test_handoff_model import CONTEXT, PAGE_SIZE, FakeReceiver, Link, Write, expected_tokens
+from tests.test_handoff_model import CONTEXT, FakeReceiver, expected_tokens
 
 Action = Callable[[], object]
+PAGE_SIZE = 4
+
+
+@dataclass
+class Write:
+    """One page under way: read from the source when it completes, as a one-sided wire may."""
+
+    index: int
+    src: PageId
+    dst: PageId
+
+
+@dataclass
+class Link:
+    """The sender's side of one move."""
+
+    writes: deque[Write] = field(default_factory=deque)
+    ending: bool = False
 
 
 class Wire:

@@ -127,6 +127,15 @@ class PoolConfig(_Frozen):
     num_gpus: float = Field(0, ge=0)
     num_cpus: float | None = Field(None, gt=0)  # default: an even share of the machine's cores
     resources: dict[str, float] = Field(default_factory=dict)  # custom Ray resources
+    engine: dict[str, object] = Field(default_factory=dict)  # what differs from the deployment's `engine` here
+
+    @model_validator(mode="after")
+    def _pools_fit_together(self) -> PoolConfig:
+        if "dtype" in self.engine:
+            raise ValueError(
+                f"engine.dtype = {self.engine['dtype']!r} of one pool: KV moves between them; set it for all"
+            )
+        return self
 
 
 class ServeConfig(_Frozen):
@@ -152,7 +161,8 @@ class ServeConfig(_Frozen):
     def _parts_are_valid(self) -> ServeConfig:
         if self.decode_pool.replicas < 1:
             raise ValueError("decode_pool.replicas is 0: at least 1 decode worker is needed")
-        self.engine_config()
+        for role in Role:
+            self.engine_config(role)
         self.router_config()
         return self
 
@@ -160,8 +170,11 @@ class ServeConfig(_Frozen):
     def model_name(self) -> str:
         return self.served_model or Path(self.model).name
 
-    def engine_config(self) -> EngineConfig:
-        return EngineConfig.model_validate({"model": self.model, **self.engine})
+    def engine_config(self, role: Role | None = None) -> EngineConfig:
+        """Of one pool's workers, or what all pools share."""
+        pools = {Role.PREFILL: self.prefill_pool, Role.DECODE: self.decode_pool}
+        own = pools[role].engine if role is not None else {}
+        return EngineConfig.model_validate({"model": self.model, **self.engine, **own})
 
     def router_config(self, admin: str = "") -> RouterConfig:
         shared = {
@@ -180,7 +193,7 @@ class ServeConfig(_Frozen):
             role=role,
             host=self.host,
             served_model=self.model_name,
-            engine=self.engine_config(),
+            engine=self.engine_config(role),
             prefill=self.prefill,
             decode=self.decode,
             transfer=self.transfer,

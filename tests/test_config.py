@@ -25,6 +25,15 @@ def test_a_toml_file_reads_as_it_is_documented(tmp_path: Path) -> None:
     assert config.router_config("localhost:1").admin == "localhost:1"
 
 
+def test_a_pool_may_have_an_engine_that_differs(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('model = "m"\n[engine]\npage_size = 16\nnum_pages = 9\n[prefill_pool.engine]\npage_size = 64\n')
+    config = load(ServeConfig, file)
+    sizes = {role: config.worker_config("w", role).engine.page_size for role in Role}
+    assert sizes == {Role.PREFILL: 64, Role.DECODE: 16}
+    assert {config.engine_config(role).num_pages for role in (None, *Role)} == {9}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -36,6 +45,8 @@ def test_a_toml_file_reads_as_it_is_documented(tmp_path: Path) -> None:
         ),
         ('model = "m"\n[transfer]\ntransport = "pigeon"', "transfer.transport = 'pigeon'"),
         ('model = "m"\n[decode_pool]\nreplicas = 0', "decode_pool.replicas is 0: at least 1 decode worker is needed"),
+        ('model = "m"\n[decode_pool.engine]\npage_sise = 3', "page_sise"),
+        ('model = "m"\n[decode_pool.engine]\ndtype = "float16"', "engine.dtype = 'float16' of one pool: KV moves"),
         ("model = ", "give a readable TOML or JSON file"),
     ],
 )

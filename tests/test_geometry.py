@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from decode_worker.server import DecodeServer
 from engine.engine import Engine
 from engine.generate import generate
 from engine.kv_layout import KVLayout
@@ -23,10 +24,13 @@ from kv_transfer.receiver import TransferReceiver
 from kv_transfer.sender import TransferSender
 from penstock.config import EngineConfig
 from penstock.errors import TransferRefused
-from penstock.page_hash import hash_pages
+from penstock.page_hash import hash_pages, make_salt
 from penstock.types import Epoch, PageId, Role, SamplingParams
+from prefill_worker.server import PrefillServer
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.router_fakes import MODEL, running_router, until
 from tests.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
+from tests.test_router_grpc import collect, request
 from tests.transfer_pair import PREFILL, Log, config, key
 
 SEEDED = SamplingParams(max_tokens=16, temperature=0.75, top_p=0.875, seed=7, repetition_penalty=1.25, ignore_eos=True)
@@ -164,6 +168,26 @@ async def test_workers_of_two_dtypes_refuse_each_other_and_the_prompt_is_compute
         assert "dtype is 'float32' at the receiver, 'bfloat16' at the sender" in refusal
         for server in (prefill, decode):
             assert server.worker._engine.layout.digest() in refusal
+
+
+async def test_through_a_router_each_cache_is_found_in_its_own_pages() -> None:
+    prompt = [300 + number for number in range(150)]
+    engine = Engine.load(EngineConfig(model=str(MODEL), num_pages=32, num_threads=1, dtype="float32"))
+    salt = make_salt(engine.model.revision)
+    wanted = generate(engine, prompt, GREEDY, salt, use_prefix_cache=False)
+    prefill = PrefillServer(worker_config(Role.PREFILL, MODEL, engine={"page_size": 64, "dtype": "float32"}))
+    decode = DecodeServer(worker_config(Role.DECODE, MODEL, engine={"prefix_caching": False, "dtype": "float32"}))
+    for server in (prefill, decode):
+        await server.start()
+    async with running_router(prefill, decode) as router:  # type: ignore[arg-type]
+        index, hashes = router.server.fleet.index, hash_pages(prompt, 64, salt)
+        for cached in (0, 128):
+            asked = request(token_ids=prompt, max_tokens=16, temperature=0.0, ignore_eos=True)
+            messages = await collect(router.stub.Generate(asked))
+            assert [token for message in messages for token in message.token_ids] == wanted
+            timing = messages[-1].timing
+            assert (timing.prefill_worker, timing.pages_moved, timing.cached_tokens) == ("prefill", 10, cached)
+            await until(lambda: index.match(hashes) == {"prefill": 2})
 
 
 # Without workers: two layouts, a sender and a receiver.

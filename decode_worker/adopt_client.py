@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from decode_worker.channels import Channels
-from decode_worker.departures import Target
+from decode_worker.departure import Target
 from engine.step_loop import StepLoop
 from kv_transfer.session import Manifest
 from penstock import wire
@@ -79,11 +79,11 @@ class AdoptClient:
     def is_open(self, key: TransferKey) -> bool:
         return key in self._calls
 
-    def start(self, key: TransferKey, target: Target, state: worker_pb2.SequenceState, num_pages: int) -> None:
+    def start(self, key: TransferKey, target: Target, state: worker_pb2.SequenceState, num_tokens: int) -> None:
         start = worker_pb2.AdoptStart(
             transfer=wire.transfer_key_to_wire(key),
             state=state,
-            num_pages=num_pages,
+            num_tokens=num_tokens,
             worker_id=self._worker_id,
             address=self._address(),
         )

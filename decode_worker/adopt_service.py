@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TypeVar
 
 from decode_worker.adoptions import Adoptions
-from decode_worker.departures import Departures, Target
+from decode_worker.departure import Target
+from decode_worker.departures import Departures
 from decode_worker.fence_keeper import FenceKeeper
 from decode_worker.request import DecodeRequest
 from engine.step_loop import StepLoop

@@ -88,13 +88,10 @@ class Adoption:
 class Adoptions:
     """Owns the sequences that have no router yet."""
 
-    def __init__(
-        self, worker: DecodeWorker, transfers: Transfers, page_size: int, start_lease: Callable[[TransferId], None]
-    ) -> None:
+    def __init__(self, worker: DecodeWorker, transfers: Transfers, start_lease: Callable[[TransferId], None]) -> None:
         """`start_lease` shall call `expire` with the ticket after LEASE_S."""
         self._worker = worker
         self._transfers = transfers
-        self._page_size = page_size
         self._start_lease = start_lease
         self._asking: dict[TransferKey, tuple[Adoption, worker_pb2.AdoptStart]] = {}  # not answered yet, in order
         self._kept: dict[TransferId, Adoption] = {}
@@ -126,11 +123,10 @@ class Adoptions:
         request.adopter, request.transfer = adoption, key
         worker.take_on(request)
         adoption.request = request
-        num_tokens = start.num_pages * self._page_size
         landed = adoption.call.landed
-        if not self._transfers.adopt(key, request, num_tokens, worker.scheduler, adoption, landed):
+        if not self._transfers.adopt(key, request, start.num_tokens, worker.scheduler, adoption, landed):
             worker.cancel(request)
-            raise Overloaded(f"no room for {start.num_pages} pages and one more sequence now", _RETRY_AFTER_S)
+            raise Overloaded(f"no room for one more sequence of {start.num_tokens} tokens now", _RETRY_AFTER_S)
 
     def on_finish(self, key: TransferKey, state: worker_pb2.SequenceState, manifest: Manifest, paused_s: float) -> None:
         """The sequence stands still at its source."""

@@ -14,70 +14,37 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from decode_worker import sequence_state
-from decode_worker.migration import Candidate, CopyProgress, choose, pages_wanted, should_stop
+from decode_worker.departure import Departure, Target
+from decode_worker.migration import Candidate, CopyProgress, choose, room_wanted, should_stop
 from decode_worker.request import DecodeRequest, Moved
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from engine.sequence import Sequence as Generation
-from kv_transfer.checksum import page_checksums
+from kv_transfer.reshard import Plan
 from kv_transfer.sender import TransferSender
 from kv_transfer.session import Manifest
+from kv_transfer.staging import sent_checksums
 from penstock.errors import Cancelled, InvalidInput, PenstockError, Unavailable
-from penstock.types import Epoch, PageId, RequestId, TransferId, TransferKey, WorkerId
+from penstock.page_hash import hash_pages
+from penstock.types import Epoch, PageHash, PageId, RequestId, TransferId, TransferKey
 from penstock.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The decode worker that sequences move to."""
-
-    worker_id: WorkerId
-    epoch: Epoch
-    address: str
-
-
 class AdoptCalls(Protocol):
     """The way to targets; `decode_worker.adopt_client.AdoptClient`."""
 
-    def start(self, key: TransferKey, target: Target, state: worker_pb2.SequenceState, num_pages: int) -> None: ...
+    def start(self, key: TransferKey, target: Target, state: worker_pb2.SequenceState, num_tokens: int) -> None: ...
 
     def finish(
         self, key: TransferKey, state: worker_pb2.SequenceState, manifest: Manifest, paused_s: float
     ) -> None: ...
 
     def close(self, key: TransferKey, error: PenstockError | None) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Departure:
-    """One attempt. It has an outcome once it is `adopted` or has an `error`; then the sequence is not its matter."""
-
-    key: TransferKey
-    sequence: Generation  # whose request may change: a router comes to one that has just moved here itself
-    target: Target
-    report: Callable[[PenstockError | None], None]  # called once, with the outcome
-    num_told: int  # tokens in the state that the target has
-    is_open: bool = False  # at the sender
-    destination: Sequence[PageId] | None = None
-    num_held: int = 0  # leading pages that the target had already
-    num_pushed: int = 0  # those included, as below
-    num_landed: int = 0
-    checksums: list[int] = field(default_factory=list)
-    borrowed: list[PageId] = field(default_factory=list)  # one reference each, until the sender is done
-    token_s: float = 0.0  # the last step, monotonic
-    stopped_s: float = 0.0  # 0: it is still decoding
-    adopted: bool = False
-    error: PenstockError | None = None
-
-    @property
-    def has_outcome(self) -> bool:
-        return self.adopted or self.error is not None
 
 
 class Departures:
@@ -93,7 +60,7 @@ class Departures:
         self._sender = sender
         self._epoch = epoch
         self._checksums = checksums
-        self._departures: dict[TransferKey, _Departure] = {}
+        self._departures: dict[TransferKey, Departure] = {}
         self.calls: AdoptCalls | None = None
         self.num_moved = 0
         self.num_failed = 0
@@ -119,11 +86,11 @@ class Departures:
             report(Unavailable(f"{sequence.request_id} has ended, moves already or waits for its KV"))
             return
         key = TransferKey(TransferId(uuid.uuid4().hex), self._epoch, target.epoch)
-        self._departures[key] = _Departure(key, sequence, target, report, len(sequence.token_ids))
+        self._departures[key] = Departure(key, sequence, target, report, len(sequence.token_ids))
         one = self._candidate(request)
         state = sequence_state.to_wire(request, self._worker.timing(request), time.monotonic())
-        num_pages = pages_wanted(one.num_tokens, one.num_tokens_left, self._page_size)
-        self.calls.start(key, target, state, num_pages)
+        room = room_wanted(one.num_tokens, one.num_tokens_left, self._page_size)
+        self.calls.start(key, target, state, room)
 
     def _is_movable(self, request: DecodeRequest) -> bool:
         sequence = request.sequence
@@ -138,16 +105,17 @@ class Departures:
 
     def on_destination(self, key: TransferKey, offer: bytes, num_held: int, pages: Sequence[PageId]) -> None:
         one = self._departures.get(key)
-        if one is None or one.has_outcome or one.destination is not None:
+        if one is None or one.has_outcome or one.plan is not None:
             return
         try:
-            if num_held * self._page_size > one.sequence.num_computed_tokens:
-                raise InvalidInput("num_pages_held", f"is {num_held}, more than the sequence has")
-            self._sender.open(key, offer)
+            one.plan = self._sender.open(key, offer)
         except PenstockError as error:
             self._fail(one, error)
             return
         one.is_open, one.destination = True, pages
+        if num_held * one.page_size > one.sequence.num_computed_tokens:
+            self._fail(one, InvalidInput("num_pages_held", f"is {num_held}, more than the sequence has"))
+            return
         one.num_held = one.num_pushed = one.num_landed = num_held
         self._advance(one)
 
@@ -190,8 +158,8 @@ class Departures:
         one = self._departures.get(key)
         if one is not None:
             one.is_open = False
-            self._pool.release(one.borrowed)
-            one.borrowed = []
+            self._pool.release(list(one.borrowed.values()))
+            one.borrowed = {}
             self._settle(one)
 
     # Copying.
@@ -203,59 +171,66 @@ class Departures:
                 one.token_s = now_s
             self._advance(one)
 
-    def _advance(self, one: _Departure) -> None:
+    def _advance(self, one: Departure) -> None:
         """Pushes what is complete; stops the sequence once little is left."""
         if one.has_outcome or one.stopped_s:
             return
         sequence = one.sequence
         if not self._worker.scheduler.is_running(sequence):
             self._fail(one, Unavailable(f"{sequence.request_id} was preempted; it has no pages to move now"))
-        elif one.destination is not None:
-            num_full = sequence.num_computed_tokens // self._page_size
-            num_reserved = one.num_held + len(one.destination)
-            self._push(one, min(num_full, num_reserved))
-            if should_stop(CopyProgress(num_full, one.num_held, one.num_landed, num_reserved)):
-                self._stop(one)
+        elif one.plan is not None:
+            num_full = sequence.num_computed_tokens // one.page_size
+            self._push(one, one.plan, min(num_full, one.num_reserved))
+            if should_stop(CopyProgress(num_full, one.num_held, one.num_landed, one.num_reserved)):
+                self._stop(one, one.plan)
 
-    def _push(self, one: _Departure, end: int) -> None:
-        """Sends the sequence's pages up to `end`."""
-        assert one.destination is not None
-        first, held = one.num_pushed, one.num_held
+    def _push(self, one: Departure, plan: Plan, end: int) -> None:
+        """Sends what fills the target's pages of the sequence up to `end`."""
+        first, held, size = one.num_pushed, one.num_held, one.page_size
         if end <= first:
             return
-        pages = one.sequence.pages[first:end]
-        self._pool.share(pages)
-        one.borrowed += pages
+        pages = one.sequence.pages
+        tokens = range(first * size, min(end * size, one.sequence.num_computed_tokens))
+        self._borrow(one, range(tokens.start // self._page_size, -(-tokens.stop // self._page_size)))
         if self._checksums:
-            one.checksums += page_checksums(self._kv_pages, pages)
-        self._sender.push(one.key, first - held, pages, one.destination[first - held : end - held])
+            one.checksums += sent_checksums(plan, self._kv_pages, tokens, pages)
+        self._sender.push_tokens(one.key, first - held, tokens, pages, one.destination[first - held : end - held])
         one.num_pushed = end
 
-    def _stop(self, one: _Departure) -> None:
+    def _borrow(self, one: Departure, indexes: range) -> None:
+        """References on our pages that are read from now on."""
+        fresh = {index: one.sequence.pages[index] for index in indexes if index not in one.borrowed}
+        self._pool.share(list(fresh.values()))
+        one.borrowed |= fresh
+
+    def _stop(self, one: Departure, plan: Plan) -> None:
         """The sequence stands still: what is left of it goes out."""
         assert self.calls is not None
-        sequence = one.sequence
-        num_pages = -(-sequence.num_computed_tokens // self._page_size)
-        assert one.destination is not None
-        if num_pages > one.num_held + len(one.destination):
-            self._fail(one, Unavailable(f"{sequence.request_id} outgrew the {len(one.destination)} pages reserved"))
+        sequence, size = one.sequence, one.page_size
+        num_tokens = sequence.num_computed_tokens
+        num_pages = -(-num_tokens // size)
+        if num_pages > one.num_reserved:
+            self._fail(one, Unavailable(f"{sequence.request_id} outgrew the {one.num_reserved} pages reserved"))
             return
         self._worker.scheduler.pause(sequence)
         one.stopped_s = time.monotonic()
-        self._push(one, num_pages)
+        self._push(one, plan, num_pages)
         self._sender.finish(one.key)
-        hashes = sequence.hash_full_pages(self._page_size)
-        num_full = sequence.num_computed_tokens // self._page_size
         manifest = Manifest(
-            num_tokens=sequence.num_computed_tokens,
+            num_tokens=num_tokens,
             num_pages=num_pages - one.num_held,
-            page_hashes=tuple(hashes[one.num_held : num_full]),
+            page_hashes=tuple(self._hashes(sequence, size)[one.num_held : num_tokens // size]),
             checksums=tuple(one.checksums),
         )
         request, now_s = self._worker.request_of(sequence), time.monotonic()
         assert request is not None  # it runs
         state = sequence_state.to_wire(request, self._worker.timing(request), now_s, one.num_told)
         self.calls.finish(one.key, state, manifest, now_s - (one.token_s or now_s))
+
+    def _hashes(self, sequence: Generation, page_size: int) -> list[PageHash]:
+        if page_size == self._page_size:
+            return sequence.hash_full_pages(page_size)
+        return hash_pages(sequence.token_ids, page_size, sequence.salt)
 
     # The end.
 
@@ -265,7 +240,7 @@ class Departures:
             if one.sequence is request.sequence and not one.has_outcome:
                 self._fail(one, Cancelled(f"{request.sequence.request_id} has ended"))
 
-    def _fail(self, one: _Departure, error: PenstockError) -> None:
+    def _fail(self, one: Departure, error: PenstockError) -> None:
         """The sequence, if it has not ended, runs on here."""
         if one.has_outcome:
             return
@@ -279,7 +254,7 @@ class Departures:
             self._sender.abort(one.key)
         self._settle(one)
 
-    def _settle(self, one: _Departure) -> None:
+    def _settle(self, one: Departure) -> None:
         """Once there is an outcome and nothing is written any more, the target is told and the attempt forgotten."""
         assert self.calls is not None
         if one.has_outcome and not one.is_open:

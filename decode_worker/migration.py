@@ -14,7 +14,7 @@ from penstock.types import RequestId
 _ABOUT_TO_END_TOKENS = 16  # fewer left at most: the sequence ends sooner than moving it would pay
 _FEW_PAGES = 1  # complete pages not landed that may be waited for
 _ROOM_PAGES = 2  # to grow into while pages move
-_ROOM_SHARE = 16  # and a sixteenth of the pages: copying one takes well below the sixteen steps that fill another
+_ROOM_SHARE = 16  # and a sixteenth of the tokens: copying a page takes less than it takes to draw the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class CopyProgress:
-    """Of one sequence on its way, in pages from its first."""
+    """Of one sequence on its way, in pages of the target's from its first."""
 
     num_full: int  # complete at the source
     num_held: int  # of these at the target before
@@ -51,11 +51,9 @@ def choose(
     return found[:max_sequences]
 
 
-def pages_wanted(num_tokens: int, num_tokens_left: int, page_size: int) -> int:
-    """Pages to reserve at the target: for the tokens so far, and for those drawn while pages move."""
-    now = -(-num_tokens // page_size)
-    at_its_end = -(-(num_tokens + num_tokens_left) // page_size)
-    return min(now + _ROOM_PAGES + now // _ROOM_SHARE, at_its_end)
+def room_wanted(num_tokens: int, num_tokens_left: int, page_size: int) -> int:
+    """Tokens to reserve pages for at the target: those so far, and those drawn while pages move."""
+    return num_tokens + min(_ROOM_PAGES * page_size + num_tokens // _ROOM_SHARE, num_tokens_left)
 
 
 def should_stop(progress: CopyProgress) -> bool:

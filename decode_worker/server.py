@@ -102,7 +102,7 @@ class DecodeServer:
             self._loop, self.departures, self._channels, WorkerId(config.worker_id), lambda: self.address
         )
         self.departures.calls = self._adopt_calls
-        self.adoptions = Adoptions(worker, transfers, engine.layout.page_size, self._start_lease)
+        self.adoptions = Adoptions(worker, transfers, self._start_lease)
         return AdoptService(self.departures, self.adoptions, self._receiver, self._loop, self._fences, self.epoch)
 
     def _start_lease(self, ticket: TransferId) -> None:

@@ -108,12 +108,14 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def running_pair(model: Path, other: Path | None = None, num_pages: int = 256) -> AsyncIterator[Pair]:
-    """`num_pages` of the right one, which may serve another model."""
-    checked = {"checksums": True}
+async def running_pair(
+    model: Path, other: Path | None = None, num_pages: int = 256, page_size: int = 16
+) -> AsyncIterator[Pair]:
+    """The pages are those of the right one, which may serve another model."""
+    checked, pages = {"checksums": True}, {"num_pages": num_pages, "page_size": page_size}
     async with workers(
         worker_config(Role.DECODE, model, "left", engine={"num_pages": 256}, transfer=checked),
-        worker_config(Role.DECODE, other or model, "right", engine={"num_pages": num_pages}, transfer=checked),
+        worker_config(Role.DECODE, other or model, "right", engine=pages, transfer=checked),
     ) as (first, second):
         assert isinstance(first, DecodeServer)
         assert isinstance(second, DecodeServer)
@@ -205,6 +207,20 @@ async def test_a_few_are_chosen_and_the_rest_stays(pair: Pair, model: Path) -> N
     seen = [await stream for stream in streams]
     assert [one.token_ids for one in seen] == [single_process(model, PROMPT[:n], LONG) for n in (20, 30, 40)]
     assert sorted(one.num_moves for one in seen) == [0, 0, 1]
+
+
+@pytest.mark.parametrize("page_size", [8, 24, 64])
+async def test_workers_of_different_page_sizes_move_sequences_too(
+    model: Path, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_server, "LEASE_S", LEASE_S)
+    async with running_pair(model, page_size=page_size) as pair:
+        stream = asyncio.create_task(pair.router.stream(pair.left, PROMPT, PENALIZED))
+        await until_running(pair.left, 1)
+        for source, target in [(pair.left, pair.right), (pair.right, pair.left)] * 2:
+            assert len((await migrate(source, target)).moved) == 1
+        seen = await stream
+        assert (seen.token_ids, seen.num_moves) == (single_process(model, PROMPT, PENALIZED), 4)
 
 
 async def test_a_full_target_refuses_and_the_stream_goes_on(model: Path) -> None:

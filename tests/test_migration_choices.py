@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker import sequence_state
-from decode_worker.migration import Candidate, CopyProgress, choose, pages_wanted, should_stop
+from decode_worker.migration import Candidate, CopyProgress, choose, room_wanted, should_stop
 from decode_worker.request import DecodeRequest, StageTimes
 from engine.sequence import Sequence
 from penstock.errors import InvalidInput
@@ -38,15 +38,16 @@ def test_most_work_for_the_least_kv_moves_first() -> None:
 def test_room_is_never_short_of_what_is_there_nor_more_than_can_come(
     num_tokens: int, num_tokens_left: int, page_size: int
 ) -> None:
-    wanted = pages_wanted(num_tokens, num_tokens_left, page_size)
-    assert -(-num_tokens // page_size) <= wanted <= -(-(num_tokens + num_tokens_left) // page_size)
+    wanted = room_wanted(num_tokens, num_tokens_left, page_size)
+    assert num_tokens <= wanted <= num_tokens + num_tokens_left
+    assert wanted <= num_tokens * 17 / 16 + 2 * page_size
 
 
 @given(page_size=st.sampled_from([1, 4, 16]), num_prompt=st.integers(1, 400), pages_a_step=st.floats(0.01, 3.0))
 def test_every_copy_comes_to_its_end_and_fits(page_size: int, num_prompt: int, pages_a_step: float) -> None:
     """Whether pages land faster or slower than tokens come."""
     num_computed, num_left = num_prompt, 1000
-    reserved = pages_wanted(num_computed + 1, num_left, page_size)
+    reserved = -(-room_wanted(num_computed + 1, num_left, page_size) // page_size)
     landed = 0.0
     while True:
         num_full = num_computed // page_size

@@ -1,8 +1,9 @@
 """Decode cores that hand sequences to each other under every order of events that a network and dying processes give.
 
-Two real cores, a router and a fake one-sided wire in one thread. Random seeds pick what happens next: a step, a
-message, a write, a move, an overdue answer, the end of a lease, a cancellation, a broken call, a killed worker. The
-fake engine fails on any page that holds another sequence's KV; every stream must be exact and every page come back.
+Two real cores, with pages of one size or of two, a router and a fake one-sided wire in one thread. Random seeds pick
+what happens next: a step, a message, a write, a move, an overdue answer, the end of a lease, a cancellation, a broken
+call, a killed worker. The fake engine fails on any page that holds another sequence's KV; every stream must be exact
+and every page come back.
 """
 
 from __future__ import annotations
@@ -10,64 +11,58 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.adoptions import Adoptions
-from decode_worker.departures import Departures, Target
+from decode_worker.departure import Target
+from decode_worker.departures import Departures
 from decode_worker.request import DecodeRequest, Moved, TokenDelta
 from decode_worker.transfers import Transfers
 from decode_worker.worker import DecodeWorker
 from engine.sequence import Sequence
+from kv_transfer.reshard import Plan, make_plan
 from kv_transfer.session import Manifest
+from kv_transfer.staging import page_parts
 from penstock import wire
 from penstock.config import DecodeConfig, TransferConfig
 from penstock.errors import DeadlineExceeded, PenstockError, TransferError
 from penstock.types import Epoch, FinishReason, PageId, RequestId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import worker_pb2
 from tests.fake_engine import FakeEngine
-from tests.test_handoff_model import CONTEXT, FakeReceiver, expected_tokens
+from tests.test_handoff_model import CONTEXT, LAYOUT, FakeReceiver, Link, Write, expected_tokens
 
 Action = Callable[[], object]
-PAGE_SIZE = 4
-
-
-@dataclass
-class Write:
-    """One page under way: read from the source when it completes, as a one-sided wire may."""
-
-    index: int
-    src: PageId
-    dst: PageId
-
-
-@dataclass
-class Link:
-    """The sender's side of one move."""
-
-    writes: deque[Write] = field(default_factory=deque)
-    ending: bool = False
 
 
 class Wire:
     """A sender whose link to a target may die under it."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_size: int, find_size: Callable[[Epoch], int]) -> None:
+        self.page_size = page_size
+        self.find_size = find_size  # of an incarnation's pages
         self.links: dict[TransferKey, Link] = {}
         self.refuse = ""  # the next one, and why
 
-    def open(self, key: TransferKey, offer: bytes) -> None:
+    def open(self, key: TransferKey, offer: bytes) -> Plan:
         refuse, self.refuse = self.refuse, ""
         if refuse:
             raise TransferError(refuse)
         self.links[key] = Link()
+        return self.plan(key)
 
-    def push(self, key: TransferKey, first_index: int, src_pages: list[PageId], dst_pages: list[PageId]) -> None:
-        pairs = zip(src_pages, dst_pages, strict=True)
+    def plan(self, key: TransferKey) -> Plan:
+        target_size = self.find_size(key.receiver_epoch)
+        return make_plan(replace(LAYOUT, page_size=self.page_size), replace(LAYOUT, page_size=target_size))
+
+    def push_tokens(
+        self, key: TransferKey, first_index: int, tokens: range, src_pages: list[PageId], dst_pages: list[PageId]
+    ) -> None:
         if key in self.links:
-            self.links[key].writes += [Write(first_index + i, src, dst) for i, (src, dst) in enumerate(pairs)]
+            pairs = zip(page_parts(self.plan(key), tokens, src_pages), dst_pages, strict=True)
+            self.links[key].writes += [Write(first_index + i, parts, dst) for i, (parts, dst) in enumerate(pairs)]
 
     def finish(self, key: TransferKey) -> None:
         if key in self.links:
@@ -95,16 +90,18 @@ class Node:
     def __init__(self, world: World, epoch: int) -> None:
         self.world = world
         self.epoch = Epoch(epoch)
-        self.engine = FakeEngine(world.rng.randint(18, 40), PAGE_SIZE)
+        # One size at both ends half the time; the pools hold about as many tokens whatever the sizes.
+        size = self.page_size = 4 if world.rng.random() < 0.7 else world.rng.choice([2, 3, 6])
+        self.engine = FakeEngine(world.rng.randint(72, 160) // size, size)
         self.receiver = FakeReceiver()
-        self.wire = Wire()
+        self.wire = Wire(size, world.page_size)
         transfers = Transfers(self.engine, self.receiver, self.epoch, TransferConfig())  # type: ignore[arg-type]
         self.transfers = transfers
         config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, placement="local", watermark=0.0)
         self.worker = DecodeWorker(WorkerId(f"d{epoch}"), self.engine, transfers, config, CONTEXT)  # type: ignore[arg-type]
         self.departures = Departures(self.engine, self.worker, self.wire, self.epoch, checksums=False)  # type: ignore[arg-type]
         self.departures.calls = self
-        self.adoptions = Adoptions(self.worker, transfers, PAGE_SIZE, self.leased)
+        self.adoptions = Adoptions(self.worker, transfers, self.leased)
         self.leases: list[str] = []
         self.open_calls: set[TransferKey] = set()  # that may write
         self.router_inbox: deque[Action] = deque()  # to the router
@@ -133,14 +130,14 @@ class Node:
 
     # `departures.AdoptCalls`
 
-    def start(self, key: TransferKey, target: Target, state: worker_pb2.SequenceState, num_pages: int) -> None:
+    def start(self, key: TransferKey, target: Target, state: worker_pb2.SequenceState, num_tokens: int) -> None:
         self.open_calls.add(key)
         call = self.world.calls[key] = Call()
         other = self.world.alive(target.epoch)
         if other is None:
             self.world.break_call(key)
             return
-        start = worker_pb2.AdoptStart(transfer=wire.transfer_key_to_wire(key), state=state, num_pages=num_pages)
+        start = worker_pb2.AdoptStart(transfer=wire.transfer_key_to_wire(key), state=state, num_tokens=num_tokens)
         call.to_target.append(lambda: other.adoptions.ask(key, start, SourceCall(self, key)))
 
     def finish(self, key: TransferKey, state: worker_pb2.SequenceState, manifest: Manifest, paused_s: float) -> None:
@@ -204,11 +201,20 @@ class World:
         self.calls: dict[TransferKey, Call] = {}
         self.lost: dict[TransferKey, Node] = {}  # targets that do not know whether their source still writes
         self.streams: list[Stream] = []
-        self.nodes = [Node(self, 1), Node(self, 2)]
+        self.sizes: dict[int, int] = {}  # of pages, by epoch; of dead incarnations too
+        self.nodes = [self.start_node(1), self.start_node(2)]
         self.num_moved = 0
 
     def alive(self, epoch: int) -> Node | None:
         return next((node for node in self.nodes if node.epoch == epoch), None)
+
+    def start_node(self, epoch: int) -> Node:
+        node = Node(self, epoch)
+        self.sizes[epoch] = node.page_size
+        return node
+
+    def page_size(self, epoch: int) -> int:
+        return self.sizes[epoch]
 
     # The router.
 
@@ -256,7 +262,7 @@ class World:
 
     def kill(self, node: Node) -> None:
         """SIGKILL, and a new incarnation in its place. Streams on it go on elsewhere with what their clients have."""
-        fresh = Node(self, max(one.epoch for one in self.nodes) + 1)
+        fresh = self.start_node(max(one.epoch for one in self.nodes) + 1)
         self.nodes[self.nodes.index(node)] = fresh
         self.lost = {key: target for key, target in self.lost.items() if target is not node}
         for key in [key for key in self.calls if node.epoch in (key.sender_epoch, key.receiver_epoch)]:
@@ -305,9 +311,13 @@ class World:
     def complete_write(self, node: Node) -> None:
         key = self.rng.choice([key for key, link in node.wire.links.items() if link.writes])
         write = node.wire.links[key].writes.popleft()
-        (content,) = node.engine.read([write.src])
         target = self.alive(key.receiver_epoch)
         assert target is not None
+        content: list[int | None] = [None] * target.page_size
+        for part in write.parts:
+            (page,) = node.engine.read([part.page])
+            taken = page[part.source_token : part.source_token + part.num_tokens]
+            content[part.target_token : part.target_token + part.num_tokens] = taken
         target.engine.kv_pages[write.dst] = content
         if key in target.receiver.open_keys:
             target.worker.on_arrival(key, write.index, 1)

@@ -365,18 +365,18 @@ class SequenceState(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., num_told: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ...) -> None: ...
 
 class AdoptStart(_message.Message):
-    __slots__ = ("transfer", "state", "num_pages", "worker_id", "address")
+    __slots__ = ("transfer", "state", "num_tokens", "worker_id", "address")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
-    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     transfer: TransferKey
     state: SequenceState
-    num_pages: int
+    num_tokens: int
     worker_id: str
     address: str
-    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., num_pages: _Optional[int] = ..., worker_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., num_tokens: _Optional[int] = ..., worker_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class AdoptFinish(_message.Message):
     __slots__ = ("state", "manifest", "paused_ms")

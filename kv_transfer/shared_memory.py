@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import hmac
+import logging
 import mmap
 import os
 import queue
@@ -38,6 +39,8 @@ from penstock.types import Epoch, PageId
 NAME = "shm"
 MARK_BYTES = 32
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+log = logging.getLogger(__name__)
 
 
 def can_send(pages: PageBuffer) -> bool:
@@ -155,14 +158,18 @@ class SharedLink:
 
     def _copy_pushes(self) -> None:
         while (push := self._waiting.get()) is not None:
-            with self._writing:
-                if self._error is not None or self._target is None:
-                    return
-                self._target.copy_from(self._pages, push.src_pages, push.dst_pages)
             try:
+                with self._writing:
+                    if self._error is not None or self._target is None:
+                        return
+                    self._target.copy_from(self._pages, push.src_pages, push.dst_pages)
                 self._channel.send(notice(push.arrival))
             except TransferError as error:
                 self._fail(error)
+                return
+            except Exception as error:  # else nobody would hear of it before the time-out
+                log.exception("copying pages failed")
+                self._fail(TransferError(f"copying pages: {error!r}"))
                 return
             push.landed = True
             self._wake()

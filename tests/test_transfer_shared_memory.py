@@ -167,6 +167,32 @@ def test_a_sender_that_speaks_of_another_peers_transfer_is_cut_off() -> None:
         to.shutdown()
 
 
+def test_a_copy_that_fails_ends_its_link_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = torch.ones(4, 512), allocate_pool((4, 512), torch.float32, CPU)
+    arrivals, pushes = Log(), Log()
+    to, origin = receiver(target, arrivals, config("shm")), sender(source, pushes, config("shm"))
+
+    def broken(self: PageBuffer, *arguments: object) -> None:
+        raise MemoryError("no room")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(PageBuffer, "copy_from", broken)
+            origin.open(key(1), to.offer(PREFILL, Epoch(1)))
+            origin.push(key(1), 0, [PageId(0)], [PageId(1)])
+            pushes.wait(lambda: pushes.done == [key(1)], 2.0)
+        assert "no room" in pushes.failed[0][1].message
+        to.open(key(2), [PageId(2)])
+        origin.open(key(2), to.offer(PREFILL, Epoch(1)))
+        origin.push(key(2), 0, [PageId(0)], [PageId(2)])
+        origin.finish(key(2))
+        pushes.wait(lambda: pushes.done == [key(1), key(2)])
+        assert torch.equal(target[2], source[0])
+    finally:
+        origin.shutdown()
+        to.shutdown()
+
+
 def test_a_late_duplicate_on_an_emulated_wire_writes_nothing() -> None:
     """A page that has landed may be shared already: what comes again is acknowledged and dropped, index by index."""
     target = allocate_pool((6, 64), torch.uint8, CPU)

@@ -10,6 +10,8 @@ On a CPU a copy is over when the call returns. On a GPU the memory is pinned, an
 * in: the step's stream waits for the copies on the device, the host does not wait. A page that is evicted before they
   are over is still safe: every eviction passes through `write`, which waits for them, even where it copies nothing.
 All on one stream, so that a slot is never read before it is written, nor overwritten before it is read.
+
+Shape suffixes: P pages, W bytes of a page.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from engine.kernels.copy_pages import select_copy
 from engine.page_slots import PageSlots
 from penstock.types import PageId
 
@@ -34,9 +37,11 @@ class HostTier:
         shape = (num_pages, *kv_pages.shape[1:])
         # Not zeroed: a slot is read only after it was written, and untouched memory costs nothing.
         self._host_pages = torch.empty(shape, dtype=kv_pages.dtype, pin_memory=kv_pages.is_cuda)
-        self._bytes_P = self._host_pages.view(num_pages, -1).view(torch.uint8)
+        self._bytes_PW = self._host_pages.view(num_pages, -1).view(torch.uint8)
+        self._kv_bytes_PW = kv_pages.view(kv_pages.shape[0], -1).view(torch.uint8)
+        self._copy = select_copy()
         self._stream = torch.cuda.Stream(kv_pages.device) if kv_pages.is_cuda else None
-        num_scratch = max(1, _SCRATCH_BYTES // self._bytes_P.shape[1]) if kv_pages.is_cuda else 0
+        num_scratch = max(1, _SCRATCH_BYTES // self._bytes_PW.shape[1]) if kv_pages.is_cuda else 0
         self._scratch = torch.empty(num_scratch, *kv_pages.shape[1:], dtype=kv_pages.dtype, device=kv_pages.device)
         self._bounce = torch.empty(kv_pages.shape[1:], dtype=kv_pages.dtype, pin_memory=kv_pages.is_cuda)
         self.bounce = self._bounce.view(-1).view(torch.uint8).numpy().data  # a page on its way from a disk
@@ -45,8 +50,7 @@ class HostTier:
     def write(self, slots: Sequence[int], pages: Sequence[PageId]) -> None:
         """Pool to host. When it returns, `pages` may be overwritten."""
         if self._stream is None:
-            for slot, page in zip(slots, pages, strict=True):
-                self._host_pages[slot].copy_(self._kv_pages[page])
+            self._copy(self._bytes_PW, self._kv_bytes_PW, slots, pages)
             return
         step_stream = torch.cuda.current_stream(self._kv_pages.device)
         step_stream.wait_stream(self._stream)  # copies into pages that are about to be reused, and out of the scratch
@@ -68,8 +72,7 @@ class HostTier:
     def read(self, slots: Sequence[int], pages: Sequence[PageId]) -> None:
         """Host to pool, before whatever the step's stream does next. The caller holds `pages`."""
         if self._stream is None:
-            for slot, page in zip(slots, pages, strict=True):
-                self._kv_pages[page].copy_(self._host_pages[slot])
+            self._copy(self._kv_bytes_PW, self._bytes_PW, pages, slots)
             return
         step_stream = torch.cuda.current_stream(self._kv_pages.device)
         self._stream.wait_stream(step_stream)
@@ -89,7 +92,7 @@ class HostTier:
 
     def content(self, slot: int) -> memoryview:
         """The bytes in a slot; call `settle` first."""
-        return self._bytes_P[slot].numpy().data
+        return self._bytes_PW[slot].numpy().data
 
     def wipe(self, slots: Iterable[int]) -> None:
         """Zeros into slots that nobody will read any more."""

@@ -10,8 +10,8 @@ A cached page is of use only while its parent is cached too, hence leaves go fir
 must go, whatever still hangs from it goes before it. Pages of that subtree which somebody holds are not taken away,
 they are merely no longer findable.
 
-Routers hear of a page as stored while the device or a lower tier holds it: to copy a page back costs a few hundredths
-of computing it, so for the choice of a worker the two are the same.
+Routers hear of a page as stored while the device or a lower tier holds it: to copy a page back costs little beside
+computing it (`benchmarks/tiers.py`), so that for the choice of a worker the two are the same.
 """
 
 from __future__ import annotations

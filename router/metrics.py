@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -44,6 +45,7 @@ class RouterMetrics:
         num_waiting: Callable[[], float],
         cache_usage: Callable[[], float],
         indexed_pages: Callable[[], float],
+        tier_hits: Callable[[str], float],
     ) -> None:
         """Values that are asked for when somebody scrapes."""
         for name, help_text, value in (
@@ -53,6 +55,14 @@ class RouterMetrics:
             ("penstock:prefix_index_pages", "Pages that the prefix index knows", indexed_pages),
         ):
             Gauge(name, help_text, _LABELS, registry=self._registry).labels(self._model).set_function(value)
+        hits = Gauge(
+            "penstock:prefix_cache_tier_hits",
+            "Pages of prompts found on a tier since the workers that run now have started, by their reports",
+            [*_LABELS, "tier"],
+            registry=self._registry,
+        )
+        for tier in ("device", "host", "disk"):
+            hits.labels(self._model, tier).set_function(functools.partial(tier_hits, tier))
 
     def succeeded(self, finished_reason: str) -> None:
         self._success.labels(self._model, finished_reason).inc()

@@ -120,6 +120,7 @@ class RouterServer:
             num_waiting=lambda: sum(one.load.num_waiting for one in fleet.followers),
             cache_usage=usage,
             indexed_pages=lambda: fleet.index.num_pages,
+            tier_hits=lambda tier: sum(getattr(one.load.cache, f"{tier}_hits") for one in fleet.followers),
         )
 
 

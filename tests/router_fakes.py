@@ -16,7 +16,7 @@ from penstock.config import RouterConfig
 from penstock.errors import PenstockError, to_status
 from penstock.grpc_server import make_channel
 from penstock.kv_events import KvEventLog
-from penstock.types import WorkerLoad
+from penstock.types import CacheStats, WorkerLoad
 from penstock.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -84,7 +84,7 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
         self.cancelled: list[int] = []
         self.running: dict[int, asyncio.Task[None]] = {}
         self.log = KvEventLog(window=8)
-        self.load = WorkerLoad(free_pages=1000, total_pages=1000)
+        self.load = WorkerLoad(free_pages=1000, total_pages=1000, cache=CacheStats(host_hits=7))
         self.address = ""
         self._changed = asyncio.Event()
         self._description = worker_pb2.WorkerDescription(

@@ -229,6 +229,7 @@ async def test_metrics_count_what_happened():
         assert f"vllm:inter_token_latency_seconds_count{{{label}}} 4.0" in text
         assert f'vllm:request_errors_total{{{label},reason="INVALID_INPUT"}} 1.0' in text
         assert f"vllm:kv_cache_usage_perc{{{label}}} 0.0" in text
+        assert f'penstock:prefix_cache_tier_hits{{{label},tier="host"}} 7.0' in text
 
 
 @pytest.mark.parametrize("which", ["grpc_port", "http_port"])

@@ -85,7 +85,7 @@ class Repacker:
                 self._rows_RL2KSH[row, ..., _end(parts) :, :] = 0
         device = self._pages_PL2KSH.device
         for (source_token, target_token, count), moves in aligned.items():
-            index_2M = torch.tensor(moves, dtype=torch.int64).T.to(device)
+            index_2M = torch.tensor(moves, dtype=torch.int64).T.contiguous().to(device)
             taken = self._pages_PL2KSH[..., source_token : source_token + count, :].index_select(0, index_2M[0])
             self._rows_RL2KSH[..., target_token : target_token + count, :].index_copy_(0, index_2M[1], taken)
 

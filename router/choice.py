@@ -28,6 +28,7 @@ class WorkerView:
 
     worker_id: WorkerId
     load: WorkerLoad
+    page_size: int  # tokens
     sent: Work = NO_WORK  # beyond what `load` shows
     cached_tokens: int = 0  # leading ones of this prompt, whose pages its prefix cache holds
 
@@ -37,8 +38,7 @@ class Demand:
     """What a request asks for."""
 
     num_tokens: int  # to have KV for: prompt, and what was emitted before
-    page_size: int  # of the decode workers
-    page_bytes: int
+    token_bytes: float  # of KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +143,15 @@ def decode_s(demand: Demand, view: WorkerView, has_prefill: bool) -> float:
     step_s = view.load.step_s or _PRIOR_STEP_S
     uncached = uncached_tokens(demand, view)
     if has_prefill:
-        pages_s = uncached / demand.page_size * demand.page_bytes / _WIRE_BYTES_PER_S
+        pages_s = uncached * demand.token_bytes / _WIRE_BYTES_PER_S
     else:
         pages_s = estimate_prefill(demand, view).total_s
     # A step serves everyone on the worker: each request more makes all the others' steps longer.
     crowd_s = num_requests(view) * step_s
-    wanted = -(-uncached // demand.page_size)
+    wanted = -(-uncached // view.page_size)
     missing = wanted + view.sent.num_pages - view.load.free_pages if view.load.total_pages else 0
     # Pages come free as sequences end; a whole pool's worth takes about as long as a prompt of that many tokens.
-    admission_s = max(0, missing) * demand.page_size * step_s
+    admission_s = max(0, missing) * view.page_size * step_s
     return pages_s + crowd_s + admission_s
 
 

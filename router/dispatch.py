@@ -188,11 +188,11 @@ class TokenStream:
         if not decode:
             raise cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S)
         cached = self._cached_tokens(group)
-        demand = Demand(len(self._request.token_ids) + len(leg.emitted), group.page_size, group.page_bytes)
+        demand = Demand(len(self._request.token_ids) + len(leg.emitted), group.token_bytes)
 
         def view(one: Follower) -> WorkerView:
             sent = self._fleet.ledger.sent_to(one.worker_id)
-            return WorkerView(one.worker_id, one.load, sent, cached.get(one.worker_id, 0))
+            return WorkerView(one.worker_id, one.load, one.description.page_size, sent, cached.get(one.worker_id, 0))
 
         choice = self._policy.choose(
             demand, [view(one) for one in decode], [view(one) for one in group.prefill], self._rng
@@ -202,7 +202,7 @@ class TokenStream:
         leg.decode_worker, leg.decode_epoch = chosen.worker_id, chosen.epoch
         leg.sent_s = time.monotonic()
         leg.submit(chosen.link, self._submission(leg, group.salt, _candidates(choice, group), timeout_s))
-        self._credit(leg, choice, demand)
+        self._credit(leg, choice, -(-demand.num_tokens // chosen.description.page_size))
 
     def _cached_tokens(self, group: Group) -> dict[WorkerId, int]:
         """Leading tokens of the prompt whose pages each worker holds, by hashes of pages as large as its own."""
@@ -239,10 +239,10 @@ class TokenStream:
             prefill_candidates=candidates,
         )
 
-    def _credit(self, leg: Leg, choice: Choice, demand: Demand) -> None:
+    def _credit(self, leg: Leg, choice: Choice, num_pages: int) -> None:
         """What the chosen workers' next load reports will not show yet."""
         ledger = self._fleet.ledger
-        pages = Work(num_requests=1, num_pages=-(-demand.num_tokens // demand.page_size))
+        pages = Work(num_requests=1, num_pages=num_pages)
         compute = Work(prefill_tokens=choice.uncached_tokens)
         computed_by = choice.prefill[0].worker_id if choice.prefill else choice.decode
         leg.credits = [

@@ -33,12 +33,11 @@ FoundT = TypeVar("FoundT")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Workers that take work now and between which KV can move. `decode` is not empty, and of one layout."""
+    """Workers that take work now and between which KV can move, whatever their page sizes. `decode` is not empty."""
 
     model_revision: str
     salt: bytes  # of its page hashes
-    page_size: int  # of the decode workers; prefill workers may have another
-    page_bytes: int
+    token_bytes: float  # of KV
     context_length: int  # that each of them can hold
     decode: tuple[Follower, ...]
     prefill: tuple[Follower, ...]
@@ -77,19 +76,18 @@ class Fleet:
         ]
         if not decode:
             return None
-        layouts = Counter(one.description.layout_digest for one in decode)
-        digest = max(layouts, key=lambda key: (layouts[key], key))
-        decode = [one for one in decode if one.description.layout_digest == digest]
+        counts = Counter(one.description.kv_digest for one in decode)
+        digest = max(counts, key=lambda key: (counts[key], key))
+        decode = [one for one in decode if one.description.kv_digest == digest]
         first = decode[0].description
         prefill = [one for one in ready if one.description.role == Role.PREFILL]
         return Group(
             model_revision=first.model_revision,
             salt=make_salt(first.model_revision),
-            page_size=first.page_size,
-            page_bytes=first.page_bytes,
+            token_bytes=first.page_bytes / first.page_size,
             context_length=min(one.description.context_length for one in decode),
             decode=tuple(decode),
-            prefill=tuple(one for one in prefill if one.description.kv_digest == first.kv_digest),
+            prefill=tuple(one for one in prefill if one.description.kv_digest == digest),
         )
 
     async def wait_for(self, find: Callable[[], FoundT | None], timeout_s: float | None) -> FoundT | None:

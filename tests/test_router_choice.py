@@ -17,7 +17,8 @@ from router.prefix_index import PrefixIndex
 
 PAGES = [PageHash(bytes([number]) * 16) for number in range(12)]
 WORKERS = [WorkerId(name) for name in ("a", "b", "c")]
-DEMAND = Demand(num_tokens=160, page_size=16, page_bytes=65536)
+PAGE_SIZE = 16
+DEMAND = Demand(num_tokens=160, token_bytes=4096)
 
 
 def stored(*numbers):
@@ -145,7 +146,7 @@ class TestInflightLedger:
 
 def view(name, *, cached=0, sent=NO_WORK, **load):
     full = {"free_pages": 1000, "total_pages": 1000, "step_s": 0.02, "prefill_tokens_per_s": 2000.0, **load}
-    return WorkerView(WorkerId(name), WorkerLoad(**full), sent, cached * DEMAND.page_size)
+    return WorkerView(WorkerId(name), WorkerLoad(**full), PAGE_SIZE, sent, cached * PAGE_SIZE)
 
 
 class TestKvAware:
@@ -198,7 +199,8 @@ _VIEWS = st.lists(
 
 def _named(views, prefix):
     return [
-        WorkerView(WorkerId(f"{prefix}{rank}"), one.load, one.sent, one.cached_tokens) for rank, one in enumerate(views)
+        WorkerView(WorkerId(f"{prefix}{rank}"), one.load, one.page_size, one.sent, one.cached_tokens)
+        for rank, one in enumerate(views)
     ]
 
 

@@ -148,6 +148,19 @@ async def test_prefill_workers_of_other_page_sizes_are_asked_by_hashes_of_their_
     assert list(found) == ["prefill-24", "prefill-16", "prefill-64"]
 
 
+async def test_decode_workers_of_two_page_sizes_serve_side_by_side():
+    small = await FakeWorker("decode-16", epoch=1, page_size=16).start()
+    large = await FakeWorker("decode-64", epoch=2, page_size=64).start()
+    prompts = {"decode-16": list(range(300, 430)), "decode-64": list(range(500, 630))}
+    small.log.stored(hash_pages(prompts["decode-16"], 16, make_salt("r1"))[:4])
+    large.log.stored(hash_pages(prompts["decode-64"], 64, make_salt("r1"))[:1])
+    async with running_router(small, large) as router:
+        for prompt in prompts.values():
+            await collect(router.stub.Generate(request(token_ids=prompt)))
+    for worker in (small, large):
+        assert [list(submit.token_ids) for submit in worker.submits] == [prompts[worker.worker_id]]
+
+
 async def test_cache_events_steer_requests_until_the_pages_are_gone():
     workers = await two_workers()
     prompt = list(range(300, 364))

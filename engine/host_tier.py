@@ -39,7 +39,8 @@ class HostTier:
         self._host_pages = torch.empty(shape, dtype=kv_pages.dtype, pin_memory=kv_pages.is_cuda)
         self._bytes_PW = self._host_pages.view(num_pages, -1).view(torch.uint8)
         self._kv_bytes_PW = kv_pages.view(kv_pages.shape[0], -1).view(torch.uint8)
-        self._copy = select_copy()
+        if not kv_pages.is_cuda:
+            select_copy()  # built now and not when the first page moves
         self._stream = torch.cuda.Stream(kv_pages.device) if kv_pages.is_cuda else None
         num_scratch = max(1, _SCRATCH_BYTES // self._bytes_PW.shape[1]) if kv_pages.is_cuda else 0
         self._scratch = torch.empty(num_scratch, *kv_pages.shape[1:], dtype=kv_pages.dtype, device=kv_pages.device)
@@ -50,7 +51,7 @@ class HostTier:
     def write(self, slots: Sequence[int], pages: Sequence[PageId]) -> None:
         """Pool to host. When it returns, `pages` may be overwritten."""
         if self._stream is None:
-            self._copy(self._bytes_PW, self._kv_bytes_PW, slots, pages)
+            select_copy()(self._bytes_PW, self._kv_bytes_PW, slots, pages)
             return
         step_stream = torch.cuda.current_stream(self._kv_pages.device)
         step_stream.wait_stream(self._stream)  # copies into pages that are about to be reused, and out of the scratch
@@ -72,7 +73,7 @@ class HostTier:
     def read(self, slots: Sequence[int], pages: Sequence[PageId]) -> None:
         """Host to pool, before whatever the step's stream does next. The caller holds `pages`."""
         if self._stream is None:
-            self._copy(self._kv_bytes_PW, self._bytes_PW, pages, slots)
+            select_copy()(self._kv_bytes_PW, self._bytes_PW, pages, slots)
             return
         step_stream = torch.cuda.current_stream(self._kv_pages.device)
         self._stream.wait_stream(step_stream)

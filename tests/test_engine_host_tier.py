@@ -35,7 +35,8 @@ from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 SALT = b"0123456789abcdef"
 SHAPE = (2, 2, 1, 4, 8)  # [L, 2, K, S, H] of a page
 PAGE_BYTES = 2 * 2 * 1 * 4 * 8 * 2
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 
 
 def hashes_of(*tokens: int) -> list[PageHash]:
@@ -192,6 +193,20 @@ def test_a_page_that_comes_back_need_not_be_copied_out_again() -> None:
     assert written == []
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_may_be_overwritten_and_read_at_once(device: str) -> None:
+    """Many large pages, so that copies which only seemed to be over would be caught."""
+    num_pages = 64
+    kv_pages = torch.arange(num_pages, device=device, dtype=torch.float32).view(-1, 1, 1).repeat(1, 512, 512)
+    host = HostTier(kv_pages, num_pages)
+    slots, pages = list(range(num_pages)), [PageId(page) for page in reversed(range(num_pages))]
+    for _ in range(5):
+        host.write(slots, pages)
+        kv_pages.fill_(-1.0)
+        host.read(slots, pages)
+        assert kv_pages.mean((1, 2)).tolist() == list(range(num_pages))
+
+
 def test_clear_forgets_and_erases_every_tier(tmp_path: Path) -> None:
     store = Store(2, 2, 2, str(tmp_path))
     for tokens in ((1, 2), (3, 4), (5, 6)):
@@ -266,12 +281,13 @@ class TierHistory(RuleBasedStateMachine):
     """Sequences come and go over a device, a host and a disk of a few pages each; every page carries its hash."""
 
     num_host_pages, num_disk_pages = 3, 4
+    device = "cpu"
     held = Bundle("held")  # pages; each is released once
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.mkdtemp()
-        self.store = Store(NUM_PAGES, self.num_host_pages, self.num_disk_pages, self.folder)
+        self.store = Store(NUM_PAGES, self.num_host_pages, self.num_disk_pages, self.folder, self.device)
         self.known: set[PageHash] = set()  # computed since the last clear
 
     def teardown(self) -> None:
@@ -328,6 +344,7 @@ class TierHistory(RuleBasedStateMachine):
         store.host.slots.check_integrity()
         for page_hash, node in store.cache._nodes.items():
             assert same(store.kv_pages[node.page], page_hash)
+        store.host.settle()
         for page_hash in store.host.slots:
             assert bytes(store.host.content(store.host.slots.slot(page_hash)))[:16] == page_hash
         below = {*store.host.slots, *(store.disk.slots if store.disk else ())}
@@ -344,10 +361,17 @@ class RoomyHistory(TierHistory):
     num_host_pages, num_disk_pages = 126, 0
 
 
+class CudaHistory(TierHistory):
+    device = "cuda"
+
+
+CudaHistory.TestCase.pytestmark = GPU
+CudaHistory.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None, derandomize=True)
 TierHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
 RoomyHistory.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None, derandomize=True)
 TestTierHistory = TierHistory.TestCase
 TestRoomyHistory = RoomyHistory.TestCase
+TestCudaHistory = CudaHistory.TestCase
 
 
 # ---- engines ------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class Node:
         self.epoch = Epoch(epoch)
         # One size at both ends half the time; the pools hold about as many tokens whatever the sizes.
         size = self.page_size = 4 if world.rng.random() < 0.7 else world.rng.choice([2, 3, 6])
-        self.engine = FakeEngine(world.rng.randint(72, 160) // size, size)
+        self.engine = FakeEngine(world.rng.randint(72, 160) // size, size, world.rng.choice([0, 8, 100]))
         self.receiver = FakeReceiver()
         self.wire = Wire(size, world.page_size)
         transfers = Transfers(self.engine, self.receiver, self.epoch, TransferConfig())  # type: ignore[arg-type]

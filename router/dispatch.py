@@ -177,10 +177,10 @@ class TokenStream:
         """Chooses workers and submits; waits a while where there is none."""
         revision = self._request.model_revision
         patience_s = _WAIT_TO_RESUME_S if leg.emitted else _WAIT_TO_START_S
-        limit_s = min(patience_s, self._request.deadline_s - time.monotonic())
-        group = await self._fleet.wait_for(lambda: self._fleet.group(revision), limit_s)
+        left_s = self._request.deadline_s - time.monotonic()
+        group = await self._fleet.wait_for(lambda: self._fleet.group(revision), min(patience_s, left_s))
         timeout_s = self._request.deadline_s - time.monotonic()
-        if timeout_s <= 0:
+        if timeout_s <= 0 or (group is None and left_s <= patience_s):
             raise self._too_late()
         if group is None:
             raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)

@@ -28,7 +28,7 @@ from tests.serving import worker_config
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "penstock-tiny"
 PROMPT = [(7 * i) % 900 + 20 for i in range(600)]
-MAX_TOKENS = 120
+MAX_TOKENS = 300
 TIMEOUT_S = 60.0
 SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}  # exact in single precision
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -40,7 +40,7 @@ def config(role: Role, number: int) -> WorkerConfig:
         MODEL,
         f"{role.value}-{number}",
         engine={"num_pages": 256, "dtype": "float32"},
-        prefill={"max_batch_tokens": 16},  # 38 steps for the long prompt
+        prefill={"max_batch_tokens": 4},  # 150 steps for the long prompt
         transfer={"timeout_s": 5.0},
     )
 
@@ -101,12 +101,24 @@ async def wait_until_empty(processes: list[Process], timeout_s: float = 1.0) -> 
 
 
 async def busy_worker(processes: list[Process]) -> Process:
-    """The one that is at work."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            for process in processes:
-                if (await load_of(process)).num_running:
-                    return process
+    """The first one that says that it is at work."""
+    watchers = {asyncio.create_task(_until_busy(process)): process for process in processes}
+    try:
+        done, _ = await asyncio.wait(watchers, timeout=TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        assert done, "nobody is at work"
+        return watchers[done.pop()]
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+
+
+async def _until_busy(process: Process) -> None:
+    async with make_channel(process.address) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).WatchEvents(worker_pb2.WatchEventsRequest(), timeout=TIMEOUT_S)
+        async for batch in call:
+            if batch.load.num_running:
+                return
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -201,7 +201,12 @@ def _make_tiers(config: EngineConfig, kv_pages: torch.Tensor, page_bytes: int) -
     for name in ("host_memory_bytes", "disk_bytes"):
         if 0 < getattr(config, name) < page_bytes:
             raise ConfigError(f"engine.{name} = {getattr(config, name)} holds no page of {page_bytes} bytes; give more")
-    host = HostTier(kv_pages, config.host_memory_bytes // page_bytes)
+    try:
+        host = HostTier(kv_pages, config.host_memory_bytes // page_bytes)
+    except RuntimeError as error:  # torch's way to say that there is no memory
+        raise ConfigError(
+            f"engine.host_memory_bytes = {config.host_memory_bytes} cannot be allocated; give less"
+        ) from error
     if config.disk_path is None:
         return CacheTiers(host)
     return CacheTiers(host, DiskTier(config.disk_path, config.disk_bytes // page_bytes, page_bytes))

@@ -24,7 +24,7 @@ class KvEventKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvEvent:
-    """Full pages that entered or left one worker's prefix cache."""
+    """Full pages that entered or left one worker's prefix cache, its lower tiers included."""
 
     kind: KvEventKind
     hashes: tuple[PageHash, ...]

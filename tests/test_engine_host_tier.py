@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import tempfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -13,24 +11,18 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from engine.cache_tiers import CacheTiers
 from engine.disk_tier import DiskTier
-from engine.engine import Engine
-from engine.generate import generate
 from engine.host_tier import HostTier
 from engine.page_pool import OutOfPages, PagePool
 from engine.page_slots import PageSlots
 from engine.prefix_cache import PrefixCache
 from engine.zeroing import zero_pages
-from penstock import wire
-from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.kv_events import KvEventKind, KvEventLog
 from penstock.page_hash import hash_pages
-from penstock.types import CacheStats, PageHash, PageId, SamplingParams, WorkerLoad
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from penstock.types import PageHash, PageId
 
 SALT = b"0123456789abcdef"
 SHAPE = (2, 2, 1, 4, 8)  # [L, 2, K, S, H] of a page
@@ -269,178 +261,3 @@ def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_hold_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.disk_path = .*none.*give a folder with room"):
         DiskTier(tmp_path / "none", 4, PAGE_BYTES)
-
-
-# ---- random histories ---------------------------------------------------------------------------------------------
-
-NUM_PAGES = 8
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)  # few tokens: chains share prefixes, branch and return
-
-
-class TierHistory(RuleBasedStateMachine):
-    """Sequences come and go over a device, a host and a disk of a few pages each; every page carries its hash."""
-
-    num_host_pages, num_disk_pages = 3, 4
-    device = "cpu"
-    held = Bundle("held")  # pages; each is released once
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.folder = tempfile.mkdtemp()
-        self.store = Store(NUM_PAGES, self.num_host_pages, self.num_disk_pages, self.folder, self.device)
-        self.known: set[PageHash] = set()  # computed since the last clear
-
-    def teardown(self) -> None:
-        if self.store.disk is not None:
-            self.store.disk.close()
-        shutil.rmtree(self.folder)
-
-    @rule(target=held, tokens=TOKENS)
-    def start_sequence(self, tokens: list[int]) -> object:
-        hashes = hash_pages(tokens, 1, SALT)
-        promised = self.store.cache.peek(hashes)
-        try:
-            pages, num_filled = self.store.take(hashes)
-        except OutOfPages:
-            return multiple()
-        assert num_filled <= len(hashes)
-        if self.num_host_pages >= promised and not self.num_disk_pages:
-            assert num_filled >= min(promised, len(hashes)), "pages left while a prompt was waiting for them"
-        self.store.compute(hashes, pages, num_filled)
-        self.known |= set(hashes)
-        return pages
-
-    @rule(pages=consumes(held), backwards=st.booleans())
-    def release(self, pages: list[PageId], backwards: bool) -> None:
-        if backwards:
-            self.store.pool.release(pages)
-        else:
-            for page in pages:
-                self.store.pool.release([page])
-
-    @rule()
-    def allocate_everything(self) -> None:
-        """Whoever gets a page may write it at once: no copy may still read it."""
-        pages = self.store.pool.allocate(self.store.pool.num_available)
-        assert not self.store.kv_pages[torch.tensor(pages, dtype=torch.long)].any(), "not erased"
-        self.store.kv_pages[torch.tensor(pages, dtype=torch.long)] = 7.0
-        self.store.pool.release(pages)
-
-    @rule()
-    def clear(self) -> None:
-        self.store.cache.clear()
-        self.known.clear()
-
-    @precondition(lambda self: self.store.disk is not None and len(self.store.disk.slots) > 0)
-    @rule(data=st.data())
-    def spoil_a_page_on_disk(self, data: st.DataObject) -> None:
-        assert self.store.disk is not None
-        spoil(self.store.disk, data.draw(st.sampled_from(sorted(self.store.disk.slots))))
-
-    @invariant()
-    def everything_is_where_it_is_said_to_be(self) -> None:
-        store = self.store
-        store.cache.check_integrity()
-        store.host.slots.check_integrity()
-        for page_hash, node in store.cache._nodes.items():
-            assert same(store.kv_pages[node.page], page_hash)
-        store.host.settle()
-        for page_hash in store.host.slots:
-            assert bytes(store.host.content(store.host.slots.slot(page_hash)))[:16] == page_hash
-        below = {*store.host.slots, *(store.disk.slots if store.disk else ())}
-        assert store.told() == {*store.cache._nodes, *below}
-        for page in map(PageId, store.pool._free):
-            assert not store.kv_pages[page].any(), f"page {page} is free and not erased"
-        if self.num_host_pages == 126:
-            assert self.known == {*store.cache._nodes, *below}, "a page was lost though there was room"
-
-
-class RoomyHistory(TierHistory):
-    """Room for every page there can be (2 + 4 + ... + 64): none may be lost."""
-
-    num_host_pages, num_disk_pages = 126, 0
-
-
-class CudaHistory(TierHistory):
-    device = "cuda"
-
-
-CudaHistory.TestCase.pytestmark = GPU
-CudaHistory.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None, derandomize=True)
-TierHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
-RoomyHistory.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None, derandomize=True)
-TestTierHistory = TierHistory.TestCase
-TestRoomyHistory = RoomyHistory.TestCase
-TestCudaHistory = CudaHistory.TestCase
-
-
-# ---- engines ------------------------------------------------------------------------------------------------------
-
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("tiers") / "llama")
-
-
-def load(checkpoint: Path, **settings: object) -> Engine:
-    config = {"model": str(checkpoint), "num_threads": 1, "dtype": "float32", "device": "cpu", **settings}
-    return Engine.load(EngineConfig.model_validate(config))
-
-
-@pytest.mark.parametrize("with_disk", [False, True])
-def test_tokens_are_those_of_an_engine_without_tiers(checkpoint: Path, tmp_path: Path, with_disk: bool) -> None:
-    plain = load(checkpoint, num_pages=16)
-    page_bytes = plain.layout.page_bytes
-    disk = {"disk_bytes": 64 * page_bytes, "disk_path": str(tmp_path)} if with_disk else {}
-    tiered = load(checkpoint, num_pages=8, host_memory_bytes=(4 if with_disk else 64) * page_bytes, **disk)
-    prompts = [[seed % VOCAB_SIZE] * 50 + [seed + 1] * 20 for seed in range(2, 8)]
-    wanted = [generate(plain, prompt, GREEDY, SALT, use_prefix_cache=False) for prompt in prompts]
-    for _ in range(3):
-        assert [generate(tiered, prompt, GREEDY, SALT) for prompt in prompts] == wanted
-    stats = tiered.prefix_cache.stats
-    assert (stats.disk_hits if with_disk else stats.host_hits) >= 2 * len(prompts) * 4 - 8
-    assert tiered.pool.num_available == 8
-
-
-def test_freed_pages_are_zero(checkpoint: Path) -> None:
-    for zeroed, prefix_caching in ((True, False), (True, True), (False, False)):
-        engine = load(checkpoint, num_pages=8, zero_freed_pages=zeroed, prefix_caching=prefix_caching)
-        engine.warm_up()
-        generate(engine, list(range(2, 60)), GREEDY, SALT, use_prefix_cache=prefix_caching)
-        used = {page for page in range(8) if engine.kv_pages[page].any()}
-        cached = {page for page in range(8) if engine.pool.is_cached(PageId(page))}
-        assert used == cached if zeroed else len(used) >= 4
-        assert len(cached) == (3 if prefix_caching else 0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"host_memory_bytes": 100}, r"engine\.host_memory_bytes = 100 holds no page of \d+ bytes; give more"),
-        ({"host_memory_bytes": 10**6, "disk_bytes": 9, "disk_path": "/tmp"}, "engine.disk_bytes = 9 holds no page"),
-    ],
-)
-def test_a_tier_too_small_for_a_page_is_refused(checkpoint: Path, settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load(checkpoint, num_pages=8, **settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"disk_bytes": 9, "disk_path": "/tmp"}, "engine.host_memory_bytes is 0; set it too"),
-        ({"host_memory_bytes": 9, "disk_bytes": 9}, "set both or neither"),
-        ({"host_memory_bytes": 9, "disk_path": "/tmp"}, "set both or neither"),
-        ({"host_memory_bytes": 9, "prefix_caching": False}, "set one of them"),
-    ],
-)
-def test_tiers_that_make_no_sense_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EngineConfig.model_validate({"model": "m", **settings})
-
-
-def test_stats_cross_the_wire() -> None:
-    stats = CacheStats(*range(1, 11))
-    assert wire.load_from_wire(wire.load_to_wire(WorkerLoad(cache=stats))).cache == stats

@@ -16,7 +16,6 @@ from kv_transfer.receiver import TransferReceiver
 from kv_transfer.session import Manifest
 from penstock import wire
 from penstock.errors import (
-    DeadlineExceeded,
     InvalidInput,
     PenstockError,
     TransferError,
@@ -24,10 +23,10 @@ from penstock.errors import (
     from_status,
     to_status,
 )
+from penstock.grpc_server import read_start
 from penstock.types import Epoch, PageHash, PageId, RequestId, TransferKey, WorkerId
 from penstock.v1 import worker_pb2
 
-_START_TIMEOUT_S = 10.0  # from opening the call to its first command
 _AT_A_TIME = 4  # sequences that move side by side: more would share the wire, and each be longer on its way
 
 ResultT = TypeVar("ResultT")
@@ -122,7 +121,7 @@ class AdoptService:
     async def adopt(
         self, commands: AsyncIterator[worker_pb2.AdoptCommand]
     ) -> AsyncGenerator[worker_pb2.AdoptEvent, None]:
-        start = await _first_command(commands)
+        start = (await read_start(commands)).start
         key = wire.transfer_key_from_wire(start.transfer)
         if key.receiver_epoch != self._epoch:
             raise TransferError(f"transfer {key.transfer_id}: for epoch {key.receiver_epoch}, this is {self._epoch}")
@@ -164,19 +163,6 @@ class AdoptService:
     def _close(self, key: TransferKey, closed: worker_pb2.AdoptClosed) -> None:
         error = from_status(closed.error) if closed.HasField("error") else None
         self._loop.post(lambda: self._adoptions.on_closed(key, error))
-
-
-async def _first_command(commands: AsyncIterator[worker_pb2.AdoptCommand]) -> worker_pb2.AdoptStart:
-    try:
-        async with asyncio.timeout(_START_TIMEOUT_S):
-            command = await anext(commands)
-    except StopAsyncIteration:
-        raise InvalidInput("command", "is missing; the call must begin with start") from None
-    except TimeoutError:
-        raise DeadlineExceeded(f"no start command within {_START_TIMEOUT_S:g} s") from None
-    if command.WhichOneof("command") != "start":
-        raise InvalidInput("command", f"is {command.WhichOneof('command')}; the call must begin with start")
-    return command.start
 
 
 def _set_result(future: asyncio.Future[ResultT], result: ResultT) -> None:

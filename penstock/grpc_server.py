@@ -5,10 +5,11 @@ A peer that is killed closes its sockets at once; a frozen one shows only by una
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -17,12 +18,23 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from penstock.config import MAX_MESSAGE_BYTES
-from penstock.errors import ConfigError, InternalError, PenstockError, to_status
+from penstock.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidInput,
+    PenstockError,
+    to_status,
+)
+from penstock.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
+StartT = TypeVar("StartT", worker_pb2.PrefillCommand, worker_pb2.AdoptCommand)
+
 _PING_INTERVAL_MS = 1000
 _PING_TIMEOUT_MS = 1000  # a frozen peer is noticed within about 2 s; grpc's default is 60 s
+_START_TIMEOUT_S = 10.0  # from opening a call to its first command
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -86,6 +98,20 @@ async def abort(context: grpc.aio.ServicerContext, error: PenstockError) -> NoRe
     metadata = (("grpc-status-details-bin", status.SerializeToString()),)
     await context.abort(error.code, status.message, trailing_metadata=metadata)
     raise AssertionError("context.abort returned")
+
+
+async def read_start(commands: AsyncIterator[StartT]) -> StartT:
+    """The first command of a call. Raises InvalidInput, or DeadlineExceeded where none comes."""
+    try:
+        async with asyncio.timeout(_START_TIMEOUT_S):
+            command = await anext(commands)
+    except StopAsyncIteration:
+        raise InvalidInput("command", "is missing; the call must begin with start") from None
+    except TimeoutError:
+        raise DeadlineExceeded(f"no start command within {_START_TIMEOUT_S:g} s") from None
+    if command.WhichOneof("command") != "start":
+        raise InvalidInput("command", f"is {command.WhichOneof('command')}; the call must begin with start")
+    return command
 
 
 @contextlib.asynccontextmanager

@@ -11,13 +11,11 @@ import grpc.aio
 from engine.sequence import Sequence
 from engine.step_loop import StepLoop
 from penstock import wire
-from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, to_status
-from penstock.grpc_server import typed_errors
+from penstock.errors import Cancelled, DeadlineExceeded, to_status
+from penstock.grpc_server import read_start, typed_errors
 from penstock.types import PageId, RequestId, TransferKey
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from prefill_worker.worker import Closed, FirstToken, PrefillJob, PrefillOutcome, PrefillWorker, Pushed, ReservePages
-
-_START_TIMEOUT_S = 10.0  # from opening the call to its first command
 
 
 class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
@@ -29,7 +27,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         self, request_iterator: AsyncIterator[worker_pb2.PrefillCommand], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.PrefillEvent]:
         async with typed_errors(context):
-            start = await _first_command(request_iterator)
+            start = (await read_start(request_iterator)).start
             outcomes: asyncio.Queue[PrefillOutcome] = asyncio.Queue()
             running = asyncio.get_running_loop()
             job = PrefillJob(
@@ -67,19 +65,6 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     def _set_destination(self, key: TransferKey, destination: worker_pb2.PrefillDestination) -> None:
         pages = [PageId(page) for page in destination.pages]
         self._loop.post(lambda: self._worker.set_destination(key, destination.num_pages_held, pages))
-
-
-async def _first_command(commands: AsyncIterator[worker_pb2.PrefillCommand]) -> worker_pb2.PrefillStart:
-    try:
-        async with asyncio.timeout(_START_TIMEOUT_S):
-            command = await anext(commands)
-    except StopAsyncIteration:
-        raise InvalidInput("command", "is missing; the call must begin with start") from None
-    except TimeoutError:
-        raise DeadlineExceeded(f"no start command within {_START_TIMEOUT_S:g} s") from None
-    if command.WhichOneof("command") != "start":
-        raise InvalidInput("command", f"is {command.WhichOneof('command')}; the call must begin with start")
-    return command.start
 
 
 def _sequence(start: worker_pb2.PrefillStart) -> Sequence:

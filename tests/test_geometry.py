@@ -85,7 +85,8 @@ async def test_two_page_sizes_give_the_tokens_of_one_process(
                 assert {timing.prefill_worker for timing in timings} == {"prefill"}
                 moved = [timing.pages_moved for timing in timings]
                 if not again:
-                    assert moved[:6] == [-(-len(prompt) // decode_size) for prompt in prompts[:6]]
+                    alone = (0, 1, 3, 4, 5)  # of the others any may come first and find another's pages
+                    assert [moved[i] for i in alone] == [-(-len(prompts[i]) // decode_size) for i in alone]
                 else:  # only what the decode worker's own full pages do not hold
                     assert moved == [-(-len(p) // decode_size) - (len(p) - 1) // decode_size for p in prompts]
             assert decode.worker._transfers.num_mismatches == 0

@@ -65,14 +65,10 @@ def build_batch(work: Sequence[ScheduledSequence], page_size: int, device: torch
     )
 
 
-def _build_page_table(
-    ordered: Sequence[ScheduledSequence], context_B: np.ndarray, page_size: int
-) -> np.ndarray:
+def _build_page_table(ordered: Sequence[ScheduledSequence], context_B: np.ndarray, page_size: int) -> np.ndarray:
     num_pages_B = (-(-context_B // page_size)).tolist()
     page_table_BP = np.zeros((len(ordered), max(num_pages_B)), dtype=np.int32)
     for row, (item, num_pages) in enumerate(zip(ordered, num_pages_B, strict=True)):
-        assert len(item.sequence.pages) >= num_pages, (
-            f"{item.sequence.request_id} has no page for its next tokens"
-        )
+        assert len(item.sequence.pages) >= num_pages, f"{item.sequence.request_id} has no page for its next tokens"
         page_table_BP[row, :num_pages] = item.sequence.pages[:num_pages]
     return page_table_BP

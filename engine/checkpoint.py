@@ -35,16 +35,12 @@ def list_weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         single = folder / SINGLE_FILE
         if not single.exists():
-            raise CheckpointError(
-                f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give safetensors weights"
-            )
+            raise CheckpointError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give safetensors weights")
         return [single]
     files = [folder / name for name in sorted(set(_read_weight_map(index).values()))]
     for file in files:
         if not file.exists():
-            raise CheckpointError(
-                f"{file} is missing, though {INDEX_FILE} names it; fetch the checkpoint again"
-            )
+            raise CheckpointError(f"{file} is missing, though {INDEX_FILE} names it; fetch the checkpoint again")
     return files
 
 
@@ -56,9 +52,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     names = weight_map.values() if isinstance(weight_map, dict) else [None]
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:  # a path would reach outside the folder
-            raise CheckpointError(
-                f"{index}: weight_map holds {name!r}; names of files in the same folder are needed"
-            )
+            raise CheckpointError(f"{index}: weight_map holds {name!r}; names of files in the same folder are needed")
     return weight_map
 
 

@@ -42,9 +42,7 @@ FAMILIES = (
         sliding_window=4096,
         keys=frozenset({"sliding_window"}),
     ),
-    Family(
-        "Qwen2ForCausalLM", "qwen2", qkv_bias=True, num_kv_heads=32, sliding_window=4096, keys=_WINDOW_KEYS
-    ),
+    Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True, num_kv_heads=32, sliding_window=4096, keys=_WINDOW_KEYS),
     Family(
         "Qwen3ForCausalLM",
         "qwen3",
@@ -126,9 +124,7 @@ class ModelConfig:
             )
         head_dim = _positive_int(data, "head_dim", file, family.head_dim or hidden_size // heads)
         if head_dim % 2:
-            raise CheckpointError(
-                f"{file}: head_dim = {head_dim} must be even, because halves of a head are rotated"
-            )
+            raise CheckpointError(f"{file}: head_dim = {head_dim} must be even, because halves of a head are rotated")
         num_layers = _positive_int(data, "num_hidden_layers", file)
         attention_bias = bool(data.get("attention_bias", False))
         return cls(
@@ -195,18 +191,14 @@ def _refuse_unknown(data: Mapping[str, Any], family: Family, file: Path) -> None
         )
 
 
-def _read_windows(
-    data: Mapping[str, Any], family: Family, num_layers: int, file: Path
-) -> tuple[int | None, ...]:
+def _read_windows(data: Mapping[str, Any], family: Family, num_layers: int, file: Path) -> tuple[int | None, ...]:
     if "sliding_window" not in family.keys:
         return (None,) * num_layers
     window = data.get("sliding_window", family.sliding_window)
     if "use_sliding_window" in family.keys and not data.get("use_sliding_window", False):
         window = None
     if window is not None and (not isinstance(window, int) or window < 1):
-        raise CheckpointError(
-            f"{file}: sliding_window = {window!r}: a positive number of tokens or null is needed"
-        )
+        raise CheckpointError(f"{file}: sliding_window = {window!r}: a positive number of tokens or null is needed")
     if "layer_types" not in family.keys:
         return (window,) * num_layers
     layer_types = data.get("layer_types")
@@ -218,9 +210,7 @@ def _read_windows(
 
 def _checked_length(layer_types: Any, num_layers: int, file: Path) -> list[str]:
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise CheckpointError(
-            f"{file}: layer_types = {layer_types!r}: {num_layers} entries, one a layer, are needed"
-        )
+        raise CheckpointError(f"{file}: layer_types = {layer_types!r}: {num_layers} entries, one a layer, are needed")
     return layer_types
 
 
@@ -240,9 +230,7 @@ def _layer_window(kind: str, window: int | None, file: Path) -> int | None:
 def _read_dtype(data: Mapping[str, Any], file: Path) -> str:
     dtype = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
-        raise CheckpointError(
-            f"{file}: dtype = {dtype!r} is not supported; give one of {', '.join(DTYPE_BYTES)}"
-        )
+        raise CheckpointError(f"{file}: dtype = {dtype!r} is not supported; give one of {', '.join(DTYPE_BYTES)}")
     return dtype
 
 

@@ -73,9 +73,7 @@ def parse_rope(data: Mapping[str, Any], file: Path) -> RopeConfig:
         )
     partial = rope.get("partial_rotary_factor", data.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise CheckpointError(
-            f"{file}: partial_rotary_factor = {partial!r}; only whole heads (1.0) can be rotated"
-        )
+        raise CheckpointError(f"{file}: partial_rotary_factor = {partial!r}; only whole heads (1.0) can be rotated")
     theta = rope.get("rope_theta") or data.get("rope_theta") or _DEFAULT_THETA
     fields = _Fields(rope, f"{file}: {name}")
     if kind == "default":
@@ -84,9 +82,7 @@ def parse_rope(data: Mapping[str, Any], file: Path) -> RopeConfig:
         return RopeConfig("linear", float(theta), factor=fields.positive("factor"))
     context = int(data["max_position_embeddings"])
     original = int(
-        data.get("original_max_position_embeddings")
-        or rope.get("original_max_position_embeddings")
-        or context
+        data.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or context
     )
     if kind == "llama3":
         return _parse_llama3(fields, float(theta), original)
@@ -96,9 +92,7 @@ def parse_rope(data: Mapping[str, Any], file: Path) -> RopeConfig:
 def _parse_llama3(fields: _Fields, theta: float, original: int) -> RopeConfig:
     low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
     if high <= low:
-        raise CheckpointError(
-            f"{fields.where}.high_freq_factor = {high}: must be above low_freq_factor = {low}"
-        )
+        raise CheckpointError(f"{fields.where}.high_freq_factor = {high}: must be above low_freq_factor = {low}")
     factor = fields.positive("factor")
     return RopeConfig("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 

@@ -16,9 +16,7 @@ from engine.models.decoder import Decoder
 class ModelRunner:
     """A model bound to its KV pages."""
 
-    def __init__(
-        self, model: Decoder, kv_pages: torch.Tensor, attention: AttentionBackend, ops: LayerOps
-    ) -> None:
+    def __init__(self, model: Decoder, kv_pages: torch.Tensor, attention: AttentionBackend, ops: LayerOps) -> None:
         """`kv_pages` is the pool, [P, L, 2, K, S, H]."""
         self._model = model
         self._layer_pools = kv_pages.unbind(1)

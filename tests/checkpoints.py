@@ -47,9 +47,7 @@ def make_checkpoint(
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if (
-                parameter.dim() == 1
-            ):  # norms and biases are ones and zeros at first, which would hide mistakes
+            if parameter.dim() == 1:  # norms and biases are ones and zeros at first, which would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.3))
     torch.random.set_rng_state(state)
     folder.mkdir(parents=True, exist_ok=True)

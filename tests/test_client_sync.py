@@ -143,7 +143,7 @@ def test_one_deadline_bounds_the_call_and_its_retries() -> None:
             client.complete("Hello", timeout_s=5)
         assert time.monotonic() - started_s < 3
     assert service.time_left_s[0] is not None
-    assert service.time_left_s[0] <= 0.3
+    assert service.time_left_s[0] < 1  # the deadline that the call named, not the default one
 
 
 def test_leaving_the_block_cancels_the_call() -> None:

@@ -126,9 +126,7 @@ def test_native_is_attention_as_defined(
     attention = NativeAttention(load_native())  # type: ignore[arg-type]
     attention.write_kv(problem.k_TKH, problem.v_TKH, problem.pool_layer, problem.meta)
     out = attention.paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.2, window)
-    torch.testing.assert_close(
-        out.double(), define(problem, 0.2, window), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
-    )
+    torch.testing.assert_close(out.double(), define(problem, 0.2, window), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @needs_native
@@ -143,9 +141,7 @@ def test_native_writes_what_plain_torch_writes(dtype: torch.dtype) -> None:
 @needs_native
 def test_a_dtype_without_kernel_goes_to_plain_torch() -> None:
     problem = make_problem(LENGTHS["mixed"], dtype=torch.float16)
-    out = NativeAttention(load_native()).paged_attention(
-        problem.q_TNH, problem.pool_layer, problem.meta, 0.2, None
-    )  # type: ignore[arg-type]
+    out = NativeAttention(load_native()).paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.2, None)  # type: ignore[arg-type]
     torch.testing.assert_close(out.double(), define(problem, 0.2, None), atol=3e-3, rtol=3e-3)
 
 
@@ -176,9 +172,7 @@ def test_a_token_gets_the_same_bits_in_every_batch() -> None:
 @needs_native
 def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     problem = make_problem([(1, 100), (30, 100)])
-    out = NativeAttention(load_native()).paged_attention(
-        problem.q_TNH, problem.pool_layer, problem.meta, 50.0, None
-    )  # type: ignore[arg-type]
+    out = NativeAttention(load_native()).paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 50.0, None)  # type: ignore[arg-type]
     torch.testing.assert_close(out.double(), define(problem, 50.0, None), atol=1e-4, rtol=1e-4)
 
 
@@ -200,9 +194,7 @@ def test_native_operations_are_those_of_plain_torch(width: int, dtype: torch.dty
     some = heads[:, 2:5]
     check(native.rms_norm(some, heads[0, 0], 1e-3), plain.rms_norm(some, heads[0, 0], 1e-3))
     expected = plain.add_rms_norm(x, residual, weight, 1e-6)
-    for ours, theirs in zip(
-        native.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6), expected, strict=True
-    ):
+    for ours, theirs in zip(native.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6), expected, strict=True):
         check(ours, theirs)
     gate_up = noise(5, 2 * width)
     gate_up[0, 0], gate_up[1, 0] = 200.0, -200.0

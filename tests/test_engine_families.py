@@ -92,9 +92,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def load(folder: Path, **settings: Any) -> Engine:
-    return Engine.load(
-        EngineConfig(model=str(folder), num_pages=96, page_size=PAGE_SIZE, num_threads=1, **settings)
-    )
+    return Engine.load(EngineConfig(model=str(folder), num_pages=96, page_size=PAGE_SIZE, num_threads=1, **settings))
 
 
 @torch.inference_mode()
@@ -128,9 +126,7 @@ def run(engine: Engine, prompt: list[int], forced: list[int], chunk_of: Callable
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize(
-    "chunk_of", [lambda _: 1000, lambda step: (7, 1, 13)[step % 3]], ids=["whole", "odd-chunks"]
-)
+@pytest.mark.parametrize("chunk_of", [lambda _: 1000, lambda step: (7, 1, 13)[step % 3]], ids=["whole", "odd-chunks"])
 def test_logits_are_those_of_transformers(case: Case, chunk_of: Callable[[int], int]) -> None:
     logits = run(case.engine, case.prompt, case.tokens, chunk_of)
     torch.testing.assert_close(logits, case.logits, atol=1e-4, rtol=1e-4)
@@ -150,9 +146,7 @@ def test_prefix_hits_change_no_token(case: Case) -> None:
     assert case.engine.prefix_cache.peek(hashes) == 3
     assert generate(case.engine, case.prompt, GREEDY, salt, chunk_tokens=5) == case.tokens
     branch = shared + case.others[0]
-    assert generate(case.engine, branch, GREEDY, salt) == generate(
-        case.engine, branch, GREEDY, use_prefix_cache=False
-    )
+    assert generate(case.engine, branch, GREEDY, salt) == generate(case.engine, branch, GREEDY, use_prefix_cache=False)
 
 
 def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone(case: Case) -> None:
@@ -164,9 +158,7 @@ def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone(case: Case) -> Non
         for i, prompt in enumerate(prompts)
     ]
     for step in range(200):
-        running = [
-            s for i, s in enumerate(sequences) if step >= 3 * i and s.num_output_tokens < NUM_NEW_TOKENS
-        ]
+        running = [s for i, s in enumerate(sequences) if step >= 3 * i and s.num_output_tokens < NUM_NEW_TOKENS]
         running = running[step % 2 :] + running[: step % 2]
         work = [ScheduledSequence(s, min(s.num_uncomputed_tokens, 6)) for s in running]
         for item, token in zip(work, engine.step(work).tokens, strict=True):
@@ -179,9 +171,7 @@ def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone(case: Case) -> Non
         engine.pool.release(sequence.pages)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.008)]
-)  # about 8 and 11 bits
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.008)])  # about 8 and 11 bits
 def test_half_precision_stays_near_float32(case: Case, dtype: str, tolerance: float) -> None:
     engine = load(case.folder, dtype=dtype)
     assert engine.kv_pages.dtype == getattr(torch, dtype)

@@ -98,9 +98,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
         ({"attention_bias": True}, r"bias \(8 in all\) is missing"),
     ],
 )
-def test_a_config_that_would_change_results_is_refused(
-    folder: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_config_that_would_change_results_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(edit_config(folder, **changes))
 
@@ -120,29 +118,19 @@ def test_a_config_that_would_change_results_is_refused(
         ),
     ],
 )
-def test_a_window_that_makes_no_sense_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_a_window_that_makes_no_sense_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(edit_config(make_checkpoint("qwen2", tmp_path), **changes))
 
 
 def test_keys_without_effect_are_accepted(folder: Path) -> None:
-    load(
-        edit_config(
-            folder, pretraining_tp=4, _name_or_path="here", quantization_config=None, is_llama_config=True
-        )
-    )
+    load(edit_config(folder, pretraining_tp=4, _name_or_path="here", quantization_config=None, is_llama_config=True))
 
 
 def test_old_spellings_mean_the_same(tmp_path: Path) -> None:
-    new = make_checkpoint(
-        "qwen2", tmp_path / "new", rope_parameters={**YARN, "rope_type": "yarn", "rope_theta": 700.0}
-    )
+    new = make_checkpoint("qwen2", tmp_path / "new", rope_parameters={**YARN, "rope_type": "yarn", "rope_theta": 700.0})
     old = Path(shutil.copytree(new, tmp_path / "old"))
-    edit_config(
-        old, rope_parameters=..., rope_theta=700.0, rope_scaling=YARN, dtype=..., torch_dtype="float32"
-    )
+    edit_config(old, rope_parameters=..., rope_theta=700.0, rope_scaling=YARN, dtype=..., torch_dtype="float32")
     assert ModelConfig.from_folder(old).rope == ModelConfig.from_folder(new).rope
     assert ModelConfig.from_folder(old).rope.theta == 700.0
     assert ModelConfig.from_folder(old).dtype == "float32"
@@ -158,16 +146,12 @@ def test_files_that_are_not_there_or_broken(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model.safetensors is no safetensors file"):
         load(folder)
     weights.unlink()
-    with pytest.raises(
-        CheckpointError, match=r"holds neither model.safetensors nor model.safetensors.index.json"
-    ):
+    with pytest.raises(CheckpointError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
         load(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config.json cannot be read.*give valid JSON"):
         load(folder)
-    with pytest.raises(
-        CheckpointError, match=r"config.json is missing; give a Hugging Face checkpoint folder"
-    ):
+    with pytest.raises(CheckpointError, match=r"config.json is missing; give a Hugging Face checkpoint folder"):
         load(folder / "nowhere")
 
 
@@ -197,9 +181,7 @@ def test_tensors_must_be_those_of_the_model(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model.extra.weight of shape \[2\] is not part of the model"):
         load(folder)
     edit_weights(folder, lambda tensors: tensors.pop("model.extra.weight"))
-    edit_weights(
-        folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)})
-    )
+    edit_weights(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}))
     with pytest.raises(CheckpointError, match=r"model.norm.weight is stored as I8; give unquantized weights"):
         load(folder)
 

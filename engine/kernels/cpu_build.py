@@ -53,18 +53,14 @@ def _build(compiler: str) -> Path:
         built = Path(scratch) / target.name
         command = [compiler, *_FLAGS, *map(str, sources), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
-        built.replace(
-            target
-        )  # atomic: workers that start together may all build, and each finds a whole file
+        built.replace(target)  # atomic: workers that start together may all build, and each finds a whole file
     log.info("built the CPU kernels: %s", target)
     return target
 
 
 def _digest(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=10).stdout
-    digest = blake2b(
-        version + repr((compiler, _FLAGS, platform.machine(), _processor())).encode(), digest_size=16
-    )
+    digest = blake2b(version + repr((compiler, _FLAGS, platform.machine(), _processor())).encode(), digest_size=16)
     for file in sorted(_SOURCES.iterdir()):
         digest.update(file.read_bytes())
     return digest.hexdigest()
@@ -77,8 +73,7 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return "".join(
-        next((line for line in lines if line.startswith(key)), "")
-        for key in ("model name", "flags", "Features")
+        next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags", "Features")
     )
 
 

@@ -206,6 +206,4 @@ def _is_native(x: torch.Tensor) -> bool:
 def _check_pool(pool_layer: torch.Tensor) -> None:
     _, _, num_kv_heads, page_size, head_dim = pool_layer.shape
     row = page_size * head_dim
-    assert pool_layer.stride()[1:] == (num_kv_heads * row, row, head_dim, 1), (
-        "a layer of a contiguous pool is needed"
-    )
+    assert pool_layer.stride()[1:] == (num_kv_heads * row, row, head_dim, 1), "a layer of a contiguous pool is needed"

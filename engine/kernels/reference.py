@@ -25,9 +25,7 @@ class _Part:
     key_rows_X: torch.Tensor  # int64 [K * B * pages of the longest], rows of `_as_rows` that hold the keys
     num_sequences: int
     query_len: int
-    token_rows: (
-        torch.Tensor | None
-    )  # int64 [B * Q], row of the batch for each padded query; None: as they stand
+    token_rows: torch.Tensor | None  # int64 [B * Q], row of the batch for each padded query; None: as they stand
     padded_rows: torch.Tensor | None  # int64 [T], place of each token among the padded queries
     visible_BQC: torch.Tensor  # bool
 
@@ -61,9 +59,7 @@ class TorchAttention:
         return _attend(q_TNH, pool_layer, self._plans[window], scale)
 
 
-def write_kv(
-    k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata
-) -> None:
+def write_kv(k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata) -> None:
     """Stores each token's K and V at its slot."""
     pool_layer[meta.slot_page_T, 0, :, meta.slot_offset_T] = k_TKH
     pool_layer[meta.slot_page_T, 1, :, meta.slot_offset_T] = v_TKH
@@ -82,9 +78,7 @@ def _plan(meta: AttentionMetadata, pool_layer: torch.Tensor, window: int | None)
         parts.append(_plan_part(meta, slice(0, meta.num_decodes), 1, pool_layer, window))
     if meta.num_decodes < meta.num_sequences:
         parts.append(
-            _plan_part(
-                meta, slice(meta.num_decodes, meta.num_sequences), meta.max_query_len, pool_layer, window
-            )
+            _plan_part(meta, slice(meta.num_decodes, meta.num_sequences), meta.max_query_len, pool_layer, window)
         )
     return parts
 
@@ -96,9 +90,7 @@ def _plan_part(
     device = context_B1.device
     page_size = pool_layer.shape[3]
     num_pages = -(-int(context_B1.max()) // page_size)
-    start_B1, stop_B1 = (
-        bounds[which, None].long() for bounds in (meta.query_start_B1[:-1], meta.query_start_B1[1:])
-    )
+    start_B1, stop_B1 = (bounds[which, None].long() for bounds in (meta.query_start_B1[:-1], meta.query_start_B1[1:]))
     first_position_B1 = context_B1 - (stop_B1 - start_B1)
     query_Q = torch.arange(query_len, device=device)
     position_BQ1 = (first_position_B1 + query_Q)[:, :, None]
@@ -128,9 +120,7 @@ def _attend(q_TNH: torch.Tensor, pool_layer: torch.Tensor, parts: list[_Part], s
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_part(
-    q_TNH: torch.Tensor, rows: slice, pool_layer: torch.Tensor, part: _Part, scale: float
-) -> torch.Tensor:
+def _attend_part(q_TNH: torch.Tensor, rows: slice, pool_layer: torch.Tensor, part: _Part, scale: float) -> torch.Tensor:
     num_kv_heads, _, head_dim = pool_layer.shape[2:]
     batch, query_len, groups = part.num_sequences, part.query_len, q_TNH.shape[1] // num_kv_heads
     q_XNH = q_TNH[rows] if part.token_rows is None else q_TNH[part.token_rows]
@@ -138,9 +128,7 @@ def _attend_part(
     q_KBXH = q_BQKGH.permute(2, 0, 3, 1, 4).reshape(num_kv_heads, batch, groups * query_len, head_dim)
     rows_of_pool = _as_rows(pool_layer)
     keys, values = (
-        rows_of_pool.index_select(0, part.key_rows_X + kind * num_kv_heads).view(
-            num_kv_heads, batch, -1, head_dim
-        )
+        rows_of_pool.index_select(0, part.key_rows_X + kind * num_kv_heads).view(num_kv_heads, batch, -1, head_dim)
         for kind in (0, 1)
     )
     visible_BGQC = part.visible_BQC[:, None].expand(-1, groups, -1, -1)
@@ -158,8 +146,6 @@ def _as_rows(pool_layer: torch.Tensor) -> torch.Tensor:
     """
     num_pages, _, num_kv_heads, page_size, head_dim = pool_layer.shape
     row = page_size * head_dim
-    assert pool_layer.stride()[1:] == (num_kv_heads * row, row, head_dim, 1), (
-        "a layer of a contiguous pool is needed"
-    )
+    assert pool_layer.stride()[1:] == (num_kv_heads * row, row, head_dim, 1), "a layer of a contiguous pool is needed"
     num_rows = (num_pages - 1) * (pool_layer.stride(0) // row) + 2 * num_kv_heads
     return pool_layer.as_strided((num_rows, row), (row, 1))

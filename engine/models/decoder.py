@@ -28,9 +28,7 @@ _PREFIX = "model.layers."
 class Decoder:
     """Token embedding, layers, final norm, output head."""
 
-    def __init__(
-        self, config: ModelConfig, reader: WeightReader, max_context: int, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, reader: WeightReader, max_context: int, device: torch.device) -> None:
         self._eps = config.rms_norm_eps
         self._embedding_VD = reader.read("model.embed_tokens.weight")
         self._layers = [_Layer(config, reader, layer) for layer in range(config.num_layers)]
@@ -48,9 +46,7 @@ class Decoder:
         if not config.tie_embeddings:
             shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
         for layer in range(config.num_layers):
-            shapes.update(
-                {f"{_PREFIX}{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
-            )
+            shapes.update({f"{_PREFIX}{layer}.{name}": shape for name, shape in _layer_shapes(config).items()})
         return shapes
 
     @staticmethod
@@ -81,9 +77,7 @@ class Decoder:
                 next_norm_D = self._norm_D
             else:
                 next_norm_D = self._layers[index + 1].input_norm_D
-            x_TD, residual_TD = ops.add_rms_norm(
-                layer.out(mixed_TA), residual_TD, layer.mlp_norm_D, self._eps
-            )
+            x_TD, residual_TD = ops.add_rms_norm(layer.out(mixed_TA), residual_TD, layer.mlp_norm_D, self._eps)
             x_TD = layer.down(ops.silu_and_mul(layer.gate_up(x_TD)))
             x_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, next_norm_D, self._eps)
         return self._head(x_TD)
@@ -101,9 +95,7 @@ class _Layer:
         def fused(block: str, names: Sequence[str], has_bias: bool) -> Linear:
             paths = [f"{prefix}{block}.{name}_proj" for name in names]
             weight = torch.cat([reader.read(f"{path}.weight") for path in paths])
-            return Linear(
-                weight, torch.cat([reader.read(f"{path}.bias") for path in paths]) if has_bias else None
-            )
+            return Linear(weight, torch.cat([reader.read(f"{path}.bias") for path in paths]) if has_bias else None)
 
         self.input_norm_D = reader.read(f"{prefix}input_layernorm.weight")
         self._qkv = fused("self_attn", "qkv", config.qkv_bias)

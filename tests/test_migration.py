@@ -170,7 +170,7 @@ async def test_a_hundred_moves_under_load_lose_and_repeat_nothing(
         source, target = pair.left, pair.right
         while not all(stream.done() for stream in streams):
             moved = await migrate(source, target)
-            assert all("has ended" in failure.error.message for failure in moved.failed)
+            assert all("has ended" in failure.error.message for failure in moved.failed), moved.failed
             num_moves += len(moved.moved)
             source, target = target, source
         seen = [await stream for stream in streams]

@@ -6,8 +6,10 @@ Ray cluster instead, and what it starts there outlives this process.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import random
 import socket
 import time
 from collections.abc import Callable
@@ -38,6 +40,9 @@ _POLL_S = 10.0  # of one long poll; a change answers it at once
 _CALL_TIMEOUT_S = 30.0  # of a call to the controller beyond what the call itself waits for
 _STOP_TIMEOUT_S = 45.0
 
+_QUIET_PORTS = range(20_000, 30_000)  # above Ray's worker ports, below what systems give to outgoing connections
+_PORT_TRIES = 50
+
 OnStatus = Callable[[admin_pb2.StatusResponse], None]
 
 
@@ -62,8 +67,21 @@ def resolve_ports(config: ServeConfig) -> ServeConfig:
         wanted = getattr(config, key)
         if wanted and wanted in ports.values():
             raise ConfigError(f"{key} = {wanted}: another port has the same number; choose a different one")
-        ports[key] = _bind_once(key, host, wanted)
+        ports[key] = _bind_once(key, host, wanted) if wanted else _free_port(key, host, set(ports.values()))
     return config.model_copy(update=ports)
+
+
+def _free_port(key: str, host: str, taken: set[int]) -> int:
+    """One that stays free until it is listened on: the system hands out none of these for outgoing connections.
+
+    A port from binding to 0 is of the system's own range, and what starts meanwhile (Ray alone makes dozens of
+    connections) may be given it.
+    """
+    tries = random.sample(_QUIET_PORTS, _PORT_TRIES)
+    for port in (port for port in tries if port not in taken):
+        with contextlib.suppress(ConfigError):
+            return _bind_once(key, host, port)
+    raise ConfigError(f"{key} = 0: none of {_PORT_TRIES} ports tried on {host} is free; name one")
 
 
 def _bind_once(key: str, host: str, port: int) -> int:

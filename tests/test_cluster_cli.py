@@ -255,3 +255,12 @@ def test_tables_align_and_changes_are_told_once() -> None:
     )
     assert changes(states, status) == ["w is lost: killed"]
     assert changes(states, status) == []
+
+
+def test_a_free_port_is_none_that_the_system_hands_out() -> None:
+    """Else one of Ray's own connections may have it by the time the router listens."""
+    config = launching.resolve_ports(ServeConfig(model="m", http_port=0, grpc_port=0, admin_port=0))
+    ports = {config.http_port, config.grpc_port, config.admin_port}
+    assert len(ports) == 3
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not [port for port in ports if low <= port <= high]

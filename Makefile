@@ -55,8 +55,10 @@ bench-serving: setup
 bench-transfer: setup
 	$(PY) -m benchmarks.transfer
 
+# With whatever python3 has: torch, triton, and the few packages that engine/ and penstock/ import (CONTRIBUTING.md).
 gpu-check:
-	python3 -m pytest -q -m gpu tests
+	python3 -m pytest -q -p no:cacheprovider -m gpu tests/test_engine_kernels.py tests/test_engine_host_tier.py \
+		tests/test_engine_tier_model.py
 	python3 -m benchmarks.gpu
 
 clean:

@@ -20,9 +20,10 @@ from engine.engine import Engine
 from engine.finish import finish_reason
 from engine.isolation import step_isolated
 from engine.sequence import SampledToken, ScheduledSequence, Sequence
+from engine.token_check import check_token_ids
 from kv_transfer.session import Manifest
 from penstock.config import DecodeConfig
-from penstock.errors import Cancelled, InvalidInput, Overloaded, PenstockError
+from penstock.errors import Cancelled, Overloaded, PenstockError
 from penstock.types import TransferKey, WorkerId, WorkerLoad
 
 log = logging.getLogger(__name__)
@@ -71,19 +72,7 @@ class DecodeWorker:
         self.scheduler.track(request.sequence)
 
     def _check(self, sequence: Sequence) -> None:
-        if not sequence.token_ids:
-            raise InvalidInput("token_ids", "are empty; give at least one token")
-        if len(sequence.token_ids) >= self._context_length:
-            raise InvalidInput(
-                "token_ids",
-                f"are {len(sequence.token_ids)}, but this worker holds {self._context_length} tokens of context; "
-                "shorten the prompt",
-            )
-        if max(sequence.token_ids) >= self._engine.model.vocab_size:
-            raise InvalidInput(
-                "token_ids",
-                f"hold {max(sequence.token_ids)}; the vocabulary ends at {self._engine.model.vocab_size - 1}",
-            )
+        check_token_ids(sequence.token_ids, 1, self._context_length, self._engine.model.vocab_size)
         if len(self._requests) >= self._config.max_batch_sequences + self._config.max_waiting:
             raise Overloaded(f"this worker holds {len(self._requests)} requests, its limit; try again", _RETRY_AFTER_S)
 

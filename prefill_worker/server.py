@@ -49,10 +49,10 @@ class PrefillServer:
             on_done=lambda key: self._loop.post(lambda: self.worker.on_sent(key)),
             on_failure=lambda key, error: self._loop.post(lambda: self.worker.on_send_failure(key, error)),
         )
-        worker = self.worker = PrefillWorker(engine, self._sender, self._config)
-        self._loop = StepLoop(self._config.worker_id, self._step, self._on_fatal)
         description = describe(engine, self._config, self.epoch)
         description.transports.extend(self._sender.transports)
+        worker = self.worker = PrefillWorker(engine, self._sender, self._config, description.context_length)
+        self._loop = StepLoop(self._config.worker_id, self._step, self._on_fatal)
         self._service = WorkerService(description, events, lambda: worker.load, worker.is_open)
         names = worker_pb2.DESCRIPTOR.services_by_name
         self._grpc = GrpcServer([names["Worker"], names["PrefillWorker"]])

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from engine.engine import Engine
 from engine.isolation import step_isolated
 from engine.sequence import SampledToken, Sequence
+from engine.token_check import check_token_ids
 from kv_transfer.reshard import Plan
 from kv_transfer.sender import TransferSender
 from kv_transfer.staging import sent_checksums
@@ -94,10 +95,12 @@ class PrefillJob:
 
 
 class PrefillWorker:
-    """Owns the jobs. Every method but `load` runs on the step loop."""
+    """Owns the jobs. Every method runs on the step loop."""
 
-    def __init__(self, engine: Engine, sender: TransferSender, config: WorkerConfig) -> None:
+    def __init__(self, engine: Engine, sender: TransferSender, config: WorkerConfig, context_length: int) -> None:
+        """`context_length` is what both the model and the pool hold, in tokens."""
         self._engine = engine
+        self._context_length = context_length
         self._sender = sender
         self._checksums = config.transfer.checksums
         self._page_size = engine.layout.page_size
@@ -115,7 +118,7 @@ class PrefillWorker:
     def submit(self, job: PrefillJob, offer: bytes) -> None:
         """Queues a prefill. Problems end it with a `Closed` that holds the error."""
         try:
-            self._check(job.sequence)
+            check_token_ids(job.sequence.token_ids, 0, self._context_length, self._engine.model.vocab_size)
             job.plan = self._sender.open(job.key, offer)
         except PenstockError as error:
             job.emit(Closed(error))
@@ -123,17 +126,6 @@ class PrefillWorker:
         self._jobs[job.key] = job
         self._by_sequence[job.sequence] = job
         self.scheduler.add(job.sequence)
-
-    def _check(self, sequence: Sequence) -> None:
-        num_pages = -(-len(sequence.token_ids) // self._page_size)
-        if num_pages > self._engine.pool.num_pages:
-            raise InvalidInput(
-                "token_ids",
-                f"need {num_pages} pages, but this prefill worker has {self._engine.pool.num_pages}; "
-                "raise engine.num_pages or shorten the prompt",
-            )
-        if not sequence.token_ids:
-            raise InvalidInput("token_ids", "are empty; give at least one token")
 
     def set_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None:
         job = self._jobs.get(key)

@@ -99,6 +99,7 @@ class Follower:
                 except (grpc.RpcError, Unavailable, TimeoutError) as error:
                     log.info("worker at %s is out of reach: %s", self.address, _reason(error))
                 except Exception:
+                    # Whatever went wrong in one answer: giving up would take a healthy worker out for good.
                     log.exception("following the worker at %s failed", self.address)
                 finally:
                     self._heard = False

@@ -127,7 +127,7 @@ class World:
             engine=EngineConfig(model="fake"),
             prefill=PrefillConfig(max_batch_tokens=8, max_batch_sequences=3),
         )
-        self.prefill = PrefillWorker(self.prefill_engine, self.sender, config)  # type: ignore[arg-type]
+        self.prefill = PrefillWorker(self.prefill_engine, self.sender, config, CONTEXT)  # type: ignore[arg-type]
 
     # The calls that the decode worker makes (decode_worker.transfers.PrefillCalls).
 

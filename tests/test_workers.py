@@ -84,6 +84,22 @@ async def test_workers_of_different_models_refuse_each_other(
     assert decode.worker._engine.layout.digest() in refusal
 
 
+async def test_a_prompt_too_long_for_the_prefill_worker_is_computed_here(model: Path, wanted: list[int]) -> None:
+    """Pools may differ in their context; a prefill worker refuses what it cannot hold and stays up."""
+    short = worker_config(Role.PREFILL, model, engine={"max_context": 64})
+    async with workers(short, worker_config(Role.DECODE, model)) as (prefill, decode):
+        async with caller(decode) as router:
+            answer = await router.answer(router.submit(PROMPT, GREEDY, [prefill]))
+            assert answer.token_ids == wanted[:16]
+            assert answer.timing is not None
+            assert answer.timing.prefill_worker == "decode"
+            fits = await router.answer(router.submit(PROMPT[:50], GREEDY, [prefill]))
+            assert fits.timing is not None
+            assert fits.timing.prefill_worker == "prefill"
+        assert not prefill.failed.done()
+        await wait_until_empty(prefill, decode)
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02, 0.05, 0.1, 0.2])
 @pytest.mark.parametrize("how", ["cancel", "hang up"])
 async def test_a_cancelled_request_gives_everything_back_within_a_second(pair: Pair, delay_s: float, how: str) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-_HAND_OFF_S = (
-    0.004  # prior: two gRPC hops, reservation, notification; about 2 ms on idle loopback, more when busy
-)
+_HAND_OFF_S = 0.004  # prior: two gRPC hops, reservation, notification; about 2 ms on idle loopback, more when busy
 _PRIOR_TOKENS_PER_S = 2000.0  # of a worker that has not computed a chunk yet
 
 

@@ -25,6 +25,14 @@ class Role(StrEnum):
     DECODE = "decode"
 
 
+class Lane(StrEnum):
+    """What a request competes with; earlier members go first."""
+
+    INTERACTIVE = "interactive"
+    STANDARD = "standard"
+    BULK = "bulk"
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"

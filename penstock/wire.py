@@ -8,6 +8,7 @@ from penstock.types import (
     CacheStats,
     Epoch,
     FinishReason,
+    Lane,
     Member,
     Role,
     SamplingParams,
@@ -25,6 +26,12 @@ _FINISH_TO_WIRE = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
 }
+_LANE_TO_WIRE = {
+    Lane.INTERACTIVE: common_pb2.LANE_INTERACTIVE,
+    Lane.STANDARD: common_pb2.LANE_STANDARD,
+    Lane.BULK: common_pb2.LANE_BULK,
+}
+_LANE_FROM_WIRE = {wire: lane for lane, wire in _LANE_TO_WIRE.items()}
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 
@@ -34,6 +41,14 @@ def finish_reason_to_wire(reason: FinishReason | None) -> common_pb2.FinishReaso
 
 def finish_reason_from_wire(wire: common_pb2.FinishReason) -> FinishReason | None:
     return _FINISH_FROM_WIRE.get(wire)
+
+
+def lane_to_wire(lane: Lane) -> common_pb2.Lane:
+    return _LANE_TO_WIRE[lane]
+
+
+def lane_from_wire(wire: common_pb2.Lane, default: Lane = Lane.STANDARD) -> Lane:
+    return _LANE_FROM_WIRE.get(wire, default)
 
 
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:

@@ -237,6 +237,7 @@ class TokenStream:
             salt=salt,
             timeout_ms=max(1, int(timeout_s * 1e3)),
             prefill_candidates=candidates,
+            lane=wire.lane_to_wire(self._request.lane),
         )
 
     def _credit(self, leg: Leg, choice: Choice, num_pages: int) -> None:

@@ -15,6 +15,7 @@ from penstock.config import RouterConfig
 from penstock.errors import Cancelled, InvalidInput, ModelNotFound, Overloaded, PenstockError, Unavailable
 from penstock.types import RequestId
 from penstock.v1 import common_pb2, inference_pb2
+from penstock.wire import lane_from_wire
 from router.choice import make_policy
 from router.completion_text import CompletionText
 from router.dispatch import TokenStream
@@ -90,6 +91,7 @@ class Generator:
             model_revision=group.model_revision,
             accepted_s=accepted_s,
             deadline_s=accepted_s + limit_s,
+            lane=lane_from_wire(wire.lane),
         )
 
     def check_model(self, name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.types import FinishReason, RequestId, SamplingParams
+from penstock.types import FinishReason, Lane, RequestId, SamplingParams
 from penstock.v1 import common_pb2
 
 
@@ -19,6 +19,8 @@ class Request:
     model_revision: str  # that it was validated for, and is served by to its end
     accepted_s: float  # monotonic
     deadline_s: float  # monotonic; bounds every leg
+    lane: Lane = Lane.STANDARD
+    tenant: str = ""  # whose it is; empty where callers are not told apart
 
 
 @dataclass(slots=True)

@@ -133,7 +133,7 @@ class TransferStateResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., open: _Optional[bool] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("transfer", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "offer")
+    __slots__ = ("transfer", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "offer", "lane")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class PrefillStart(_message.Message):
     SALT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     transfer: TransferKey
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -150,7 +151,8 @@ class PrefillStart(_message.Message):
     salt: bytes
     timeout_ms: int
     offer: bytes
-    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., offer: _Optional[bytes] = ...) -> None: ...
+    lane: _common_pb2.Lane
+    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., offer: _Optional[bytes] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ...) -> None: ...
 
 class PrefillDestination(_message.Message):
     __slots__ = ("num_pages_held", "pages")
@@ -239,7 +241,7 @@ class PrefillCandidate(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
 
 class DecodeSubmit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "prefill_candidates", "ticket")
+    __slots__ = ("stream_id", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "prefill_candidates", "ticket", "lane")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +251,7 @@ class DecodeSubmit(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -258,7 +261,8 @@ class DecodeSubmit(_message.Message):
     timeout_ms: int
     prefill_candidates: _containers.RepeatedCompositeFieldContainer[PrefillCandidate]
     ticket: str
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., ticket: _Optional[str] = ...) -> None: ...
+    lane: _common_pb2.Lane
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., ticket: _Optional[str] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ...) -> None: ...
 
 class DecodeCancel(_message.Message):
     __slots__ = ("stream_id",)
@@ -345,7 +349,7 @@ class MigrateResponse(_message.Message):
     def __init__(self, moved: _Optional[_Iterable[str]] = ..., failed: _Optional[_Iterable[_Union[MigrateFailure, _Mapping]]] = ..., num_left: _Optional[int] = ...) -> None: ...
 
 class SequenceState(_message.Message):
-    __slots__ = ("request_id", "num_told", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "timing")
+    __slots__ = ("request_id", "num_told", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "timing", "lane")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOLD_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -354,6 +358,7 @@ class SequenceState(_message.Message):
     SALT_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_told: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -362,7 +367,8 @@ class SequenceState(_message.Message):
     salt: bytes
     timeout_ms: int
     timing: _common_pb2.Timing
-    def __init__(self, request_id: _Optional[str] = ..., num_told: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ...) -> None: ...
+    lane: _common_pb2.Lane
+    def __init__(self, request_id: _Optional[str] = ..., num_told: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ...) -> None: ...
 
 class AdoptStart(_message.Message):
     __slots__ = ("transfer", "state", "num_tokens", "worker_id", "address")

@@ -51,6 +51,7 @@ class RemotePrefill:
     sampling: SamplingParams
     salt: bytes
     timeout_s: float
+    patience_s: float | None = None  # until `on_slow`, where it has not begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class RemoteFirstToken:
 
 class TransferEvents(Protocol):
     """What happens to a transfer; called on the step loop."""
+
+    def on_slow(self, key: TransferKey) -> None: ...
 
     def on_reserve(self, key: TransferKey) -> None: ...
 
@@ -127,11 +130,13 @@ class PrefillClient:
         """One call from start to closed; whatever else ends it is a loss."""
         key, candidate = prefill.key, prefill.candidate
         commands = self._commands[key]
+        slow = self._watch_start(prefill)
         try:
             offer = self._make_offer(WorkerId(candidate.worker_id), candidate.epoch)
             stub = worker_pb2_grpc.PrefillWorkerStub(self._channels.get(candidate.address))
             call = stub.Prefill(_requests(_start_message(prefill, offer), commands))
             async for event in call:
+                slow.cancel()  # the first of all is that it begins
                 self._deliver(key, event)
                 if event.WhichOneof("event") == "closed":
                     return
@@ -141,8 +146,14 @@ class PrefillClient:
         except PenstockError as error:
             self._lose(prefill, error)
         finally:
+            slow.cancel()
             del self._commands[key]
             commands.put_nowait(None)
+
+    def _watch_start(self, prefill: RemotePrefill) -> asyncio.TimerHandle:
+        events, key = self._events, prefill.key
+        wait_s = prefill.timeout_s if prefill.patience_s is None else prefill.patience_s
+        return self._running.call_later(wait_s, self._loop.post, lambda: events.on_slow(key))
 
     def _deliver(self, key: TransferKey, event: worker_pb2.PrefillEvent) -> None:
         events = self._events

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from decode_worker.prefill_client import PrefillCandidate
@@ -41,9 +42,25 @@ class Moved:
     ticket: TransferId
 
 
+class PrefillFault(StrEnum):
+    """Whose fault it is that a remote prefill failed."""
+
+    WORKER = "worker"
+    LINK = "link"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOutcome:
+    """How an attempt at a remote prefill ended; without a fault its pages are here."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    fault: PrefillFault | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """One sequence's share of a step: a token, an end, or both; or the news that it has moved."""
+    """One sequence's share of a step: a token, an end, or both; or the news that it has moved, or who prefilled it."""
 
     stream_id: int
     token: SampledToken | None = None
@@ -51,6 +68,7 @@ class TokenDelta:
     error: PenstockError | None = None
     timing: RequestTiming | None = None  # with finish_reason
     moved: Moved | None = None  # nothing comes after it
+    prefill: PrefillOutcome | None = None
 
 
 Send = Callable[[list[TokenDelta]], None]
@@ -76,6 +94,14 @@ class Adopter(Protocol):
     def refuse(self, error: PenstockError) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """At a remote prefill."""
+
+    key: TransferKey
+    worker_id: WorkerId
+
+
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
     """Owned by `DecodeWorker`, on the step loop."""
@@ -87,6 +113,7 @@ class DecodeRequest:
     deadline_s: float  # monotonic; bounds every leg
     times: StageTimes = field(default_factory=StageTimes)
     transfer: TransferKey | None = None  # the attempt under way
+    hedge: Attempt | None = None  # a second one, until one of them begins
     prefilled_by: WorkerId | None = None
     cached_tokens: int = 0  # in the prefill worker's cache
     pages_moved: int = 0

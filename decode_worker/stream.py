@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from decode_worker.request import DecodeRequest, RequestTiming, TokenDelta
+from decode_worker.request import DecodeRequest, PrefillFault, PrefillOutcome, RequestTiming, TokenDelta
 from penstock import wire
 from penstock.errors import to_status
 from penstock.v1 import common_pb2, worker_pb2
@@ -84,9 +84,20 @@ class RouterStream:
                     worker_id=moved.worker_id, epoch=moved.epoch, address=moved.address, ticket=moved.ticket
                 )
             )
+        if delta.prefill is not None:
+            message.prefill.CopyFrom(_outcome_to_wire(delta.prefill))
         if delta.finish_reason is not None or delta.error is not None or delta.moved is not None:
             self.end(delta.stream_id)
         return message
+
+
+def _outcome_to_wire(outcome: PrefillOutcome) -> worker_pb2.PrefillOutcome:
+    faults = {
+        None: worker_pb2.PREFILL_FAULT_NONE,
+        PrefillFault.WORKER: worker_pb2.PREFILL_FAULT_WORKER,
+        PrefillFault.LINK: worker_pb2.PREFILL_FAULT_LINK,
+    }
+    return worker_pb2.PrefillOutcome(worker_id=outcome.worker_id, epoch=outcome.epoch, fault=faults[outcome.fault])
 
 
 def timing_to_wire(timing: RequestTiming) -> common_pb2.Timing:

@@ -49,6 +49,7 @@ class PrefillCalls(SenderCalls, Protocol):
 class Landed:
     """A verified hand-off: the KV of the first `num_tokens` tokens is in the sequence's pages."""
 
+    key: TransferKey
     request: DecodeRequest
     num_tokens: int
     num_pages: int  # that crossed the wire
@@ -58,6 +59,7 @@ class Landed:
 class Mismatch:
     """A hand-off that is not what its manifest says: the request is served another way."""
 
+    key: TransferKey
     request: DecodeRequest
     error: TransferError
 
@@ -102,8 +104,10 @@ class Transfers:
     def num_open(self) -> int:
         return len(self._transfers)
 
-    def begin(self, request: DecodeRequest, candidate: PrefillCandidate) -> TransferKey:
-        """Asks a prefill worker; nothing is reserved yet."""
+    def begin(
+        self, request: DecodeRequest, candidate: PrefillCandidate, patience_s: float | None = None
+    ) -> TransferKey:
+        """Asks a prefill worker; nothing is reserved yet. `on_slow` follows unless it begins within its patience."""
         assert self.calls is not None
         sequence = request.sequence
         key = TransferKey(TransferId(uuid.uuid4().hex), candidate.epoch, self._epoch)
@@ -119,6 +123,7 @@ class Transfers:
                 sampling=sequence.sampling,
                 salt=sequence.salt,
                 timeout_s=max(0.001, request.deadline_s - time.monotonic()),
+                patience_s=patience_s,
             )
         )
         return key
@@ -147,6 +152,14 @@ class Transfers:
 
     def is_known(self, key: TransferKey) -> bool:
         return key in self._transfers
+
+    def num_tokens(self, key: TransferKey) -> int:
+        """Whose KV it is to bring."""
+        return self._transfers[key].num_tokens
+
+    def has_begun(self, key: TransferKey) -> bool:
+        """Whether its sender has asked where to write."""
+        return key in self._transfers and self._transfers[key].asked
 
     def request_of(self, key: TransferKey) -> DecodeRequest | None:
         transfer = self._transfers.get(key)
@@ -206,11 +219,11 @@ class Transfers:
         self._apply(transfer, effects)
         if problem is None:
             assert session.manifest is not None
-            return Landed(request, transfer.num_tokens, session.manifest.num_pages)
+            return Landed(session.key, request, transfer.num_tokens, session.manifest.num_pages)
         self.num_mismatches += 1
         error = TransferError(f"transfer {session.key.transfer_id}: {problem}")
         log.error("%s: %s", request.sequence.request_id, error)
-        return Mismatch(request, error)
+        return Mismatch(session.key, request, error)
 
     def _mismatch(self, transfer: _Transfer, request: DecodeRequest) -> str | None:
         """What of the manifest does not fit what was asked for or what arrived; None where all fits."""
@@ -262,10 +275,11 @@ class Transfers:
             self._apply(transfer, transfer.session.on_sender_dead())
 
     def abandon(self, request: DecodeRequest) -> None:
-        """The request has ended: its transfer, if one is under way, is cancelled."""
-        transfer = self._transfers.get(request.transfer) if request.transfer else None
-        if transfer is not None and transfer.request is request:
-            self._give_up(transfer)
+        """The request has ended: its transfers, if any are under way, are cancelled."""
+        for key in (request.transfer, request.hedge.key if request.hedge else None):
+            transfer = self._transfers.get(key) if key else None
+            if transfer is not None and transfer.request is request:
+                self._give_up(transfer)
 
     def _give_up(self, transfer: _Transfer, effects: Iterable[Effect] = ()) -> DecodeRequest | None:
         request, transfer.request = transfer.request, None

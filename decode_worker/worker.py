@@ -11,9 +11,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from decode_worker.placement import PlacementCosts, prefill_here
+from decode_worker.attempts import PrefillAttempts
+from decode_worker.pace import Pace
 from decode_worker.prefill_client import RemoteFirstToken
-from decode_worker.request import DecodeRequest, Moved, RequestTiming, Send, StageTimes, TokenDelta
+from decode_worker.request import DecodeRequest, Moved, PrefillOutcome, RequestTiming, Send, StageTimes, TokenDelta
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.transfers import Landed, Mismatch, Transfers
 from engine.engine import Engine
@@ -28,9 +29,7 @@ from penstock.types import TransferKey, WorkerId, WorkerLoad
 
 log = logging.getLogger(__name__)
 
-_SMOOTHING = 0.2  # weight of the newest measurement in running means
 _RETRY_AFTER_S = 1.0
-_TRANSFER_BYTES_PER_S = 1e9  # prior for the choice between here and there
 
 
 class DecodeWorker:
@@ -47,8 +46,10 @@ class DecodeWorker:
         self._transfers = transfers
         self._requests: dict[Sequence, DecodeRequest] = {}
         self._outbox: dict[Send, list[TokenDelta]] = {}
-        self._chunk_tokens_per_s = 0.0
-        self._step_s = 0.0
+        self._pace = Pace()
+        self._attempts = PrefillAttempts(
+            worker_id, engine.layout, self.scheduler, transfers, config, self._pace, self._tell
+        )
         self.after_step: list[Callable[[], None]] = []  # called between two steps, also where there was nothing to do
         self.on_release: list[Callable[[DecodeRequest], None]] = []  # a request ends here, or goes on elsewhere
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
@@ -63,7 +64,7 @@ class DecodeWorker:
         except PenstockError as error:
             self._emit(request, TokenDelta(request.stream_id, error=error))
             return
-        self._place(request)
+        self._attempts.place(request)
 
     def take_on(self, request: DecodeRequest) -> None:
         """From now on the request is ours, though nothing is done for it yet. Raises what speaks against it."""
@@ -118,48 +119,24 @@ class DecodeWorker:
             now_s=time.monotonic(),
         )
 
-    # Where a prompt is computed.
-
-    def _place(self, request: DecodeRequest) -> None:
-        """Starts the missing KV of a request that holds no pages: with the next candidate, or here."""
-        request.transfer = None
-        if self._prefill_here(request):
-            request.prefilled_by = self._worker_id
-            self.scheduler.compute_here(request.sequence)
-            return
-        candidate = request.candidates.popleft()
-        request.prefilled_by = WorkerId(candidate.worker_id)
-        request.transfer = self._transfers.begin(request, candidate)
-
-    def _prefill_here(self, request: DecodeRequest) -> bool:
-        sequence = request.sequence
-        uncached = len(sequence.token_ids) - self.scheduler.peek_cached_tokens(sequence)
-        layout = self._engine.layout
-        best = request.candidates[0] if request.candidates else None
-        costs = PlacementCosts(
-            uncached_tokens=uncached,
-            queued_tokens=self.scheduler.num_uncomputed_tokens,
-            num_running=self.scheduler.num_running,
-            tokens_per_s=self._chunk_tokens_per_s,
-            remote_queue_s=best.queue_s if best else 0.0,
-            remote_prefill_s=best.prefill_s if best else 0.0,
-            transfer_s=uncached / layout.page_size * layout.page_bytes / _TRANSFER_BYTES_PER_S,
-        )
-        return prefill_here(self._config.placement, self._config.max_local_tokens, best is not None, costs)
-
     # What happens to transfers.
 
+    def on_slow(self, key: TransferKey) -> None:
+        self._attempts.on_slow(key)
+
     def on_reserve(self, key: TransferKey) -> None:
+        self._attempts.on_begun(key)
         self._transfers.on_reserve(key)
 
     def on_first_token(self, key: TransferKey, first: RemoteFirstToken) -> None:
         request = self._transfers.request_of(key)
-        if request is None or request.times.first_token_s:
-            return
-        request.times.queue_s = first.queue_s
-        request.times.prefill_s = first.prefill_s
+        if request is None or len(request.sequence.token_ids) != self._transfers.num_tokens(key):
+            return  # told before
+        if not request.times.first_token_s:  # an attempt after one that failed only then brings the next token
+            request.times.queue_s = first.queue_s
+            request.times.prefill_s = first.prefill_s
+            request.times.first_token_s = time.monotonic()
         request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
-        request.times.first_token_s = time.monotonic()
         request.sequence.token_ids.append(first.token.token_id)
         self._on_token(request, first.token)
 
@@ -174,31 +151,31 @@ class DecodeWorker:
         if landed is None:
             return
         if isinstance(landed, Mismatch):
-            self._fall_back(landed.request, landed.error)
+            self._fall_back(landed.key, landed.request, landed.error)
             return
         request = landed.request
-        request.transfer = None
         request.pages_moved += landed.num_pages
         self.scheduler.join(request.sequence, landed.num_tokens)
         if request.adopter is not None:
-            adopter, request.adopter = request.adopter, None
+            adopter, request.adopter, request.transfer = request.adopter, None, None
             adopter.confirm()
         else:
             request.times.landed_s = time.monotonic()
+            self._attempts.on_landed(request, landed.key)
 
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> None:
-        self._fall_back(self._transfers.on_closed(key, error), error)
+        self._fall_back(key, self._transfers.on_closed(key, error), error)
 
     def on_lost(self, key: TransferKey, error: PenstockError) -> None:
-        self._fall_back(self._transfers.give_up(key), error)
+        self._fall_back(key, self._transfers.give_up(key), error)
 
     def on_stalled(self, key: TransferKey, error: PenstockError) -> None:
-        self._fall_back(self._transfers.give_up(key), error)
+        self._fall_back(key, self._transfers.give_up(key), error)
 
     def on_quiesced(self, key: TransferKey) -> None:
         self._transfers.on_quiesced(key)
 
-    def _fall_back(self, request: DecodeRequest | None, error: PenstockError | None) -> None:
+    def _fall_back(self, key: TransferKey, request: DecodeRequest | None, error: PenstockError | None) -> None:
         """A prefill that failed costs the request time and nothing else; a sequence that could not come stays away."""
         if request is None:
             return
@@ -206,9 +183,7 @@ class DecodeWorker:
             request.adopter.refuse(error or Cancelled("its source gave the move up"))
             self._release(request)
             return
-        log.warning("%s: prefill by %s failed: %s", request.sequence.request_id, request.prefilled_by, error)
-        self.scheduler.drop_pages(request.sequence)
-        self._place(request)
+        self._attempts.on_failed(request, key, error)
 
     # The step.
 
@@ -231,7 +206,7 @@ class DecodeWorker:
             times.started_s = times.started_s or started_s
         done = step_isolated(self._engine.step, work)
         now_s = time.monotonic()
-        self._measure(work, now_s - started_s)
+        self._pace.on_step(len(work), sum(one.num_tokens for one in work), now_s - started_s)
         for sequence, error in done.failed:
             self.cancel(self._requests[sequence], error)
         for sequence, token in self.scheduler.commit(done.work, done.output):
@@ -261,6 +236,9 @@ class DecodeWorker:
 
     # What goes out.
 
+    def _tell(self, request: DecodeRequest, outcome: PrefillOutcome) -> None:
+        self._emit(request, TokenDelta(request.stream_id, prefill=outcome))
+
     def _emit(self, request: DecodeRequest, delta: TokenDelta) -> None:
         self._outbox.setdefault(request.send, []).append(delta)
 
@@ -270,16 +248,6 @@ class DecodeWorker:
         for send, deltas in outbox.items():
             send(deltas)
 
-    def _measure(self, work: list[ScheduledSequence], elapsed_s: float) -> None:
-        num_tokens = sum(scheduled.num_tokens for scheduled in work)
-        if num_tokens == len(work):
-            self._step_s += (elapsed_s - self._step_s) * (_SMOOTHING if self._step_s else 1.0)
-        else:
-            rate = num_tokens / max(elapsed_s, 1e-6)
-            self._chunk_tokens_per_s += (rate - self._chunk_tokens_per_s) * (
-                _SMOOTHING if self._chunk_tokens_per_s else 1.0
-            )
-
     def _refresh_load(self) -> None:
         self.load = WorkerLoad(
             num_running=self.scheduler.num_running,
@@ -287,7 +255,7 @@ class DecodeWorker:
             free_pages=self._engine.pool.num_available,
             total_pages=self._engine.pool.num_pages,
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
-            prefill_tokens_per_s=self._chunk_tokens_per_s,
-            step_s=self._step_s,
+            prefill_tokens_per_s=self._pace.chunk_tokens_per_s,
+            step_s=self._pace.step_s,
             cache=self._engine.prefix_cache.stats,
         )

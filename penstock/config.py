@@ -72,6 +72,9 @@ class DecodeConfig(_Frozen):
     placement: Literal["auto", "remote", "local"] = "auto"  # where prompts are computed
     max_local_tokens: int = Field(32, ge=0)  # with auto: longer uncached suffixes always go to a prefill worker
     watermark: float = Field(0.02, ge=0, lt=1)  # share of pages kept for sequences that are running
+    hedge_after_s: float = Field(
+        0, ge=0
+    )  # a prefill that has not begun by then is asked of the next worker too; 0: never
 
     @model_validator(mode="after")
     def _every_sequence_gets_its_token(self) -> DecodeConfig:

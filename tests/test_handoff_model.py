@@ -103,7 +103,14 @@ class World:
         transfers = Transfers(self.decode_engine, self.receiver, Epoch(1), TransferConfig(), self.stalled.append)  # type: ignore[arg-type]
         transfers.calls = self
         self.transfers = transfers
-        config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, placement="remote", watermark=0.0)
+        self.hedging = self.rng.random() < 0.5
+        config = DecodeConfig(
+            max_batch_sequences=4,
+            max_batch_tokens=8,
+            placement="remote",
+            watermark=0.0,
+            hedge_after_s=1.0 if self.hedging else 0,  # which comes when `grow_impatient` says so
+        )
         self.decode = DecodeWorker(WorkerId("d"), self.decode_engine, transfers, config, CONTEXT)  # type: ignore[arg-type]
         self.prefill_epoch = Epoch(100)
         self.to_prefill: dict[TransferKey, deque[Callable[[], None]]] = {}
@@ -135,7 +142,7 @@ class World:
         key = prefill.key
         self.to_prefill[key], self.to_decode[key] = deque(), deque()
         if key.sender_epoch != self.prefill_epoch:
-            self.break_call(key)
+            self.to_decode[key].append(lambda: self.break_call(key))
             return
         sequence = Sequence(
             RequestId(prefill.request_id),
@@ -191,8 +198,8 @@ class World:
 
     def submit(self, stream_id: int, prompt: list[int], sampling: SamplingParams) -> None:
         sequence = Sequence(RequestId(f"r{stream_id}"), list(prompt), len(prompt), sampling, b"salt")
-        # The second candidate is one that has died: a start there is lost at once.
-        epochs = [self.prefill_epoch, Epoch(1)] if self.rng.random() < 0.5 else [self.prefill_epoch]
+        # The second candidate is the same worker once more, or one that has died: a start there is lost at once.
+        epochs = [self.prefill_epoch, self.rng.choice([Epoch(1), self.prefill_epoch])][: self.rng.randint(1, 2)]
         candidates = deque(PrefillCandidate("p", epoch, "nowhere", 0.0, 0.0) for epoch in epochs)
         self.received[stream_id] = []
         request = DecodeRequest(stream_id, sequence, self.receive, candidates, deadline_s=1e12)
@@ -231,6 +238,9 @@ class World:
         for key in list(self.to_decode):
             self.break_call(key)
 
+    def grow_impatient(self) -> None:
+        self.decode.on_slow(self.rng.choice(list(self.to_decode)))
+
     def ask_about_lost(self) -> None:
         """What the fence keeper does: lifts the fence once the sender cannot write any more."""
         for key in list(self.lost_keys):
@@ -250,6 +260,8 @@ class World:
             found.append(self.end_sender)
         if self.lost_keys:
             found.append(self.ask_about_lost)
+        if self.hedging and self.to_decode:
+            found.append(self.grow_impatient)
         return found
 
     def check(self) -> None:

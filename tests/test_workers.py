@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.generate import generate
 from penstock.config import EngineConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, Overloaded
-from penstock.grpc_server import make_channel
+from penstock.grpc_server import GrpcServer, make_channel
 from penstock.kv_events import decode_events
 from penstock.page_hash import hash_pages
 from penstock.types import Role, SamplingParams
@@ -66,6 +66,53 @@ async def test_a_dead_candidate_costs_time_and_no_token(pair: Pair, wanted: list
         assert alone.timing is not None
         assert (alone.timing.prefill_worker, alone.timing.pages_moved) == ("decode", 0)
     await wait_until_empty(prefill, decode)
+
+
+async def test_a_router_hears_at_once_how_each_attempt_at_a_prefill_ended(pair: Pair) -> None:
+    prefill, decode = pair
+    async with caller(decode) as router:
+        await router.answer(router.submit(PROMPT, GREEDY, [NOBODY, prefill]))
+        told = [delta.prefill for frame in router.frames for delta in frame.deltas if delta.HasField("prefill")]
+        assert [(one.worker_id, one.epoch, one.fault) for one in told] == [
+            ("gone", 1, worker_pb2.PREFILL_FAULT_WORKER),
+            ("prefill", prefill.epoch, worker_pb2.PREFILL_FAULT_NONE),
+        ]
+
+
+class _Deaf(worker_pb2_grpc.PrefillWorkerServicer):
+    """Takes a prefill and never begins it."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+
+    async def Prefill(
+        self, commands: AsyncIterator[worker_pb2.PrefillCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.PrefillEvent]:
+        async for command in commands:
+            if command.HasField("cancel"):
+                self.cancelled.set()
+                yield worker_pb2.PrefillEvent(closed=worker_pb2.PrefillClosed())
+                return
+
+
+async def test_a_prefill_that_does_not_begin_is_hedged(model: Path, wanted: list[int]) -> None:
+    deaf = _Deaf()
+    server = GrpcServer([worker_pb2.DESCRIPTOR.services_by_name["PrefillWorker"]])
+    worker_pb2_grpc.add_PrefillWorkerServicer_to_server(deaf, server.server)
+    port = await server.start("127.0.0.1", 0)
+    slow = worker_pb2.PrefillCandidate(worker_id="deaf", epoch=1, address=f"127.0.0.1:{port}")
+    hedging = worker_config(Role.DECODE, model, decode={"hedge_after_s": 0.05})
+    async with workers(worker_config(Role.PREFILL, model), hedging) as (prefill, decode):
+        assert isinstance(prefill, PrefillServer)
+        async with caller(decode) as router:
+            answer = await router.answer(router.submit(PROMPT, GREEDY, [slow, prefill]))
+            assert answer.token_ids == wanted[:16]
+            assert answer.timing is not None
+            assert answer.timing.prefill_worker == "prefill"
+            async with asyncio.timeout(TIMEOUT_S):
+                await deaf.cancelled.wait()
+        await wait_until_empty(prefill, decode)
+    await server.stop()
 
 
 async def test_workers_of_different_models_refuse_each_other(

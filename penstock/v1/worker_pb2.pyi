@@ -1,12 +1,22 @@
 from google.rpc import status_pb2 as _status_pb2
 from penstock.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class PrefillFault(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREFILL_FAULT_NONE: _ClassVar[PrefillFault]
+    PREFILL_FAULT_WORKER: _ClassVar[PrefillFault]
+    PREFILL_FAULT_LINK: _ClassVar[PrefillFault]
+PREFILL_FAULT_NONE: PrefillFault
+PREFILL_FAULT_WORKER: PrefillFault
+PREFILL_FAULT_LINK: PrefillFault
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
@@ -279,7 +289,7 @@ class DecodeCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[DecodeSubmit, _Mapping]] = ..., cancel: _Optional[_Union[DecodeCancel, _Mapping]] = ...) -> None: ...
 
 class StepDelta(_message.Message):
-    __slots__ = ("stream_id", "token_ids", "logprobs", "finish_reason", "error", "timing", "moved")
+    __slots__ = ("stream_id", "token_ids", "logprobs", "finish_reason", "error", "timing", "moved", "prefill")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +297,7 @@ class StepDelta(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]
@@ -294,7 +305,18 @@ class StepDelta(_message.Message):
     error: _status_pb2.Status
     timing: _common_pb2.Timing
     moved: Moved
-    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ...) -> None: ...
+    prefill: PrefillOutcome
+    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., prefill: _Optional[_Union[PrefillOutcome, _Mapping]] = ...) -> None: ...
+
+class PrefillOutcome(_message.Message):
+    __slots__ = ("worker_id", "epoch", "fault")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FAULT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    fault: PrefillFault
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fault: _Optional[_Union[PrefillFault, str]] = ...) -> None: ...
 
 class Moved(_message.Message):
     __slots__ = ("worker_id", "epoch", "address", "ticket")

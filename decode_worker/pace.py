@@ -1,0 +1,23 @@
+"""How fast this worker computes: running means over its steps. Pure."""
+
+from __future__ import annotations
+
+_SMOOTHING = 0.2  # weight of the newest measurement
+
+
+class Pace:
+    """Zero until there was a step of the kind."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0  # of a step in which each sequence gets one token
+        self.chunk_tokens_per_s = 0.0  # of a step with chunks of prompts in it
+
+    def on_step(self, num_sequences: int, num_tokens: int, elapsed_s: float) -> None:
+        if num_tokens == num_sequences:
+            self.step_s = _mix(self.step_s, elapsed_s)
+        else:
+            self.chunk_tokens_per_s = _mix(self.chunk_tokens_per_s, num_tokens / max(elapsed_s, 1e-6))
+
+
+def _mix(mean: float, value: float) -> float:
+    return mean + (value - mean) * (_SMOOTHING if mean else 1.0)

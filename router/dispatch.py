@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import AsyncGenerator
 from types import TracebackType
 
 from penstock import wire
 from penstock.errors import DeadlineExceeded, PenstockError, Unavailable, from_status
-from penstock.page_hash import hash_pages, make_salt
-from penstock.types import FinishReason, PageHash, WorkerId
+from penstock.page_hash import make_salt
+from penstock.types import FinishReason
 from penstock.v1 import common_pb2, worker_pb2
-from router.choice import Choice, Demand, Policy, WorkerView
-from router.follower import Follower
-from router.inflight import Work
 from router.leg import Leg
 from router.membership import Fleet, Group
+from router.placement import Placer, PromptPages
 from router.request import Request, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -31,26 +28,22 @@ log = logging.getLogger(__name__)
 _WAIT_TO_START_S = 5.0  # for a decode worker; a client that is told soon may go elsewhere
 _WAIT_TO_RESUME_S = 30.0  # with tokens out already: a dead worker's successor loads its weights first
 _RETRY_AFTER_S = 1.0
-_FIRST_HASHES = 32  # pages of a prompt hashed before the index is asked whether more are worth it
 _STAGGER_TOKENS = 64  # longer prompts are computed once, before the other completions start
 
 
 class TokenStream:
     """One request under way. Use as an async context manager: leaving it releases whatever the request holds."""
 
-    def __init__(
-        self, request: Request, fleet: Fleet, policy: Policy, rng: random.Random, max_redispatches: int
-    ) -> None:
+    def __init__(self, request: Request, fleet: Fleet, placer: Placer, max_redispatches: int) -> None:
         self._request = request
         self._fleet = fleet
-        self._policy = policy
-        self._rng = rng
+        self._placer = placer
         self._max_redispatches = max_redispatches
         self._mailbox: list[tuple[Leg, object]] = []
         self._arrived = asyncio.Event()
         self._legs = [Leg(index, request, self._deliver) for index in range(request.sampling.n)]
         self._waiting = list(self._legs)  # not sent yet
-        self._hashes: dict[int, list[PageHash]] = {}  # of the prompt's leading pages, by page size
+        self._pages = PromptPages(request.token_ids)
 
     async def __aenter__(self) -> TokenStream:
         return self
@@ -175,56 +168,30 @@ class TokenStream:
 
     async def _place(self, leg: Leg, cause: PenstockError | None = None) -> None:
         """Chooses workers and submits; waits a while where there is none."""
+        group = await self._wait_for_group(leg)
+        decode = [one for one in group.decode if one.epoch not in leg.refused_by]
+        if not decode:
+            raise cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S)
+        placed = self._placer.place(self._pages, len(self._request.token_ids) + len(leg.emitted), group, decode)
+        leg.credits = placed.credits
+        chosen = placed.decode
+        assert chosen.link is not None  # it takes work
+        leg.decode_worker, leg.decode_epoch = chosen.worker_id, chosen.epoch
+        leg.sent_s = time.monotonic()
+        timeout_s = self._request.deadline_s - leg.sent_s
+        leg.submit(chosen.link, self._submission(leg, group.salt, placed.candidates, timeout_s))
+
+    async def _wait_for_group(self, leg: Leg) -> Group:
+        """Workers of the revision that the request began with."""
         revision = self._request.model_revision
         patience_s = _WAIT_TO_RESUME_S if leg.emitted else _WAIT_TO_START_S
         left_s = self._request.deadline_s - time.monotonic()
         group = await self._fleet.wait_for(lambda: self._fleet.group(revision), min(patience_s, left_s))
-        timeout_s = self._request.deadline_s - time.monotonic()
-        if timeout_s <= 0 or (group is None and left_s <= patience_s):
+        if time.monotonic() >= self._request.deadline_s or (group is None and left_s <= patience_s):
             raise self._too_late()
         if group is None:
             raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
-        decode = [one for one in group.decode if one.epoch not in leg.refused_by]
-        if not decode:
-            raise cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S)
-        cached = self._cached_tokens(group)
-        demand = Demand(len(self._request.token_ids) + len(leg.emitted), group.token_bytes)
-
-        def view(one: Follower) -> WorkerView:
-            sent = self._fleet.ledger.sent_to(one.worker_id)
-            return WorkerView(one.worker_id, one.load, one.description.page_size, sent, cached.get(one.worker_id, 0))
-
-        choice = self._policy.choose(
-            demand, [view(one) for one in decode], [view(one) for one in group.prefill], self._rng
-        )
-        chosen = next(one for one in decode if one.worker_id == choice.decode)
-        assert chosen.link is not None  # it takes work
-        leg.decode_worker, leg.decode_epoch = chosen.worker_id, chosen.epoch
-        leg.sent_s = time.monotonic()
-        leg.submit(chosen.link, self._submission(leg, group.salt, _candidates(choice, group), timeout_s))
-        self._credit(leg, choice, -(-demand.num_tokens // chosen.description.page_size))
-
-    def _cached_tokens(self, group: Group) -> dict[WorkerId, int]:
-        """Leading tokens of the prompt whose pages each worker holds, by hashes of pages as large as its own."""
-        found: dict[WorkerId, int] = {}
-        for size in {one.description.page_size for one in (*group.decode, *group.prefill)}:
-            cached = self._cached_pages(size, group.salt)
-            found.update((worker_id, num_pages * size) for worker_id, num_pages in cached.items())
-        return found
-
-    def _cached_pages(self, size: int, salt: bytes) -> dict[WorkerId, int]:
-        """Leading pages of that size that each worker holds. Hashes little further than the longest prefix found."""
-        token_ids = self._request.token_ids
-        hashes = self._hashes.get(size, [])
-        num_full = len(token_ids) // size
-        count = min(_FIRST_HASHES, num_full)
-        while True:
-            if len(hashes) < count:
-                hashes = self._hashes[size] = hash_pages(token_ids[: count * size], size, salt, hashes)
-            cached = self._fleet.index.match(hashes[:count])
-            if count == num_full or max(cached.values(), default=0) < count:
-                return cached
-            count = min(2 * count, num_full)
+        return group
 
     def _submission(
         self, leg: Leg, salt: bytes, candidates: list[worker_pb2.PrefillCandidate], timeout_s: float
@@ -239,17 +206,6 @@ class TokenStream:
             prefill_candidates=candidates,
             lane=wire.lane_to_wire(self._request.lane),
         )
-
-    def _credit(self, leg: Leg, choice: Choice, num_pages: int) -> None:
-        """What the chosen workers' next load reports will not show yet."""
-        ledger = self._fleet.ledger
-        pages = Work(num_requests=1, num_pages=num_pages)
-        compute = Work(prefill_tokens=choice.uncached_tokens)
-        computed_by = choice.prefill[0].worker_id if choice.prefill else choice.decode
-        leg.credits = [
-            ledger.record(choice.decode, pages, leg.sent_s),
-            ledger.record(computed_by, compute, leg.sent_s),
-        ]
 
     def _timing(self, leg: Leg, told: common_pb2.Timing) -> common_pb2.Timing:
         """The worker's account, with the times that only the router sees."""
@@ -269,20 +225,6 @@ class TokenStream:
     def _too_late(self) -> DeadlineExceeded:
         waited_s = self._request.deadline_s - self._request.accepted_s
         return DeadlineExceeded(f"request {self._request.request_id} did not end within its {waited_s:.3g} s")
-
-
-def _candidates(choice: Choice, group: Group) -> list[worker_pb2.PrefillCandidate]:
-    members = {one.worker_id: one for one in group.prefill}
-    return [
-        worker_pb2.PrefillCandidate(
-            worker_id=one.worker_id,
-            epoch=members[one.worker_id].epoch,
-            address=members[one.worker_id].address,
-            queue_s=one.queue_s,
-            prefill_s=one.prefill_s,
-        )
-        for one in choice.prefill
-    ]
 
 
 def _error_of(item: object) -> PenstockError | None:

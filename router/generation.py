@@ -22,6 +22,7 @@ from router.dispatch import TokenStream
 from router.membership import Fleet, Group
 from router.metrics import RouterMetrics
 from router.model_card import ModelCard
+from router.placement import Placer
 from router.request import Output, Request, TokenDelta
 from router.tokenizer import Tokenizer
 
@@ -41,8 +42,7 @@ class Generator:
         self._config = config
         self._fleet = fleet
         self._metrics = metrics
-        self._policy = make_policy(config.policy)
-        self._rng = random.Random()
+        self._placer = Placer(fleet, make_policy(config.policy), random.Random())
         self._num_inflight = 0
 
     @property
@@ -140,7 +140,7 @@ class Generator:
         Raises Overloaded, DeadlineExceeded, Unavailable, or a worker's own refusal.
         """
         with self._counted_errors(), self._admitted():
-            stream = TokenStream(request, self._fleet, self._policy, self._rng, self._config.max_redispatches)
+            stream = TokenStream(request, self._fleet, self._placer, self._config.max_redispatches)
             texts = [CompletionText(self.tokenizer, request.sampling) for _ in range(request.sampling.n)]
             usage = common_pb2.Usage(prompt_tokens=len(request.token_ids))
             last_token_s = [0.0] * len(texts)

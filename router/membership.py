@@ -41,6 +41,7 @@ class Group:
     context_length: int  # that each of them can hold
     decode: tuple[Follower, ...]
     prefill: tuple[Follower, ...]
+    page_sizes: frozenset[int]  # among them
 
 
 class Fleet:
@@ -80,14 +81,15 @@ class Fleet:
         digest = max(counts, key=lambda key: (counts[key], key))
         decode = [one for one in decode if one.description.kv_digest == digest]
         first = decode[0].description
-        prefill = [one for one in ready if one.description.role == Role.PREFILL]
+        prefill = [one for one in ready if one.description.role == Role.PREFILL and one.description.kv_digest == digest]
         return Group(
             model_revision=first.model_revision,
             salt=make_salt(first.model_revision),
             token_bytes=first.page_bytes / first.page_size,
             context_length=min(one.description.context_length for one in decode),
             decode=tuple(decode),
-            prefill=tuple(one for one in prefill if one.description.kv_digest == digest),
+            prefill=tuple(prefill),
+            page_sizes=frozenset(one.description.page_size for one in (*decode, *prefill)),
         )
 
     async def wait_for(self, find: Callable[[], FoundT | None], timeout_s: float | None) -> FoundT | None:

@@ -40,6 +40,8 @@ class DepartureEvents(Protocol):
 
     def on_adopted(self, key: TransferKey) -> None: ...
 
+    def on_heartbeat(self, key: TransferKey) -> None: ...
+
     def on_failed(self, key: TransferKey, error: PenstockError) -> None: ...
 
 
@@ -99,6 +101,9 @@ class AdoptClient:
         finish = worker_pb2.AdoptFinish(state=state, manifest=pushed, paused_ms=paused_s * 1e3)
         self._running.call_soon_threadsafe(self._finish, key, finish)
 
+    def heartbeat(self, key: TransferKey) -> None:
+        self._running.call_soon_threadsafe(self._heartbeat, key)
+
     def close(self, key: TransferKey, error: PenstockError | None) -> None:
         self._running.call_soon_threadsafe(self._close, key, error)
 
@@ -123,6 +128,9 @@ class AdoptClient:
         call = self._calls[key]
         call.commands.put_nowait(worker_pb2.AdoptCommand(finish=finish))
         self._set_timer(key, call, _CONFIRM_TIMEOUT_S, "the target did not confirm")
+
+    def _heartbeat(self, key: TransferKey) -> None:
+        self._calls[key].commands.put_nowait(worker_pb2.AdoptCommand(heartbeat=worker_pb2.Heartbeat()))
 
     def _close(self, key: TransferKey, error: PenstockError | None) -> None:
         call = self._calls.pop(key)
@@ -166,6 +174,8 @@ class AdoptClient:
                 )
             case "landed":
                 self._loop.post(lambda: events.on_landed(key, event.landed.num_pages))
+            case "heartbeat":
+                self._loop.post(lambda: events.on_heartbeat(key))
             case "adopted":
                 call.stop_timer()
                 self._loop.post(lambda: events.on_adopted(key))

@@ -54,6 +54,9 @@ class AdoptCall:
     def refused(self, error: PenstockError) -> None:
         self._send(worker_pb2.AdoptEvent(refused=worker_pb2.AdoptRefused(error=to_status(error))))
 
+    def heartbeat(self) -> None:
+        self._send(worker_pb2.AdoptEvent(heartbeat=worker_pb2.Heartbeat()))
+
     def end(self) -> None:
         self._send(None)
 
@@ -146,6 +149,8 @@ class AdoptService:
             async for command in commands:
                 if command.WhichOneof("command") == "finish":
                     self._finish(key, command.finish)
+                elif command.WhichOneof("command") == "heartbeat":
+                    self._loop.post(lambda: self._adoptions.on_heartbeat(key))
                 elif command.WhichOneof("command") == "closed":
                     self._close(key, command.closed)
                     call.closed = True

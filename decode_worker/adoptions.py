@@ -17,6 +17,7 @@ from decode_worker import sequence_state
 from decode_worker.request import DecodeRequest, TokenDelta
 from decode_worker.transfers import Transfers
 from decode_worker.worker import DecodeWorker
+from kv_transfer.lease import Lease, Sweeper
 from kv_transfer.session import Manifest
 from penstock.errors import Cancelled, InvalidInput, Overloaded, PenstockError
 from penstock.types import PageId, TransferId, TransferKey
@@ -39,6 +40,8 @@ class SourceCall(Protocol):
 
     def refused(self, error: PenstockError) -> None: ...
 
+    def heartbeat(self) -> None: ...
+
 
 @dataclass(slots=True, eq=False)
 class Adoption:
@@ -49,6 +52,7 @@ class Adoption:
     keep: Callable[[Adoption], None]
     num_tokens: int = 0  # when it came: what its router has
     request: DecodeRequest | None = None
+    lease: Lease | None = None  # of its router, from the moment that it runs here
     refused: bool = False
     deltas: list[TokenDelta] = field(default_factory=list)
     reader: DecodeRequest | None = None  # of its router, once that is here
@@ -84,15 +88,25 @@ class Adoption:
     def cancel(self, key: TransferKey) -> None:
         self.refuse(Cancelled("the target gave it up"))
 
+    def heartbeat(self, key: TransferKey) -> None:
+        self.call.heartbeat()
+
 
 class Adoptions:
     """Owns the sequences that have no router yet."""
 
-    def __init__(self, worker: DecodeWorker, transfers: Transfers, start_lease: Callable[[TransferId], None]) -> None:
-        """`start_lease` shall call `expire` with the ticket after LEASE_S."""
+    def __init__(
+        self,
+        worker: DecodeWorker,
+        transfers: Transfers,
+        lease_s: float = LEASE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._worker = worker
         self._transfers = transfers
-        self._start_lease = start_lease
+        self._lease_s = lease_s
+        self._clock = clock
+        self._sweeper = Sweeper(lease_s)
         self._asking: dict[TransferKey, tuple[Adoption, worker_pb2.AdoptStart]] = {}  # not answered yet, in order
         self._kept: dict[TransferId, Adoption] = {}
         worker.after_step.append(self._answer)
@@ -143,6 +157,10 @@ class Adoptions:
         self._transfers.set_num_tokens(key, len(request.sequence.token_ids) - 1)
         self._worker.on_manifest(key, manifest)
 
+    def on_heartbeat(self, key: TransferKey) -> None:
+        """The source is still at it."""
+        self._transfers.on_heartbeat(key)
+
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> None:
         """The source writes no more. It has handed the sequence over, unless there is an error."""
         self._asking.pop(key, None)
@@ -161,7 +179,7 @@ class Adoptions:
         assert adoption.request is not None
         adoption.num_tokens = len(adoption.request.sequence.token_ids)
         self._kept[adoption.key.transfer_id] = adoption
-        self._start_lease(adoption.key.transfer_id)
+        adoption.lease = Lease(self._lease_s, self._clock())
 
     def attach(self, ticket: TransferId, request: DecodeRequest) -> bool:
         """Gives a kept sequence, and what it has drawn since, to the router's `request`; False where there is none."""
@@ -177,8 +195,15 @@ class Adoptions:
         adoption.pass_on(request)
         return True
 
-    def expire(self, ticket: TransferId) -> None:
-        self._drop(ticket, Cancelled(f"no router came for it within {LEASE_S:g} s"))
+    def sweep(self, now_s: float) -> float | None:
+        """Drops those whose router has not come in time; when to look again."""
+        if self._sweeper.is_due(now_s, bool(self._kept)):
+            leases = {ticket: one.lease for ticket, one in self._kept.items() if one.lease is not None}
+            for ticket in [ticket for ticket, lease in leases.items() if lease.is_over(now_s)]:
+                self._drop(ticket, Cancelled(f"no router came for it within {self._lease_s:g} s"))
+                del leases[ticket]
+            self._sweeper.looked(now_s, (lease.deadline_s for lease in leases.values()))
+        return self._sweeper.next_s
 
     def _drop(self, ticket: TransferId, error: PenstockError) -> None:
         adoption = self._kept.pop(ticket, None)

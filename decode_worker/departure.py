@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.sequence import Sequence as Generation
+from kv_transfer.lease import Lease
 from kv_transfer.reshard import Plan
 from penstock.errors import PenstockError
 from penstock.types import Epoch, PageId, TransferKey, WorkerId
@@ -29,6 +30,7 @@ class Departure:
     target: Target
     report: Callable[[PenstockError | None], None]  # called once, with the outcome
     num_told: int  # tokens in the state that the target has
+    lease: Lease  # of the target
     is_open: bool = False  # at the sender
     plan: Plan | None = None  # from our pages to the target's; set with the destination
     destination: Sequence[PageId] = ()

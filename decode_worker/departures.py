@@ -23,11 +23,13 @@ from decode_worker.request import DecodeRequest, Moved
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from engine.sequence import Sequence as Generation
+from kv_transfer.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.reshard import Plan
 from kv_transfer.sender import TransferSender
 from kv_transfer.session import Manifest
 from kv_transfer.staging import sent_checksums
-from penstock.errors import Cancelled, InvalidInput, PenstockError, Unavailable
+from penstock.config import TransferConfig
+from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, PenstockError, Unavailable
 from penstock.page_hash import hash_pages
 from penstock.types import Epoch, PageHash, PageId, RequestId, TransferId, TransferKey
 from penstock.v1 import worker_pb2
@@ -44,6 +46,8 @@ class AdoptCalls(Protocol):
         self, key: TransferKey, state: worker_pb2.SequenceState, manifest: Manifest, paused_s: float
     ) -> None: ...
 
+    def heartbeat(self, key: TransferKey) -> None: ...
+
     def close(self, key: TransferKey, error: PenstockError | None) -> None: ...
 
 
@@ -51,7 +55,13 @@ class Departures:
     """Owns the attempts."""
 
     def __init__(
-        self, engine: Engine, worker: DecodeWorker, sender: TransferSender, epoch: Epoch, checksums: bool
+        self,
+        engine: Engine,
+        worker: DecodeWorker,
+        sender: TransferSender,
+        epoch: Epoch,
+        config: TransferConfig,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = engine.pool
         self._kv_pages = engine.kv_pages
@@ -59,7 +69,10 @@ class Departures:
         self._worker = worker
         self._sender = sender
         self._epoch = epoch
-        self._checksums = checksums
+        self._checksums = config.checksums
+        self._lease_s = config.timeout_s
+        self._clock = clock
+        self._sweeper = Sweeper(heartbeat_s(config.timeout_s))
         self._departures: dict[TransferKey, Departure] = {}
         self.calls: AdoptCalls | None = None
         self.num_moved = 0
@@ -86,7 +99,8 @@ class Departures:
             report(Unavailable(f"{sequence.request_id} has ended, moves already or waits for its KV"))
             return
         key = TransferKey(TransferId(uuid.uuid4().hex), self._epoch, target.epoch)
-        self._departures[key] = Departure(key, sequence, target, report, len(sequence.token_ids))
+        lease = Lease(self._lease_s, self._clock())
+        self._departures[key] = Departure(key, sequence, target, report, len(sequence.token_ids), lease)
         one = self._candidate(request)
         state = sequence_state.to_wire(request, self._worker.timing(request), time.monotonic())
         room = room_wanted(one.num_tokens, one.num_tokens_left, self._page_size)
@@ -122,8 +136,15 @@ class Departures:
     def on_landed(self, key: TransferKey, num_pages: int) -> None:
         one = self._departures.get(key)
         if one is not None:
+            one.lease.renew(self._clock())
             one.num_landed = max(one.num_landed, one.num_held + num_pages)
             self._advance(one)
+
+    def on_heartbeat(self, key: TransferKey) -> None:
+        """The target is still at it."""
+        one = self._departures.get(key)
+        if one is not None:
+            one.lease.renew(self._clock())
 
     def on_adopted(self, key: TransferKey) -> None:
         """The target has verified every page and runs the sequence."""
@@ -150,6 +171,19 @@ class Departures:
         one = self._departures.get(key)
         if one is not None:
             self._fail(one, error)
+
+    def sweep(self, now_s: float) -> float | None:
+        """Gives heartbeats; lets sequences run on here whose target has fallen silent. When to look again."""
+        if self._sweeper.is_due(now_s, bool(self._departures)):
+            assert self.calls is not None
+            for one in [one for one in self._departures.values() if not one.has_outcome]:
+                if one.lease.is_over(now_s):
+                    self._fail(one, DeadlineExceeded(f"{one.target.worker_id} has been silent for {self._lease_s:g} s"))
+                else:
+                    self.calls.heartbeat(one.key)
+            under_way = (one for one in self._departures.values() if not one.has_outcome)
+            self._sweeper.looked(now_s, (one.lease.deadline_s for one in under_way))
+        return self._sweeper.next_s
 
     # What the sender says.
 

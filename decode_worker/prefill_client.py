@@ -69,6 +69,8 @@ class TransferEvents(Protocol):
 
     def on_slow(self, key: TransferKey) -> None: ...
 
+    def on_heartbeat(self, key: TransferKey) -> None: ...
+
     def on_reserve(self, key: TransferKey) -> None: ...
 
     def on_first_token(self, key: TransferKey, first: RemoteFirstToken) -> None: ...
@@ -109,6 +111,10 @@ class PrefillClient:
 
     def cancel(self, key: TransferKey) -> None:
         command = worker_pb2.PrefillCommand(cancel=worker_pb2.PrefillCancel())
+        self._running.call_soon_threadsafe(self._send, key, command)
+
+    def heartbeat(self, key: TransferKey) -> None:
+        command = worker_pb2.PrefillCommand(heartbeat=worker_pb2.Heartbeat())
         self._running.call_soon_threadsafe(self._send, key, command)
 
     async def close(self) -> None:
@@ -158,6 +164,8 @@ class PrefillClient:
     def _deliver(self, key: TransferKey, event: worker_pb2.PrefillEvent) -> None:
         events = self._events
         match event.WhichOneof("event"):
+            case "heartbeat":
+                self._loop.post(lambda: events.on_heartbeat(key))
             case "reserve":
                 self._loop.post(lambda: events.on_reserve(key))
             case "first_token":

@@ -19,13 +19,14 @@ from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from engine.step_loop import StepLoop
 from engine.worker_identity import describe
+from kv_transfer.lease import earliest
 from kv_transfer.receiver import TransferReceiver
 from kv_transfer.sender import TransferSender
 from penstock.config import WorkerConfig
-from penstock.errors import ConfigError, TransferError
+from penstock.errors import ConfigError
 from penstock.grpc_server import GrpcServer
 from penstock.kv_events import KvEventLog
-from penstock.types import Epoch, Role, TransferId, TransferKey, WorkerId
+from penstock.types import Epoch, Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from penstock.worker_service import WorkerService
 
@@ -52,13 +53,13 @@ class DecodeServer:
         engine = await asyncio.to_thread(Engine.load, config.engine, on_progress, events)
         await asyncio.to_thread(engine.warm_up)
         self._open_transfers(engine)
-        transfers = Transfers(engine, self._receiver, self.epoch, config.transfer, self._watch_for_stall)
+        transfers = Transfers(engine, self._receiver, self.epoch, config.transfer)
         description = describe(engine, config, self.epoch)
         description.transports.extend(self._receiver.transports)
         worker = self.worker = DecodeWorker(
             WorkerId(config.worker_id), engine, transfers, config.decode, description.context_length
         )
-        self._loop = StepLoop(config.worker_id, self._step, self._on_fatal)
+        self._loop = StepLoop(config.worker_id, self._step, self._on_fatal, self._sweep)
         self._channels = Channels()
         self._fences = FenceKeeper(self._channels.get, lambda key: self._loop.post(lambda: worker.on_quiesced(key)))
         self._calls = PrefillClient(self._loop, worker, self._receiver.offer, self._channels, self._fences)
@@ -97,36 +98,22 @@ class DecodeServer:
     def _join_peers(self, engine: Engine, transfers: Transfers) -> AdoptService:
         """What moves sequences between this worker and other decode workers."""
         config, worker = self._config, self.worker
-        self.departures = Departures(engine, worker, self._sender, self.epoch, config.transfer.checksums)
+        self.departures = Departures(engine, worker, self._sender, self.epoch, config.transfer)
         self._adopt_calls = AdoptClient(
             self._loop, self.departures, self._channels, WorkerId(config.worker_id), lambda: self.address
         )
         self.departures.calls = self._adopt_calls
-        self.adoptions = Adoptions(worker, transfers, self._start_lease)
+        self.adoptions = Adoptions(worker, transfers, LEASE_S)
         return AdoptService(self.departures, self.adoptions, self._receiver, self._loop, self._fences, self.epoch)
-
-    def _start_lease(self, ticket: TransferId) -> None:
-        """Of a sequence that has come here and waits for its router."""
-
-        def expire() -> None:
-            self._loop.post(lambda: self.adoptions.expire(ticket))
-
-        self._running.call_soon_threadsafe(lambda: self._running.call_later(LEASE_S, expire))
 
     def _step(self) -> bool:
         worked = self.worker.step()
         self._service.notify()
         return worked
 
-    def _watch_for_stall(self, key: TransferKey) -> None:
-        """The sender is done: pages that have not arrived within the transfer's time-out never will."""
-        error = TransferError(f"transfer {key.transfer_id}: pages did not arrive although the sender is done")
-        timeout_s = self._config.transfer.timeout_s
-
-        def stalled() -> None:
-            self._loop.post(lambda: self.worker.on_stalled(key, error))
-
-        self._running.call_soon_threadsafe(lambda: self._running.call_later(timeout_s, stalled))
+    def _sweep(self, now_s: float) -> float | None:
+        """Looks after every lease of this worker's; when to come again."""
+        return earliest(self.worker.sweep(now_s), self.adoptions.sweep(now_s), self.departures.sweep(now_s))
 
     def _on_fatal(self, error: BaseException) -> None:
         def fail() -> None:

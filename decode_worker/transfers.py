@@ -3,13 +3,14 @@
 A transfer brings a prompt's pages from a prefill worker, or those of a running sequence from another decode worker. The
 first begins when a prefill worker is asked and holds pages only from the moment that worker begins to compute; the
 second holds them from its beginning. Either is forgotten once nothing of it can be written any more. Two lives are
-kept apart: the request's interest (it may fall back or be cancelled at any moment) and the sender's right to write,
-which alone decides when a fence is lifted.
+kept apart: the request's interest (it may fall back or be cancelled at any moment, and a sender that is silent for its
+lease loses it) and the sender's right to write, which alone decides when a fence is lifted.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections import deque
@@ -22,6 +23,7 @@ from decode_worker.request import DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
 from engine.engine import Engine
 from kv_transfer.checksum import page_checksums
+from kv_transfer.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.receiver import TransferReceiver
 from kv_transfer.session import ENDED, Effect, Manifest, TransferSession
 from penstock.config import TransferConfig
@@ -37,6 +39,8 @@ class SenderCalls(Protocol):
     def send_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None: ...
 
     def cancel(self, key: TransferKey) -> None: ...
+
+    def heartbeat(self, key: TransferKey) -> None: ...
 
 
 class PrefillCalls(SenderCalls, Protocol):
@@ -58,6 +62,15 @@ class Landed:
 @dataclass(frozen=True, slots=True)
 class Mismatch:
     """A hand-off that is not what its manifest says: the request is served another way."""
+
+    key: TransferKey
+    request: DecodeRequest
+    error: TransferError
+
+
+@dataclass(frozen=True, slots=True)
+class Lapsed:
+    """A transfer whose sender has fallen silent: its request is served another way."""
 
     key: TransferKey
     request: DecodeRequest
@@ -86,15 +99,15 @@ class Transfers:
         receiver: TransferReceiver,
         epoch: Epoch,
         config: TransferConfig,
-        on_sender_done: Callable[[TransferKey], None] = lambda key: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_sender_done` is told of a transfer whose sender is done while pages have not arrived yet."""
         self._engine = engine
         self._page_size = engine.layout.page_size
         self._receiver = receiver
         self._epoch = epoch
         self._config = config
-        self._on_sender_done = on_sender_done
+        self._clock = clock
+        self._sweeper = Sweeper(heartbeat_s(config.timeout_s))
         self._transfers: dict[TransferKey, _Transfer] = {}
         self._asking: deque[_Transfer] = deque()  # reservations not granted yet, in order
         self.calls: PrefillCalls | None = None
@@ -111,7 +124,7 @@ class Transfers:
         assert self.calls is not None
         sequence = request.sequence
         key = TransferKey(TransferId(uuid.uuid4().hex), candidate.epoch, self._epoch)
-        session = TransferSession(key, self._config.timeout_s)
+        session = self._session(key)
         self._transfers[key] = _Transfer(session, request, self.calls, len(sequence.token_ids))
         self.calls.start(
             RemotePrefill(
@@ -139,12 +152,15 @@ class Transfers:
     ) -> bool:
         """Reserves pages for a sequence that runs elsewhere and may grow to `num_tokens` until it comes here; False,
         and no transfer, where there are too few now."""
-        transfer = _Transfer(TransferSession(key, self._config.timeout_s), request, sender, num_tokens, on_landed)
+        transfer = _Transfer(self._session(key), request, sender, num_tokens, on_landed)
         self._transfers[key] = transfer
         granted = self._grant(transfer, request, scheduler)
         if not granted:
             del self._transfers[key]
         return granted
+
+    def _session(self, key: TransferKey) -> TransferSession:
+        return TransferSession(key, Lease(self._config.timeout_s, self._clock()))
 
     def set_num_tokens(self, key: TransferKey, num_tokens: int) -> None:
         """The sequence stands still at its source: so many of its tokens have their KV there."""
@@ -190,8 +206,8 @@ class Transfers:
         request.sequence.pages = [*reservation.held, *fresh]
         transfer.num_held = len(reservation.held)
         self._engine.pool.fence(fresh, key)
-        self._receiver.open(key, fresh)
-        transfer.session.on_reserved(fresh, time.monotonic())
+        self._receiver.open(key, fresh, timeout_s=math.inf)  # the session's lease bounds it
+        transfer.session.on_reserved(fresh, self._clock())
         transfer.sender.send_destination(key, transfer.num_held, fresh)
         return True
 
@@ -201,7 +217,7 @@ class Transfers:
         transfer = self._transfers.get(key)
         if transfer is None:
             return None
-        effects = transfer.session.on_arrival(first_index, num_pages, time.monotonic())
+        effects = transfer.session.on_arrival(first_index, num_pages, self._clock())
         transfer.on_landed(transfer.session.num_landed)
         return self._apply(transfer, effects)
 
@@ -246,6 +262,36 @@ class Transfers:
             return "the pages' checksums differ from the sender's"
         return None
 
+    # Leases.
+
+    def on_heartbeat(self, key: TransferKey) -> None:
+        """The sender is still at it."""
+        transfer = self._transfers.get(key)
+        if transfer is not None:
+            transfer.session.on_heartbeat(self._clock())
+
+    def sweep(self, now_s: float) -> list[Lapsed]:
+        """Gives heartbeats to senders; ends the wait for those that have fallen silent. Their fences stay."""
+        lapsed: list[Lapsed] = []
+        if not self._sweeper.is_due(now_s, bool(self._transfers)):
+            return lapsed
+        for transfer in list(self._transfers.values()):
+            key = transfer.session.key
+            effects = transfer.session.expire(now_s)
+            if transfer.session.phase not in ENDED:
+                transfer.sender.heartbeat(key)
+            elif transfer.request is not None:
+                silent = f"no page and no sign of life for {transfer.session.lease.length_s:g} s"
+                lapsed.append(Lapsed(key, transfer.request, TransferError(f"transfer {key.transfer_id}: {silent}")))
+                self._give_up(transfer, effects)
+        deadlines = (transfer.session.deadline_s for transfer in self._transfers.values())
+        self._sweeper.looked(now_s, (one_s for one_s in deadlines if one_s is not None))
+        return lapsed
+
+    @property
+    def next_sweep_s(self) -> float | None:
+        return self._sweeper.next_s
+
     # The end.
 
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> DecodeRequest | None:
@@ -255,8 +301,8 @@ class Transfers:
             return None
         effects = transfer.session.on_closed()
         if error is None and transfer.session.phase not in ENDED:
+            # Its last pages are on their way: completion and arrival travel apart. Its lease is not renewed any more.
             self._apply(transfer, effects)
-            self._on_sender_done(key)  # its last pages are on their way: completion and arrival travel apart
             return None
         return self._give_up(transfer, effects)
 

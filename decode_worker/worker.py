@@ -163,6 +163,15 @@ class DecodeWorker:
             request.times.landed_s = time.monotonic()
             self._attempts.on_landed(request, landed.key)
 
+    def on_heartbeat(self, key: TransferKey) -> None:
+        self._transfers.on_heartbeat(key)
+
+    def sweep(self, now_s: float) -> float | None:
+        """Looks after leases, whether or not there is anything to compute; when to come again."""
+        for lapsed in self._transfers.sweep(now_s):
+            self._fall_back(lapsed.key, lapsed.request, lapsed.error)
+        return self._transfers.next_sweep_s
+
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> None:
         self._fall_back(key, self._transfers.on_closed(key, error), error)
 

@@ -1,7 +1,8 @@
 """The thread that owns a worker's state: calls posted from outside run first, then one step, then the next.
 
 Everything a worker holds (scheduler, page pool, requests) is touched on this thread alone, so it needs no locks.
-Blocks while there is nothing to do; a posted call wakes it at once.
+Blocks while there is nothing to do; a posted call wakes it at once, and so does the moment that the last sweep named:
+what has a deadline is looked after whether or not there is work.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -19,9 +21,17 @@ _Call = Callable[[], None]
 class StepLoop:
     """Runs `step` as long as it returns True (it did work), and otherwise waits for the next posted call."""
 
-    def __init__(self, name: str, step: Callable[[], bool], on_fatal: Callable[[BaseException], None]) -> None:
-        """`on_fatal` hears, on this thread, of an error that escaped `step` or a posted call; the loop then ends."""
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[], bool],
+        on_fatal: Callable[[BaseException], None],
+        sweep: Callable[[float], float | None] = lambda now_s: None,
+    ) -> None:
+        """`sweep` is called with the monotonic time after every step, and at the latest when it asked to be. `on_fatal`
+        hears, on this thread, of an error that escaped any of these or a posted call; the loop then ends."""
         self._step = step
+        self._sweep = sweep
         self._on_fatal = on_fatal
         self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -41,17 +51,23 @@ class StepLoop:
 
     def _run(self) -> None:
         try:
-            idle = False
-            while self._drain(wait=idle):
+            idle, due_s = False, None
+            while self._drain(idle, due_s):
                 idle = not self._step()
+                now_s = time.monotonic()
+                if due_s is not None and now_s >= due_s:
+                    idle = False  # what the sweep sets going is taken up by a step
+                due_s = self._sweep(now_s)
         except BaseException as error:
             log.exception("the step loop failed")
             self._on_fatal(error)
 
-    def _drain(self, wait: bool) -> bool:
-        """Runs every call that is waiting, after waiting for one where told so; False once the loop must end."""
+    def _drain(self, wait: bool, due_s: float | None) -> bool:
+        """Runs every call that is waiting, after waiting for one until `due_s` where told so; False once the loop must
+        end."""
+        timeout_s = None if due_s is None else max(0.0, due_s - time.monotonic())
         try:
-            call = self._inbox.get(block=wait)
+            call = self._inbox.get(block=wait, timeout=timeout_s)
             while call is not None:
                 call()
                 call = self._inbox.get_nowait()

@@ -11,6 +11,7 @@ peer is about to connect.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -44,6 +45,7 @@ class _Incoming:
 
     key: TransferKey
     pages: tuple[PageId, ...]
+    timeout_s: float  # without a page
     last_progress_s: float
     missing: set[int]  # indexes that have not landed
     failed: bool = False
@@ -113,17 +115,20 @@ class TransferReceiver:
         details = tuple((wire.name, wire.offer(peer)) for wire in self._wires)
         return Offer(self._epoch, self._layout, self._pages.num_pages, details).encode()
 
-    def open(self, key: TransferKey, pages: Sequence[PageId]) -> None:
-        """From now on the transfer may write `pages`; index i of an arrival is pages[i]. They are fenced already."""
+    def open(self, key: TransferKey, pages: Sequence[PageId], timeout_s: float | None = None) -> None:
+        """From now on the transfer may write `pages`; index i of an arrival is pages[i]. They are fenced already.
+
+        Fails when no page comes for `timeout_s`, the configured time-out unless told; `math.inf` where the caller knows
+        better whether the sender is still at it."""
         if key.receiver_epoch != self._epoch:
             raise TransferError(
                 f"transfer {key.transfer_id}: receiver epoch {key.receiver_epoch}, this is {self._epoch}"
             )
-        now_s = time.monotonic()
+        now_s, bound_s = time.monotonic(), self._config.timeout_s if timeout_s is None else timeout_s
         with self._lock:
             if key in self._open:
                 raise TransferError(f"transfer {key.transfer_id}: already open")
-            self._open[key] = _Incoming(key, tuple(pages), now_s, set(range(len(pages))))
+            self._open[key] = _Incoming(key, tuple(pages), bound_s, now_s, set(range(len(pages))))
             self._lock.notify()
 
     def close(self, key: TransferKey) -> None:
@@ -221,10 +226,11 @@ class TransferReceiver:
 
     def _pause_s(self, now_s: float) -> float | None:
         """How long the thread may sleep unless it is woken; None: for ever."""
-        waiting = [item.last_progress_s for item in self._open.values() if item.missing and not item.failed]
+        waiting = [item for item in self._open.values() if item.missing and not item.failed]
         if not self._must_poll(now_s):
-            return max(0.0, min(waiting) + self._config.timeout_s - now_s) if waiting else None
-        quiet_s = now_s - max(waiting) if waiting else SLOWEST_POLL_S * 8
+            next_s = min((item.last_progress_s + item.timeout_s for item in waiting), default=math.inf)
+            return None if math.isinf(next_s) else max(0.0, next_s - now_s)
+        quiet_s = now_s - max(item.last_progress_s for item in waiting) if waiting else SLOWEST_POLL_S * 8
         return min(SLOWEST_POLL_S, max(FASTEST_POLL_S, quiet_s / 8))
 
     def _poll(self, wire: ReceivingTransport) -> None:
@@ -255,11 +261,12 @@ class TransferReceiver:
         self._on_arrival(arrival.key, arrival.first_index, arrival.num_pages)
 
     def _fail_stalled(self, now_s: float) -> None:
-        oldest_s = now_s - self._config.timeout_s
         with self._lock:
-            stalled = [item for item in self._open.values() if item.missing and item.last_progress_s <= oldest_s]
+            stalled = [
+                item for item in self._open.values() if item.missing and now_s >= item.last_progress_s + item.timeout_s
+            ]
         for item in stalled:
-            message = f"no page for {self._config.timeout_s} s, {len(item.missing)} of {len(item.pages)} missing"
+            message = f"no page for {item.timeout_s} s, {len(item.missing)} of {len(item.pages)} missing"
             self._fail(item, TransferError(f"transfer {item.key.transfer_id}: {message}"))
 
     def _fail_all(self, peer: Peer, error: TransferError) -> None:

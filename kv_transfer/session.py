@@ -1,10 +1,10 @@
 """One transfer at the receiver as a pure state machine: no I/O, no clock but the `now_s` that is passed in.
 
 Two lives are kept apart. The *interest* in the pages runs offered, reserved, streaming, landed, verified, admitted, and
-may end early as aborted or expired. The *sender's right to write* ends only when it says that it has closed the
-transfer, or when its incarnation is known to be dead; never by time alone. Pages are fenced while they are reserved
-and that right lasts, unless every page has landed: a sender writes each page once, and none beyond its manifest. (A
-sequence that grows while it moves gets more pages reserved than it may come to need.)
+may end early as aborted or, when the sender is silent for its lease, as expired. The *sender's right to write* ends
+only when it says that it has closed the transfer, or when its incarnation is known to be dead; never by time alone.
+Pages are fenced while they are reserved and that right lasts, unless every page has landed: a sender writes each page
+once, and none beyond its manifest. (A sequence that grows while it moves gets more pages reserved than it may need.)
 
 Every event returns the effects that the owner has to carry out, in order; each effect comes at most once in a
 transfer's life, whatever is repeated, reordered or late.
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from kv_transfer.lease import Lease
 from penstock.types import PageHash, PageId, TransferKey
 
 
@@ -29,11 +30,12 @@ class Phase(StrEnum):
     VERIFIED = "verified"
     ADMITTED = "admitted"  # the sequence runs on the pages
     ABORTED = "aborted"
-    EXPIRED = "expired"  # no page came within the lease
+    EXPIRED = "expired"  # no page and no heartbeat came within the lease
 
 
 ENDED = frozenset({Phase.ADMITTED, Phase.ABORTED, Phase.EXPIRED})
 _WAITING_FOR_PAGES = frozenset({Phase.RESERVED, Phase.STREAMING})
+_WAITING = _WAITING_FOR_PAGES | {Phase.OFFERED}  # for the sender: under its lease
 
 
 class Effect(StrEnum):
@@ -58,14 +60,13 @@ class Manifest:
 @dataclass(slots=True)
 class TransferSession:
     key: TransferKey
-    lease_s: float  # without a page, once they are reserved
+    lease: Lease  # of the sender, while there is something to wait for
     phase: Phase = Phase.OFFERED
     pages: tuple[PageId, ...] = ()
     manifest: Manifest | None = None
     sender_over: bool = False
     _reserved: bool = False
     _missing: set[int] = field(default_factory=set)  # indexes into `pages`
-    _last_progress_s: float = 0.0
     _done: set[Effect] = field(default_factory=set)
 
     @property
@@ -83,6 +84,11 @@ class TransferSession:
         return bool(self.pages) and Effect.LIFT not in self._done
 
     @property
+    def deadline_s(self) -> float | None:
+        """When `expire` ends the interest, unless the sender shows itself before; None where nothing is waited for."""
+        return self.lease.deadline_s if self.phase in _WAITING else None
+
+    @property
     def releasable(self) -> bool:
         """Whether nothing of the transfer is left to wait for."""
         return Effect.CLOSE in self._done
@@ -92,14 +98,19 @@ class TransferSession:
         if self.phase is Phase.OFFERED and not self.sender_over:
             self.phase, self._reserved = Phase.RESERVED, True
             self.pages, self._missing = tuple(pages), set(range(len(pages)))
-            self._last_progress_s = now_s
+            self.lease.renew(now_s)
         return self._settle()
+
+    def on_heartbeat(self, now_s: float) -> None:
+        """The sender is still at it. One that has closed the transfer has nothing more to say."""
+        if not self.sender_over:
+            self.lease.renew(now_s)
 
     def on_arrival(self, first_index: int, num_pages: int, now_s: float) -> tuple[Effect, ...]:
         arrived = self._missing & set(range(first_index, first_index + num_pages))
         if arrived:
             self._missing -= arrived
-            self._last_progress_s = now_s
+            self.lease.renew(now_s)
             if self.phase is Phase.RESERVED:
                 self.phase = Phase.STREAMING
         return self._settle()
@@ -142,8 +153,8 @@ class TransferSession:
         return self._settle()
 
     def expire(self, now_s: float) -> tuple[Effect, ...]:
-        """Ends the interest, and that alone, when pages or the manifest have not come within the lease."""
-        if self.phase in _WAITING_FOR_PAGES and now_s - self._last_progress_s >= self.lease_s:
+        """Ends the interest, and that alone, when the sender's lease has run out: the fence stays."""
+        if self.phase in _WAITING and self.lease.is_over(now_s):
             self.phase = Phase.EXPIRED
         return self._settle()
 

@@ -90,7 +90,7 @@ class TransferConfig(_Frozen):
     transport: Literal["auto", "shm", "nixl", "torch"] = "auto"
     host: str = "127.0.0.1"  # address that transports listen on
     connect_timeout_s: float = Field(10.0, gt=0)
-    timeout_s: float = Field(30.0, gt=0)  # of one transfer without progress
+    timeout_s: float = Field(30.0, gt=0)  # the lease: of one transfer whose other end gives no sign of life
     checksums: bool = False  # xxh3 of every page, verified before a page is used
 
 

@@ -52,7 +52,7 @@ class PrefillServer:
         description = describe(engine, self._config, self.epoch)
         description.transports.extend(self._sender.transports)
         worker = self.worker = PrefillWorker(engine, self._sender, self._config, description.context_length)
-        self._loop = StepLoop(self._config.worker_id, self._step, self._on_fatal)
+        self._loop = StepLoop(self._config.worker_id, self._step, self._on_fatal, worker.sweep)
         self._service = WorkerService(description, events, lambda: worker.load, worker.is_open)
         names = worker_pb2.DESCRIPTOR.services_by_name
         self._grpc = GrpcServer([names["Worker"], names["PrefillWorker"]])

@@ -15,7 +15,16 @@ from penstock.errors import Cancelled, DeadlineExceeded, to_status
 from penstock.grpc_server import read_start, typed_errors
 from penstock.types import PageId, RequestId, TransferKey
 from penstock.v1 import worker_pb2, worker_pb2_grpc
-from prefill_worker.worker import Closed, FirstToken, PrefillJob, PrefillOutcome, PrefillWorker, Pushed, ReservePages
+from prefill_worker.worker import (
+    Closed,
+    FirstToken,
+    Heartbeat,
+    PrefillJob,
+    PrefillOutcome,
+    PrefillWorker,
+    Pushed,
+    ReservePages,
+)
 
 
 class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
@@ -59,6 +68,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         async for command in commands:
             if command.WhichOneof("command") == "destination":
                 self._set_destination(key, command.destination)
+            elif command.WhichOneof("command") == "heartbeat":
+                self._loop.post(lambda: self._worker.on_heartbeat(key))
             elif command.WhichOneof("command") == "cancel":
                 self._cancel(key, Cancelled("the decode worker cancelled the prefill"))
 
@@ -105,6 +116,8 @@ def _outcome_to_wire(outcome: PrefillOutcome) -> worker_pb2.PrefillEvent:
                     checksums=outcome.checksums,
                 )
             )
+        case Heartbeat():
+            return worker_pb2.PrefillEvent(heartbeat=worker_pb2.Heartbeat())
         case Closed():
             error = to_status(outcome.error) if outcome.error else None
             return worker_pb2.PrefillEvent(closed=worker_pb2.PrefillClosed(error=error))

@@ -19,11 +19,12 @@ from engine.engine import Engine
 from engine.isolation import step_isolated
 from engine.sequence import SampledToken, Sequence
 from engine.token_check import check_token_ids
+from kv_transfer.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.reshard import Plan
 from kv_transfer.sender import TransferSender
 from kv_transfer.staging import sent_checksums
 from penstock.config import WorkerConfig
-from penstock.errors import Cancelled, InvalidInput, PenstockError
+from penstock.errors import Cancelled, InvalidInput, PenstockError, TransferError
 from penstock.page_hash import hash_pages
 from penstock.types import PageHash, PageId, TransferKey, WorkerLoad
 from prefill_worker.scheduler import PrefillScheduler
@@ -57,11 +58,16 @@ class Pushed:
 
 
 @dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The job is in hand: its receiver need not give it up."""
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     error: PenstockError | None = None
 
 
-PrefillOutcome = ReservePages | FirstToken | Pushed | Closed
+PrefillOutcome = ReservePages | FirstToken | Pushed | Heartbeat | Closed
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +78,7 @@ class PrefillJob:
     sequence: Sequence
     emit: Callable[[PrefillOutcome], None]  # called on the step loop
     submitted_s: float
+    lease: Lease | None = None  # of the receiver; set on submission
     plan: Plan | None = None  # from our pages to the receiver's; set on submission
     started_s: float = 0.0
     cached_tokens: int = 0
@@ -97,12 +104,22 @@ class PrefillJob:
 class PrefillWorker:
     """Owns the jobs. Every method runs on the step loop."""
 
-    def __init__(self, engine: Engine, sender: TransferSender, config: WorkerConfig, context_length: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sender: TransferSender,
+        config: WorkerConfig,
+        context_length: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`context_length` is what both the model and the pool hold, in tokens."""
         self._engine = engine
         self._context_length = context_length
         self._sender = sender
         self._checksums = config.transfer.checksums
+        self._lease_s = config.transfer.timeout_s
+        self._clock = clock
+        self._sweeper = Sweeper(heartbeat_s(self._lease_s))
         self._page_size = engine.layout.page_size
         max_batch_tokens = config.prefill.max_batch_tokens or engine.saturating_tokens
         self.scheduler = PrefillScheduler(
@@ -123,6 +140,7 @@ class PrefillWorker:
         except PenstockError as error:
             job.emit(Closed(error))
             return
+        job.lease = Lease(self._lease_s, self._clock())
         self._jobs[job.key] = job
         self._by_sequence[job.sequence] = job
         self.scheduler.add(job.sequence)
@@ -131,6 +149,7 @@ class PrefillWorker:
         job = self._jobs.get(key)
         if job is None or job.error is not None:
             return
+        self.on_heartbeat(key)
         if job.destination is not None or num_pages_held + len(pages) != job.num_pages:
             self.cancel(
                 key, InvalidInput("destination", f"{num_pages_held} + {len(pages)} pages; expected {job.num_pages}")
@@ -149,6 +168,12 @@ class PrefillWorker:
         self.scheduler.remove(job.sequence)
         self._sender.abort(key)
 
+    def on_heartbeat(self, key: TransferKey) -> None:
+        """The receiver still wants it."""
+        job = self._jobs.get(key)
+        if job is not None and job.lease is not None:
+            job.lease.renew(self._clock())
+
     def is_open(self, key: TransferKey) -> bool:
         """Whether anything of the transfer may still be written."""
         return key in self._jobs
@@ -166,6 +191,23 @@ class PrefillWorker:
 
     def on_send_failure(self, key: TransferKey, error: PenstockError) -> None:
         self.cancel(key, error)
+
+    # Leases: looked after whether or not there is anything to compute.
+
+    def sweep(self, now_s: float) -> float | None:
+        """Gives heartbeats, and takes the pages back from receivers that have fallen silent; when to come again."""
+        if self._sweeper.is_due(now_s, bool(self._jobs)):
+            for job in [job for job in self._jobs.values() if job.error is None]:
+                assert job.lease is not None
+                if job.lease.is_over(now_s):
+                    silent = f"its decode worker has been silent for {self._lease_s:g} s"
+                    log.warning("%s: %s; the prefill is given up", job.sequence.request_id, silent)
+                    self.cancel(job.key, TransferError(f"transfer {job.key.transfer_id}: {silent}"))
+                else:
+                    job.emit(Heartbeat())
+            open_jobs = (job for job in self._jobs.values() if job.error is None)
+            self._sweeper.looked(now_s, (job.lease.deadline_s for job in open_jobs if job.lease))
+        return self._sweeper.next_s
 
     # The step.
 

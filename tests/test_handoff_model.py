@@ -2,8 +2,9 @@
 
 The two real cores, with pages of one size or of two, run in one thread; between them stand a fake wire that writes
 one-sidedly (also into pages that nobody waits for any more) and calls whose messages keep their order only within a
-call. Random seeds pick what happens next: a step, a message, a write, a cancellation, a broken call, a killed prefill
-worker. The fake engine fails on any page that holds another sequence's KV.
+call. Random seeds pick what happens next: a step, a message, a write, the passing of time, a cancellation, a broken
+call, a killed prefill worker, one of the two that is frozen for longer than any lease. The fake engine fails on any
+page that holds another sequence's KV.
 """
 
 from __future__ import annotations
@@ -29,10 +30,21 @@ from penstock import wire
 from penstock.config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig, WorkerConfig
 from penstock.errors import PenstockError, TransferError
 from penstock.types import Epoch, FinishReason, PageId, RequestId, Role, SamplingParams, TransferKey, WorkerId
-from prefill_worker.worker import Closed, FirstToken, PrefillJob, PrefillOutcome, PrefillWorker, Pushed, ReservePages
+from prefill_worker.worker import (
+    Closed,
+    FirstToken,
+    Heartbeat,
+    PrefillJob,
+    PrefillOutcome,
+    PrefillWorker,
+    Pushed,
+    ReservePages,
+)
 from tests.fake_engine import EOS, FakeEngine, next_token
 
 CONTEXT = 64
+LEASE_S = 10.0
+SHORT = TransferConfig(timeout_s=LEASE_S)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, page_size=4, head_dim=1, dtype="float32", model_revision="fake")
 
 
@@ -57,7 +69,7 @@ class FakeReceiver:
     def __init__(self) -> None:
         self.open_keys: set[TransferKey] = set()
 
-    def open(self, key: TransferKey, pages: list[PageId]) -> None:
+    def open(self, key: TransferKey, pages: list[PageId], timeout_s: float) -> None:
         self.open_keys.add(key)
 
     def close(self, key: TransferKey) -> None:
@@ -99,8 +111,9 @@ class World:
         self.prefill_size = self.decode_size if self.rng.random() < 0.5 else self.rng.choice([2, 3, 4, 8])
         self.decode_engine = FakeEngine(*self.pool_sizes(self.decode_size))
         self.receiver = FakeReceiver()
-        self.stalled: list[TransferKey] = []
-        transfers = Transfers(self.decode_engine, self.receiver, Epoch(1), TransferConfig(), self.stalled.append)  # type: ignore[arg-type]
+        self.now_s = 0.0
+        self.frozen: object = None  # the worker that neither computes nor says anything, though its writes may go on
+        transfers = Transfers(self.decode_engine, self.receiver, Epoch(1), SHORT, lambda: self.now_s)  # type: ignore[arg-type]
         transfers.calls = self
         self.transfers = transfers
         self.hedging = self.rng.random() < 0.5
@@ -133,8 +146,9 @@ class World:
             role=Role.PREFILL,
             engine=EngineConfig(model="fake"),
             prefill=PrefillConfig(max_batch_tokens=8, max_batch_sequences=3),
+            transfer=SHORT,
         )
-        self.prefill = PrefillWorker(self.prefill_engine, self.sender, config, CONTEXT)  # type: ignore[arg-type]
+        self.prefill = PrefillWorker(self.prefill_engine, self.sender, config, CONTEXT, lambda: self.now_s)  # type: ignore[arg-type]
 
     # The calls that the decode worker makes (decode_worker.transfers.PrefillCalls).
 
@@ -165,6 +179,11 @@ class World:
         if key in self.to_prefill:
             self.to_prefill[key].append(lambda: worker.cancel(key))
 
+    def heartbeat(self, key: TransferKey) -> None:
+        worker = self.prefill
+        if key in self.to_prefill:
+            self.to_prefill[key].append(lambda: worker.on_heartbeat(key))
+
     # Messages back.
 
     def from_prefill(self, key: TransferKey, outcome: PrefillOutcome) -> None:
@@ -180,6 +199,8 @@ class World:
             case Pushed():
                 manifest = Manifest(outcome.num_tokens, outcome.num_pages, outcome.page_hashes)
                 self.to_decode[key].append(lambda: decode.on_manifest(key, manifest))
+            case Heartbeat():
+                self.to_decode[key].append(lambda: decode.on_heartbeat(key))
             case Closed(error):
                 self.to_decode[key].append(lambda: self.close_call(key, error))
 
@@ -234,6 +255,7 @@ class World:
     def kill_prefill_worker(self) -> None:
         """SIGKILL: what was under way is gone, a new incarnation takes its place."""
         self.prefill_epoch = Epoch(self.prefill_epoch + 1)
+        self.frozen = None if self.frozen is self.prefill else self.frozen
         self.start_prefill_worker()
         for key in list(self.to_decode):
             self.break_call(key)
@@ -248,20 +270,37 @@ class World:
                 self.lost_keys.discard(key)
                 self.decode.on_quiesced(key)
 
+    def freeze(self, worker: object) -> None:
+        self.frozen = worker
+
+    def pass_time(self, passes_s: float) -> None:
+        """Both ends look after their leases, as the step loop does however idle it is."""
+        self.now_s += passes_s
+        for worker in (self.decode, self.prefill):
+            if worker is not self.frozen:
+                due_s = worker.sweep(self.now_s)
+                assert due_s is None or due_s > self.now_s
+                held = self.transfers.num_open if worker is self.decode else len(self.prefill._jobs)
+                assert (due_s is None) == (held == 0)
+
     def actions(self) -> list[Callable[[], object]]:
-        found: list[Callable[[], object]] = [self.decode.step, self.prefill.step]
-        if any(self.to_prefill.values()):
-            found += [lambda: self.deliver(self.to_prefill)] * 3
-        if any(self.to_decode.values()):
-            found += [lambda: self.deliver(self.to_decode)] * 3
+        found: list[Callable[[], object]] = [lambda: self.pass_time(self.rng.choice([0.1, 1.0, LEASE_S / 4]))]
+        if self.frozen is not self.decode:
+            found += [self.decode.step] * 2
+            if any(self.to_decode.values()):
+                found += [lambda: self.deliver(self.to_decode)] * 6
+            if self.lost_keys and self.frozen is not self.prefill:
+                found.append(self.ask_about_lost)
+            if self.hedging and self.to_decode:
+                found.append(self.grow_impatient)
         if any(link.writes for link in self.sender.links.values()):
-            found += [self.complete_write] * 3
-        if any(link.ending and not link.writes for link in self.sender.links.values()):
-            found.append(self.end_sender)
-        if self.lost_keys:
-            found.append(self.ask_about_lost)
-        if self.hedging and self.to_decode:
-            found.append(self.grow_impatient)
+            found += [self.complete_write] * 6
+        if self.frozen is not self.prefill:
+            found += [self.prefill.step] * 2
+            if any(self.to_prefill.values()):
+                found += [lambda: self.deliver(self.to_prefill)] * 6
+            if any(link.ending and not link.writes for link in self.sender.links.values()):
+                found += [self.end_sender] * 2
         return found
 
     def check(self) -> None:
@@ -270,6 +309,7 @@ class World:
 
     def settle(self, steps: int = 4000) -> None:
         """Lets everything that is under way happen, in random order."""
+        self.frozen = None
         for _ in range(steps):
             if all(self.is_over(stream_id) for stream_id in self.received) and not self.busy():
                 return
@@ -312,6 +352,8 @@ def test_every_stream_is_exact_and_every_page_comes_back(seed: int, faults: bool
             world.check()
         if faults and rng.random() < 0.3:
             world.kill_prefill_worker()
+        if faults and rng.random() < 0.3:
+            world.freeze(rng.choice([world.decode, world.prefill, None]))
         if faults and world.to_decode and rng.random() < 0.3:
             world.break_call(rng.choice(list(world.to_decode)))
         if rng.random() < 0.3:
@@ -332,6 +374,63 @@ def test_every_stream_is_exact_and_every_page_comes_back(seed: int, faults: bool
             assert world.received[stream_id][-1].finish_reason is reason
     for engine in (world.decode_engine, world.prefill_engine):
         assert engine.pool.num_available == engine.pool.num_pages
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), num_before=st.integers(0, 40))
+def test_a_frozen_prefill_worker_costs_its_lease_and_keeps_its_fences(seed: int, num_before: int) -> None:
+    """Nobody else does anything: the decode worker's own sweep notices, and what it sets going is served to the end."""
+    world = World(seed)
+    prompt = list(range(20))
+    world.submit(0, prompt, SamplingParams(max_tokens=5))
+    for _ in range(num_before):
+        world.rng.choice(world.actions())()
+    world.freeze(world.prefill)
+    fenced = world.decode_engine.pool.num_fenced
+    for queue in world.to_decode.values():
+        queue.clear()  # nothing of it is on its way
+    for link in world.sender.links.values():
+        link.writes = deque(list(link.writes)[:1])
+    for _ in range(60):
+        world.pass_time(LEASE_S / 4)
+        world.decode.step()
+        world.check()
+    pool = world.decode_engine.pool
+    assert pool.num_fenced >= fenced, "time alone lifted a fence"
+    assert world.is_over(0) or pool.num_available * world.decode_size < 25, "what the fences leave is enough for it"
+    world.kill_prefill_worker()
+    world.settle()
+    assert world.tokens(0) == expected_tokens(prompt, 5)[0]
+    assert world.decode_engine.pool.num_available == world.decode_engine.pool.num_pages
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), num_before=st.integers(0, 40))
+def test_a_frozen_decode_worker_gets_no_pages_kept_for_it(seed: int, num_before: int) -> None:
+    """The prefill worker takes its pages back by itself, idle or not; the decode worker finds its transfers over."""
+    world = World(seed)
+    for stream_id in range(3):
+        world.submit(stream_id, list(range(100 * stream_id, 100 * stream_id + 20)), SamplingParams(max_tokens=5))
+    for _ in range(num_before):
+        world.rng.choice(world.actions())()
+    world.freeze(world.decode)
+    while any(world.to_prefill.values()):
+        world.deliver(world.to_prefill)  # what it had said before
+    for _ in range(8):
+        world.pass_time(LEASE_S / 4)
+        world.prefill.step()
+    for _ in range(200):
+        if any(link.writes for link in world.sender.links.values()):
+            world.complete_write()
+        elif world.sender.links:
+            world.end_sender()
+    assert not world.sender.links
+    assert world.prefill_engine.pool.num_available == world.prefill_engine.pool.num_pages
+    world.settle()
+    world.check()
+    for stream_id in range(3):
+        prompt = list(range(100 * stream_id, 100 * stream_id + 20))
+        assert world.tokens(stream_id) == expected_tokens(prompt, 5)[0]
 
 
 def test_a_key_survives_the_wire() -> None:

@@ -1,7 +1,7 @@
 """Decode cores that hand sequences to each other under every order of events that a network and dying processes give.
 
 Two real cores, with pages of one size or of two, a router and a fake one-sided wire in one thread. Random seeds pick
-what happens next: a step, a message, a write, a move, an overdue answer, the end of a lease, a cancellation, a broken
+what happens next: a step, a message, a write, a move, an overdue answer, time that passes, a cancellation, a broken
 call, a killed worker. The fake engine fails on any page that holds another sequence's KV; every stream must be exact
 and every page come back.
 """
@@ -35,6 +35,8 @@ from tests.fake_engine import FakeEngine
 from tests.test_handoff_model import CONTEXT, LAYOUT, FakeReceiver, Link, Write, expected_tokens
 
 Action = Callable[[], object]
+LEASE_S = 5.0  # of a sequence that waits for its router
+SHORT = TransferConfig(timeout_s=10.0)
 
 
 class Wire:
@@ -94,22 +96,29 @@ class Node:
         size = self.page_size = 4 if world.rng.random() < 0.7 else world.rng.choice([2, 3, 6])
         self.engine = FakeEngine(world.rng.randint(72, 160) // size, size, world.rng.choice([0, 8, 100]))
         self.receiver = FakeReceiver()
+
+        def clock() -> float:
+            return world.now_s
+
         self.wire = Wire(size, world.page_size)
-        transfers = Transfers(self.engine, self.receiver, self.epoch, TransferConfig())  # type: ignore[arg-type]
+        transfers = Transfers(self.engine, self.receiver, self.epoch, SHORT, clock)  # type: ignore[arg-type]
         self.transfers = transfers
         config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, placement="local", watermark=0.0)
         self.worker = DecodeWorker(WorkerId(f"d{epoch}"), self.engine, transfers, config, CONTEXT)  # type: ignore[arg-type]
-        self.departures = Departures(self.engine, self.worker, self.wire, self.epoch, checksums=False)  # type: ignore[arg-type]
+        self.departures = Departures(self.engine, self.worker, self.wire, self.epoch, SHORT, clock)  # type: ignore[arg-type]
         self.departures.calls = self
-        self.adoptions = Adoptions(self.worker, transfers, self.leased)
-        self.leases: list[str] = []
+        self.adoptions = Adoptions(self.worker, transfers, LEASE_S, clock)
         self.open_calls: set[TransferKey] = set()  # that may write
         self.router_inbox: deque[Action] = deque()  # to the router
         self.inbox: deque[Action] = deque()  # from the router
         self.wire_events: deque[Action] = deque()
 
-    def leased(self, ticket: str) -> None:
-        self.leases.append(ticket)
+    def sweep(self) -> None:
+        """As the step loop does, however idle it is."""
+        now_s = self.world.now_s
+        for owner in (self.worker, self.adoptions, self.departures):
+            due_s = owner.sweep(now_s)
+            assert due_s is None or due_s > now_s
 
     def submit(self, stream: Stream, ticket: str) -> None:
         token_ids = [*stream.prompt, *stream.tokens]
@@ -145,6 +154,11 @@ class Node:
         if call is not None and target is not None:
             call.to_target.append(lambda: target.adoptions.on_finish(key, state, manifest, paused_s))
 
+    def heartbeat(self, key: TransferKey) -> None:
+        call, target = self.world.calls.get(key), self.world.alive(key.receiver_epoch)
+        if call is not None and target is not None:
+            call.to_target.append(lambda: target.adoptions.on_heartbeat(key))
+
     def close(self, key: TransferKey, error: PenstockError | None) -> None:
         self.open_calls.discard(key)
         call, target = self.world.calls.get(key), self.world.alive(key.receiver_epoch)
@@ -173,6 +187,9 @@ class SourceCall:
     def adopted(self) -> None:
         self._say(lambda: self.source.departures.on_adopted(self.key))
 
+    def heartbeat(self) -> None:
+        self._say(lambda: self.source.departures.on_heartbeat(self.key))
+
     def refused(self, error: PenstockError) -> None:
         self._say(lambda: self.source.departures.on_failed(self.key, error))
 
@@ -198,6 +215,7 @@ class Stream:
 class World:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
+        self.now_s = 0.0
         self.calls: dict[TransferKey, Call] = {}
         self.lost: dict[TransferKey, Node] = {}  # targets that do not know whether their source still writes
         self.streams: list[Stream] = []
@@ -299,8 +317,10 @@ class World:
     def count(self, error: PenstockError | None) -> None:
         self.num_moved += error is None
 
-    def expire(self, node: Node) -> None:
-        node.adoptions.expire(node.leases.pop(self.rng.randrange(len(node.leases))))  # type: ignore[arg-type]
+    def pass_time(self, passes_s: float) -> None:
+        self.now_s += passes_s
+        for node in self.nodes:
+            node.sweep()
 
     def be_late(self, node: Node) -> None:
         key = self.rng.choice([key for key in self.calls if key.sender_epoch == node.epoch])
@@ -354,8 +374,8 @@ class World:
             self.kill(node)
         elif kind == 1 and self.calls:
             self.break_call(self.rng.choice(list(self.calls)))
-        elif kind == 2 and node.leases:
-            self.expire(node)
+        elif kind == 2:
+            self.pass_time(self.rng.choice([1.0, LEASE_S, SHORT.timeout_s]))
         elif kind == 3 and any(key.sender_epoch == node.epoch for key in self.calls):
             self.be_late(node)
         elif kind == 4 and running:
@@ -369,9 +389,8 @@ class World:
         """Lets everything that is under way happen, in random order; leases end last."""
         for _ in range(steps):
             if all(stream.over for stream in self.streams) and not self.busy():
-                for node in self.nodes:
-                    while node.leases:
-                        self.expire(node)
+                for _ in range(3):  # a sequence that nobody comes for is dropped at the second look, at the latest
+                    self.pass_time(LEASE_S)
                 return
             self.rng.choice(self.actions())()
         raise AssertionError(f"not settled: {[s for s in self.streams if not s.over]}, {self.calls}, {self.lost}")

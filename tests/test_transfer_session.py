@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kv_transfer.lease import Lease
 from kv_transfer.session import ENDED, Effect, Manifest, Phase, TransferSession
 from penstock.types import PageId
 from tests.transfer_pair import key
@@ -14,7 +15,7 @@ LEASE_S = 10.0
 
 
 def session(num_pages: int = 2) -> TransferSession:
-    made = TransferSession(key(1), LEASE_S)
+    made = TransferSession(key(1), Lease(LEASE_S, 0.0))
     assert made.on_reserved([PageId(page) for page in range(num_pages)], now_s=0.0) == ()
     return made
 
@@ -57,6 +58,26 @@ def test_a_frozen_sender_keeps_the_fence_for_ever() -> None:
     assert life.on_sender_dead() == (Effect.CLOSE, Effect.LIFT)
 
 
+def test_a_heartbeat_keeps_the_interest_up_until_the_sender_has_closed() -> None:
+    life = session()
+    life.on_heartbeat(LEASE_S - 1)
+    assert life.expire(LEASE_S) == ()
+    assert life.deadline_s == 2 * LEASE_S - 1
+    assert life.on_closed() == ()
+    life.on_heartbeat(LEASE_S)
+    assert life.expire(2 * LEASE_S - 1) == (Effect.CLOSE, Effect.LIFT)
+    assert life.phase is Phase.EXPIRED
+    assert life.deadline_s is None
+
+
+def test_a_sender_that_never_begins_loses_its_lease_too() -> None:
+    life = TransferSession(key(1), Lease(LEASE_S, 5.0))
+    assert life.expire(LEASE_S) == ()
+    assert life.expire(LEASE_S + 5.0) == (Effect.CANCEL,)
+    assert life.on_reserved([PageId(1)], LEASE_S + 5.0) == ()
+    assert not life.fenced
+
+
 def test_arrivals_that_are_under_way_when_the_sender_closes_still_count() -> None:
     life = session(1)
     life.on_manifest(manifest(1))
@@ -75,7 +96,7 @@ def test_pages_that_the_manifest_leaves_out_never_come() -> None:
 
 
 def test_a_transfer_that_never_got_pages_has_no_fence() -> None:
-    life = TransferSession(key(1), LEASE_S)
+    life = TransferSession(key(1), Lease(LEASE_S, 0.0))
     assert life.on_abort() == (Effect.CANCEL,)
     assert life.on_reserved([PageId(1)], 0.0) == ()
     assert life.pages == ()
@@ -88,7 +109,8 @@ class Transfer(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.session = TransferSession(key(1), LEASE_S)
+        self.session = TransferSession(key(1), Lease(LEASE_S, 0.0))
+        self.last_sign_s = 0.0  # of life from the sender, while it may give one
         self.effects: list[Effect] = []
         self.num_pages = 0
         self.unwritten: set[int] = set()  # pages that the sender may still write
@@ -97,7 +119,7 @@ class Transfer(RuleBasedStateMachine):
         self.sender_alive = True
         self.sender_closed = False
         self.manifest_sent = False
-        self.reserved = False
+        self.reserved = self.expired = False
         self.left_out = 0  # pages at the end that the manifest does not hold, and the sender does not write
 
     def seen(self, effects: tuple[Effect, ...]) -> None:
@@ -125,6 +147,7 @@ class Transfer(RuleBasedStateMachine):
         self.seen(self.session.on_reserved([PageId(n) for n in range(self.wanted)], self.now_s))
         if granted:
             self.reserved = True
+            self.last_sign_s = self.now_s
             self.num_pages = self.wanted
             self.unwritten = set(range(self.wanted))
 
@@ -140,6 +163,8 @@ class Transfer(RuleBasedStateMachine):
     @rule(data=st.data())
     def notice(self, data: st.DataObject) -> None:
         page = data.draw(st.sampled_from(self.noticed))
+        if self.reserved and page not in self.delivered:
+            self.last_sign_s = self.now_s
         self.delivered.add(page)
         self.seen(self.session.on_arrival(page, 1, self.now_s))
 
@@ -173,7 +198,22 @@ class Transfer(RuleBasedStateMachine):
     @rule(passes_s=st.floats(0, 2 * LEASE_S))
     def time_passes(self, passes_s: float) -> None:
         self.now_s += passes_s
+        waits = self.session.deadline_s is not None
         self.seen(self.session.expire(self.now_s))
+        if waits:
+            assert (self.session.phase is Phase.EXPIRED) == (self.now_s - self.last_sign_s >= LEASE_S)
+        else:
+            assert self.session.phase is not Phase.EXPIRED or self.expired
+        self.expired = self.session.phase is Phase.EXPIRED
+
+    @rule()
+    def heartbeat(self) -> None:
+        before = self.session.deadline_s
+        self.session.on_heartbeat(self.now_s)
+        if self.sender_alive and not self.sender_closed:
+            self.last_sign_s = self.now_s
+        else:
+            assert self.session.deadline_s == before
 
     @rule()
     def close(self) -> None:

@@ -176,15 +176,21 @@ class PrefillCancel(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class PrefillCommand(_message.Message):
-    __slots__ = ("start", "destination", "cancel")
+    __slots__ = ("start", "destination", "cancel", "heartbeat")
     START_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     start: PrefillStart
     destination: PrefillDestination
     cancel: PrefillCancel
-    def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., destination: _Optional[_Union[PrefillDestination, _Mapping]] = ..., cancel: _Optional[_Union[PrefillCancel, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., destination: _Optional[_Union[PrefillDestination, _Mapping]] = ..., cancel: _Optional[_Union[PrefillCancel, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class PrefillReserve(_message.Message):
     __slots__ = ("num_pages",)
@@ -225,16 +231,18 @@ class PrefillClosed(_message.Message):
     def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("reserve", "first_token", "pushed", "closed")
+    __slots__ = ("reserve", "first_token", "pushed", "closed", "heartbeat")
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PUSHED_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     reserve: PrefillReserve
     first_token: PrefillFirstToken
     pushed: PrefillPushed
     closed: PrefillClosed
-    def __init__(self, reserve: _Optional[_Union[PrefillReserve, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., pushed: _Optional[_Union[PrefillPushed, _Mapping]] = ..., closed: _Optional[_Union[PrefillClosed, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, reserve: _Optional[_Union[PrefillReserve, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., pushed: _Optional[_Union[PrefillPushed, _Mapping]] = ..., closed: _Optional[_Union[PrefillClosed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class PrefillCandidate(_message.Message):
     __slots__ = ("worker_id", "epoch", "address", "queue_s", "prefill_s")
@@ -423,14 +431,16 @@ class AdoptClosed(_message.Message):
     def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class AdoptCommand(_message.Message):
-    __slots__ = ("start", "finish", "closed")
+    __slots__ = ("start", "finish", "closed", "heartbeat")
     START_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     start: AdoptStart
     finish: AdoptFinish
     closed: AdoptClosed
-    def __init__(self, start: _Optional[_Union[AdoptStart, _Mapping]] = ..., finish: _Optional[_Union[AdoptFinish, _Mapping]] = ..., closed: _Optional[_Union[AdoptClosed, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, start: _Optional[_Union[AdoptStart, _Mapping]] = ..., finish: _Optional[_Union[AdoptFinish, _Mapping]] = ..., closed: _Optional[_Union[AdoptClosed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class AdoptDestination(_message.Message):
     __slots__ = ("num_pages_held", "pages", "offer")
@@ -459,13 +469,15 @@ class AdoptRefused(_message.Message):
     def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class AdoptEvent(_message.Message):
-    __slots__ = ("destination", "landed", "adopted", "refused")
+    __slots__ = ("destination", "landed", "adopted", "refused", "heartbeat")
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     LANDED_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     destination: AdoptDestination
     landed: AdoptLanded
     adopted: AdoptAdopted
     refused: AdoptRefused
-    def __init__(self, destination: _Optional[_Union[AdoptDestination, _Mapping]] = ..., landed: _Optional[_Union[AdoptLanded, _Mapping]] = ..., adopted: _Optional[_Union[AdoptAdopted, _Mapping]] = ..., refused: _Optional[_Union[AdoptRefused, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, destination: _Optional[_Union[AdoptDestination, _Mapping]] = ..., landed: _Optional[_Union[AdoptLanded, _Mapping]] = ..., adopted: _Optional[_Union[AdoptAdopted, _Mapping]] = ..., refused: _Optional[_Union[AdoptRefused, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...

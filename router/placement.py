@@ -17,7 +17,7 @@ from router.choice import Choice, Demand, Policy, WorkerView
 from router.follower import Follower
 from router.inflight import InflightLedger, Work, WorkKey
 from router.membership import Fleet, Group
-from router.prefix_index import PrefixIndex
+from router.prefix_index import PrefixIndex, PrefixMatch
 
 _FIRST_HASHES = 32  # pages of a prompt hashed before the index is asked whether more are worth it
 
@@ -34,10 +34,10 @@ class PromptPages:
         found: dict[WorkerId, int] = {}
         for size in group.page_sizes:
             cached = self._cached_pages(index, size, group.salt)
-            found.update((worker_id, num_pages * size) for worker_id, num_pages in cached.items())
+            found.update((worker_id, held.num_pages * size) for worker_id, held in cached.items())
         return found
 
-    def _cached_pages(self, index: PrefixIndex, size: int, salt: bytes) -> dict[WorkerId, int]:
+    def _cached_pages(self, index: PrefixIndex, size: int, salt: bytes) -> dict[WorkerId, PrefixMatch]:
         token_ids = self._token_ids
         hashes = self._hashes.get(size, [])
         num_full = len(token_ids) // size
@@ -46,7 +46,7 @@ class PromptPages:
             if len(hashes) < count:
                 hashes = self._hashes[size] = hash_pages(token_ids[: count * size], size, salt, hashes)
             cached = index.match(hashes[:count])
-            if count == num_full or max(cached.values(), default=0) < count:
+            if count == num_full or all(held.num_pages < count for held in cached.values()):
                 return cached
             count = min(2 * count, num_full)
 

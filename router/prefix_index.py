@@ -9,11 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.kv_events import KvEvent, KvEventBatch, KvEventKind
 from penstock.types import PageHash, WorkerId
 
 MAX_PAGES_PER_WORKER = 4_000_000  # about 0.7 GB here; a worker that tells of more is believed so far only
+
+
+class PrefixMatch(NamedTuple):
+    """Leading pages of a prompt that one worker holds; those after the device's and the host's are on its disk."""
+
+    num_pages: int
+    num_device_pages: int
+    num_host_pages: int = 0  # that follow those on the device
+
+    @property
+    def num_disk_pages(self) -> int:
+        return self.num_pages - self.num_device_pages - self.num_host_pages
 
 
 @dataclass(slots=True)
@@ -74,11 +87,11 @@ class PrefixIndex:
         self._remove(holder, tuple(holder.pages))
         del self._worker_by_bit[holder.bit]
 
-    def match(self, hashes: Sequence[PageHash]) -> dict[WorkerId, int]:
+    def match(self, hashes: Sequence[PageHash]) -> dict[WorkerId, PrefixMatch]:
         """Leading pages of a prompt that each worker holds, without a hole; workers that hold none are left out."""
         get = self._workers_by_page.get
         alive = get(hashes[0], 0) if hashes else 0
-        depths: dict[WorkerId, int] = {}
+        depths: dict[WorkerId, PrefixMatch] = {}
         depth = 0
         for page in hashes:
             left = alive & get(page, 0)
@@ -91,10 +104,10 @@ class PrefixIndex:
         self._note(alive, depth, depths)
         return depths
 
-    def _note(self, bits: int, depth: int, depths: dict[WorkerId, int]) -> None:
+    def _note(self, bits: int, depth: int, depths: dict[WorkerId, PrefixMatch]) -> None:
         while bits:
             bit = bits & -bits
-            depths[self._worker_by_bit[bit]] = depth
+            depths[self._worker_by_bit[bit]] = PrefixMatch(depth, depth)
             bits ^= bit
 
     def _join(self, worker_id: WorkerId) -> _Holder:

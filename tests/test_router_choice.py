@@ -13,7 +13,7 @@ from penstock.kv_events import KvEvent, KvEventBatch, KvEventKind, KvEventLog
 from penstock.types import PageHash, WorkerId, WorkerLoad
 from router.choice import Demand, KvAware, WorkerView, make_policy
 from router.inflight import NO_WORK, InflightLedger, Work
-from router.prefix_index import PrefixIndex
+from router.prefix_index import PrefixIndex, PrefixMatch
 
 PAGES = [PageHash(bytes([number]) * 16) for number in range(12)]
 WORKERS = [WorkerId(name) for name in ("a", "b", "c")]
@@ -33,14 +33,14 @@ class TestPrefixIndex:
     def test_a_hole_ends_the_prefix(self):
         index = PrefixIndex()
         assert index.apply(WORKERS[0], KvEventBatch(1, (stored(0, 1, 2, 3), removed(1))))
-        assert index.match(PAGES[:4]) == {"a": 1}
+        assert index.match(PAGES[:4]) == {"a": PrefixMatch(1, 1)}
 
     def test_each_worker_has_its_own_depth(self):
         index = PrefixIndex()
         index.apply(WORKERS[0], KvEventBatch(1, (stored(0, 1, 2),)))
         index.apply(WORKERS[1], KvEventBatch(1, (stored(0),)))
         index.apply(WORKERS[2], KvEventBatch(1, (stored(1, 2),)))
-        assert index.match(PAGES[:5]) == {"a": 3, "b": 1}
+        assert index.match(PAGES[:5]) == {"a": PrefixMatch(3, 3), "b": PrefixMatch(1, 1)}
         assert index.match([]) == {}
 
     def test_a_gap_is_refused_and_a_snapshot_mends_it(self):
@@ -48,21 +48,21 @@ class TestPrefixIndex:
         assert index.apply(WORKERS[0], KvEventBatch(1, (stored(0),)))
         assert not index.apply(WORKERS[0], KvEventBatch(4, (stored(1),)))
         assert index.next_seq(WORKERS[0]) == 2
-        assert index.match(PAGES[:2]) == {"a": 1}
+        assert index.match(PAGES[:2]) == {"a": PrefixMatch(1, 1)}
         assert index.apply(WORKERS[0], KvEventBatch(5, (stored(3),), snapshot=True))
         assert index.match(PAGES[:2]) == {}
         assert index.next_seq(WORKERS[0]) == 5
         assert index.apply(WORKERS[0], KvEventBatch(5, (stored(0),)))
-        assert index.match(PAGES[:1]) == {"a": 1}
+        assert index.match(PAGES[:1]) == {"a": PrefixMatch(1, 1)}
 
     def test_a_worker_that_leaves_takes_its_pages_along(self):
         index = PrefixIndex()
         for worker in WORKERS:
             index.apply(worker, KvEventBatch(1, (stored(0, 1),)))
         index.drop(WORKERS[1])
-        assert index.match(PAGES[:2]) == {"a": 2, "c": 2}
+        assert index.match(PAGES[:2]) == {"a": PrefixMatch(2, 2), "c": PrefixMatch(2, 2)}
         index.apply(WORKERS[1], KvEventBatch(1, (stored(0),)))
-        assert index.match(PAGES[:2]) == {"a": 2, "b": 1, "c": 2}
+        assert index.match(PAGES[:2]) == {"a": PrefixMatch(2, 2), "b": PrefixMatch(1, 1), "c": PrefixMatch(2, 2)}
         for worker in WORKERS:
             index.drop(worker)
         assert index.num_pages == 0
@@ -72,7 +72,7 @@ class TestPrefixIndex:
         index.apply(WORKERS[0], KvEventBatch(1, (stored(*range(10)),)))
         assert index.num_pages == 3
         index.apply(WORKERS[0], KvEventBatch(2, (removed(*range(10)), stored(7))))
-        assert index.match([PAGES[7]]) == {"a": 1}
+        assert index.match([PAGES[7]]) == {"a": PrefixMatch(1, 1)}
 
     @given(data=st.data())
     @settings(max_examples=150, deadline=None)
@@ -113,7 +113,7 @@ class TestPrefixIndex:
         for worker in WORKERS:
             depth = next((at for at, page in enumerate(prompt) if page not in caches[worker]), len(prompt))
             if depth:
-                expected[worker] = depth
+                expected[worker] = PrefixMatch(depth, depth)
         assert index.match(prompt) == expected
 
 

@@ -171,13 +171,13 @@ async def test_cache_events_steer_requests_until_the_pages_are_gone():
             workers[1].log.stored([bytes([number]) * 16])
         workers[1].log.stored(hashes)
         workers[1].service.notify()
-        await until(lambda: index.match(hashes) == {"decode-1": 4})
+        await until(lambda: index.match(hashes) == {"decode-1": (4, 4, 0)})
         for _ in range(4):
             await collect(router.stub.Generate(request(token_ids=prompt)))
         assert [len(one.submits) for one in workers] == [0, 4]
         workers[1].log.removed(hashes[1:2])
         workers[1].service.notify()
-        await until(lambda: index.match(hashes) == {"decode-1": 1})
+        await until(lambda: index.match(hashes) == {"decode-1": (1, 1, 0)})
 
 
 async def test_a_prefix_longer_than_the_first_look_is_found_whole():

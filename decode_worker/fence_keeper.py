@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from penstock import wire
+from penstock.errors import nobody_listens
 from penstock.types import TransferKey
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
@@ -52,7 +53,7 @@ class FenceKeeper:
                     break
                 refusals = 0
             except grpc.aio.AioRpcError as error:
-                refusals = refusals + 1 if _is_refusal(error) else 0
+                refusals = refusals + 1 if nobody_listens(error) else 0
                 if refusals >= _REFUSALS:
                     break
             await asyncio.sleep(pause_s)
@@ -65,7 +66,3 @@ class FenceKeeper:
         request = worker_pb2.TransferStateRequest(transfer=wire.transfer_key_to_wire(key))
         state = await stub.TransferState(request, timeout=_ASK_TIMEOUT_S)
         return state.epoch == key.sender_epoch and state.open
-
-
-def _is_refusal(error: grpc.aio.AioRpcError) -> bool:
-    return error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in (error.details() or "").lower()

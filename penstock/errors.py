@@ -93,6 +93,14 @@ class Overloaded(Unavailable):
     reason = "OVERLOADED"
 
 
+class Quarantined(PenstockError):
+    """The request ends worker processes; it is not tried again."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 422
+    reason = "QUARANTINED"
+
+
 class TransferError(PenstockError):
     """A KV transfer that failed. The request goes on: another prefill worker, or a local prefill."""
 
@@ -120,6 +128,7 @@ _TYPES: tuple[type[PenstockError], ...] = (
     Cancelled,
     Unavailable,
     Overloaded,
+    Quarantined,
     TransferError,
     TransferRefused,
     InternalError,
@@ -161,6 +170,11 @@ def from_status(status: status_pb2.Status) -> PenstockError:
     if issubclass(kind, Unavailable):
         return kind(status.message, found.retry_after_s)
     return kind(status.message)
+
+
+def nobody_listens(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the address refuses connections: the process that listened there is gone."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in (error.details() or "").lower()
 
 
 def from_rpc_error(error: grpc.RpcError) -> PenstockError:

@@ -14,13 +14,23 @@ from collections.abc import AsyncGenerator
 from types import TracebackType
 
 from penstock import wire
-from penstock.errors import DeadlineExceeded, PenstockError, Unavailable, from_status
+from penstock.errors import (
+    DeadlineExceeded,
+    InternalError,
+    Overloaded,
+    PenstockError,
+    Quarantined,
+    Unavailable,
+    from_status,
+)
 from penstock.page_hash import make_salt
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2, worker_pb2
+from router.autopsy import is_dead
 from router.leg import Leg
 from router.membership import Fleet, Group
 from router.placement import Placer, PromptPages
+from router.quarantine import Quarantine
 from router.request import Request, TokenDelta
 
 log = logging.getLogger(__name__)
@@ -34,10 +44,13 @@ _STAGGER_TOKENS = 64  # longer prompts are computed once, before the other compl
 class TokenStream:
     """One request under way. Use as an async context manager: leaving it releases whatever the request holds."""
 
-    def __init__(self, request: Request, fleet: Fleet, placer: Placer, max_redispatches: int) -> None:
+    def __init__(
+        self, request: Request, fleet: Fleet, placer: Placer, quarantine: Quarantine, max_redispatches: int
+    ) -> None:
         self._request = request
         self._fleet = fleet
         self._placer = placer
+        self._quarantine = quarantine
         self._max_redispatches = max_redispatches
         self._mailbox: list[tuple[Leg, object]] = []
         self._arrived = asyncio.Event()
@@ -52,14 +65,17 @@ class TokenStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for leg in self._legs:
-            leg.cancel()
-            self._fleet.ledger.settle(leg.credits)
+            self._let_go(leg)
+
+    def _let_go(self, leg: Leg) -> None:
+        leg.cancel()
+        self._fleet.ledger.settle(leg.credits)
+        self._leave_ward(leg)
 
     def end(self, index: int) -> TokenDelta:
         """The client wants no more of this completion: frees it at its worker. Returns its end."""
         leg = self._legs[index]
-        leg.cancel()
-        self._fleet.ledger.settle(leg.credits)
+        self._let_go(leg)
         return TokenDelta(index, [], finish_reason=FinishReason.STOP, timing=self._timing(leg, common_pb2.Timing()))
 
     async def batches(self) -> AsyncGenerator[list[TokenDelta], None]:
@@ -103,7 +119,10 @@ class TokenStream:
                 continue
             error = _error_of(item)
             if error is not None:
-                await self._move(leg, error, refused=not isinstance(item, PenstockError))
+                lost = isinstance(item, PenstockError)
+                if lost:
+                    await self._suspect(leg)
+                await self._move(leg, error, refused=not lost)
                 continue
             assert isinstance(item, worker_pb2.StepDelta)
             delta = self._read(leg, item)
@@ -123,7 +142,11 @@ class TokenStream:
             leg.first_token_s = time.monotonic()
         if leg.credits and token_ids:
             self._fleet.ledger.settle(leg.credits)
+            self._fleet.health.on_progress(leg.decode_epoch, time.monotonic())
+            self._leave_ward(leg)
             leg.credits = []
+        if message.HasField("prefill"):
+            self._fleet.health.on_prefill(message.prefill, leg.decode_epoch, time.monotonic())
         leg.emitted += token_ids
         reason = wire.finish_reason_from_wire(message.finish_reason)
         if reason is None:
@@ -145,7 +168,7 @@ class TokenStream:
         timeout_s = self._request.deadline_s - time.monotonic()
         if timeout_s <= 0:
             raise self._too_late()
-        leg.decode_worker, leg.decode_epoch = target.worker_id, target.epoch
+        leg.runs_at(target)
         submit = self._submission(leg, make_salt(self._request.model_revision), [], timeout_s)
         submit.ticket = moved.ticket
         leg.submit(target.link, submit)
@@ -155,7 +178,11 @@ class TokenStream:
         self._fleet.ledger.settle(leg.credits)
         leg.credits = []
         if not isinstance(error, Unavailable):
+            if isinstance(error, InternalError):
+                self._fleet.health.on_failure(leg.decode_epoch, time.monotonic())
             raise error
+        if not isinstance(error, Overloaded):
+            self._fleet.health.on_failure(leg.decode_epoch, time.monotonic())
         if leg.num_redispatches >= self._max_redispatches:
             raise Unavailable(
                 f"gave up after {leg.num_redispatches} other workers; the last said: {error.message}", _RETRY_AFTER_S
@@ -165,6 +192,30 @@ class TokenStream:
         leg.num_redispatches += 1
         log.info("%s moves on after %d tokens: %s", self._request.request_id, len(leg.emitted), error.message)
         await self._place(leg, error)
+
+    async def _suspect(self, leg: Leg) -> None:
+        """Its worker is lost. Raises Quarantined where it is to blame; may wait until other suspects are cleared."""
+        alone = leg.in_ward
+        self._leave_ward(leg)
+        if not leg.suspicion.on_worker_lost(len(leg.emitted)):
+            return
+        if alone and await is_dead(leg.decode_address, leg.decode_epoch):
+            self._quarantine.add(self._request.token_ids, time.monotonic())
+            log.error("%s ends every worker that it goes to; it is refused from now on", self._request.request_id)
+            raise Quarantined(
+                f"request {self._request.request_id}: three workers in a row died of it; do not send it again"
+            )
+        try:
+            async with asyncio.timeout(self._request.deadline_s - time.monotonic()):
+                await self._quarantine.ward.acquire()
+        except TimeoutError as error:
+            raise self._too_late() from error
+        leg.in_ward = True
+
+    def _leave_ward(self, leg: Leg) -> None:
+        if leg.in_ward:
+            leg.in_ward = False
+            self._quarantine.ward.release()
 
     async def _place(self, leg: Leg, cause: PenstockError | None = None) -> None:
         """Chooses workers and submits; waits a while where there is none."""
@@ -176,7 +227,7 @@ class TokenStream:
         leg.credits = placed.credits
         chosen = placed.decode
         assert chosen.link is not None  # it takes work
-        leg.decode_worker, leg.decode_epoch = chosen.worker_id, chosen.epoch
+        leg.runs_at(chosen)
         leg.sent_s = time.monotonic()
         timeout_s = self._request.deadline_s - leg.sent_s
         leg.submit(chosen.link, self._submission(leg, group.salt, placed.candidates, timeout_s))

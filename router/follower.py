@@ -18,6 +18,7 @@ from penstock.kv_events import KvEventBatch, decode_events
 from penstock.types import Epoch, Member, Role, WorkerId, WorkerLoad
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from router.backoff import Backoff
+from router.health import FleetHealth
 from router.inflight import InflightLedger
 from router.link import Link
 from router.prefix_index import PrefixIndex
@@ -37,6 +38,7 @@ class Follower:
         member: Member | None,
         index: PrefixIndex,
         ledger: InflightLedger,
+        health: FleetHealth,
         on_change: Callable[[], None],
     ) -> None:
         self.address = address
@@ -46,6 +48,7 @@ class Follower:
         self._member = member
         self._index = index
         self._ledger = ledger
+        self._health = health
         self._on_change = on_change
         self._heard = False  # a load report has come since the connection was made
         self._retired = False
@@ -185,6 +188,7 @@ class Follower:
     def _forget_worker(self) -> None:
         self._index.drop(self.worker_id)
         self._ledger.forget(self.worker_id)
+        self._health.forget(self.epoch)
 
 
 async def _read(call: grpc.aio.UnaryStreamCall) -> worker_pb2.EventBatch | None:

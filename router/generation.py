@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 from penstock import sampling
 from penstock.config import RouterConfig
-from penstock.errors import Cancelled, InvalidInput, ModelNotFound, Overloaded, PenstockError, Unavailable
+from penstock.errors import Cancelled, InvalidInput, ModelNotFound, Overloaded, PenstockError, Quarantined, Unavailable
 from penstock.types import RequestId
 from penstock.v1 import common_pb2, inference_pb2
 from penstock.wire import lane_from_wire
@@ -23,6 +23,7 @@ from router.membership import Fleet, Group
 from router.metrics import RouterMetrics
 from router.model_card import ModelCard
 from router.placement import Placer
+from router.quarantine import Quarantine
 from router.request import Output, Request, TokenDelta
 from router.tokenizer import Tokenizer
 
@@ -42,6 +43,7 @@ class Generator:
         self._config = config
         self._fleet = fleet
         self._metrics = metrics
+        self._quarantine = Quarantine()
         self._placer = Placer(fleet, make_policy(config.policy), random.Random())
         self._num_inflight = 0
 
@@ -69,6 +71,8 @@ class Generator:
                     "request_id", f"has {len(wire.request_id)} characters; give {_MAX_REQUEST_ID} or fewer"
                 )
             token_ids = await self._prompt(wire)
+            if self._quarantine.holds(token_ids, accepted_s):
+                raise Quarantined("prompt: workers died of it not long ago, one after the other; do not send it again")
             limit_s = min(timeout_s or self._config.default_timeout_s, self._config.max_timeout_s)
             group = await self._wait_for_group(min(limit_s, _WAIT_FOR_WORKER_S))
             room = group.context_length - len(token_ids)
@@ -140,7 +144,7 @@ class Generator:
         Raises Overloaded, DeadlineExceeded, Unavailable, or a worker's own refusal.
         """
         with self._counted_errors(), self._admitted():
-            stream = TokenStream(request, self._fleet, self._placer, self._config.max_redispatches)
+            stream = TokenStream(request, self._fleet, self._placer, self._quarantine, self._config.max_redispatches)
             texts = [CompletionText(self.tokenizer, request.sampling) for _ in range(request.sampling.n)]
             usage = common_pb2.Usage(prompt_tokens=len(request.token_ids))
             last_token_s = [0.0] * len(texts)

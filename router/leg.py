@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from penstock.errors import PenstockError
+from penstock.types import Epoch
 from penstock.v1 import worker_pb2
+from router.follower import Follower
 from router.inflight import WorkKey
 from router.link import Link
+from router.quarantine import Suspicion
 from router.request import Request
 
 
@@ -26,8 +29,11 @@ class Leg:
         self.sent_s = 0.0  # monotonic, the present submission
         self.first_token_s = 0.0
         self.credits: list[WorkKey] = []
+        self.suspicion = Suspicion()
+        self.in_ward = False
         self.decode_worker = ""
-        self.decode_epoch = 0
+        self.decode_address = ""
+        self.decode_epoch = Epoch(0)
         self._deliver = deliver
         self._link: Link | None = None
         self._stream_id = 0
@@ -35,6 +41,10 @@ class Leg:
     def submit(self, link: Link, submit: worker_pb2.DecodeSubmit) -> None:
         self._stream_id = link.submit(submit, self)
         self._link = link
+
+    def runs_at(self, worker: Follower) -> None:
+        self.decode_worker, self.decode_epoch = worker.worker_id, worker.epoch
+        self.decode_address = worker.address
 
     def cancel(self) -> None:
         self.ended = True

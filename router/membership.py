@@ -23,6 +23,7 @@ from penstock.types import Member, Role
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 from router.backoff import Backoff
 from router.follower import Follower
+from router.health import FleetHealth
 from router.inflight import InflightLedger
 from router.prefix_index import PrefixIndex
 
@@ -45,11 +46,12 @@ class Group:
 
 
 class Fleet:
-    """Owns the followers, and with them the prefix index and the in-flight ledger."""
+    """Owns the followers, and with them the prefix index, the in-flight ledger and what went wrong of late."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
         self.ledger = InflightLedger()
+        self.health = FleetHealth()
         self._followers: dict[tuple[str, int], Follower] = {}  # by address and epoch; 0 where it is not known
         self._retiring: set[asyncio.Task[None]] = set()
         self._waiters: set[asyncio.Future[None]] = set()
@@ -128,7 +130,7 @@ class Fleet:
             self._follow(address, None)
 
     def _follow(self, address: str, member: Member | None) -> None:
-        follower = Follower(address, member, self.index, self.ledger, self._on_change)
+        follower = Follower(address, member, self.index, self.ledger, self.health, self._on_change)
         self._followers[address, int(member.epoch) if member else 0] = follower
         follower.start()
 

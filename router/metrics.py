@@ -45,6 +45,7 @@ class RouterMetrics:
         num_waiting: Callable[[], float],
         cache_usage: Callable[[], float],
         indexed_pages: Callable[[], float],
+        open_circuits: Callable[[], float],
         tier_hits: Callable[[str], float],
     ) -> None:
         """Values that are asked for when somebody scrapes."""
@@ -53,6 +54,7 @@ class RouterMetrics:
             ("vllm:num_requests_waiting", "Sequences waiting, by the workers' reports", num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of the decode workers' pages in use, 0 to 1", cache_usage),
             ("penstock:prefix_index_pages", "Pages that the prefix index knows", indexed_pages),
+            ("penstock:open_circuits", "Workers and links left alone because they failed of late", open_circuits),
         ):
             Gauge(name, help_text, _LABELS, registry=self._registry).labels(self._model).set_function(value)
         hits = Gauge(

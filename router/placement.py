@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.page_hash import hash_pages
-from penstock.types import PageHash, WorkerId
+from penstock.types import Epoch, PageHash, WorkerId
 from penstock.v1 import worker_pb2
 from router.choice import Choice, Demand, Policy, WorkerView
 from router.follower import Follower
@@ -72,17 +72,32 @@ class Placer:
         """`num_tokens` of KV are wanted; `decode` are the group's workers that may have them, at least one."""
         cached = pages.cached_tokens(self._fleet.index, group)
         demand = Demand(num_tokens, group.token_bytes)
+        now_s = time.monotonic()
+        decode, prefill = self._usable(decode, now_s), self._usable(group.prefill, now_s)
 
         def view(one: Follower) -> WorkerView:
             sent = self._fleet.ledger.sent_to(one.worker_id)
             return WorkerView(one.worker_id, one.load, one.description.page_size, sent, cached.get(one.worker_id, 0))
 
-        choice = self._policy.choose(
-            demand, [view(one) for one in decode], [view(one) for one in group.prefill], self._rng
-        )
+        choice = self._policy.choose(demand, [view(one) for one in decode], [view(one) for one in prefill], self._rng)
         chosen = next(one for one in decode if one.worker_id == choice.decode)
         num_pages = -(-num_tokens // chosen.description.page_size)
-        return Placement(chosen, _candidates(choice, group), _credit(self._fleet.ledger, choice, num_pages))
+        candidates = self._reaching(chosen, _candidates(choice, group), now_s)
+        first = Epoch(candidates[0].epoch) if candidates else None
+        self._fleet.health.on_sent(chosen.epoch, first, now_s)
+        return Placement(chosen, candidates, _credit(self._fleet.ledger, choice, num_pages))
+
+    def _usable(self, workers: Sequence[Follower], now_s: float) -> list[Follower]:
+        """Without those that have failed of late."""
+        usable = set(self._fleet.health.usable([one.epoch for one in workers], now_s, self._rng))
+        return [one for one in workers if one.epoch in usable]
+
+    def _reaching(
+        self, decode: Follower, candidates: list[worker_pb2.PrefillCandidate], now_s: float
+    ) -> list[worker_pb2.PrefillCandidate]:
+        """Those whose pages get through to the decode worker; where none do, it computes the prompt."""
+        health = self._fleet.health
+        return [one for one in candidates if not health.link_is_open(Epoch(one.epoch), decode.epoch, now_s)]
 
 
 def _credit(ledger: InflightLedger, choice: Choice, num_pages: int) -> list[WorkKey]:

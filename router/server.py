@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from dataclasses import dataclass
 
 import uvicorn
@@ -120,6 +121,7 @@ class RouterServer:
             num_waiting=lambda: sum(one.load.num_waiting for one in fleet.followers),
             cache_usage=usage,
             indexed_pages=lambda: fleet.index.num_pages,
+            open_circuits=lambda: fleet.health.num_open(time.monotonic()),
             tier_hits=lambda tier: sum(getattr(one.load.cache, f"{tier}_hits") for one in fleet.followers),
         )
 

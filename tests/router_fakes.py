@@ -70,6 +70,7 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
         context_length: int = 2048,
         revision: str = "r1",
         page_size: int = PAGE_SIZE,
+        dies_of: int | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.epoch = epoch
@@ -79,6 +80,8 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
         self.tokens_per_frame = tokens_per_frame
         self.pause_at = pause_at
         self.refuse_with = refuse_with
+        self.dies_of = dies_of  # a token: whoever sends it has seen the last of this worker
+        self.prefill_faults: dict[str, worker_pb2.PrefillFault] = {}  # told of a first candidate, by its name
         self.resume = asyncio.Event()
         self.submits: list[worker_pb2.DecodeSubmit] = []
         self.cancelled: list[int] = []
@@ -144,6 +147,9 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
                 submit = worker_pb2.DecodeSubmit()
                 submit.CopyFrom(command.submit)
                 self.submits.append(submit)
+                if self.dies_of in submit.token_ids:
+                    self._death = asyncio.create_task(self.stop())
+                    return
                 self.running[submit.stream_id] = asyncio.create_task(self._generate(submit, frames))
             else:
                 self.cancelled.append(command.cancel.stream_id)
@@ -157,6 +163,13 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
             delta = worker_pb2.StepDelta(stream_id=submit.stream_id, error=to_status(self.refuse_with))
             frames.put_nowait(worker_pb2.StepFrame(deltas=[delta]))
             return
+        if submit.prefill_candidates:
+            first = submit.prefill_candidates[0]
+            outcome = worker_pb2.PrefillOutcome(
+                worker_id=first.worker_id, epoch=first.epoch, fault=self.prefill_faults.get(first.worker_id)
+            )
+            delta = worker_pb2.StepDelta(stream_id=submit.stream_id, prefill=outcome)
+            frames.put_nowait(worker_pb2.StepFrame(deltas=[delta]))
         token_ids = list(submit.token_ids)
         delta = worker_pb2.StepDelta(stream_id=submit.stream_id)
         while not delta.finish_reason:

@@ -128,9 +128,9 @@ def test_two_deaths_without_a_token_between_them_are_the_requests_fault(gains: l
 
 def test_a_quarantine_ends() -> None:
     quarantine = Quarantine(ttl_s=10.0)
-    quarantine.add(b"poison", 0.0)
-    quarantine.add(b"other", 5.0)
-    assert quarantine.holds(b"poison", 9.9)
-    assert not quarantine.holds(b"poison", 10.0)
-    assert quarantine.holds(b"other", 10.0)
+    quarantine.add([1, 2], 0.0)
+    quarantine.add([3], 5.0)
+    assert quarantine.holds([1, 2], 9.9)
+    assert not quarantine.holds([1, 2], 10.0)
+    assert quarantine.holds([3], 10.0)
     assert len(quarantine) == 1

@@ -51,6 +51,10 @@ def make_parser() -> argparse.ArgumentParser:
     for one, run in ((status, commands.status), (stop, commands.stop)):
         one.add_argument("--admin", default="localhost:50052", metavar="HOST:PORT", help="default: %(default)s")
         one.set_defaults(run=run)
+    key = subparsers.add_parser("key", help="make API keys for tenants")
+    new = key.add_subparsers(required=True, metavar="COMMAND").add_parser("new", help="make one and show it, once")
+    new.add_argument("tenant", help="the tenant's name in the configuration")
+    new.set_defaults(run=commands.new_key)
     return parser
 
 
@@ -79,6 +83,11 @@ def _add_client(parser: argparse.ArgumentParser, name: str, run: object) -> None
     else:
         add("--system", metavar="TEXT", help="a system message to begin with")
     add("--server", default="localhost:50051", metavar="HOST:PORT", help="default: %(default)s")
+    add("--api-key", metavar="KEY", help="default: $PENSTOCK_API_KEY, which other users of the machine cannot read")
+    add("--tls", action="store_true", help="encrypt, and trust the authorities that gRPC knows")
+    add("--ca", metavar="FILE", help="encrypt, and trust this authority (PEM)")
+    add("--cert", metavar="FILE", help="a client certificate to show (PEM), with --cert-key")
+    add("--cert-key", metavar="FILE", help="its key (PEM)")
     add("--timeout", type=float, metavar="SECONDS", help="of one answer")
     add("--max-tokens", type=int, metavar="N")
     add("--temperature", type=float, metavar="T", help="0 is greedy")

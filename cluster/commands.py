@@ -14,8 +14,11 @@ from google.protobuf.json_format import MessageToDict
 
 from cluster.terminal import TIMING_HEADER, format_status, format_table, timing_row
 from penstock.client import Client, GenerateStream
+from penstock.client_auth import ClientTls
 from penstock.completions import ChatMessage, Chunk
-from penstock.errors import PenstockError, Unavailable, from_rpc_error
+from penstock.errors import InvalidInput, PenstockError, Unavailable, from_rpc_error
+from penstock.secret import digest_of, make_api_key
+from penstock.security_config import TENANT_NAME
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
@@ -26,7 +29,7 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 
 def generate(arguments: Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    with Client(arguments.server, timeout_s=arguments.timeout) as client:
+    with _client(arguments) as client:
         try:
             with client.generate(prompt, **_sampling(arguments)) as stream:
                 printed = _print_stream(stream, sys.stdout)
@@ -46,7 +49,7 @@ def chat(arguments: Namespace) -> int:
     messages: list[ChatMessage] = []
     if arguments.system:
         messages.append({"role": "system", "content": arguments.system})
-    with Client(arguments.server, timeout_s=arguments.timeout) as client:
+    with _client(arguments) as client:
         while True:
             try:
                 line = input("> ").strip()
@@ -61,6 +64,13 @@ def chat(arguments: Namespace) -> int:
                 messages.pop()  # a turn that failed is not part of the conversation
             else:
                 messages.append({"role": "assistant", "content": answer})
+
+
+def _client(arguments: Namespace) -> Client:
+    tls = None
+    if arguments.tls or arguments.ca or arguments.cert:
+        tls = ClientTls(arguments.ca, arguments.cert, arguments.cert_key)
+    return Client(arguments.server, timeout_s=arguments.timeout, api_key=arguments.api_key, tls=tls)
 
 
 def _answer(client: Client, arguments: Namespace, messages: list[ChatMessage]) -> str | None:
@@ -97,6 +107,20 @@ def _print_stream(stream: GenerateStream, out: TextIO) -> _Printed:
         interrupted = True
     print(file=out)
     return _Printed("".join(texts), last, interrupted)
+
+
+def new_key(arguments: Namespace) -> int:
+    """Prints a new key once; nothing keeps it."""
+    if not TENANT_NAME.fullmatch(arguments.tenant):
+        raise InvalidInput("tenant", f"is {arguments.tenant!r}; give letters, digits, '-' and '_', 64 at most")
+    key = make_api_key()
+    print(key)
+    print(
+        f"The key of tenant {arguments.tenant}; it is shown this once. The configuration holds its digest:\n\n"
+        f'[router.tenants.{arguments.tenant}]\nkeys = ["{digest_of(key)}"]',
+        file=sys.stderr,
+    )
+    return 0
 
 
 def status(arguments: Namespace) -> int:

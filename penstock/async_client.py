@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 
 from penstock.client import CHANNEL_OPTIONS, INCOMPLETE, UNARY_TIMEOUT_S
+from penstock.client_auth import ClientTls, auth_metadata
 from penstock.completions import (
     ChatMessage,
     Chunk,
@@ -124,15 +125,24 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         retry: RetryPolicy = DEFAULT_RETRY,
+        api_key: str | None = None,
+        tls: ClientTls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """`timeout_s` is the deadline of calls that name none; without either, the router's default holds."""
+        """`timeout_s` is the deadline of calls that name none; without either, the router's default holds.
+
+        `api_key` is read from PENSTOCK_API_KEY where it is not given. `tls` turns encryption on; `credentials` do so
+        too, for whoever has made their own.
+        """
         self._timeout_s = timeout_s
         self._retry = retry
+        self._metadata = auth_metadata(api_key)
+        credentials = credentials or (tls.credentials() if tls else None)
+        options = [*CHANNEL_OPTIONS, *(tls.options() if tls else ())]
         self._channel = (
-            grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+            grpc.aio.secure_channel(target, credentials, options=options)
             if credentials
-            else grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+            else grpc.aio.insecure_channel(target, options=options)
         )
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
@@ -152,7 +162,7 @@ class AsyncClient:
         """
         request = build_request(prompt, sampling, model=model, request_id=request_id)
         attempts = self._attempts(timeout_s, self._timeout_s)
-        return AsyncGenerateStream(lambda left_s: self._stub.Generate(request, timeout=left_s), attempts)
+        return AsyncGenerateStream(self._begin(self._stub.Generate, request), attempts)
 
     async def complete(
         self,
@@ -172,13 +182,17 @@ class AsyncClient:
     ) -> Tokens:
         """The token ids of a text, or of messages as the model's chat template renders them."""
         request = build_tokenize_request(prompt, model)
-        answer = await self._call(lambda left_s: self._stub.Tokenize(request, timeout=left_s), timeout_s)
+        answer = await self._call(self._begin(self._stub.Tokenize, request), timeout_s)
         return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
 
     async def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
         request = inference_pb2.ListModelsRequest()
-        answer = await self._call(lambda left_s: self._stub.ListModels(request, timeout=left_s), timeout_s)
+        answer = await self._call(self._begin(self._stub.ListModels, request), timeout_s)
         return models_from_wire(answer.models)
+
+    def _begin(self, method: Callable[..., AnswerT], request: object) -> Callable[[float | None], AnswerT]:
+        """One attempt at a call, given the time left for it."""
+        return lambda left_s: method(request, timeout=left_s, metadata=self._metadata)
 
     async def _call(self, start: Callable[[float | None], Awaitable[AnswerT]], timeout_s: float | None) -> AnswerT:
         attempts = self._attempts(timeout_s, UNARY_TIMEOUT_S)

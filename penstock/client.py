@@ -19,6 +19,7 @@ from typing import TypeVar, Unpack
 
 import grpc
 
+from penstock.client_auth import ClientTls, auth_metadata
 from penstock.completions import (
     ChatMessage,
     Chunk,
@@ -121,15 +122,24 @@ class Client:
         *,
         timeout_s: float | None = None,
         retry: RetryPolicy = DEFAULT_RETRY,
+        api_key: str | None = None,
+        tls: ClientTls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """`timeout_s` is the deadline of calls that name none; without either, the router's default holds."""
+        """`timeout_s` is the deadline of calls that name none; without either, the router's default holds.
+
+        `api_key` is read from PENSTOCK_API_KEY where it is not given. `tls` turns encryption on; `credentials` do so
+        too, for whoever has made their own.
+        """
         self._timeout_s = timeout_s
         self._retry = retry
+        self._metadata = auth_metadata(api_key)
+        credentials = credentials or (tls.credentials() if tls else None)
+        options = [*CHANNEL_OPTIONS, *(tls.options() if tls else ())]
         self._channel = (
-            grpc.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+            grpc.secure_channel(target, credentials, options=options)
             if credentials
-            else grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+            else grpc.insecure_channel(target, options=options)
         )
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
@@ -149,7 +159,7 @@ class Client:
         """
         request = build_request(prompt, sampling, model=model, request_id=request_id)
         attempts = self._attempts(timeout_s, self._timeout_s)
-        return GenerateStream(lambda left_s: self._stub.Generate(request, timeout=left_s), attempts)
+        return GenerateStream(self._begin(self._stub.Generate, request), attempts)
 
     def complete(
         self,
@@ -169,13 +179,17 @@ class Client:
     ) -> Tokens:
         """The token ids of a text, or of messages as the model's chat template renders them."""
         request = build_tokenize_request(prompt, model)
-        answer = self._call(lambda left_s: self._stub.Tokenize(request, timeout=left_s), timeout_s)
+        answer = self._call(self._begin(self._stub.Tokenize, request), timeout_s)
         return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
 
     def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
         request = inference_pb2.ListModelsRequest()
-        answer = self._call(lambda left_s: self._stub.ListModels(request, timeout=left_s), timeout_s)
+        answer = self._call(self._begin(self._stub.ListModels, request), timeout_s)
         return models_from_wire(answer.models)
+
+    def _begin(self, method: Callable[..., AnswerT], request: object) -> Callable[[float | None], AnswerT]:
+        """One attempt at a call, given the time left for it."""
+        return lambda left_s: method(request, timeout=left_s, metadata=self._metadata)
 
     def _call(self, start: Callable[[float | None], AnswerT], timeout_s: float | None) -> AnswerT:
         attempts = self._attempts(timeout_s, UNARY_TIMEOUT_S)

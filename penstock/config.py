@@ -14,8 +14,10 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.errors import ConfigError
+from penstock.security_config import LimitsConfig, SecurityConfig, TenantConfig, TenantName, TlsConfig
 from penstock.types import Role
 
+_SECRETIVE = {"keys", "secret"}  # settings whose values no message repeats
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # of one gRPC message: a million token ids fit
 
 
@@ -106,6 +108,7 @@ class WorkerConfig(_Frozen):
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
     transfer: TransferConfig = TransferConfig()
+    security: SecurityConfig = SecurityConfig()
 
 
 class RouterConfig(_Frozen):
@@ -123,6 +126,11 @@ class RouterConfig(_Frozen):
     max_inflight: int = Field(4096, ge=1)  # requests; more are refused with RESOURCE_EXHAUSTED
     max_redispatches: int = Field(3, ge=0)  # of one request whose decode worker was lost
     policy: Literal["kv-aware", "least-loaded", "round-robin", "random"] = "kv-aware"
+    tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)  # by name; none: callers are not told apart
+    limits: LimitsConfig = LimitsConfig()
+    tls: TlsConfig | None = None  # of the gRPC and the HTTP port
+    metrics_token_file: str = ""  # holds the bearer token that /metrics wants; with tenants it wants one
+    security: SecurityConfig = SecurityConfig()
 
 
 class PoolConfig(_Frozen):
@@ -236,6 +244,9 @@ def parse(kind: type[ConfigT], data: object, source: str = "config") -> ConfigT:
 def _explain(problem: object) -> str:
     assert isinstance(problem, dict)
     key = ".".join(str(part) for part in problem["loc"]) or "(whole)"
+    # What is wrong may be a key or a secret; a whole table may hold one.
+    hidden = isinstance(problem["input"], dict) or not _SECRETIVE.isdisjoint(problem["loc"])
+    shown = "" if hidden else f" = {problem['input']!r}"
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {key} = {problem['input']!r}; remove it or mend its spelling"
-    return f"{key} = {problem['input']!r}: {problem['msg']}"
+        return f"unknown key {key}{shown}; remove it or mend its spelling"
+    return f"{key}{shown}: {problem['msg']}"

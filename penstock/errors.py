@@ -41,6 +41,22 @@ class InvalidInput(PenstockError):
         self.problem = problem
 
 
+class Unauthenticated(PenstockError):
+    """The caller has not said who it is, or not so that it can be believed. The message never repeats what it sent."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 401
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(PenstockError):
+    """The caller is known, and may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    http_status = 403
+    reason = "PERMISSION_DENIED"
+
+
 class ModelNotFound(PenstockError):
     code = grpc.StatusCode.NOT_FOUND
     http_status = 404
@@ -121,6 +137,8 @@ class InternalError(PenstockError):
 
 
 _TYPES: tuple[type[PenstockError], ...] = (
+    Unauthenticated,
+    PermissionDenied,
     ModelNotFound,
     CheckpointError,
     ConfigError,
@@ -187,6 +205,8 @@ def from_rpc_error(error: grpc.RpcError) -> PenstockError:
 
 
 _BY_CODE: dict[grpc.StatusCode, type[PenstockError]] = {
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,

@@ -114,6 +114,15 @@ async def read_start(commands: AsyncIterator[StartT]) -> StartT:
     return command
 
 
+def credentials(context: grpc.aio.ServicerContext) -> tuple[str | None, list[str]]:
+    """A call's authorization header, and the names in the client certificate that TLS has verified."""
+    metadata = context.invocation_metadata() or ()
+    authorization = next((value for key, value in metadata if key == "authorization"), None)
+    verified = context.auth_context()
+    names = [*verified.get("x509_subject_alternative_name", ()), *verified.get("x509_common_name", ())]
+    return authorization, [name.decode(errors="replace") for name in names]
+
+
 @contextlib.asynccontextmanager
 async def typed_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     """Turns a PenstockError inside the block into the call's status, and a fault of ours into a plain INTERNAL."""

@@ -18,9 +18,12 @@ HASH_VERSION = 1
 _DIGEST_BYTES = 16
 
 
-def make_salt(model_revision: str, *, adapter: str = "", tenant: str = "") -> bytes:
-    """The root of a hash chain. Parts are length-prefixed: no two different tuples give the same salt."""
-    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"penstock-page")
+def make_salt(model_revision: str, *, adapter: str = "", tenant: str = "", key: bytes = b"") -> bytes:
+    """The root of a hash chain. Parts are length-prefixed: no two different tuples give the same salt.
+
+    With a `key` (at most 64 bytes) it is a MAC: nobody without that key can tell whose pages a hash names.
+    """
+    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"penstock-page", key=key)
     for part in (str(HASH_VERSION), model_revision, adapter, tenant):
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(8, "little") + encoded)

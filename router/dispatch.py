@@ -23,7 +23,6 @@ from penstock.errors import (
     Unavailable,
     from_status,
 )
-from penstock.page_hash import make_salt
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2, worker_pb2
 from router.autopsy import is_dead
@@ -56,7 +55,7 @@ class TokenStream:
         self._arrived = asyncio.Event()
         self._legs = [Leg(index, request, self._deliver) for index in range(request.sampling.n)]
         self._waiting = list(self._legs)  # not sent yet
-        self._pages = PromptPages(request.token_ids)
+        self._pages = PromptPages(request.token_ids, request.salt)
 
     async def __aenter__(self) -> TokenStream:
         return self
@@ -169,7 +168,7 @@ class TokenStream:
         if timeout_s <= 0:
             raise self._too_late()
         leg.runs_at(target)
-        submit = self._submission(leg, make_salt(self._request.model_revision), [], timeout_s)
+        submit = self._submission(leg, [], timeout_s)
         submit.ticket = moved.ticket
         leg.submit(target.link, submit)
 
@@ -230,7 +229,7 @@ class TokenStream:
         leg.runs_at(chosen)
         leg.sent_s = time.monotonic()
         timeout_s = self._request.deadline_s - leg.sent_s
-        leg.submit(chosen.link, self._submission(leg, group.salt, placed.candidates, timeout_s))
+        leg.submit(chosen.link, self._submission(leg, placed.candidates, timeout_s))
 
     async def _wait_for_group(self, leg: Leg) -> Group:
         """Workers of the revision that the request began with."""
@@ -245,14 +244,14 @@ class TokenStream:
         return group
 
     def _submission(
-        self, leg: Leg, salt: bytes, candidates: list[worker_pb2.PrefillCandidate], timeout_s: float
+        self, leg: Leg, candidates: list[worker_pb2.PrefillCandidate], timeout_s: float
     ) -> worker_pb2.DecodeSubmit:
         return worker_pb2.DecodeSubmit(
             request_id=self._request.request_id if len(self._legs) == 1 else f"{self._request.request_id}-{leg.index}",
             token_ids=self._request.token_ids + leg.emitted,
             num_prompt_tokens=len(self._request.token_ids),
             sampling=wire.sampling_to_wire(leg.sampling),
-            salt=salt,
+            salt=self._request.salt,
             timeout_ms=max(1, int(timeout_s * 1e3)),
             prefill_candidates=candidates,
             lane=wire.lane_to_wire(self._request.lane),

@@ -13,12 +13,13 @@ from collections.abc import AsyncGenerator, Iterator
 from penstock import sampling
 from penstock.config import RouterConfig
 from penstock.errors import Cancelled, InvalidInput, ModelNotFound, Overloaded, PenstockError, Quarantined, Unavailable
+from penstock.secret import ClusterSecret
 from penstock.types import RequestId
 from penstock.v1 import common_pb2, inference_pb2
-from penstock.wire import lane_from_wire
 from router.choice import make_policy
 from router.completion_text import CompletionText
 from router.dispatch import TokenStream
+from router.identity import Tenant, Tenants
 from router.membership import Fleet, Group
 from router.metrics import RouterMetrics
 from router.model_card import ModelCard
@@ -40,6 +41,7 @@ class Generator:
     ) -> None:
         self.card = card
         self.tokenizer = tokenizer
+        self.tenants = Tenants(config.tenants, ClusterSecret.of(config.security))
         self._config = config
         self._fleet = fleet
         self._metrics = metrics
@@ -59,13 +61,18 @@ class Generator:
     async def prepare(
         self,
         wire: inference_pb2.GenerateRequest,
+        tenant: Tenant,
         timeout_s: float | None = None,
         default_max_tokens: int | None = None,
     ) -> Request:
-        """Validates and tokenizes. Raises InvalidInput, ModelNotFound, or Unavailable where no worker comes."""
+        """Validates and tokenizes.
+
+        Raises InvalidInput, PermissionDenied, ModelNotFound, or Unavailable where no worker comes.
+        """
         accepted_s = time.monotonic()
         with self._counted_errors():
             self.check_model(wire.model)
+            lane = tenant.lane(wire.lane)
             if len(wire.request_id) > _MAX_REQUEST_ID:
                 raise InvalidInput(
                     "request_id", f"has {len(wire.request_id)} characters; give {_MAX_REQUEST_ID} or fewer"
@@ -95,7 +102,9 @@ class Generator:
             model_revision=group.model_revision,
             accepted_s=accepted_s,
             deadline_s=accepted_s + limit_s,
-            lane=lane_from_wire(wire.lane),
+            lane=lane,
+            tenant=tenant.name,
+            salt=self.tenants.salt(group.model_revision, tenant),
         )
 
     def check_model(self, name: str) -> None:

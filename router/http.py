@@ -18,16 +18,19 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.errors import Cancelled, InternalError, ModelNotFound, PenstockError, Unavailable
+from penstock.errors import Cancelled, InternalError, ModelNotFound, PenstockError, Unauthenticated, Unavailable
 from penstock.v1 import common_pb2
 from router import request as stages
 from router.generation import Generator
+from router.identity import Tenant
 from router.membership import Fleet
 from router.metrics import RouterMetrics
 from router.openai_answers import Answer, ChatAnswer, CompletionAnswer, Json, error_json, usage_json
 from router.openai_bodies import ChatBody, CompletionBody, parse
 
 log = logging.getLogger(__name__)
+
+SUBJECTS = "penstock.subjects"  # key of a request's scope: names in the client certificate that TLS has verified
 
 ResultT = TypeVar("ResultT")
 Outputs = AsyncGenerator[tuple[int, stages.Output], None]  # choice, and what is new of it
@@ -37,19 +40,25 @@ def make_app(generator: Generator, fleet: Fleet, metrics: RouterMetrics) -> Fast
     app = FastAPI(title="Penstock", docs_url=None, redoc_url=None, openapi_url=None)
     started_s = int(time.time())
 
+    def caller(http: Request) -> Tenant:
+        """Raises Unauthenticated or PermissionDenied."""
+        return generator.tenants.identify(http.headers.get("authorization"), http.scope.get(SUBJECTS, ()))
+
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
+        tenant = caller(http)
         body = parse(CompletionBody, await http.body())
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         answer = CompletionAnswer(answer_id, generator.card.name, generator.tokenizer, body.logprobs is not None)
-        return await _respond(http, body, answer, answer_id, generator)
+        return await _respond(http, body, answer, answer_id, generator, tenant)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
+        tenant = caller(http)
         body = parse(ChatBody, await http.body())
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         answer = ChatAnswer(answer_id, generator.card.name, generator.tokenizer, bool(body.logprobs))
-        return await _respond(http, body, answer, answer_id, generator)
+        return await _respond(http, body, answer, answer_id, generator, tenant)
 
     def model_json() -> Json:
         group = fleet.group()
@@ -58,11 +67,13 @@ def make_app(generator: Generator, fleet: Fleet, metrics: RouterMetrics) -> Fast
         return {"id": name, "object": "model", "created": started_s, "owned_by": "penstock", "max_model_len": length}
 
     @app.get("/v1/models")
-    async def models() -> Json:
+    async def models(http: Request) -> Json:
+        caller(http)
         return {"object": "list", "data": [model_json()]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Json:
+    async def model(http: Request, name: str) -> Json:
+        caller(http)
         generator.check_model(name)
         return model_json()
 
@@ -82,11 +93,17 @@ def make_app(generator: Generator, fleet: Fleet, metrics: RouterMetrics) -> Fast
 
 
 async def _respond(
-    http: Request, body: CompletionBody | ChatBody, answer: Answer, answer_id: str, generator: Generator
+    http: Request,
+    body: CompletionBody | ChatBody,
+    answer: Answer,
+    answer_id: str,
+    generator: Generator,
+    tenant: Tenant,
 ) -> Response:
     """Errors before the first token are plain HTTP errors, also of a stream: its head is sent only then."""
     requests = [
-        await generator.prepare(wire, default_max_tokens=body.default_max_tokens) for wire in body.requests(answer_id)
+        await generator.prepare(wire, tenant, default_max_tokens=body.default_max_tokens)
+        for wire in body.requests(answer_id)
     ]
     outputs = _merged(generator, requests)
     if not body.stream:
@@ -229,6 +246,8 @@ def _fault(error: Exception) -> InternalError:
 async def _on_penstock_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, PenstockError)
     headers = {}
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, Unavailable) and error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     return JSONResponse(error_json(error), error.http_status, headers)

@@ -18,7 +18,6 @@ import grpc.aio
 
 from penstock import wire
 from penstock.grpc_server import make_channel
-from penstock.page_hash import make_salt
 from penstock.types import Member, Role
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 from router.backoff import Backoff
@@ -37,7 +36,6 @@ class Group:
     """Workers that take work now and between which KV can move, whatever their page sizes. `decode` is not empty."""
 
     model_revision: str
-    salt: bytes  # of its page hashes
     token_bytes: float  # of KV
     context_length: int  # that each of them can hold
     decode: tuple[Follower, ...]
@@ -86,7 +84,6 @@ class Fleet:
         prefill = [one for one in ready if one.description.role == Role.PREFILL and one.description.kv_digest == digest]
         return Group(
             model_revision=first.model_revision,
-            salt=make_salt(first.model_revision),
             token_bytes=first.page_bytes / first.page_size,
             context_length=min(one.description.context_length for one in decode),
             decode=tuple(decode),

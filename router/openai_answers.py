@@ -6,7 +6,14 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from penstock.errors import InvalidInput, ModelNotFound, Overloaded, PenstockError
+from penstock.errors import (
+    InvalidInput,
+    ModelNotFound,
+    Overloaded,
+    PenstockError,
+    PermissionDenied,
+    Unauthenticated,
+)
 from penstock.v1 import common_pb2
 from router.request import Output
 from router.tokenizer import Tokenizer
@@ -172,6 +179,10 @@ def error_json(error: PenstockError) -> Json:
     elif isinstance(error, ModelNotFound):
         param = "model"
     kind = "invalid_request_error" if error.http_status < 429 else "server_error"
-    if isinstance(error, Overloaded):
+    if isinstance(error, Unauthenticated):
+        kind = "authentication_error"
+    elif isinstance(error, PermissionDenied):
+        kind = "permission_error"
+    elif isinstance(error, Overloaded):
         kind = "rate_limit_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": error.reason.lower()}}

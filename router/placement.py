@@ -25,26 +25,27 @@ _FIRST_HASHES = 32  # pages of a prompt hashed before the index is asked whether
 class PromptPages:
     """One prompt's leading page hashes by page size, made no further than little beyond what some worker holds."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
+    def __init__(self, token_ids: Sequence[int], salt: bytes) -> None:
         self._token_ids = token_ids
+        self._salt = salt
         self._hashes: dict[int, list[PageHash]] = {}
 
     def cached_tokens(self, index: PrefixIndex, group: Group) -> dict[WorkerId, int]:
         """Leading tokens of the prompt whose pages each worker holds, by hashes of pages as large as its own."""
         found: dict[WorkerId, int] = {}
         for size in group.page_sizes:
-            cached = self._cached_pages(index, size, group.salt)
+            cached = self._cached_pages(index, size)
             found.update((worker_id, held.num_pages * size) for worker_id, held in cached.items())
         return found
 
-    def _cached_pages(self, index: PrefixIndex, size: int, salt: bytes) -> dict[WorkerId, PrefixMatch]:
+    def _cached_pages(self, index: PrefixIndex, size: int) -> dict[WorkerId, PrefixMatch]:
         token_ids = self._token_ids
         hashes = self._hashes.get(size, [])
         num_full = len(token_ids) // size
         count = min(_FIRST_HASHES, num_full)
         while True:
             if len(hashes) < count:
-                hashes = self._hashes[size] = hash_pages(token_ids[: count * size], size, salt, hashes)
+                hashes = self._hashes[size] = hash_pages(token_ids[: count * size], size, self._salt, hashes)
             cached = index.match(hashes[:count])
             if count == num_full or all(held.num_pages < count for held in cached.values()):
                 return cached

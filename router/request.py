@@ -21,6 +21,7 @@ class Request:
     deadline_s: float  # monotonic; bounds every leg
     lane: Lane = Lane.STANDARD
     tenant: str = ""  # whose it is; empty where callers are not told apart
+    salt: bytes = b""  # of its page hashes, on every leg: requests of different salts share no page
 
 
 @dataclass(slots=True)

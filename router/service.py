@@ -12,9 +12,10 @@ from google.protobuf.message import Message
 
 from penstock import wire
 from penstock.errors import InvalidInput
-from penstock.grpc_server import typed_errors
+from penstock.grpc_server import credentials, typed_errors
 from penstock.v1 import inference_pb2
 from router.generation import Generator
+from router.identity import Tenant
 from router.membership import Fleet
 from router.request import Output, Request
 from router.tolerant_decode import tolerant
@@ -57,10 +58,15 @@ class InferenceService:
         self, message: inference_pb2.GenerateRequest | InvalidInput, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         async with typed_errors(context):
-            request = await self._generator.prepare(_valid(message), context.time_remaining())
+            tenant = self._caller(context)
+            request = await self._generator.prepare(_valid(message), tenant, context.time_remaining())
             async with contextlib.aclosing(self._generator.outputs(request)) as outputs:
                 async for output in outputs:
                     yield self._response(request, output)
+
+    def _caller(self, context: grpc.aio.ServicerContext) -> Tenant:
+        """Raises Unauthenticated or PermissionDenied."""
+        return self._generator.tenants.identify(*credentials(context))
 
     def _response(self, request: Request, output: Output) -> inference_pb2.GenerateResponse:
         return inference_pb2.GenerateResponse(
@@ -79,6 +85,7 @@ class InferenceService:
         self, message: inference_pb2.TokenizeRequest | InvalidInput, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
         async with typed_errors(context):
+            self._caller(context)
             request = _valid(message)
             self._generator.check_model(request.model)
             if request.HasField("text") == bool(request.messages):
@@ -91,6 +98,7 @@ class InferenceService:
         self, message: inference_pb2.ListModelsRequest | InvalidInput, context: grpc.aio.ServicerContext
     ) -> inference_pb2.ListModelsResponse:
         async with typed_errors(context):
+            self._caller(context)
             _valid(message)
             group = self._fleet.group()
             model = inference_pb2.Model(

@@ -52,6 +52,8 @@ def test_http_and_grpc_status_agree_on_whose_fault_it_is() -> None:
         caller_can_mend_it = kind.code in {
             grpc.StatusCode.INVALID_ARGUMENT,
             grpc.StatusCode.NOT_FOUND,
+            grpc.StatusCode.UNAUTHENTICATED,
+            grpc.StatusCode.PERMISSION_DENIED,
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             grpc.StatusCode.CANCELLED,
         }

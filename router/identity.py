@@ -1,0 +1,115 @@
+"""Who calls: an API key or a client certificate to a tenant, and a tenant to what it may ask for. Pure, no I/O.
+
+Keys are looked up by their SHA-256 digest: the time that takes says nothing about any key. No message repeats a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.errors import ConfigError, PermissionDenied, Unauthenticated
+from penstock.page_hash import make_salt
+from penstock.secret import ClusterSecret, digest_of
+from penstock.security_config import TenantConfig
+from penstock.types import Lane
+from penstock.v1 import common_pb2
+from penstock.wire import lane_from_wire
+
+CANARY = "canary"  # use of the cluster secret: the key of the controller's own requests
+_SCHEME = "bearer "
+_MAX_KEY_CHARACTERS = 512
+_LANES = list(Lane)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One tenant as requests are handled for it. The default is whoever calls where nobody is told apart."""
+
+    name: str = ""
+    config: TenantConfig = field(default_factory=TenantConfig)
+
+    def lane(self, asked: common_pb2.Lane) -> Lane:
+        """The lane of a request that asks for this one. Raises PermissionDenied above the tenant's best."""
+        lane = lane_from_wire(asked, self.config.lane)
+        if _LANES.index(lane) < _LANES.index(self.config.max_lane):
+            raise PermissionDenied(
+                f"lane: {lane.value} is not open to this API key; ask for {self.config.max_lane.value} or a later one"
+            )
+        return lane
+
+    @property
+    def cache_scope(self) -> str:
+        """Requests of one scope may share cached pages. A group and a tenant of one name are two scopes."""
+        if self.config.share_group:
+            return f"group:{self.config.share_group}"
+        return f"tenant:{self.name}" if self.name else ""
+
+
+class Tenants:
+    """Every tenant of a router. Without any, all callers are the same nameless one."""
+
+    def __init__(self, configs: Mapping[str, TenantConfig], secret: ClusterSecret | None = None) -> None:
+        """Raises ConfigError where two tenants claim one key or one name of a certificate."""
+        self.open = Tenant()
+        self._by_name = {name: Tenant(name, config) for name, config in configs.items()}
+        self._by_digest: dict[str, Tenant] = {}
+        self._by_subject: dict[str, Tenant] = {}
+        for tenant in self._by_name.values():
+            _claim(self._by_digest, tenant, tenant.config.keys, "keys")
+            _claim(self._by_subject, tenant, tenant.config.subjects, "subjects")
+        if secret is not None:
+            self._by_digest[digest_of(secret.token(CANARY))] = self.open
+        # Without a cluster secret salts differ by tenant all the same, but whoever knows the names can compute them.
+        self._salt_key = secret.key("page salts") if secret is not None else b""
+
+    @property
+    def told_apart(self) -> bool:
+        return bool(self._by_name)
+
+    def find(self, name: str) -> Tenant:
+        """By a request's `tenant`; the nameless one for any that is not configured."""
+        return self._by_name.get(name, self.open)
+
+    def identify(self, authorization: str | None, subjects: Sequence[str] = ()) -> Tenant:
+        """Of one call: its authorization header, and the names in the certificate that TLS has verified.
+
+        Raises Unauthenticated or PermissionDenied. A key, where one is given, goes before the certificate.
+        """
+        if not self._by_name:
+            return self.open
+        if authorization is not None:
+            tenant = self._by_digest.get(digest_of(_key(authorization)))
+            if tenant is None:
+                raise Unauthenticated("authorization: the API key is not known here; check it, or ask for another one")
+        elif subjects:
+            tenant = next((self._by_subject[name] for name in subjects if name in self._by_subject), None)
+            if tenant is None:
+                raise PermissionDenied("the client certificate's names belong to no tenant; have one of them added")
+        else:
+            raise Unauthenticated("authorization: is missing; send your API key as 'Bearer KEY'")
+        if not tenant.config.enabled:
+            raise PermissionDenied(f"tenant {tenant.name} is turned off; ask whoever runs this deployment")
+        return tenant
+
+    def salt(self, model_revision: str, tenant: Tenant) -> bytes:
+        """The root of its requests' page hashes."""
+        return make_salt(model_revision, tenant=tenant.cache_scope, key=self._salt_key)
+
+
+def _key(authorization: str) -> str:
+    if authorization[: len(_SCHEME)].lower() != _SCHEME or not authorization[len(_SCHEME) :].strip():
+        raise Unauthenticated("authorization: is no bearer token; send your API key as 'Bearer KEY'")
+    key = authorization[len(_SCHEME) :].strip()
+    if len(key) > _MAX_KEY_CHARACTERS:
+        raise Unauthenticated(f"authorization: the API key is longer than {_MAX_KEY_CHARACTERS} characters; check it")
+    return key
+
+
+def _claim(owners: dict[str, Tenant], tenant: Tenant, claims: Sequence[str], setting: str) -> None:
+    for claim in claims:
+        other = owners.setdefault(claim, tenant)
+        if other is not tenant:
+            raise ConfigError(
+                f"tenants.{tenant.name}.{setting}: one of them belongs to {other.name} too; give each tenant its own"
+            )

@@ -111,7 +111,7 @@ async def test_the_router_credits_a_tenant_with_its_own_pages_alone():
         hashes = hash_pages(PROMPT, PAGE_SIZE, decode.submits[-1].salt)
         prefill.log.stored(hashes)
         prefill.service.notify()
-        await until(lambda: index.match(hashes) == {"prefill-0": len(hashes)})
+        await until(lambda: "prefill-0" in index.match(hashes))
         assert await prefill_s("acme") < cold_s
         assert await prefill_s("beta") == cold_s
 
@@ -175,4 +175,4 @@ def _check_own_pages(servers, tenants, revision) -> None:
             pages[name] = [held[page_hash] for page_hash in hashes]
         assert len(set(itertools.chain(*pages.values()))) == 3 * len(hashes)
         for page, twin in zip(pages["acme"], pages["beta"], strict=True):
-            assert torch.equal(pool.tensor[page], pool.tensor[twin])
+            assert torch.equal(pool[page], pool[twin])

@@ -122,7 +122,7 @@ class Departures:
         if one is None or one.has_outcome or one.plan is not None:
             return
         try:
-            one.plan = self._sender.open(key, offer)
+            one.plan = self._sender.open(key, offer, one.sequence.lane)
         except PenstockError as error:
             self._fail(one, error)
             return

@@ -22,7 +22,7 @@ from engine.step_loop import StepLoop
 from kv_transfer.session import Manifest
 from penstock import wire
 from penstock.errors import PenstockError, from_rpc_error, from_status
-from penstock.types import Epoch, PageHash, PageId, SamplingParams, TransferKey, WorkerId
+from penstock.types import Epoch, Lane, PageHash, PageId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class RemotePrefill:
     num_prompt_tokens: int
     sampling: SamplingParams
     salt: bytes
+    lane: Lane
     timeout_s: float
     patience_s: float | None = None  # until `on_slow`, where it has not begun
 
@@ -142,7 +143,8 @@ class PrefillClient:
             stub = worker_pb2_grpc.PrefillWorkerStub(self._channels.get(candidate.address))
             call = stub.Prefill(_requests(_start_message(prefill, offer), commands))
             async for event in call:
-                slow.cancel()  # the first of all is that it begins
+                if event.WhichOneof("event") != "heartbeat":
+                    slow.cancel()  # the first of the others is that it begins
                 self._deliver(key, event)
                 if event.WhichOneof("event") == "closed":
                     return
@@ -212,5 +214,6 @@ def _start_message(prefill: RemotePrefill, offer: bytes) -> worker_pb2.PrefillCo
             salt=prefill.salt,
             timeout_ms=max(1, int(prefill.timeout_s * 1e3)),
             offer=offer,
+            lane=wire.lane_to_wire(prefill.lane),
         )
     )

@@ -1,9 +1,10 @@
 """Which sequences a decode step computes: admission, continuous batching, preemption, page reservations. Pure.
 
 Every sequence that is running gets its next token first; what is left of the step's token budget goes to chunks of
-prompts that are computed here. A sequence that needs a page when none is left preempts the youngest one running, whose
-tokens are kept and whose KV is computed again later. Sequences are ordered by arrival for their whole life, so the
-oldest always gets on and nobody starves.
+prompts that are computed here. Sequences have a rank for their whole life: by arrival, interactive ones with a head
+start before standard ones before bulk (penstock/aging.py). A sequence that needs a page when none is left preempts one
+that ranks behind it, bulk first and then the one with least work to lose; its tokens are kept and its KV is computed
+again later. So the first in rank always gets on, everybody comes to be first, and nobody starves.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from dataclasses import dataclass
 from engine.page_pool import OutOfPages, PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
+from penstock.aging import Aging
 from penstock.config import DecodeConfig
-from penstock.types import PageHash, PageId
+from penstock.types import Lane, PageHash, PageId
+
+# Later arrivals that may go first.
+HANDICAP_REQUESTS = {Lane.INTERACTIVE: 0, Lane.STANDARD: 32, Lane.BULK: 256}
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +29,7 @@ class _Entry:
     """A sequence and what scheduling remembers of it."""
 
     sequence: Sequence
-    arrival: int
+    rank: tuple[float, int]  # the second counts the order of arrival
     num_shared_pages: int = 0  # leading full pages already offered to the prefix cache
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     num_preemptions: int = 0
@@ -48,9 +53,10 @@ class DecodeScheduler:
         self._config = config
         self._watermark_pages = int(config.watermark * pool.num_pages)
         self._entries: dict[Sequence, _Entry] = {}
-        self._running: list[_Entry] = []  # by arrival
-        self._waiting: list[_Entry] = []  # by arrival; to be computed here
-        self._arrivals = 0
+        self._running: list[_Entry] = []  # by rank
+        self._waiting: list[_Entry] = []  # by rank; to be computed here
+        self._num_arrivals = 0
+        self._aging = Aging(HANDICAP_REQUESTS)
 
     @property
     def num_running(self) -> int:
@@ -67,22 +73,27 @@ class DecodeScheduler:
         return waiting + sum(entry.sequence.num_uncomputed_tokens - 1 for entry in self._running)
 
     def track(self, sequence: Sequence) -> None:
-        """From now on the sequence has its place in the order of arrival."""
-        self._arrivals += 1
-        self._entries[sequence] = _Entry(sequence, self._arrivals)
+        """From now on the sequence has its rank."""
+        self._num_arrivals += 1
+        self._entries[sequence] = _Entry(sequence, (self._aging.rank(sequence.lane), self._num_arrivals))
+        self._aging.advance(1)
+
+    def rank(self, sequence: Sequence) -> tuple[float, int]:
+        """Of a tracked sequence; lower ones go first."""
+        return self._entries[sequence].rank
 
     def compute_here(self, sequence: Sequence) -> None:
         """Queues a tracked sequence that holds no pages: all its tokens are computed by this worker."""
         assert not sequence.pages
         assert sequence.num_computed_tokens == 0
-        bisect.insort(self._waiting, self._entries[sequence], key=_arrival)
+        bisect.insort(self._waiting, self._entries[sequence], key=_rank)
 
     def join(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """A tracked sequence whose pages hold the KV of its first `num_computed_tokens` tokens runs from now on."""
         entry = self._entries[sequence]
         sequence.num_computed_tokens = num_computed_tokens
         self._share_full_pages(entry)
-        bisect.insort(self._running, entry, key=_arrival)
+        bisect.insort(self._running, entry, key=_rank)
 
     def is_running(self, sequence: Sequence) -> bool:
         """Whether it gets a token in every step: it runs, and the KV of all its tokens but the last is here."""
@@ -95,7 +106,7 @@ class DecodeScheduler:
 
     def resume(self, sequence: Sequence) -> None:
         """A paused one runs again."""
-        bisect.insort(self._running, self._entries[sequence], key=_arrival)
+        bisect.insort(self._running, self._entries[sequence], key=_rank)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ends here: whatever it holds goes back."""
@@ -131,7 +142,7 @@ class DecodeScheduler:
         It may have fewer tokens yet. The caller owns the references. Sequences that wait to be computed here go first,
         or they would starve.
         """
-        if self._waiting and self._waiting[0].arrival < self._entries[sequence].arrival:
+        if self._waiting and self._waiting[0].rank < self._entries[sequence].rank:
             return None
         if self._num_holding() >= self._config.max_batch_sequences:
             return None
@@ -148,7 +159,7 @@ class DecodeScheduler:
         work: list[ScheduledSequence] = []
         num_waiting = len(self._waiting)
         # One token each first (decode), then chunks: a long prompt must not delay those already streaming.
-        for entry in sorted(self._running, key=lambda item: (item.sequence.num_uncomputed_tokens > 1, item.arrival)):
+        for entry in sorted(self._running, key=lambda item: (item.sequence.num_uncomputed_tokens > 1, item.rank)):
             num_tokens = min(budget, entry.sequence.num_uncomputed_tokens)
             if num_tokens == 0:
                 break
@@ -196,7 +207,7 @@ class DecodeScheduler:
         if entry.num_preemptions == 0:
             entry.num_cached_tokens = entry.sequence.num_computed_tokens
         self._waiting.remove(entry)
-        bisect.insort(self._running, entry, key=_arrival)
+        bisect.insort(self._running, entry, key=_rank)
         return True
 
     def _take_pages(self, sequence: Sequence, num_tokens: int) -> tuple[int, list[PageId]] | None:
@@ -221,7 +232,7 @@ class DecodeScheduler:
         return sequence.hash_full_pages(self._page_size)[: (num_known - 1) // self._page_size]
 
     def _make_room(self, entry: _Entry, num_tokens: int) -> bool:
-        """Pages for the next `num_tokens`, preempting younger sequences where needed; False if it preempted itself."""
+        """Pages for the next `num_tokens`, preempting others where needed; False if it preempted itself."""
         sequence = entry.sequence
         num_pages = -(-(sequence.num_computed_tokens + num_tokens) // self._page_size)
         missing = num_pages - len(sequence.pages)
@@ -230,17 +241,26 @@ class DecodeScheduler:
                 sequence.pages += self._pool.allocate(missing)
                 return True
             except OutOfPages:
-                victim = self._running[-1]
+                victim = self._choose_victim(entry)
                 self._preempt(victim)
                 if victim is entry:
                     return False
         return True
 
+    def _choose_victim(self, entry: _Entry) -> _Entry:
+        """Who makes room for `entry`: one that ranks behind it, or itself where there is none."""
+        behind = self._running[bisect.bisect_right(self._running, entry.rank, key=_rank) :]
+
+        def cost(one: _Entry) -> tuple[bool, int, float]:
+            return one.sequence.lane is not Lane.BULK, one.sequence.num_computed_tokens, -one.rank[1]
+
+        return min(behind, key=cost, default=entry)
+
     def _preempt(self, entry: _Entry) -> None:
         self._running.remove(entry)
         self.drop_pages(entry.sequence)
         entry.num_preemptions += 1
-        bisect.insort(self._waiting, entry, key=_arrival)
+        bisect.insort(self._waiting, entry, key=_rank)
 
     def _share_full_pages(self, entry: _Entry) -> None:
         sequence = entry.sequence
@@ -251,5 +271,5 @@ class DecodeScheduler:
             entry.num_shared_pages = num_full
 
 
-def _arrival(entry: _Entry) -> int:
-    return entry.arrival
+def _rank(entry: _Entry) -> tuple[float, int]:
+    return entry.rank

@@ -30,6 +30,7 @@ def to_wire(request: DecodeRequest, timing: RequestTiming, now_s: float, num_tol
         salt=sequence.salt,
         timeout_ms=max(1, int((request.deadline_s - now_s) * 1e3)),
         timing=timing_to_wire(timing),
+        lane=wire.lane_to_wire(sequence.lane),
     )
 
 
@@ -41,6 +42,7 @@ def from_wire(state: worker_pb2.SequenceState, send: Send, now_s: float) -> Deco
         num_prompt_tokens=state.num_prompt_tokens,
         sampling=wire.sampling_from_wire(state.sampling),
         salt=state.salt,
+        lane=wire.lane_from_wire(state.lane),
     )
     request = DecodeRequest(0, sequence, send, deque(), deadline_s=0.0)
     _take_times(request, state, now_s)

@@ -101,6 +101,7 @@ def _request(submit: worker_pb2.DecodeSubmit, stream: RouterStream, deadline_s: 
         num_prompt_tokens=submit.num_prompt_tokens,
         sampling=wire.sampling_from_wire(submit.sampling),
         salt=submit.salt,
+        lane=wire.lane_from_wire(submit.lane),
     )
     candidates = deque(
         PrefillCandidate(item.worker_id, Epoch(item.epoch), item.address, item.queue_s, item.prefill_s)

@@ -13,7 +13,6 @@ import logging
 import math
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -109,7 +108,7 @@ class Transfers:
         self._clock = clock
         self._sweeper = Sweeper(heartbeat_s(config.timeout_s))
         self._transfers: dict[TransferKey, _Transfer] = {}
-        self._asking: deque[_Transfer] = deque()  # reservations not granted yet, in order
+        self._asking: list[_Transfer] = []  # reservations not granted yet
         self.calls: PrefillCalls | None = None
         self.num_mismatches = 0  # hand-offs that were not what the manifest said: recomputed, never decoded
 
@@ -135,6 +134,7 @@ class Transfers:
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 sampling=sequence.sampling,
                 salt=sequence.salt,
+                lane=sequence.lane,
                 timeout_s=max(0.001, request.deadline_s - time.monotonic()),
                 patience_s=patience_s,
             )
@@ -190,12 +190,13 @@ class Transfers:
             self._asking.append(transfer)
 
     def grant_reservations(self, scheduler: DecodeScheduler) -> None:
-        """Gives pages to those who asked, oldest first, as long as there are any."""
-        while self._asking:
-            transfer = self._asking[0]
-            if transfer.request is not None and not self._grant(transfer, transfer.request, scheduler):
-                return
-            self._asking.popleft()
+        """Gives pages to those who asked, in the scheduler's order, as long as there are any."""
+        asking = [(one, one.request) for one in self._asking if one.request is not None]
+        asking.sort(key=lambda pair: scheduler.rank(pair[1].sequence))
+        granted = 0
+        while granted < len(asking) and self._grant(*asking[granted], scheduler):
+            granted += 1
+        self._asking = [transfer for transfer, _ in asking[granted:]]
 
     def _grant(self, transfer: _Transfer, request: DecodeRequest, scheduler: DecodeScheduler) -> bool:
         """Fences the pages and tells the sender; False where there are too few now."""

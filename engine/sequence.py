@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.page_hash import hash_pages
-from penstock.types import PageHash, PageId, RequestId, SamplingParams, TokenLogprob
+from penstock.types import Lane, PageHash, PageId, RequestId, SamplingParams, TokenLogprob
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +28,7 @@ class Sequence:
     pages: list[PageId] = field(default_factory=list)
     num_computed_tokens: int = 0  # leading tokens whose KV is in `pages`
     page_hashes: list[PageHash] = field(default_factory=list)  # of leading full pages, grown by `hash_full_pages`
+    lane: Lane = Lane.STANDARD  # what it competes with, for schedulers and links
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,11 +1,16 @@
 """What a sender still owes one receiver incarnation: pushes in order, what is under way, and each transfer's fate.
 
+Pages of interactive requests go before standard ones, bulk goes last, and what waits ages in bytes sent
+(penstock/aging.py), so that no lane holds another one up for ever. Bulk fills a part of the link only: what is posted
+cannot be overtaken any more.
+
 The sender's thread alone uses it. It decides what may be posted, what is over and what is stuck; it owns no thread, no
 lock and no clock. Invariant: a transfer is `over` exactly once, after its last push has ended one way or the other.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,10 +18,14 @@ from typing import Protocol, cast
 
 from kv_transfer.staging import PageParts, Staging
 from kv_transfer.transport import MAX_PUSH_BYTES, Arrival, Link, Push
+from penstock.aging import Aging
 from penstock.errors import TransferError
-from penstock.types import PageId, TransferKey
+from penstock.types import Lane, PageId, TransferKey
 
 MAX_INFLIGHT_BYTES = 64 << 20  # under way on one link; the rest waits here, as page numbers only
+MAX_BULK_BYTES = 16 << 20  # under way when a bulk push starts: enough to keep a link busy, and soon over
+# Bytes that may go out for later arrivals first: a second or so of a common link for bulk.
+HANDICAP_BYTES = {Lane.INTERACTIVE: 0, Lane.STANDARD: 128 << 20, Lane.BULK: 1 << 30}
 
 
 class Gate(Protocol):
@@ -30,6 +39,7 @@ class Outgoing:
     """One transfer at the sender."""
 
     key: TransferKey
+    lane: Lane = Lane.STANDARD
     num_unfinished: int = 0  # pushes queued or under way
     finishing: bool = False  # no more pushes will come
     aborted: bool = False
@@ -44,7 +54,7 @@ class Outgoing:
         return self.aborted or self.error is not None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Item:
     """A push that waits for its turn."""
 
@@ -53,6 +63,7 @@ class Item:
     src_pages: Sequence[PageId] | Sequence[PageParts]  # what each page is made of, where it must be staged
     dst_pages: Sequence[PageId]
     gate: Gate | None
+    rank: tuple[float, int] = (0.0, 0)  # by which pushes wait; the second counts the order of arrival
 
 
 @dataclass(slots=True)
@@ -70,13 +81,15 @@ class Outbox:
     transfers: dict[TransferKey, Outgoing] = field(default_factory=dict)
     last_progress_s: float = 0.0
     num_pages_sent: int = 0
-    _queue: deque[Item] = field(default_factory=deque)
+    _queue: list[Item] = field(default_factory=list)  # by rank
+    _num_queued: int = 0  # so far
+    _aging: Aging = field(default_factory=lambda: Aging(HANDICAP_BYTES))
     _flights: deque[_Flight] = field(default_factory=deque)
     _bytes_in_flight: int = 0
 
     @property
     def waits_for_polling(self) -> bool:
-        gated = bool(self._queue) and self._queue[0].gate is not None
+        gated = any(item.gate is not None for item in self._queue)
         return self.link is not None and (gated or (bool(self._flights) and self.link.needs_polling))
 
     @property
@@ -84,11 +97,14 @@ class Outbox:
         return bool(self._flights)
 
     def add(self, item: Item) -> None:
-        """Queues a push, in parts that a link takes."""
+        """Queues a push, in parts that a link takes. Within a transfer they keep their order: ranks only grow."""
         step = max(1, MAX_PUSH_BYTES // self.page_bytes)
         for start in range(0, len(item.src_pages), step):
             src, dst = item.src_pages[start : start + step], item.dst_pages[start : start + step]
-            self._queue.append(Item(item.transfer, item.first_index + start, src, dst, item.gate))
+            self._num_queued += 1
+            rank = self._aging.rank(item.transfer.lane), self._num_queued
+            part = Item(item.transfer, item.first_index + start, src, dst, item.gate, rank)
+            bisect.insort(self._queue, part, key=lambda one: one.rank)
             item.transfer.num_unfinished += 1
 
     def post(self, now_s: float) -> bool:
@@ -97,14 +113,11 @@ class Outbox:
             return False
         started = False
         self._drop_cut_short()
-        while self._queue and self._bytes_in_flight < MAX_INFLIGHT_BYTES:
-            item = self._queue[0]
-            if item.gate is not None and not item.gate.query():
-                break  # pages of one chunk are complete in order, so what follows is not ready either
+        while (item := self._next_ready()) is not None:
             pages = self._stage(item)
             if pages is None:
                 break
-            self._queue.popleft()
+            self._queue.remove(item)
             if not self._flights:
                 self.last_progress_s = now_s
             arrival = Arrival(item.transfer.key, item.first_index, len(item.src_pages))
@@ -117,9 +130,23 @@ class Outbox:
                 self.link.check()
                 continue
             self._bytes_in_flight += len(pages) * self.page_bytes
+            self._aging.advance(len(pages) * self.page_bytes)
             self._flights.append(_Flight(item.transfer, push, pages))
             started = True
         return started
+
+    def _next_ready(self) -> Item | None:
+        """The first one that there is room for and whose pages are complete."""
+        if self._bytes_in_flight >= MAX_INFLIGHT_BYTES:
+            return None
+        not_ready = self._num_queued + 1  # chunks complete in the order in which they were queued
+        for item in self._queue:
+            if item.transfer.lane is Lane.BULK and self._bytes_in_flight >= MAX_BULK_BYTES:
+                continue
+            if item.gate is None or (item.rank[1] < not_ready and item.gate.query()):
+                return item
+            not_ready = min(not_ready, item.rank[1])
+        return None
 
     def _stage(self, item: Item) -> Sequence[PageId] | None:
         """The pages to push; None where they must be staged and there is no room for them now."""
@@ -179,7 +206,7 @@ class Outbox:
     def _drop_cut_short(self) -> None:
         if not any(item.transfer.cut_short for item in self._queue):
             return
-        kept: deque[Item] = deque()
+        kept: list[Item] = []
         for item in self._queue:
             if item.transfer.cut_short:
                 item.transfer.num_unfinished -= 1

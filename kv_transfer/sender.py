@@ -35,6 +35,7 @@ from kv_transfer.transport import Link, SendingTransport
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferKey
+from penstock.types import Lane as RequestLane
 
 FASTEST_POLL_S = 0.00002  # just after a push began or ended, on a wire that must be polled
 SLOWEST_POLL_S = 0.0002  # while one is under way
@@ -104,7 +105,7 @@ class TransferSender:
     def transports(self) -> list[str]:
         return list(self._wires)
 
-    def open(self, key: TransferKey, offer: bytes) -> Plan:
+    def open(self, key: TransferKey, offer: bytes, lane: RequestLane = RequestLane.STANDARD) -> Plan:
         """Starts to connect where there is no link yet. Returns how pages of here become the receiver's. Raises
         TransferRefused where they cannot, and TransferError for an offer that cannot be used; then the transfer is not
         open and no callback comes."""
@@ -122,7 +123,7 @@ class TransferSender:
             if key in self._open:
                 raise TransferError(f"transfer {key.transfer_id}: already open")
             self._open.add(key)
-            self._submit(partial(self._do_open, key, parsed, plan))
+            self._submit(partial(self._do_open, key, parsed, plan, lane))
         return plan
 
     def push(
@@ -238,7 +239,7 @@ class TransferSender:
                 pauses.append(receiver.idle_since_s + IDLE_LINK_S - now_s)
         return max(0.001, min(pauses)) if pauses else None
 
-    def _do_open(self, key: TransferKey, offer: Offer, plan: Plan) -> None:
+    def _do_open(self, key: TransferKey, offer: Offer, plan: Plan, request_lane: RequestLane) -> None:
         receiver = self._receivers.get(offer.receiver_epoch)
         if receiver is None:
             lane, unused = self._lanes.find(plan, [one.lane for one in self._receivers.values()])
@@ -246,7 +247,7 @@ class TransferSender:
             receiver = _Receiver(offer, lane, Outbox(plan.target.page_bytes), time.monotonic())
             self._receivers[offer.receiver_epoch] = receiver
             threading.Thread(target=self._connect, args=(receiver,), name="kv-connect", daemon=True).start()
-        transfer = receiver.outbox.transfers[key] = Outgoing(key)
+        transfer = receiver.outbox.transfers[key] = Outgoing(key, request_lane)
         if receiver.offer.layout != offer.layout:
             transfer.error = TransferError(
                 f"offer.layout: {offer.layout}, but {receiver.offer.layout} was offered before"

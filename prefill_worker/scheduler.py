@@ -1,17 +1,39 @@
 """Which prompts a prefill step computes, and how much of each. Pure bookkeeping over the page pool: no I/O, no clock.
 
-First come, first served: prompts already begun go on first, new ones join while the token budget and the pool allow.
-A prompt takes all its pages when its first chunk is scheduled, so a begun prompt never waits for pages.
+Interactive prompts before standard ones before bulk, and within a lane the one that has least left to compute; but a
+prompt's rank is fixed when it comes and later ones start further back (penstock/aging.py), so nobody waits for ever: no
+prompt goes ahead of one that has seen its lane's handicap and its own length computed since it came.
+
+A prompt takes all its pages when its first chunk is scheduled, so a begun prompt never waits for pages. Those that have
+not begun do so in order: a large one that waits for pages is not passed by a small one, or it might wait for ever.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+import heapq
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from engine.page_pool import OutOfPages, PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import ScheduledSequence, Sequence
+from penstock.aging import Aging
+from penstock.types import Lane
+
+# Whole steps that may be computed for later arrivals first.
+HANDICAP_STEPS = {Lane.INTERACTIVE: 0, Lane.STANDARD: 8, Lane.BULK: 64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    sequence: Sequence
+    base: float
+    arrival: int
+
+    def rank(self) -> tuple[float, int]:
+        """Changes only while the prompt is computed."""
+        return self.base + self.sequence.num_uncomputed_tokens, self.arrival
 
 
 class PrefillScheduler:
@@ -25,8 +47,11 @@ class PrefillScheduler:
         self._page_size = page_size
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_sequences = max_batch_sequences
-        self._queue: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._aging = Aging({lane: steps * max_batch_tokens for lane, steps in HANDICAP_STEPS.items()})
+        self._entries: dict[Sequence, _Entry] = {}
+        self._queue: list[_Entry] = []  # by rank
+        self._running: list[_Entry] = []
+        self._num_arrivals = 0
 
     @property
     def num_queued(self) -> int:
@@ -38,39 +63,41 @@ class PrefillScheduler:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return sum(sequence.num_uncomputed_tokens for sequence in (*self._running, *self._queue))
+        return sum(entry.sequence.num_uncomputed_tokens for entry in (*self._running, *self._queue))
 
     def add(self, sequence: Sequence) -> None:
-        self._queue.append(sequence)
+        self._num_arrivals += 1
+        entry = self._entries[sequence] = _Entry(sequence, self._aging.rank(sequence.lane), self._num_arrivals)
+        bisect.insort(self._queue, entry, key=_Entry.rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence that is queued or running; its pages stay with the caller."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._queue:
-            self._queue.remove(sequence)
+        entry = self._entries.pop(sequence, None)
+        if entry is not None:
+            (self._running if entry in self._running else self._queue).remove(entry)
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next step's chunks, at most `max_batch_tokens` in all; newly begun prompts now hold their pages."""
         budget = self._max_batch_tokens
         work: list[ScheduledSequence] = []
-        for sequence in self._running:
+        may_begin = True
+        for entry in heapq.merge(sorted(self._running, key=_Entry.rank), list(self._queue), key=_Entry.rank):
             if budget == 0:
-                return work
-            work.append(self._chunk(sequence, budget))
-            budget -= work[-1].num_tokens
-        while self._queue and budget and len(self._running) < self._max_batch_sequences:
-            if not self._take_pages(self._queue[0]):
                 break
-            sequence = self._queue.popleft()
-            self._running.append(sequence)
-            work.append(self._chunk(sequence, budget))
+            if entry not in self._running:
+                may_begin = may_begin and self._begin(entry)
+                if not may_begin:
+                    continue
+            work.append(ScheduledSequence(entry.sequence, min(budget, entry.sequence.num_uncomputed_tokens)))
             budget -= work[-1].num_tokens
         return work
 
-    @staticmethod
-    def _chunk(sequence: Sequence, budget: int) -> ScheduledSequence:
-        return ScheduledSequence(sequence, min(budget, sequence.num_uncomputed_tokens))
+    def _begin(self, entry: _Entry) -> bool:
+        if len(self._running) >= self._max_batch_sequences or not self._take_pages(entry.sequence):
+            return False
+        self._queue.remove(entry)
+        self._running.append(entry)
+        return True
 
     def _take_pages(self, sequence: Sequence) -> bool:
         """All the prompt's pages, cached ones first; False, and nothing taken, where the pool has too few."""
@@ -96,9 +123,10 @@ class PrefillScheduler:
             draws = scheduled.draws
             num_shared = sequence.num_computed_tokens // self._page_size
             sequence.num_computed_tokens += scheduled.num_tokens
+            self._aging.advance(scheduled.num_tokens)
             num_full = sequence.num_computed_tokens // self._page_size
             self._cache.insert(sequence.page_hashes[:num_full], sequence.pages, start=num_shared)
             if draws:
                 complete.append(sequence)
-                self._running.remove(sequence)
+                self._running.remove(self._entries.pop(sequence))
         return complete

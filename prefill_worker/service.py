@@ -85,6 +85,7 @@ def _sequence(start: worker_pb2.PrefillStart) -> Sequence:
         num_prompt_tokens=start.num_prompt_tokens,
         sampling=wire.sampling_from_wire(start.sampling),
         salt=start.salt,
+        lane=wire.lane_from_wire(start.lane),
     )
 
 

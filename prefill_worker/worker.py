@@ -136,7 +136,7 @@ class PrefillWorker:
         """Queues a prefill. Problems end it with a `Closed` that holds the error."""
         try:
             check_token_ids(job.sequence.token_ids, 0, self._context_length, self._engine.model.vocab_size)
-            job.plan = self._sender.open(job.key, offer)
+            job.plan = self._sender.open(job.key, offer, job.sequence.lane)
         except PenstockError as error:
             job.emit(Closed(error))
             return

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.scheduler import DecodeScheduler
+from decode_worker.scheduler import HANDICAP_REQUESTS, DecodeScheduler
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
 from penstock.config import DecodeConfig
-from penstock.types import RequestId, SamplingParams
+from penstock.types import Lane, RequestId, SamplingParams
 
 PAGE_SIZE = 4
 
@@ -25,9 +25,9 @@ def make_scheduler(num_pages: int, **config: float) -> tuple[DecodeScheduler, Pa
     return DecodeScheduler(pool, PrefixCache(pool, PAGE_SIZE), PAGE_SIZE, settings_), pool
 
 
-def make_sequence(name: str, num_tokens: int, seed: int = 0) -> Sequence:
+def make_sequence(name: str, num_tokens: int, seed: int = 0, lane: Lane = Lane.STANDARD) -> Sequence:
     tokens = random.Random(f"{name}{seed}").choices(range(1000), k=num_tokens)
-    return Sequence(RequestId(name), tokens, num_tokens, SamplingParams(max_tokens=100), b"salt")
+    return Sequence(RequestId(name), tokens, num_tokens, SamplingParams(max_tokens=100), b"salt", lane=lane)
 
 
 def next_token(sequence: Sequence) -> int:
@@ -83,6 +83,46 @@ def test_the_youngest_is_preempted_and_loses_no_token() -> None:
     assert pool.num_available == pool.num_pages
 
 
+def test_bulk_makes_room_first_and_then_whoever_has_least_to_lose() -> None:
+    scheduler, pool = make_scheduler(12, max_batch_sequences=8, max_batch_tokens=64)
+    lanes = {"first": Lane.STANDARD, "short": Lane.STANDARD, "long": Lane.STANDARD, "bulk": Lane.BULK}
+    lengths = {"first": 8, "short": 4, "long": 12, "bulk": 16}
+    made = {name: start(scheduler, make_sequence(name, lengths[name], lane=lane)) for name, lane in lanes.items()}
+    preempted: list[str] = []
+    for _ in range(40):
+        run_step(scheduler)
+        pool.check_integrity()
+        preempted += [name for name, one in made.items() if scheduler.num_preemptions(one) and name not in preempted]
+    assert preempted[:2] == ["bulk", "short"]
+    assert scheduler.num_preemptions(made["first"]) == 0
+
+
+def test_interactive_requests_are_admitted_first() -> None:
+    scheduler, _ = make_scheduler(40, max_batch_sequences=4, max_batch_tokens=4)
+    for lane in (Lane.BULK, Lane.STANDARD, Lane.INTERACTIVE):
+        start(scheduler, make_sequence(lane.value, 3, lane=lane))
+    assert [item.sequence.request_id for item in run_step(scheduler)] == ["interactive", "standard"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lane=st.sampled_from(Lane), flood=st.lists(st.sampled_from(Lane), min_size=1, max_size=5))
+def test_no_flood_keeps_a_request_waiting_for_ever(lane: Lane, flood: list[Lane]) -> None:
+    """Of those that come after it, its handicap in requests goes first, and beside its own chunks a few more."""
+    scheduler, _ = make_scheduler(8, max_batch_sequences=2, max_batch_tokens=4)
+    waiting = start(scheduler, make_sequence("waiting", 5, lane=lane))
+    number, later = 0, dict[Sequence, int]()
+    while not waiting.num_output_tokens:
+        while scheduler.num_waiting < 4:
+            number += 1
+            newcomer = make_sequence(f"n{number}", 3, lane=flood[number % len(flood)])
+            later[start(scheduler, newcomer)] = number
+        run_step(scheduler)
+        for sequence in [one for one in later if one.num_output_tokens]:
+            assert later.pop(sequence) <= HANDICAP_REQUESTS[lane] + 6
+            scheduler.forget(sequence)
+        assert number <= HANDICAP_REQUESTS[lane] + 10
+
+
 def test_a_reservation_waits_for_pages_and_for_those_who_came_before() -> None:
     scheduler, pool = make_scheduler(4)
     holder = start(scheduler, make_sequence("holder", 12))
@@ -133,7 +173,8 @@ def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> N
         action = data.draw(st.sampled_from(["local", "remote", "land", "cancel", "step", "step", "step"]))
         if action in ("local", "remote") and len(live) < 6:
             length = data.draw(st.integers(1, 16))
-            sequence = make_sequence(f"s{number % 3}", length)  # few names: prefixes repeat
+            lane = data.draw(st.sampled_from(Lane))
+            sequence = make_sequence(f"s{number % 3}", length, lane=lane)  # few names: prefixes repeat
             scheduler.track(sequence)
             live.append(sequence)
             if action == "local":

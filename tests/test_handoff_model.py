@@ -29,7 +29,7 @@ from kv_transfer.staging import PageParts, page_parts
 from penstock import wire
 from penstock.config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig, WorkerConfig
 from penstock.errors import PenstockError, TransferError
-from penstock.types import Epoch, FinishReason, PageId, RequestId, Role, SamplingParams, TransferKey, WorkerId
+from penstock.types import Epoch, FinishReason, Lane, PageId, RequestId, Role, SamplingParams, TransferKey, WorkerId
 from prefill_worker.worker import (
     Closed,
     FirstToken,
@@ -81,7 +81,7 @@ class FakeSender:
         self.plan = plan
         self.links: dict[TransferKey, Link] = {}
 
-    def open(self, key: TransferKey, offer: bytes) -> Plan:
+    def open(self, key: TransferKey, offer: bytes, lane: Lane) -> Plan:
         self.links[key] = Link()
         return self.plan
 
@@ -164,6 +164,7 @@ class World:
             prefill.num_prompt_tokens,
             prefill.sampling,
             prefill.salt,
+            lane=prefill.lane,
         )
         job = PrefillJob(key, sequence, lambda outcome: self.from_prefill(key, outcome), 0.0)
         worker = self.prefill
@@ -218,7 +219,8 @@ class World:
     # What may happen next.
 
     def submit(self, stream_id: int, prompt: list[int], sampling: SamplingParams) -> None:
-        sequence = Sequence(RequestId(f"r{stream_id}"), list(prompt), len(prompt), sampling, b"salt")
+        lane = self.rng.choice(list(Lane))
+        sequence = Sequence(RequestId(f"r{stream_id}"), list(prompt), len(prompt), sampling, b"salt", lane=lane)
         # The second candidate is the same worker once more, or one that has died: a start there is lost at once.
         epochs = [self.prefill_epoch, self.rng.choice([Epoch(1), self.prefill_epoch])][: self.rng.randint(1, 2)]
         candidates = deque(PrefillCandidate("p", epoch, "nowhere", 0.0, 0.0) for epoch in epochs)

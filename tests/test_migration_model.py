@@ -29,7 +29,7 @@ from kv_transfer.staging import page_parts
 from penstock import wire
 from penstock.config import DecodeConfig, TransferConfig
 from penstock.errors import DeadlineExceeded, PenstockError, TransferError
-from penstock.types import Epoch, FinishReason, PageId, RequestId, SamplingParams, TransferKey, WorkerId
+from penstock.types import Epoch, FinishReason, Lane, PageId, RequestId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import worker_pb2
 from tests.fake_engine import FakeEngine
 from tests.test_handoff_model import CONTEXT, LAYOUT, FakeReceiver, Link, Write, expected_tokens
@@ -48,7 +48,7 @@ class Wire:
         self.links: dict[TransferKey, Link] = {}
         self.refuse = ""  # the next one, and why
 
-    def open(self, key: TransferKey, offer: bytes) -> Plan:
+    def open(self, key: TransferKey, offer: bytes, lane: Lane) -> Plan:
         refuse, self.refuse = self.refuse, ""
         if refuse:
             raise TransferError(refuse)
@@ -123,7 +123,8 @@ class Node:
     def submit(self, stream: Stream, ticket: str) -> None:
         token_ids = [*stream.prompt, *stream.tokens]
         sampling = SamplingParams(max_tokens=stream.max_tokens)
-        sequence = Sequence(RequestId(f"r{stream.number}"), token_ids, len(stream.prompt), sampling, b"salt")
+        lane = list(Lane)[stream.number % len(Lane)]
+        sequence = Sequence(RequestId(f"r{stream.number}"), token_ids, len(stream.prompt), sampling, b"salt", lane=lane)
         request = DecodeRequest(stream.number, sequence, self.send, deque(), deadline_s=1e6)
         stream.node, stream.request = self, request
 

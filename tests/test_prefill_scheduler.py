@@ -1,4 +1,4 @@
-"""Prefill scheduling: the token budget, first come first served, pages taken once, prefixes computed once."""
+"""Prefill scheduling: the token budget, lanes and lengths, nobody starves, pages taken once, prefixes computed once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import ScheduledSequence, Sequence
-from penstock.types import RequestId, SamplingParams
-from prefill_worker.scheduler import PrefillScheduler
+from penstock.types import Lane, RequestId, SamplingParams
+from prefill_worker.scheduler import HANDICAP_STEPS, PrefillScheduler
 
 PAGE_SIZE = 4
 
@@ -19,15 +19,15 @@ def make_scheduler(num_pages: int, max_batch_tokens: int = 8) -> tuple[PrefillSc
     return PrefillScheduler(pool, PrefixCache(pool, PAGE_SIZE), PAGE_SIZE, max_batch_tokens, 3), pool
 
 
-def make_sequence(name: str, tokens: list[int]) -> Sequence:
-    return Sequence(RequestId(name), tokens, len(tokens), SamplingParams(max_tokens=1), b"salt")
+def make_sequence(name: str, tokens: list[int], lane: Lane = Lane.STANDARD) -> Sequence:
+    return Sequence(RequestId(name), tokens, len(tokens), SamplingParams(max_tokens=1), b"salt", lane=lane)
 
 
 def shares(work: list[ScheduledSequence]) -> dict[str, int]:
     return {item.sequence.request_id: item.num_tokens for item in work}
 
 
-def test_chunks_fill_the_budget_in_order_of_arrival() -> None:
+def test_chunks_fill_the_budget_with_what_ends_soonest() -> None:
     scheduler, _ = make_scheduler(20)
     for name, length in (("a", 10), ("b", 3), ("c", 6)):
         scheduler.add(make_sequence(name, list(range(ord(name) * 100, ord(name) * 100 + length))))
@@ -35,8 +35,66 @@ def test_chunks_fill_the_budget_in_order_of_arrival() -> None:
     while work := scheduler.schedule():
         steps.append(shares(work))
         complete += [sequence.request_id for sequence in scheduler.commit(work)]
-    assert steps == [{"a": 8}, {"a": 2, "b": 3, "c": 3}, {"c": 3}]
-    assert complete == ["a", "b", "c"]
+    assert steps == [{"b": 3, "c": 5}, {"c": 1, "a": 7}, {"a": 3}]
+    assert complete == ["b", "c", "a"]
+
+
+def test_a_short_interactive_prompt_goes_ahead_of_a_long_one_that_has_begun() -> None:
+    scheduler, _ = make_scheduler(20)
+    scheduler.add(make_sequence("long", list(range(40)), Lane.BULK))
+    scheduler.commit(scheduler.schedule())
+    scheduler.add(make_sequence("standard", list(range(100, 103))))
+    scheduler.add(make_sequence("short", list(range(200, 204)), Lane.INTERACTIVE))
+    assert list(shares(scheduler.schedule()).items()) == [("short", 4), ("standard", 3), ("long", 1)]
+
+
+def test_prompts_that_have_begun_go_on_while_a_large_one_waits_for_pages() -> None:
+    scheduler, pool = make_scheduler(6)
+    scheduler.add(make_sequence("begun", list(range(12))))
+    scheduler.commit(scheduler.schedule())
+    scheduler.add(make_sequence("large", list(range(100, 124)), Lane.INTERACTIVE))
+    scheduler.add(make_sequence("small", list(range(200, 204)), Lane.BULK))
+    assert shares(scheduler.schedule()) == {"begun": 4}  # the small one does not pass the large one
+    pool.check_integrity()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lane=st.sampled_from(Lane),
+    length=st.integers(1, 60),
+    flood=st.lists(st.tuples(st.sampled_from(Lane), st.integers(1, 16)), min_size=1, max_size=8),
+)
+def test_no_flood_keeps_a_prompt_waiting_for_ever(lane: Lane, length: int, flood: list[tuple[Lane, int]]) -> None:
+    """However many come after it: once its handicap and its own length were computed, no newcomer goes before it."""
+    budget = 8
+    scheduler, pool = make_scheduler(80, max_batch_tokens=budget)
+    for number in range(4):
+        scheduler.add(make_sequence(f"before{number}", list(range(1000 * number + 100, 1000 * number + 120))))
+    waiting = make_sequence("waiting", list(range(length)), lane)
+    scheduler.add(waiting)
+    computed, number = 0, 10
+    bound = HANDICAP_STEPS[lane] * budget + length
+    while True:
+        if computed < bound:
+            backlog = scheduler.num_uncomputed_tokens  # the last moment at which there is somebody else to wait for
+        late = set[Sequence]()
+        while scheduler.num_queued < 5:
+            newcomer_lane, tokens = flood[number % len(flood)]
+            number += 1
+            newcomer = make_sequence(f"n{number}", list(range(10000 * number, 10000 * number + tokens)), newcomer_lane)
+            scheduler.add(newcomer)
+            late.add(newcomer)
+        work = scheduler.schedule()
+        order = [item.sequence for item in work]
+        if computed >= bound and waiting in order:
+            assert not late & set(order[: order.index(waiting)])
+        computed += sum(item.num_tokens for item in work)
+        done = scheduler.commit(work)
+        for sequence in done:
+            pool.release(sequence.pages)
+        if waiting in done:
+            return
+        assert computed <= bound + backlog + 100, "it starves"
 
 
 def test_a_prompt_that_does_not_fit_waits_and_holds_nothing() -> None:
@@ -45,11 +103,11 @@ def test_a_prompt_that_does_not_fit_waits_and_holds_nothing() -> None:
     second = make_sequence("second", list(range(50, 58)))
     scheduler.add(first)
     scheduler.add(second)
-    assert shares(scheduler.schedule()) == {"first": 12}
-    assert second.pages == []
-    scheduler.remove(first)
-    pool.release(first.pages)
     assert shares(scheduler.schedule()) == {"second": 8}
+    assert first.pages == []
+    scheduler.remove(second)
+    pool.release(second.pages)
+    assert shares(scheduler.schedule()) == {"first": 12}
     pool.check_integrity()
 
 
@@ -74,7 +132,8 @@ def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> N
         if action == "add":
             start = data.draw(st.sampled_from([0, 100]))  # few starts: prefixes repeat
             length = data.draw(st.integers(1, num_pages * PAGE_SIZE))
-            live.append(make_sequence(f"s{number}", list(range(start, start + length))))
+            lane = data.draw(st.sampled_from(Lane))
+            live.append(make_sequence(f"s{number}", list(range(start, start + length)), lane))
             scheduler.add(live[-1])
         elif action == "cancel" and live:
             victim = live.pop(data.draw(st.integers(0, len(live) - 1)))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kv_transfer.outbox import MAX_INFLIGHT_BYTES, Item, Outbox, Outgoing
+from kv_transfer.outbox import HANDICAP_BYTES, MAX_BULK_BYTES, MAX_INFLIGHT_BYTES, Item, Outbox, Outgoing
 from kv_transfer.transport import MAX_PUSH_BYTES, Arrival
 from penstock.errors import TransferError
-from penstock.types import PageId
+from penstock.types import Lane, PageId
 from tests.transfer_pair import key
 
 PAGE_BYTES = 1 << 20
@@ -87,6 +87,74 @@ def test_a_large_push_goes_in_parts_and_within_bounds() -> None:
     assert outbox.num_pages_sent == 3 * limit
     assert outbox.take_over() == [transfer]
     assert outbox.take_over() == []
+
+
+def posted(link: FakeLink) -> list[int]:
+    """Numbers of the transfers, in the order of their pushes."""
+    return [int(arrival.key.transfer_id[1:]) for arrival, _ in link.posted]
+
+
+def drain(outbox: Outbox, link: FakeLink, now_s: float = 0.0) -> None:
+    """Every write is over when it is posted."""
+    while outbox.post(now_s):
+        for _, push in link.posted:
+            push.ended = True
+        outbox.reap(now_s)
+
+
+def test_interactive_pages_go_first_and_bulk_last() -> None:
+    outbox, link, (bulk, standard, interactive) = make(3)
+    bulk.lane, interactive.lane = Lane.BULK, Lane.INTERACTIVE
+    for transfer in (bulk, standard, interactive):
+        outbox.add(item(transfer, 0, 12))  # two parts each
+    drain(outbox, link)
+    assert posted(link) == [2, 2, 1, 1, 0, 0]
+    assert [arrival.first_index for arrival, _ in link.posted] == [0, 8] * 3
+
+
+def test_bulk_leaves_the_link_to_others_soon() -> None:
+    outbox, link, (bulk, interactive) = make(2)
+    bulk.lane, interactive.lane = Lane.BULK, Lane.INTERACTIVE
+    outbox.add(item(bulk, 0, 200))
+    outbox.post(0.0)
+    assert len(link.posted) * MAX_PUSH_BYTES == MAX_BULK_BYTES
+    outbox.add(item(interactive, 0, 200))
+    outbox.post(0.0)
+    assert posted(link)[2:] == [1] * (len(link.posted) - 2)
+    assert len(link.posted) * MAX_PUSH_BYTES == MAX_INFLIGHT_BYTES
+
+
+def test_a_lane_that_is_overtaken_gets_its_turn() -> None:
+    """More interactive pages than the link takes, all the time: a standard page waits for its handicap, no longer."""
+    outbox, link, (standard, interactive) = make(2)
+    interactive.lane = Lane.INTERACTIVE
+    window = MAX_INFLIGHT_BYTES // PAGE_BYTES
+    outbox.add(item(standard, 0, 1))
+    for rounds in range(100):
+        outbox.add(item(interactive, rounds * 2 * window, 2 * window))
+        outbox.post(0.0)
+        for _, push in link.posted:
+            push.ended = True
+        outbox.reap(0.0)
+        if 0 in posted(link):
+            break
+    assert HANDICAP_BYTES[Lane.STANDARD] <= rounds * MAX_INFLIGHT_BYTES <= HANDICAP_BYTES[Lane.STANDARD] * 2
+
+
+def test_pages_that_are_ready_do_not_wait_for_more_urgent_ones_that_are_not() -> None:
+    outbox, link, (standard, interactive) = make(2)
+    interactive.lane = Lane.INTERACTIVE
+    gates = [Gate(), Gate(), Gate()]
+    for transfer, first, gate in ((standard, 0, gates[0]), (interactive, 0, gates[1]), (standard, 1, gates[2])):
+        outbox.add(item(transfer, first, 1, gate))
+    gates[0].ready = True
+    outbox.post(0.0)
+    assert posted(link) == [0]
+    assert outbox.waits_for_polling
+    for gate in gates:
+        gate.ready = True
+    outbox.post(0.0)
+    assert posted(link) == [0, 1, 0]
 
 
 def test_a_push_waits_until_its_pages_are_computed() -> None:

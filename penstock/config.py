@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from penstock.admission_config import AdmissionConfig
 from penstock.errors import ConfigError
 from penstock.security_config import LimitsConfig, SecurityConfig, TenantConfig, TenantName, TlsConfig
 from penstock.types import Role
@@ -125,6 +126,7 @@ class RouterConfig(_Frozen):
     max_timeout_s: float = Field(3600.0, gt=0)
     max_inflight: int = Field(4096, ge=1)  # requests; more are refused with RESOURCE_EXHAUSTED
     max_redispatches: int = Field(3, ge=0)  # of one request whose decode worker was lost
+    admission: AdmissionConfig = AdmissionConfig()
     policy: Literal["kv-aware", "least-loaded", "round-robin", "random"] = "kv-aware"
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)  # by name; none: callers are not told apart
     limits: LimitsConfig = LimitsConfig()

@@ -84,6 +84,11 @@ class DeadlineExceeded(PenstockError):
     http_status = 504
     reason = "DEADLINE_EXCEEDED"
 
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        """`retry_after_s`: refused before its deadline, by which it could not have ended; later it might."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class Cancelled(PenstockError):
     code = grpc.StatusCode.CANCELLED
@@ -185,7 +190,7 @@ def from_status(status: status_pb2.Status) -> PenstockError:
     kind = _BY_REASON.get(found.reason or "")
     if kind is None:
         kind = _BY_CODE.get(_CODE_BY_NUMBER.get(status.code, grpc.StatusCode.UNKNOWN), InternalError)
-    if issubclass(kind, Unavailable):
+    if issubclass(kind, Unavailable | DeadlineExceeded):
         return kind(status.message, found.retry_after_s)
     return kind(status.message)
 

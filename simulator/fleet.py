@@ -1,0 +1,151 @@
+"""A whole deployment in virtual time: workers, links and a router, built from one description.
+
+What builds on the simulator (replays, faults, scaling) talks to `Fleet`: start, stop and break workers, submit requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.config import DecodeConfig, PrefillConfig
+from penstock.types import Epoch, Role
+from router.choice import Policy, make_policy
+from simulator.costs import DecodeCosts, LinkCosts, PrefillCosts
+from simulator.decode_model import DecodeModel
+from simulator.event_feed import Deliver, EventFaults, EventFeed
+from simulator.events import Simulation
+from simulator.follower_model import Worker
+from simulator.kv_links import KvLinks
+from simulator.network import Call, Network, State
+from simulator.prefill_model import PrefillModel
+from simulator.request import Outcome, TraceRequest
+from simulator.router_model import RouterModel
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSpec:
+    """`num_prefill` may be 0: decode workers then compute prompts themselves, between their steps."""
+
+    num_prefill: int = 8
+    num_decode: int = 8
+    page_size: int = 16
+    prefill_pages: int = 30_000
+    decode_pages: int = 30_000
+    prefill_costs: PrefillCosts = PrefillCosts()
+    decode_costs: DecodeCosts = DecodeCosts()
+    link_costs: LinkCosts = LinkCosts()
+    prefill: PrefillConfig = field(default_factory=lambda: PrefillConfig(max_batch_tokens=2048))
+    decode: DecodeConfig = field(default_factory=lambda: DecodeConfig(max_batch_sequences=256, max_batch_tokens=2048))
+    decode_stride: int = 1  # decode steps simulated as one; above 1 only beside prefill workers
+    policy: str = "kv-aware"
+    report_interval_s: float = 0.02  # between two load and event batches of a worker
+    timeout_s: float = 600.0  # of a request
+
+    @property
+    def names(self) -> dict[str, Role]:
+        prefill = {f"prefill-{index}": Role.PREFILL for index in range(self.num_prefill)}
+        return prefill | {f"decode-{index}": Role.DECODE for index in range(self.num_decode)}
+
+
+class Fleet:
+    """Owns every model of one run. Workers keep their names when they come back, with another epoch and an empty cache."""
+
+    def __init__(self, spec: FleetSpec, seed: int, make: Callable[[str], Policy] = make_policy) -> None:
+        self.spec = spec
+        self.sim = Simulation(seed)
+        self.network = Network(self.sim, spec.link_costs.latency_s, spec.link_costs.jitter_s)
+        self.links = KvLinks(self.sim, self.network, spec.link_costs)
+        self.event_faults = EventFaults(self.sim.rng("event faults"))
+        self.workers: dict[str, Worker] = {}
+        self.outcomes: list[Outcome] = []
+        self.num_ended = 0
+        self._feeds: dict[Worker, list[EventFeed]] = {}
+        self._epoch = 0
+        for name in spec.names:
+            self.start_worker(name)
+        node = self.network.add("router", Epoch(1))
+        token_bytes = spec.link_costs.token_bytes
+        self.router = RouterModel(
+            node, self.network, self, spec.names, make(spec.policy), spec.page_size, float(token_bytes)
+        )
+        self.router.on_end = self._count_end
+
+    # Requests.
+
+    def submit(self, request: TraceRequest) -> Outcome:
+        """Arrives when its time has come."""
+        outcome = Outcome(request)
+        self.outcomes.append(outcome)
+        self.sim.at(request.arrival_s, lambda: self.router.submit(outcome, self.spec.timeout_s))
+        return outcome
+
+    @property
+    def all_ended(self) -> bool:
+        return self.num_ended == len(self.outcomes)
+
+    def _count_end(self, outcome: Outcome) -> None:
+        self.num_ended += outcome.num_ends == 1
+
+    # Workers.
+
+    def find(self, name: str) -> Worker | None:
+        worker = self.workers.get(name)
+        return worker if worker is not None and worker.node.state is not State.DEAD else None
+
+    def start_worker(self, name: str) -> Worker:
+        self._epoch += 1
+        spec, node = self.spec, self.network.add(name, Epoch(self._epoch))
+        if spec.names[name] is Role.PREFILL:
+            worker: Worker = PrefillModel(
+                node, self.links, spec.prefill_costs, spec.prefill, spec.page_size, spec.prefill_pages
+            )
+        else:
+            worker = DecodeModel(
+                node,
+                self.network,
+                spec.decode_costs,
+                spec.link_costs,
+                spec.decode,
+                spec.page_size,
+                spec.decode_pages,
+                self._find_prefill,
+                spec.decode_stride,
+            )
+        self.workers[name] = worker
+        self._feeds[worker] = []
+        worker.on_change = lambda: self._notify(worker)
+        return worker
+
+    def kill(self, name: str) -> None:
+        worker = self.workers[name]
+        if worker.node.state is not State.DEAD:
+            self.network.kill(worker.node)
+            del self._feeds[worker]
+
+    def watch(self, worker: Worker, call: Call, next_seq: int, deliver: Deliver) -> EventFeed:
+        feeds = self._feeds[worker] = [feed for feed in self._feeds[worker] if feed.is_open]
+        feed = EventFeed(
+            worker.node,
+            call,
+            worker.events,
+            worker.load,
+            next_seq,
+            deliver,
+            self.spec.report_interval_s,
+            self.event_faults,
+        )
+        feeds.append(feed)
+        return feed
+
+    def _notify(self, worker: Worker) -> None:
+        for feed in self._feeds.get(worker, ()):
+            feed.notify()
+
+    def _find_prefill(self, name: str) -> PrefillModel | None:
+        worker = self.workers.get(name)
+        return worker if isinstance(worker, PrefillModel) else None
+
+    def run(self, until_s: float = float("inf"), on_event: Callable[[], None] | None = None) -> None:
+        """Until every request submitted so far has ended."""
+        self.sim.run(lambda: self.all_ended, until_s, on_event)

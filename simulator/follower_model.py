@@ -1,0 +1,137 @@
+"""What a router knows of one worker, in virtual time. Follows `router.follower` around the real index and ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock.kv_events import KvEventBatch
+from penstock.types import Epoch, Role, WorkerId, WorkerLoad
+from router.backoff import Backoff
+from router.inflight import InflightLedger
+from router.prefix_index import PrefixIndex
+from simulator.decode_model import DecodeModel
+from simulator.event_feed import Deliver, EventFeed
+from simulator.network import Call, Network, Node
+from simulator.prefill_model import PrefillModel
+
+Worker = PrefillModel | DecodeModel
+
+
+class Workers(Protocol):
+    """Who runs where, and how a router hears of it."""
+
+    def find(self, name: str) -> Worker | None: ...
+
+    def watch(self, worker: Worker, call: Call, next_seq: int, deliver: Deliver) -> EventFeed: ...
+
+
+class FollowerModel:
+    """Reconnects for ever. A decode worker has a link besides its events: requests go over it, and end with it."""
+
+    def __init__(
+        self,
+        name: str,
+        role: Role,
+        node: Node,
+        network: Network,
+        workers: Workers,
+        index: PrefixIndex,
+        ledger: InflightLedger,
+        on_change: Callable[[], None],
+        on_link_lost: Callable[[FollowerModel], None],
+    ) -> None:
+        self.worker_id = WorkerId(name)
+        self.role = role
+        self.epoch = Epoch(0)  # 0: never met
+        self.load = WorkerLoad()
+        self.page_size = 0
+        self.worker: Worker | None = None  # the incarnation that the link leads to
+        self.link: Call | None = None
+        self._node = node
+        self._network = network
+        self._workers = workers
+        self._index = index
+        self._ledger = ledger
+        self._on_change = on_change
+        self._on_link_lost = on_link_lost
+        self._heard = False
+        self._watch_call: Call | None = None
+        self._backoff = Backoff(network.sim.rng(f"backoff {name}"))
+
+    @property
+    def takes_work(self) -> bool:
+        return self._heard and (self.role is Role.PREFILL or (self.link is not None and self.link.is_open))
+
+    def connect(self) -> None:
+        worker = self._workers.find(self.worker_id)
+        if worker is None:
+            self._node.after(self._backoff.next_s(), self.connect)
+            return
+        if self.epoch not in (0, worker.node.epoch):
+            self._index.drop(self.worker_id)
+            self._ledger.forget(self.worker_id)
+        self.epoch, self.worker, self.page_size = worker.node.epoch, worker, worker.page_size
+        if isinstance(worker, DecodeModel):
+            self.link = self._open_link(worker)
+            if self.link is None:
+                return
+        self._watch()
+
+    def _open_link(self, worker: DecodeModel) -> Call | None:
+        link: Call | None = None
+        link = self._network.call(self._node, worker.node, self._lose_link, lambda: worker.on_caller_lost(link))
+        return link
+
+    def _watch(self) -> None:
+        """Follows the events from where the index stands; after a gap, from there again."""
+        assert self.worker is not None
+        worker = self.worker
+        call = self._network.call(self._node, worker.node, self._lose_watch)
+        self._watch_call = call
+        if call is None:
+            return
+        next_seq = self._index.next_seq(self.worker_id)
+
+        def deliver(batch: KvEventBatch, load: WorkerLoad) -> None:
+            if call is self._watch_call:
+                self._apply(batch, load)
+
+        call.send(self._node, lambda: self._begin_feed(worker, call, next_seq, deliver))
+
+    def _begin_feed(self, worker: Worker, call: Call, next_seq: int, deliver: Deliver) -> None:
+        self._workers.watch(worker, call, next_seq, deliver)
+
+    def _apply(self, batch: KvEventBatch, load: WorkerLoad) -> None:
+        if not self._index.apply(self.worker_id, batch):
+            assert self._watch_call is not None
+            self._watch_call.close()
+            self._watch()
+            return
+        self._backoff.reset()
+        self.load = load
+        self._ledger.on_report(self.worker_id, self._network.sim.now_s)
+        if not self._heard:
+            self._heard = True
+            self._on_change()
+
+    def _lose_watch(self) -> None:
+        self._heard = False
+        self._on_change()
+        if self.role is Role.PREFILL:
+            self._node.after(self._backoff.next_s(), self.connect)
+        elif self.link is not None and self.link.is_open:
+            self._node.after(self._backoff.next_s(), self._watch_again)
+
+    def _watch_again(self) -> None:
+        if self.link is not None and self.link.is_open and (self._watch_call is None or not self._watch_call.is_open):
+            self._watch()
+
+    def _lose_link(self) -> None:
+        """The worker is lost, with all that it has of ours."""
+        self.link, self._heard = None, False
+        if self._watch_call is not None:
+            self._watch_call.close()
+        self._on_change()
+        self._on_link_lost(self)
+        self._node.after(self._backoff.next_s(), self.connect)

@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 
-.PHONY: help setup serve demo test lint types proto check-proto bench bench-serving bench-transfer gpu-check clean
+.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-serving bench-transfer gpu-check clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint types     ruff, mypy"
 	@echo "make proto          regenerate the gRPC stubs from proto/"
 	@echo "make bench bench-serving bench-transfer   benchmarks, results in benchmarks/results/"
+	@echo "make simulate       thousands of seeded faults in virtual time, every invariant checked   (SEEDS=N)"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
 
 setup: $(STAMP)
@@ -45,6 +46,11 @@ proto: setup
 
 check-proto: setup
 	$(PY) -m tests.stubs
+
+SEEDS ?= 5000
+
+simulate: setup
+	$(PY) -m simulator.check --seeds $(SEEDS)
 
 bench: setup
 	$(PY) -m benchmarks.latency

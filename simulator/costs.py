@@ -1,8 +1,9 @@
-"""What work costs in seconds: prefill steps, decode steps, bytes on a link. Plain numbers, so that a run says what it assumes.
+"""What work costs in seconds: prefill steps, decode steps, bytes on a link. Plain numbers: a run says what it assumes.
 
-The defaults stand for an 8B model in bf16 on one 80 GB GPU: weights of 16 GB at 2.4 TB/s make a decode step of 7 ms, KV of
-128 KiB a token is read at the same rate, a prompt token costs 16 GFLOP at 250 TFLOP/s, and attention of a token over its
-context 0.5 MFLOP a token of it. They are reckoned, not measured; what a comparison of policies needs is their proportion.
+The defaults stand for an 8B model in bf16 on one 80 GB GPU: weights of 16 GB at 2.4 TB/s make a decode step of 7 ms, KV
+of 128 KiB a token is read at the same rate, a prompt token costs 16 GFLOP at 250 TFLOP/s, and attention of a token over
+its context 0.5 MFLOP a token of it. They are reckoned, not measured; what a comparison of policies needs is their
+proportion.
 """
 
 from __future__ import annotations

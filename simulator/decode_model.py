@@ -184,9 +184,10 @@ class DecodeModel(Owner):
 
     def on_first_token(self, sequence: Sequence, cached_tokens: int) -> None:
         submission = self._submissions.get(sequence)
-        if submission is None or submission.has_first:
+        if submission is None:
             return
-        submission.cached_tokens = max(submission.cached_tokens, cached_tokens)
+        if not submission.has_first:  # an attempt after one that failed only then brings the next token
+            submission.cached_tokens = cached_tokens
         token = submission.draw(len(sequence.token_ids))
         sequence.token_ids.append(token)
         self._on_tokens(submission, [token])
@@ -221,7 +222,10 @@ class DecodeModel(Owner):
             for item in work
         ]
         for sequence, token in self.scheduler.commit(work, StepOutput(tuple(tokens))):
-            self._on_tokens(self._submissions[sequence], [token.token_id])
+            submission, token_ids = self._submissions[sequence], [token.token_id]
+            if submission.has_first:
+                self._draw_more(submission, token_ids)
+            self._on_tokens(submission, token_ids)
         self._flush()
         self.on_change()
 
@@ -240,8 +244,6 @@ class DecodeModel(Owner):
         sequence = submission.sequence
         if not submission.has_first and submission.computed_by == self.worker_id:
             submission.cached_tokens = self.scheduler.num_cached_tokens(sequence)
-        elif submission.has_first:
-            self._draw_more(submission, token_ids)
         submission.has_first = True
         self.num_drawn_tokens += len(token_ids)
         delta = Delta(submission.stream, token_ids)

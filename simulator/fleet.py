@@ -1,6 +1,7 @@
 """A whole deployment in virtual time: workers, links and a router, built from one description.
 
-What builds on the simulator (replays, faults, scaling) talks to `Fleet`: start, stop and break workers, submit requests.
+What builds on the simulator (replays, faults, scaling) talks to `Fleet`: start, stop and break workers, submit
+requests.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class FleetSpec:
     page_size: int = 16
     prefill_pages: int = 30_000
     decode_pages: int = 30_000
-    prefill_costs: PrefillCosts = PrefillCosts()
-    decode_costs: DecodeCosts = DecodeCosts()
-    link_costs: LinkCosts = LinkCosts()
+    prefill_costs: PrefillCosts = field(default_factory=PrefillCosts)
+    decode_costs: DecodeCosts = field(default_factory=DecodeCosts)
+    link_costs: LinkCosts = field(default_factory=LinkCosts)
     prefill: PrefillConfig = field(default_factory=lambda: PrefillConfig(max_batch_tokens=2048))
     decode: DecodeConfig = field(default_factory=lambda: DecodeConfig(max_batch_sequences=256, max_batch_tokens=2048))
     decode_stride: int = 1  # decode steps simulated as one; above 1 only beside prefill workers
@@ -49,7 +50,7 @@ class FleetSpec:
 
 
 class Fleet:
-    """Owns every model of one run. Workers keep their names when they come back, with another epoch and an empty cache."""
+    """Owns every model of one run. A worker that comes back has its name, another epoch and an empty cache."""
 
     def __init__(self, spec: FleetSpec, seed: int, make: Callable[[str], Policy] = make_policy) -> None:
         self.spec = spec

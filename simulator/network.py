@@ -1,7 +1,7 @@
 """Processes and the calls between them: who is alive, who is frozen, which links are cut, and what breaks when.
 
-A call behaves as one over gRPC does: messages arrive in order or not at all; a peer that was killed is noticed at once, one
-that is frozen or cut off only when keepalive gives up. Until then messages wait, as they do in a socket.
+A call behaves as one over gRPC does: messages arrive in order or not at all; a peer that was killed is noticed at once,
+one that is frozen or cut off only when keepalive gives up. Until then messages wait, as they do in a socket.
 """
 
 from __future__ import annotations

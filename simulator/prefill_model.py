@@ -13,17 +13,19 @@ from typing import Protocol
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import ScheduledSequence, Sequence
+from kv_transfer.lease import heartbeat_s
 from kv_transfer.session import Manifest
 from penstock.config import PrefillConfig
 from penstock.errors import Cancelled, PenstockError, TransferError
 from penstock.kv_events import KvEventLog
-from penstock.types import PageId, Role, TransferKey, WorkerId, WorkerLoad
+from penstock.types import Role, TransferKey, WorkerId, WorkerLoad
 from prefill_worker.scheduler import PrefillScheduler
 from simulator.costs import PrefillCosts
 from simulator.kv_links import KvLinks
 from simulator.network import Call, Node
 from simulator.step_loop import StepLoop
 
+_LEASE_S = 30.0  # that receivers give a sender
 _SMOOTHING = 0.2  # weight of the newest step in the measured rate
 
 
@@ -35,6 +37,8 @@ class Receiver(Protocol):
     def on_reserve(self, key: TransferKey) -> None: ...
 
     def on_first_token(self, key: TransferKey, cached_tokens: int) -> None: ...
+
+    def on_heartbeat(self, key: TransferKey) -> None: ...
 
     def on_manifest(self, key: TransferKey, manifest: Manifest) -> None: ...
 
@@ -117,8 +121,15 @@ class PrefillModel:
             self._jobs[key] = job
             self._by_sequence[sequence] = job
             self.scheduler.add(sequence)
+            self._beat(job)
 
         self.loop.post(add)
+
+    def _beat(self, job: _Job) -> None:
+        """A sign of life while the job is open."""
+        if job.key in self._jobs:
+            job.call.send(self.node, lambda: job.receiver.on_heartbeat(job.key))
+            self.node.after(heartbeat_s(_LEASE_S), lambda: self.loop.post(lambda: self._beat(job)))
 
     def set_destination(self, key: TransferKey, num_held: int) -> None:
         def apply() -> None:

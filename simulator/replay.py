@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     num_caches = spec.num_prefill or spec.num_decode
     single = single_cache_hit_rate(fitted, spec.page_size, num_caches * spec.prefill_pages)
     print(
-        f"{args.trace}: {len(fitted)} of {len(requests)} requests fit, arriving {factor:.3g} times as fast as recorded, "
+        f"{args.trace}: {len(fitted)} of {len(requests)} requests fit, {factor:.3g} times as fast as recorded, "
         f"offered load {offered_load(fitted, spec):.2f}; a single cache of all pages would hit {single:.1%}"
     )
     print(HEADER)

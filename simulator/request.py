@@ -13,7 +13,7 @@ _SPREAD = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """`block_ids` name the prompt's blocks of `block_tokens` tokens, the last one cut short; equal ids are equal content."""
+    """`block_ids` name the prompt's blocks of `block_tokens` tokens, the last one cut; equal ids are equal content."""
 
     number: int
     arrival_s: float
@@ -47,6 +47,7 @@ class Outcome:
     num_tokens: int = 0
     error: PenstockError | None = None
     num_ends: int = 0
+    abandoned: bool = False  # by its client
     num_wrong_tokens: int = 0
     num_redispatches: int = 0
     cached_tokens: int = 0  # of the prompt, which whoever computed it had already
@@ -66,4 +67,4 @@ class Outcome:
 
     @property
     def is_complete(self) -> bool:
-        return self.num_ends == 1 and self.error is None
+        return self.num_ends == 1 and self.error is None and not self.abandoned

@@ -41,7 +41,7 @@ class _Leg:
     refused_by: set[Epoch] = field(default_factory=set)
     at: FollowerModel | None = None
     worker: DecodeModel | None = None
-    epoch: Epoch = Epoch(0)
+    epoch: Epoch | None = None
     submission: Submission | None = None
     credits: list[WorkKey] = field(default_factory=list)
     timers: list[Timer] = field(default_factory=list)
@@ -106,6 +106,7 @@ class RouterModel:
         """The client has gone."""
         for leg in list(self._legs.values()):
             if leg.outcome is outcome:
+                outcome.abandoned = True
                 self._end(leg, None)
 
     # Placement.
@@ -123,10 +124,9 @@ class RouterModel:
         cached = self.index.match(leg.hashes)
 
         def view(one: FollowerModel) -> WorkerView:
-            tokens = cached.get(one.worker_id, 0) * self._page_size
-            return WorkerView(
-                one.worker_id, one.load, one.page_size, self.ledger.sent_to(one.worker_id), cached_tokens=tokens
-            )
+            held = cached.get(one.worker_id)
+            tokens = held.num_pages * self._page_size if held else 0
+            return WorkerView(one.worker_id, one.load, one.page_size, self.ledger.sent_to(one.worker_id), tokens)
 
         prefill = {one.worker_id: one for one in ready if one.role is Role.PREFILL}
         demand = Demand(len(leg.prompt) + len(leg.emitted), self._token_bytes)
@@ -192,7 +192,8 @@ class RouterModel:
 
     def _take(self, leg: _Leg, delta: Delta) -> None:
         if delta.error is not None:
-            leg.refused_by.add(leg.epoch)
+            if leg.epoch is not None:
+                leg.refused_by.add(leg.epoch)
             self._move(leg, delta.error)
             return
         outcome = leg.outcome

@@ -10,7 +10,7 @@ from simulator.network import Node
 
 class StepLoop:
     def __init__(self, node: Node, begin: Callable[[], float | None], end: Callback) -> None:
-        """`begin` schedules a step and says how long it takes, or None where there is nothing to do; `end` commits it."""
+        """`begin` schedules a step and says how long it takes, None where there is nothing to do; `end` commits it."""
         self._node = node
         self._begin = begin
         self._end = end

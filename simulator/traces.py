@@ -1,10 +1,10 @@
 """Recorded and generated traffic as requests of one form.
 
-A trace file has a JSON object a line: `timestamp` (ms), `input_length`, `output_length`, and where known `hash_ids` (one id
-for each 512-token block of the input; equal ids are equal prefixes) and `tenant`. That is the form in which Mooncake
+A trace file has a JSON object a line: `timestamp` (ms), `input_length`, `output_length`, and where known `hash_ids`
+(one id for each 512-token block of the input; equal ids are equal prefixes) and `tenant`. In this form Mooncake
 published its traces (https://github.com/kvcache-ai/Mooncake, FAST'25); the Azure LLM inference traces
-(https://github.com/Azure/AzurePublicDataset) and those drawn with ServeGen (https://github.com/alibaba/ServeGen) take it
-with one line of code each. `.gz` is read as it is.
+(https://github.com/Azure/AzurePublicDataset) and what ServeGen draws (https://github.com/alibaba/ServeGen) take it with
+a line of code each. `.gz` is read as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from pathlib import Path
 
 from penstock.errors import InvalidInput
@@ -33,13 +34,8 @@ def load_trace(file: str | Path, seed: int = 0, limit: int | None = None) -> lis
     by the seed.
     """
     path = find_trace(file)
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
-    rows: list[dict[str, object]] = []
-    with opened as lines:
-        for number, line in enumerate(lines):
-            if limit is not None and number >= limit:
-                break
-            rows.append(_read_row(line, f"{path}:{number + 1}"))
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        rows = [_read_row(line, f"{path}:{number}") for number, line in enumerate(islice(lines, limit), 1)]
     times_s = _spread_ticks([float(row["timestamp"]) / 1e3 for row in rows], random.Random(f"{seed}/ticks"))  # type: ignore[arg-type]
     requests = [_request(number, time_s, row) for number, (time_s, row) in enumerate(zip(times_s, rows, strict=True))]
     return in_order(requests)
@@ -62,14 +58,16 @@ def _read_row(line: str, where: str) -> dict[str, object]:
         for key in ("timestamp", "input_length", "output_length"):
             float(row[key])
     except (ValueError, TypeError, KeyError) as error:
-        raise InvalidInput("trace", f"{where}: {error!r}; expected numbers timestamp, input_length, output_length") from error
+        raise InvalidInput(
+            "trace", f"{where}: {error!r}; expected numbers timestamp, input_length, output_length"
+        ) from error
     assert isinstance(row, dict)
     return row
 
 
 def _request(number: int, arrival_s: float, row: dict[str, object]) -> TraceRequest:
     num_input = max(1, int(row["input_length"]))  # type: ignore[call-overload]
-    blocks = tuple(row.get("hash_ids") or ())  # type: ignore[arg-type]
+    blocks: tuple[int, ...] = tuple(row.get("hash_ids") or ())  # type: ignore[arg-type]
     return TraceRequest(
         number=number,
         arrival_s=arrival_s,
@@ -84,7 +82,7 @@ def _request(number: int, arrival_s: float, row: dict[str, object]) -> TraceRequ
 def _spread_ticks(times_s: Sequence[float], rng: random.Random) -> list[float]:
     """Recorded times, those of one tick spread evenly over the time to the next."""
     distinct = sorted(set(times_s))
-    gaps = sorted(later - earlier for earlier, later in zip(distinct, distinct[1:], strict=False))
+    gaps = sorted(later - earlier for earlier, later in pairwise(distinct))
     if not gaps or gaps[len(gaps) // 2] < _TICK_GAP_S or len(times_s) < 2 * len(distinct):
         return list(times_s)
     return [time_s + rng.random() * gaps[len(gaps) // 2] for time_s in times_s]

@@ -1,7 +1,7 @@
 """Transfers into a decode worker's pool in virtual time, around the real session machine and the real fences.
 
-Follows `decode_worker.transfers` and `decode_worker.fence_keeper`: pages are fenced from the moment they are reserved until
-the sender can write them no more, which time alone never proves.
+Follows `decode_worker.transfers` and `decode_worker.fence_keeper`: pages are fenced from the moment they are reserved
+until the sender can write them no more, which time alone never proves.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from decode_worker.scheduler import DecodeScheduler
 from engine.page_pool import PagePool
 from engine.sequence import Sequence
+from kv_transfer.lease import Lease, heartbeat_s
 from kv_transfer.session import ENDED, Effect, Manifest, TransferSession
 from penstock.errors import PenstockError, TransferError, Unavailable
 from penstock.types import Epoch, TransferId, TransferKey, WorkerId
@@ -98,7 +99,7 @@ class Transfers:
         self._number += 1
         transfer_id = TransferId(f"{self.node.name}-{self._number}")
         key = TransferKey(transfer_id, candidate.epoch, self.node.epoch)
-        session = TransferSession(key, _LEASE_S)
+        session = TransferSession(key, Lease(_LEASE_S, self._network.sim.now_s))
         transfer = _Transfer(session, candidate.worker_id, sequence, len(sequence.token_ids))
         self._transfers[key] = transfer
         callee = self._network.node(candidate.worker_id)
@@ -118,7 +119,7 @@ class Transfers:
             assert model is not None
             call, copy = transfer.call, _copy(sequence)
             call.send(self.node, lambda: model.submit(key, copy, self, call))
-        self.node.after(_LEASE_S, lambda: self._owner.post(lambda: self._expire(key)))
+        self._expire_later(key)
 
     def abandon(self, sequence: Sequence) -> None:
         """The request has ended: its transfer, if one is under way, is cancelled."""
@@ -231,10 +232,22 @@ class Transfers:
         transfer = self._transfers.get(key)
         if transfer is None or transfer.sequence is None:
             return
-        if transfer.session.expire(self._network.sim.now_s) or transfer.session.phase in ENDED:
-            self._fail(transfer, TransferError("no page came within the lease"))
+        effects = transfer.session.expire(self._network.sim.now_s)
+        if transfer.session.phase in ENDED:
+            self._fail(transfer, TransferError(f"no page and no sign of life for {_LEASE_S:g} s"), effects)
         else:
-            self.node.after(_LEASE_S, lambda: self._owner.post(lambda: self._expire(key)))
+            self._expire_later(key)
+
+    def _expire_later(self, key: TransferKey) -> None:
+        self.node.after(heartbeat_s(_LEASE_S), lambda: self._owner.post(lambda: self._expire(key)))
+
+    def on_heartbeat(self, key: TransferKey) -> None:
+        self._owner.post(lambda: self._renew(key))
+
+    def _renew(self, key: TransferKey) -> None:
+        transfer = self._transfers.get(key)
+        if transfer is not None:
+            transfer.session.on_heartbeat(self._network.sim.now_s)
 
     def _fail(self, transfer: _Transfer, error: PenstockError | None, effects: Iterable[Effect] = ()) -> None:
         sequence = transfer.sequence
@@ -253,8 +266,9 @@ class Transfers:
         node, model = self._network.node(worker_id), self._find_prefill(worker_id)
         is_gone = node is None or node.state is State.DEAD
         refusals = refusals + 1 if is_gone else 0
-        answers = not is_gone and node.state is State.ALIVE and not self._network.is_cut(self.node.name, worker_id)
-        is_over = answers and model is not None and (node.epoch != key.sender_epoch or not model.is_open(key))
+        answers = model is not None and model.node.state is State.ALIVE
+        answers = answers and not self._network.is_cut(self.node.name, worker_id)
+        is_over = answers and (model.node.epoch != key.sender_epoch or not model.is_open(key))  # type: ignore[union-attr]
         if is_over or refusals >= _REFUSALS:
             self._apply(transfer, transfer.session.on_sender_dead())
             return

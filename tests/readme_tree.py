@@ -24,7 +24,7 @@ FOLDERS = {
     "decode_worker/": "owns requests and streams their tokens",
     "router/": "the front: tokenizes, chooses the pair, streams text; neither torch nor ray",
     "cluster/": "Ray: pools, controller, command line",
-    "simulator/": "the same decisions in virtual time; to come",
+    "simulator/": "the same decisions in virtual time: trace replays, faults by seed",
     "benchmarks/": "each prints a table and writes results/NAME.json",
     "models/": "the bundled model, its draft, and the script that trains them",
     "docs/": "architecture.md, lab-notes.md",
@@ -37,7 +37,7 @@ def make_tree() -> str:
     lines = []
     for folder, note in FOLDERS.items():
         lines.append(_line(0, folder, note))
-        if folder not in ("benchmarks/", "models/", "docs/", "tests/", "simulator/"):
+        if folder not in ("benchmarks/", "models/", "docs/", "tests/"):
             lines += _children(ROOT / folder, 1)
     return "\n".join(["```tree", *lines, "```"])
 

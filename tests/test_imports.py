@@ -73,6 +73,16 @@ def test_only_cluster_imports_ray() -> None:
     assert users <= {"cluster"}
 
 
+def test_the_simulator_runs_without_torch_and_ray() -> None:
+    code = (
+        "import sys, simulator.replay, simulator.check\n"
+        "heavy = {'torch', 'ray', 'numpy', 'uvloop', 'tokenizers', 'fastapi'} & set(sys.modules)\n"
+        "sys.exit(f'the simulator pulls in {sorted(heavy)}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_client_needs_neither_torch_nor_ray() -> None:
     code = (
         "import sys, penstock; penstock.Client, penstock.AsyncClient\n"

@@ -1,0 +1,86 @@
+"""What must hold of every run, whatever broke in it. Each check returns what is wrong, in words; nothing is good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.errors import DeadlineExceeded, Unavailable
+from router.inflight import NO_WORK
+from simulator.decode_model import DecodeModel
+from simulator.fleet import Fleet
+from simulator.follower_model import Worker
+from simulator.request import Outcome
+
+SETTLE_S = 60.0  # after the last request: reconnects, fences of lost senders, heartbeats
+
+
+def after_event(fleet: Fleet) -> None:
+    """Cheap enough for each event. Raises AssertionError."""
+    for worker in fleet.workers.values():
+        if isinstance(worker, DecodeModel):
+            assert not worker.transfers.num_bad_writes, f"{worker.worker_id}: a page was written that was not fenced"
+        assert worker.pool.num_available >= 0
+    assert fleet.links.bytes_in_flight >= 0
+
+
+def at_the_end(fleet: Fleet) -> list[str]:
+    """Once every request has ended and faults have been over for `SETTLE_S`."""
+    wrong = [problem for outcome in fleet.outcomes for problem in _of_outcome(outcome)]
+    wrong += [problem for worker in fleet.workers.values() for problem in _of_worker(worker)]
+    wrong += _of_router(fleet)
+    return wrong
+
+
+def _of_outcome(outcome: Outcome) -> Iterator[str]:
+    request, error = outcome.request, outcome.error
+    name = f"request {request.number}"
+    if outcome.num_ends != 1:
+        yield f"{name} ended {outcome.num_ends} times"
+    if outcome.num_wrong_tokens:
+        yield f"{name} got {outcome.num_wrong_tokens} tokens that are not its own"
+    if outcome.num_tokens > request.num_output_tokens:
+        yield f"{name} got {outcome.num_tokens} tokens of {request.num_output_tokens}"
+    if error is None:
+        if outcome.num_tokens < request.num_output_tokens and not outcome.abandoned:
+            yield f"{name} ended well after {outcome.num_tokens} tokens of {request.num_output_tokens}"
+    elif isinstance(error, DeadlineExceeded):
+        yield f"{name} starved: {error}"  # deadlines are far beyond every fault
+    elif not isinstance(error, Unavailable):
+        yield f"{name} ended with {error!r}"
+    elif not error.retry_after_s:
+        yield f"{name} was refused without a hint: {error}"
+
+
+def _of_worker(worker: Worker) -> Iterator[str]:
+    name, pool = worker.worker_id, worker.pool
+    try:
+        worker.cache.check_integrity()
+    except AssertionError as error:
+        yield f"{name}: {error}"
+    if pool.num_available != pool.num_pages:
+        yield f"{name}: {pool.num_pages - pool.num_available} pages leaked, {pool.num_fenced} of them fenced"
+    if isinstance(worker, DecodeModel):
+        if worker.num_held or worker.scheduler.num_running or worker.scheduler.num_waiting:
+            yield f"{name}: holds {worker.num_held} requests"
+        if worker.transfers.num_open:
+            yield f"{name}: {worker.transfers.num_open} transfers are open"
+    elif worker.num_open or worker.scheduler.num_running or worker.scheduler.num_queued:
+        yield f"{name}: {worker.num_open} jobs are open"
+
+
+def _of_router(fleet: Fleet) -> Iterator[str]:
+    router = fleet.router
+    router.index.check_integrity()
+    if router.num_open:
+        yield f"the router holds {router.num_open} requests"
+    for name, worker in fleet.workers.items():
+        worker_id = worker.worker_id
+        if router.ledger.sent_to(worker_id) != NO_WORK:
+            yield f"the router believes {router.ledger.sent_to(worker_id)} on its way to {name}"
+        cached = [page for event in worker.events.read(0).events for page in event.hashes]
+        known, held = router.index.pages_of(worker_id), worker.cache.num_cached
+        missing = sum(worker_id not in router.index.match([page]) for page in cached)
+        if known != held or missing:
+            yield f"the index knows {known} of {held} pages of {name}, and lacks {missing}"
+    if not all(follower.takes_work for follower in router.followers):
+        yield f"out of reach: {[one.worker_id for one in router.followers if not one.takes_work]}"

@@ -189,7 +189,9 @@ class ControllerActor:
         kind = incarnation.pool_name
         if kind == ROUTER:
             # Beside the controller: its ports are the ones that the user was told.
-            config = self._config.router_config(self._admin_address).model_dump(mode="json")
+            router = self._config.router_config(self._admin_address, incarnation.place)
+            peer_host = LOOPBACK if self._embedded else ray.util.get_node_ip_address()
+            config = router.model_copy(update={"peer_host": peer_host}).model_dump(mode="json")
             spec = ActorSpec(kind, incarnation, config, FRONT_SHARE, node_id=context.get_node_id())
         else:
             share = self._shares[kind]

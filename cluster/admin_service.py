@@ -23,7 +23,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def WatchMembership(
         self, request: admin_pb2.WatchMembershipRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[admin_pb2.Membership]:
-        async for membership in self._controller.watch_membership():
+        async for membership in self._controller.watch_membership(request.router):
             yield membership
 
     async def Stop(self, request: admin_pb2.StopRequest, context: grpc.aio.ServicerContext) -> admin_pb2.StopResponse:

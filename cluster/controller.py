@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +18,7 @@ from cluster.pool import Incarnation, Pool, Slot, Start, Stop, WorkerState
 from penstock import wire
 from penstock.config import ServeConfig
 from penstock.errors import CheckpointError, ConfigError, InvalidInput, PenstockError, Unavailable
-from penstock.types import Epoch, Member, Role
+from penstock.types import Epoch, Member, Role, WorkerId
 from penstock.v1 import admin_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
@@ -81,17 +82,18 @@ class Controller:
         self._pools = {
             Role.PREFILL.value: Pool(Role.PREFILL.value, config.prefill_pool.replicas),
             Role.DECODE.value: Pool(Role.DECODE.value, config.decode_pool.replicas),
-            ROUTER: Pool(ROUTER, 1),
+            ROUTER: Pool(ROUTER, config.routers),
         }
         self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._loads: dict[Incarnation, worker_pb2.Load] = {}
-        self._endpoints: list[str] = []
-        self._proven: Incarnation | None = None  # the router whose canary succeeded
+        self._endpoints: dict[WorkerId, tuple[str, str]] = {}  # of each router
+        self._proven: set[Incarnation] = set()  # routers whose canary succeeded
         self._canary_task: asyncio.Task[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._started_s = time.monotonic()
         self._version = 0
         self._members: tuple[Member, ...] = ()
+        self._routers: Counter[str] = Counter()  # watches of each router's peer address
         self._membership_version = 1
         self._changed = asyncio.Event()
         self._failure: PenstockError | None = None
@@ -132,7 +134,8 @@ class Controller:
                 started = await process.start()
             pool.on_ready(incarnation, started.epoch, started.address, started.pid)
             if pool.name == ROUTER:
-                self._endpoints = [f"grpc://{started.address}", f"http://{started.http_address}"]
+                addresses = f"grpc://{started.address}", f"http://{started.http_address}"
+                self._endpoints[incarnation.worker_id] = addresses
             self._publish()
             log.info("%s is ready at %s, epoch %d", incarnation.worker_id, started.address, started.epoch)
             reason = await process.watch(lambda load: self._loads.__setitem__(incarnation, load))
@@ -143,7 +146,7 @@ class Controller:
             reason = f"not ready within start_timeout_s = {self._config.start_timeout_s:g} s"
         except PenstockError as error:
             reason = error.message
-            if self._proven is None and isinstance(error, _HOPELESS):
+            if not self._proven and isinstance(error, _HOPELESS):
                 self._failure = error
         except Exception as error:
             log.exception("%s: supervision failed", incarnation.worker_id)
@@ -168,13 +171,14 @@ class Controller:
 
     def _check_canary(self) -> None:
         """Sends a real request through every new router before the deployment calls itself ready."""
-        router = next(iter(self._pools[ROUTER].slots), None)
+        unproven = [slot for slot in self._pools[ROUTER].ready() if slot.incarnation not in self._proven]
         idle = self._canary_task is None or self._canary_task.done()
-        if self._proven is None:
+        if not self._proven:
             can_answer = all(pool.is_complete for pool in self._pools.values())
         else:
-            can_answer = all(any(self._pools[name].ready()) for name in (ROUTER, Role.DECODE.value))
-        if router and can_answer and idle and self._proven != router.incarnation and not self._stopping:
+            can_answer = any(self._pools[Role.DECODE.value].ready())
+        if unproven and can_answer and idle and not self._stopping:
+            router = unproven[0]
             self._canary_task = asyncio.create_task(self._run_canary(router.incarnation, router.address))
 
     async def _run_canary(self, router: Incarnation, address: str) -> None:
@@ -184,11 +188,11 @@ class Controller:
         except (PenstockError, TimeoutError) as error:
             reason = f"its first request failed: {error or 'no answer in time'}"
             log.warning("%s: %s", router.worker_id, reason)
-            if self._proven is None:
+            if not self._proven:
                 self._failure = Unavailable(f"the deployment started, but {reason}")
             await asyncio.sleep(CANARY_PAUSE_S)
         else:
-            self._proven = router
+            self._proven.add(router)
         self._publish()
 
     def on_progress(self, incarnation: Incarnation, detail: str) -> None:
@@ -215,7 +219,7 @@ class Controller:
     @property
     def is_ready(self) -> bool:
         """A request would succeed now: the router answers and has a decode worker to send it to."""
-        router_proven = any(slot.incarnation == self._proven for slot in self._pools[ROUTER].ready())
+        router_proven = any(slot.incarnation in self._proven for slot in self._pools[ROUTER].ready())
         return router_proven and any(self._pools[Role.DECODE.value].ready())
 
     def status(self) -> admin_pb2.StatusResponse:
@@ -223,7 +227,7 @@ class Controller:
             model=self._config.model_name,
             ready=self.is_ready,
             workers=[self._worker_status(pool, slot) for pool in self._pools.values() for slot in pool.slots],
-            endpoints=self._endpoints,
+            endpoints=[one for worker_id in sorted(self._endpoints) for one in self._endpoints[worker_id]],
             uptime_s=time.monotonic() - self._started_s,
         )
 
@@ -240,15 +244,29 @@ class Controller:
             status.load.CopyFrom(load)
         return status
 
-    async def watch_membership(self) -> AsyncIterator[admin_pb2.Membership]:
-        """The whole membership now and after each change, until the controller stops."""
+    async def watch_membership(self, router: str = "") -> AsyncIterator[admin_pb2.Membership]:
+        """The whole membership now and after each change, until the controller stops.
+
+        A watching router's peer address is part of it for as long as it watches.
+        """
         sent = 0
-        while not self._stopped:
-            changed = self._changed
-            if sent != self._membership_version:
-                sent = self._membership_version
-                yield admin_pb2.Membership(version=sent, members=[wire.member_to_wire(one) for one in self._members])
-            await changed.wait()
+        self._note_router(router, 1)
+        try:
+            while not self._stopped:
+                changed = self._changed
+                if sent != self._membership_version:
+                    sent = self._membership_version
+                    members = [wire.member_to_wire(one) for one in self._members]
+                    yield admin_pb2.Membership(version=sent, members=members, routers=sorted(+self._routers))
+                await changed.wait()
+        finally:
+            self._note_router(router, -1)
+
+    def _note_router(self, router: str, change: int) -> None:
+        if router:
+            self._routers[router] += change
+            self._membership_version += 1
+            self._publish()
 
     async def wait(self, version: int, timeout_s: float) -> Snapshot:
         """The state once it is newer than `version`, or after `timeout_s` whatever it is."""

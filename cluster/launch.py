@@ -68,7 +68,21 @@ def resolve_ports(config: ServeConfig) -> ServeConfig:
         if wanted and wanted in ports.values():
             raise ConfigError(f"{key} = {wanted}: another port has the same number; choose a different one")
         ports[key] = _bind_once(key, host, wanted) if wanted else _free_port(key, host, set(ports.values()))
-    return config.model_copy(update=ports)
+    return config.model_copy(update={**ports, "more_router_ports": _more_router_ports(config, set(ports.values()))})
+
+
+def _more_router_ports(config: ServeConfig, taken: set[int]) -> tuple[tuple[int, int], ...]:
+    key = "more_router_ports"
+    found = []
+    for wanted in config.more_router_ports or [(0, 0)] * (config.routers - 1):
+        pair = []
+        for port in wanted:
+            if port and port in taken:
+                raise ConfigError(f"{key} = {wanted}: another port has the same number; choose different ones")
+            pair.append(_bind_once(key, config.host, port) if port else _free_port(key, config.host, taken))
+            taken.add(pair[-1])
+        found.append((pair[0], pair[1]))
+    return tuple(found)
 
 
 def _free_port(key: str, host: str, taken: set[int]) -> int:

@@ -34,6 +34,11 @@ class Incarnation:
     def pool_name(self) -> str:
         return self.worker_id.rpartition("-")[0]
 
+    @property
+    def place(self) -> int:
+        """The worker's number in its pool, from 0."""
+        return int(self.worker_id.rpartition("-")[2])
+
 
 @dataclass(frozen=True, slots=True)
 class Start:

@@ -122,6 +122,9 @@ class RouterConfig(_Frozen):
     http_port: int = Field(8000, ge=0, le=65535)
     admin: str = ""  # host:port of the Admin service
     workers: tuple[str, ...] = ()  # host:port of each worker, where there is no Admin service
+    peer_host: str = "127.0.0.1"  # where other routers ask what this one has under way; never a public address
+    peer_port: int = Field(0, ge=0, le=65535)
+    peers: tuple[str, ...] = ()  # host:port of their peer services, where there is no Admin service
     default_timeout_s: float = Field(600.0, gt=0)  # of a request that names none
     max_timeout_s: float = Field(3600.0, gt=0)
     max_inflight: int = Field(4096, ge=1)  # requests; more are refused with RESOURCE_EXHAUSTED
@@ -160,6 +163,8 @@ class ServeConfig(_Frozen):
     http_port: int = Field(8000, ge=0, le=65535)
     grpc_port: int = Field(50051, ge=0, le=65535)
     admin_port: int = Field(50052, ge=0, le=65535)
+    routers: int = Field(1, ge=1)  # the first at grpc_port and http_port
+    more_router_ports: tuple[tuple[int, int], ...] = ()  # gRPC and HTTP, of each other one; default: any free ones
     address: str = ""  # a Ray cluster to join; empty: start one here
     prefill_pool: PoolConfig = PoolConfig()
     decode_pool: PoolConfig = PoolConfig()
@@ -174,6 +179,11 @@ class ServeConfig(_Frozen):
     def _parts_are_valid(self) -> ServeConfig:
         if self.decode_pool.replicas < 1:
             raise ValueError("decode_pool.replicas is 0: at least 1 decode worker is needed")
+        if self.more_router_ports and len(self.more_router_ports) != self.routers - 1:
+            raise ValueError(
+                f"more_router_ports holds {len(self.more_router_ports)} pairs; with routers = {self.routers} give "
+                f"{self.routers - 1}, or none"
+            )
         for role in Role:
             self.engine_config(role)
         self.router_config()
@@ -189,13 +199,16 @@ class ServeConfig(_Frozen):
         own = pools[role].engine if role is not None else {}
         return EngineConfig.model_validate({"model": self.model, **self.engine, **own})
 
-    def router_config(self, admin: str = "") -> RouterConfig:
+    def router_config(self, admin: str = "", number: int = 0) -> RouterConfig:
+        """Of the router of that number, counted from 0."""
+        ports = [(self.grpc_port, self.http_port), *self.more_router_ports]
+        grpc_port, http_port = ports[number]
         shared = {
             "model": self.model,
             "served_model": self.model_name,
             "host": self.host,
-            "grpc_port": self.grpc_port,
-            "http_port": self.http_port,
+            "grpc_port": grpc_port,
+            "http_port": http_port,
             "admin": admin,
         }
         return RouterConfig.model_validate({**shared, **self.router})

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from penstock.types import FinishReason, SamplingParams
 from penstock.v1 import common_pb2
-from router.request import Output, TokenDelta
+from router.request import Emitted, Output, TokenDelta
 from router.stop import StopMatcher
 from router.tokenizer import Tokenizer
 
@@ -27,6 +27,11 @@ class CompletionText:
     def stopped(self) -> bool:
         """Whether a stop string has come."""
         return self._matcher.stopped
+
+    def resume(self, index: int, before: Emitted) -> None:
+        """Takes up what an earlier call has given out."""
+        reason = FinishReason.STOP if before.finished else None
+        self.feed(TokenDelta(index, list(before.token_ids), finish_reason=reason))
 
     def feed(self, delta: TokenDelta) -> Output:
         # Token by token where a stop string may come, so that the tokens behind it are left out however they arrived.

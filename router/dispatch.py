@@ -54,7 +54,7 @@ class TokenStream:
         self._mailbox: list[tuple[Leg, object]] = []
         self._arrived = asyncio.Event()
         self._legs = [Leg(index, request, self._deliver) for index in range(request.sampling.n)]
-        self._waiting = list(self._legs)  # not sent yet
+        self._waiting = [leg for leg in self._legs if not leg.ended]  # not sent yet
         self._pages = PromptPages(request.token_ids, request.salt)
 
     async def __aenter__(self) -> TokenStream:

@@ -26,6 +26,7 @@ from router.model_card import ModelCard
 from router.placement import Placer
 from router.quarantine import Quarantine
 from router.request import Output, Request, TokenDelta
+from router.resumed import check_emitted
 from router.tokenizer import Tokenizer
 
 _WAIT_FOR_WORKER_S = 5.0
@@ -95,6 +96,7 @@ class Generator:
                 seed=secrets.randbits(64),
                 defaults=self.card.generation_defaults,
             )
+            emitted = check_emitted(wire, resolved, self.card.vocab_size)
         return Request(
             request_id=RequestId(wire.request_id or f"gen-{uuid.uuid4().hex}"),
             token_ids=token_ids,
@@ -105,6 +107,7 @@ class Generator:
             lane=lane,
             tenant=tenant.name,
             salt=self.tenants.salt(group.model_revision, tenant),
+            emitted=emitted,
         )
 
     def check_model(self, name: str) -> None:
@@ -155,6 +158,8 @@ class Generator:
         with self._counted_errors(), self._admitted():
             stream = TokenStream(request, self._fleet, self._placer, self._quarantine, self._config.max_redispatches)
             texts = [CompletionText(self.tokenizer, request.sampling) for _ in range(request.sampling.n)]
+            for index, before in request.emitted.items():
+                texts[index].resume(index, before)
             usage = common_pb2.Usage(prompt_tokens=len(request.token_ids))
             last_token_s = [0.0] * len(texts)
             async with stream, contextlib.aclosing(stream.batches()) as batches:

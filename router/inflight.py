@@ -5,7 +5,7 @@ Without it, every request between two reports would go to the same worker, the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,6 +53,11 @@ class InflightLedger:
     def __init__(self) -> None:
         self._accounts: dict[WorkerId, _Account] = {}
         self._last = 0
+        self.on_change: Callable[[], None] = lambda: None  # a total has changed
+
+    def totals(self) -> list[tuple[WorkerId, Work]]:
+        """Of each worker that something is under way to."""
+        return [(worker_id, one.total) for worker_id, one in self._accounts.items() if one.entries]
 
     def sent_to(self, worker_id: WorkerId) -> Work:
         account = self._accounts.get(worker_id)
@@ -63,6 +68,7 @@ class InflightLedger:
         self._last += 1
         account.entries[self._last] = (now_s, work)
         account.total += work
+        self.on_change()
         return WorkKey(worker_id, self._last)
 
     def settle(self, keys: Iterable[WorkKey]) -> None:
@@ -72,6 +78,7 @@ class InflightLedger:
             entry = account.entries.pop(key.number, None) if account else None
             if account and entry:
                 account.total += -entry[1]
+                self.on_change()
 
     def on_report(self, worker_id: WorkerId, now_s: float) -> None:
         """The worker has said its load: what it got well before is in it."""
@@ -83,6 +90,7 @@ class InflightLedger:
                 return
             del account.entries[number]
             account.total += -work
+            self.on_change()
 
     def forget(self, worker_id: WorkerId) -> None:
         """The worker has left."""

@@ -22,10 +22,11 @@ class Leg:
         seed = (request.sampling.seed + index) % (1 << 64)
         self.index = index
         self.sampling = replace(request.sampling, n=1, seed=seed, stop=())  # stop strings are matched here
-        self.emitted: list[int] = []
+        before = request.emitted.get(index)
+        self.emitted = list(before.token_ids) if before else []
         self.num_redispatches = 0
         self.refused_by: set[int] = set()  # epochs of workers that would not take it
-        self.ended = False
+        self.ended = before is not None and before.finished
         self.sent_s = 0.0  # monotonic, the present submission
         self.first_token_s = 0.0
         self.credits: list[WorkKey] = []

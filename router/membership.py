@@ -18,12 +18,14 @@ import grpc.aio
 
 from penstock import wire
 from penstock.grpc_server import make_channel
-from penstock.types import Member, Role
+from penstock.types import Member, Role, WorkerId
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 from router.backoff import Backoff
 from router.follower import Follower
 from router.health import FleetHealth
-from router.inflight import InflightLedger
+from router.inflight import InflightLedger, Work
+from router.peer_load import PeerLoad
+from router.peers import Peers
 from router.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -44,16 +46,23 @@ class Group:
 
 
 class Fleet:
-    """Owns the followers, and with them the prefix index, the in-flight ledger and what went wrong of late."""
+    """Owns the followers, and with them the prefix index, the in-flight ledger and what went wrong of late; and what
+    other routers have under way."""
 
     def __init__(self) -> None:
         self.index = PrefixIndex()
         self.ledger = InflightLedger()
+        self.peer_load = PeerLoad()
+        self.peers = Peers(self.ledger, self.peer_load)
         self.health = FleetHealth()
         self._followers: dict[tuple[str, int], Follower] = {}  # by address and epoch; 0 where it is not known
         self._retiring: set[asyncio.Task[None]] = set()
         self._waiters: set[asyncio.Future[None]] = set()
         self._groups: dict[str | None, Group | None] = {}  # found since the last change
+
+    def sent_to(self, worker_id: WorkerId, now_s: float) -> Work:
+        """By this router and the others, beyond what the worker's load report shows."""
+        return self.ledger.sent_to(worker_id) + self.peer_load.sent_to(worker_id, now_s)
 
     @property
     def followers(self) -> tuple[Follower, ...]:
@@ -141,6 +150,7 @@ class Fleet:
     async def stop(self) -> None:
         for task in self._retiring:
             task.cancel()
+        await self.peers.stop()
         await asyncio.gather(*(one.stop() for one in self._followers.values()))
         self._followers.clear()
         self._groups.clear()
@@ -152,10 +162,12 @@ async def follow_admin(address: str, fleet: Fleet) -> None:
     while True:
         async with make_channel(address) as channel:
             try:
-                watch = admin_pb2_grpc.AdminStub(channel).WatchMembership(admin_pb2.WatchMembershipRequest())
+                request = admin_pb2.WatchMembershipRequest(router=fleet.peers.address)
+                watch = admin_pb2_grpc.AdminStub(channel).WatchMembership(request)
                 async for membership in watch:
                     backoff.reset()
                     log.info("membership version %d: %d members", membership.version, len(membership.members))
+                    fleet.peers.set_addresses(membership.routers)
                     fleet.set_members([wire.member_from_wire(member) for member in membership.members])
                 log.info("the admin service at %s ended its stream", address)
             except grpc.RpcError as error:

@@ -77,7 +77,7 @@ class Placer:
         decode, prefill = self._usable(decode, now_s), self._usable(group.prefill, now_s)
 
         def view(one: Follower) -> WorkerView:
-            sent = self._fleet.ledger.sent_to(one.worker_id)
+            sent = self._fleet.sent_to(one.worker_id, now_s)
             return WorkerView(one.worker_id, one.load, one.description.page_size, sent, cached.get(one.worker_id, 0))
 
         choice = self._policy.choose(demand, [view(one) for one in decode], [view(one) for one in prefill], self._rng)

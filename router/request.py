@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from penstock.types import FinishReason, Lane, RequestId, SamplingParams
 from penstock.v1 import common_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What an earlier call has streamed of one completion."""
+
+    token_ids: tuple[int, ...]
+    finished: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +28,7 @@ class Request:
     accepted_s: float  # monotonic
     deadline_s: float  # monotonic; bounds every leg
     lane: Lane = Lane.STANDARD
+    emitted: Mapping[int, Emitted] = field(default_factory=dict)  # by an earlier call, by completion
     tenant: str = ""  # whose it is; empty where callers are not told apart
     salt: bytes = b""  # of its page hashes, on every leg: requests of different salts share no page
 

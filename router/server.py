@@ -80,11 +80,13 @@ class RouterServer:
         self._http = _HttpServer(settings)
         self._http_task = asyncio.create_task(self._http.serve(sockets=[http_socket]), name="http")
         self.ports = Ports(grpc_port, http_socket.getsockname()[1])
+        await self.fleet.peers.start(self._config.peer_host, self._config.peer_port)
         self._tasks.append(asyncio.create_task(self._follow_health(), name="health"))
         if self._config.admin:
             self._tasks.append(asyncio.create_task(follow_admin(self._config.admin, self.fleet), name="admin"))
         else:
             self.fleet.set_addresses(self._config.workers)
+            self.fleet.peers.set_addresses(self._config.peers)
 
     async def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Whether a request would be served, within this time."""

@@ -206,6 +206,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
     def __init__(self) -> None:
         self._membership = admin_pb2.Membership()
+        self._routers: list[str] = []
         self._changed: set[asyncio.Event] = set()
 
     async def start(self, port: int = 0) -> FakeAdmin:
@@ -225,6 +226,9 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
             for one in workers
         ]
         self._membership = admin_pb2.Membership(version=self._membership.version + 1, members=members)
+        self._tell()
+
+    def _tell(self) -> None:
         for changed in self._changed:
             changed.set()
 
@@ -233,13 +237,19 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
     ) -> AsyncIterator[admin_pb2.Membership]:
         changed = asyncio.Event()
         self._changed.add(changed)
+        self._routers.append(request.router)
+        self._tell()
         try:
             while True:
-                yield self._membership
-                await changed.wait()
                 changed.clear()
+                membership = admin_pb2.Membership(routers=self._routers)
+                membership.MergeFrom(self._membership)
+                yield membership
+                await changed.wait()
         finally:
             self._changed.discard(changed)
+            self._routers.remove(request.router)
+            self._tell()
 
 
 class RunningRouter:

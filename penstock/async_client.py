@@ -33,24 +33,34 @@ from penstock.completions import (
     chunk_from_wire,
     models_from_wire,
 )
-from penstock.errors import Cancelled, InternalError, from_rpc_error
+from penstock.continuation import Continuation
+from penstock.errors import Cancelled, InternalError, InvalidInput, from_rpc_error
 from penstock.retry import DEFAULT_RETRY, Attempts, RetryPolicy
 from penstock.v1 import inference_pb2, inference_pb2_grpc
 
 AnswerT = TypeVar("AnswerT")
+RequestT = TypeVar("RequestT")
 
 
 class AsyncGenerateStream:
     """Chunks of one running call. Closing it, or leaving its `async with` block, cancels the call everywhere."""
 
-    def __init__(self, start: Callable[[float | None], grpc.aio.UnaryStreamCall], attempts: Attempts) -> None:
+    def __init__(
+        self,
+        start: Callable[[inference_pb2.GenerateRequest, float | None], grpc.aio.UnaryStreamCall],
+        request: inference_pb2.GenerateRequest,
+        attempts: Attempts,
+    ) -> None:
         """`start` begins an attempt with the time left in seconds."""
         self._start = start
+        self._continuation = Continuation(request)
         self._attempts = attempts
         self._closed = asyncio.Event()
-        self._got_token = False
         self._loop = asyncio.get_running_loop()
-        self._call = start(attempts.timeout_s(time.monotonic()))
+        self._call = self._begin()
+
+    def _begin(self) -> grpc.aio.UnaryStreamCall:
+        return self._start(self._continuation.request(), self._attempts.timeout_s(time.monotonic()))
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self
@@ -72,18 +82,19 @@ class AsyncGenerateStream:
                 raise
             if message is grpc.aio.EOF:
                 raise StopAsyncIteration
-            self._got_token = True
+            self._continuation.on_message(message)
+            self._attempts.number = 1  # what broke off after a token has not failed: it goes on elsewhere
             return chunk_from_wire(message)
 
     async def _wait_for_retry(self, rpc_error: grpc.RpcError) -> None:
         error = from_rpc_error(rpc_error)
-        if self._got_token:
+        if self._continuation.is_over:
             raise error from None
         delay_s = self._attempts.next_delay_s(error, time.monotonic(), random.random)
         try:
             await asyncio.wait_for(self._closed.wait(), delay_s)
         except TimeoutError:
-            self._call = self._start(self._attempts.timeout_s(time.monotonic()))
+            self._call = self._begin()
             return
         raise Cancelled("the stream was closed")
 
@@ -121,7 +132,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        target: str = "localhost:50051",
+        target: str | Sequence[str] = "localhost:50051",
         *,
         timeout_s: float | None = None,
         retry: RetryPolicy = DEFAULT_RETRY,
@@ -129,7 +140,9 @@ class AsyncClient:
         tls: ClientTls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """`timeout_s` is the deadline of calls that name none; without either, the router's default holds.
+        """`target` is a router's host:port, or those of several: calls and streams of a lost one go on at another.
+
+        `timeout_s` is the deadline of calls that name none; without either, the router's default holds.
 
         `api_key` is read from PENSTOCK_API_KEY where it is not given. `tls` turns encryption on; `credentials` do so
         too, for whoever has made their own.
@@ -139,12 +152,16 @@ class AsyncClient:
         self._metadata = auth_metadata(api_key)
         credentials = credentials or (tls.credentials() if tls else None)
         options = [*CHANNEL_OPTIONS, *(tls.options() if tls else ())]
-        self._channel = (
-            grpc.aio.secure_channel(target, credentials, options=options)
-            if credentials
-            else grpc.aio.insecure_channel(target, options=options)
-        )
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        secure, insecure = grpc.aio.secure_channel, grpc.aio.insecure_channel
+        targets = [target] if isinstance(target, str) else list(target)
+        if not targets:
+            raise InvalidInput("target", "is empty; give the host:port of at least one router")
+        self._channels = [
+            secure(one, credentials, options=options) if credentials else insecure(one, options=options)
+            for one in targets
+        ]
+        self._stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in self._channels]
+        self._turn = 0  # the target that calls begin with
 
     def generate(
         self,
@@ -162,7 +179,8 @@ class AsyncClient:
         """
         request = build_request(prompt, sampling, model=model, request_id=request_id)
         attempts = self._attempts(timeout_s, self._timeout_s)
-        return AsyncGenerateStream(self._begin(self._stub.Generate, request), attempts)
+        begin = self._begin(lambda stub: stub.Generate)
+        return AsyncGenerateStream(begin, request, attempts)
 
     async def complete(
         self,
@@ -182,23 +200,36 @@ class AsyncClient:
     ) -> Tokens:
         """The token ids of a text, or of messages as the model's chat template renders them."""
         request = build_tokenize_request(prompt, model)
-        answer = await self._call(self._begin(self._stub.Tokenize, request), timeout_s)
+        answer = await self._call(self._begin(lambda stub: stub.Tokenize), request, timeout_s)
         return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
 
     async def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
         request = inference_pb2.ListModelsRequest()
-        answer = await self._call(self._begin(self._stub.ListModels, request), timeout_s)
+        answer = await self._call(self._begin(lambda stub: stub.ListModels), request, timeout_s)
         return models_from_wire(answer.models)
 
-    def _begin(self, method: Callable[..., AnswerT], request: object) -> Callable[[float | None], AnswerT]:
-        """One attempt at a call, given the time left for it."""
-        return lambda left_s: method(request, timeout=left_s, metadata=self._metadata)
+    def _begin(
+        self, method: Callable[[inference_pb2_grpc.InferenceStub], Callable[..., AnswerT]]
+    ) -> Callable[[RequestT, float | None], AnswerT]:
+        """One attempt at a call, given the request and the time left for it; every further one at the next router."""
+        tried = False
 
-    async def _call(self, start: Callable[[float | None], Awaitable[AnswerT]], timeout_s: float | None) -> AnswerT:
+        def attempt(request: RequestT, left_s: float | None) -> AnswerT:
+            nonlocal tried
+            self._turn += tried
+            tried = True
+            stub = self._stubs[self._turn % len(self._stubs)]
+            return method(stub)(request, timeout=left_s, metadata=self._metadata)
+
+        return attempt
+
+    async def _call(
+        self, start: Callable[[RequestT, float | None], Awaitable[AnswerT]], request: RequestT, timeout_s: float | None
+    ) -> AnswerT:
         attempts = self._attempts(timeout_s, UNARY_TIMEOUT_S)
         while True:
             try:
-                return await start(attempts.timeout_s(time.monotonic()))
+                return await start(request, attempts.timeout_s(time.monotonic()))
             except grpc.RpcError as error:
                 delay_s = attempts.next_delay_s(from_rpc_error(error), time.monotonic(), random.random)
                 await asyncio.sleep(delay_s)
@@ -209,7 +240,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends every call of this client."""
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -4,8 +4,8 @@
         for chunk in client.generate("Once upon a time", max_tokens=40):
             print(chunk.text, end="", flush=True)
 
-Every call has typed errors (`penstock.errors`); UNAVAILABLE is tried again with backoff, but never after the first
-token, because a repeated stream could repeat tokens.
+Every call has typed errors (`penstock.errors`). UNAVAILABLE is tried again with backoff, at the next router where
+several are given; a stream that has got tokens goes on after them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from penstock.completions import (
     models_from_wire,
 )
 from penstock.config import MAX_MESSAGE_BYTES
-from penstock.errors import Cancelled, InternalError, from_rpc_error
+from penstock.continuation import Continuation
+from penstock.errors import Cancelled, InternalError, InvalidInput, from_rpc_error
 from penstock.retry import DEFAULT_RETRY, Attempts, RetryPolicy
 from penstock.v1 import inference_pb2, inference_pb2_grpc
 
@@ -51,18 +52,27 @@ UNARY_TIMEOUT_S = 30.0  # of tokenize and list_models
 INCOMPLETE = "the stream ended without a finish reason and usage; the server is at fault"
 
 AnswerT = TypeVar("AnswerT")
+RequestT = TypeVar("RequestT")
 
 
 class GenerateStream:
     """Chunks of one running call. Closing it, or leaving its `with` block, cancels the call on every worker."""
 
-    def __init__(self, start: Callable[[float | None], grpc.Call], attempts: Attempts) -> None:
+    def __init__(
+        self,
+        start: Callable[[inference_pb2.GenerateRequest, float | None], grpc.Call],
+        request: inference_pb2.GenerateRequest,
+        attempts: Attempts,
+    ) -> None:
         """`start` begins an attempt with the time left in seconds."""
         self._start = start
+        self._continuation = Continuation(request)
         self._attempts = attempts
         self._closed = threading.Event()
-        self._got_token = False
-        self._call = start(attempts.timeout_s(time.monotonic()))
+        self._call = self._begin()
+
+    def _begin(self) -> grpc.Call:
+        return self._start(self._continuation.request(), self._attempts.timeout_s(time.monotonic()))
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
@@ -77,18 +87,19 @@ class GenerateStream:
             except grpc.RpcError as error:
                 self._wait_for_retry(error)
                 continue
-            self._got_token = True
+            self._continuation.on_message(message)
+            self._attempts.number = 1  # what broke off after a token has not failed: it goes on elsewhere
             return chunk_from_wire(message)
 
     def _wait_for_retry(self, rpc_error: grpc.RpcError) -> None:
         if self._closed.is_set():
             raise Cancelled("the stream was closed") from None
         error = from_rpc_error(rpc_error)
-        if self._got_token:
+        if self._continuation.is_over:
             raise error from None
         if self._closed.wait(self._attempts.next_delay_s(error, time.monotonic(), random.random)):
             raise Cancelled("the stream was closed") from None
-        self._call = self._start(self._attempts.timeout_s(time.monotonic()))
+        self._call = self._begin()
 
     def complete(self) -> Result:
         """Blocks until the end and returns the whole of what is still to come."""
@@ -118,7 +129,7 @@ class Client:
 
     def __init__(
         self,
-        target: str = "localhost:50051",
+        target: str | Sequence[str] = "localhost:50051",
         *,
         timeout_s: float | None = None,
         retry: RetryPolicy = DEFAULT_RETRY,
@@ -126,7 +137,9 @@ class Client:
         tls: ClientTls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """`timeout_s` is the deadline of calls that name none; without either, the router's default holds.
+        """`target` is a router's host:port, or those of several: calls and streams of a lost one go on at another.
+
+        `timeout_s` is the deadline of calls that name none; without either, the router's default holds.
 
         `api_key` is read from PENSTOCK_API_KEY where it is not given. `tls` turns encryption on; `credentials` do so
         too, for whoever has made their own.
@@ -136,12 +149,16 @@ class Client:
         self._metadata = auth_metadata(api_key)
         credentials = credentials or (tls.credentials() if tls else None)
         options = [*CHANNEL_OPTIONS, *(tls.options() if tls else ())]
-        self._channel = (
-            grpc.secure_channel(target, credentials, options=options)
-            if credentials
-            else grpc.insecure_channel(target, options=options)
-        )
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        secure, insecure = grpc.secure_channel, grpc.insecure_channel
+        targets = [target] if isinstance(target, str) else list(target)
+        if not targets:
+            raise InvalidInput("target", "is empty; give the host:port of at least one router")
+        self._channels = [
+            secure(one, credentials, options=options) if credentials else insecure(one, options=options)
+            for one in targets
+        ]
+        self._stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in self._channels]
+        self._turn = 0  # the target that calls begin with
 
     def generate(
         self,
@@ -159,7 +176,8 @@ class Client:
         """
         request = build_request(prompt, sampling, model=model, request_id=request_id)
         attempts = self._attempts(timeout_s, self._timeout_s)
-        return GenerateStream(self._begin(self._stub.Generate, request), attempts)
+        begin = self._begin(lambda stub: stub.Generate)
+        return GenerateStream(begin, request, attempts)
 
     def complete(
         self,
@@ -179,25 +197,39 @@ class Client:
     ) -> Tokens:
         """The token ids of a text, or of messages as the model's chat template renders them."""
         request = build_tokenize_request(prompt, model)
-        answer = self._call(self._begin(self._stub.Tokenize, request), timeout_s)
+        answer = self._call(self._begin(lambda stub: stub.Tokenize), request, timeout_s)
         return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
 
     def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
         request = inference_pb2.ListModelsRequest()
-        answer = self._call(self._begin(self._stub.ListModels, request), timeout_s)
+        answer = self._call(self._begin(lambda stub: stub.ListModels), request, timeout_s)
         return models_from_wire(answer.models)
 
-    def _begin(self, method: Callable[..., AnswerT], request: object) -> Callable[[float | None], AnswerT]:
-        """One attempt at a call, given the time left for it."""
-        return lambda left_s: method(request, timeout=left_s, metadata=self._metadata)
+    def _begin(
+        self, method: Callable[[inference_pb2_grpc.InferenceStub], Callable[..., AnswerT]]
+    ) -> Callable[[RequestT, float | None], AnswerT]:
+        """One attempt at a call, given the request and the time left for it; every further one at the next router."""
+        tried = False
 
-    def _call(self, start: Callable[[float | None], AnswerT], timeout_s: float | None) -> AnswerT:
+        def attempt(request: RequestT, left_s: float | None) -> AnswerT:
+            nonlocal tried
+            self._turn += tried
+            tried = True
+            stub = self._stubs[self._turn % len(self._stubs)]
+            return method(stub)(request, timeout=left_s, metadata=self._metadata)
+
+        return attempt
+
+    def _call(
+        self, start: Callable[[RequestT, float | None], AnswerT], request: RequestT, timeout_s: float | None
+    ) -> AnswerT:
         attempts = self._attempts(timeout_s, UNARY_TIMEOUT_S)
         while True:
             try:
-                return start(attempts.timeout_s(time.monotonic()))
+                return start(request, attempts.timeout_s(time.monotonic()))
             except grpc.RpcError as error:
-                time.sleep(attempts.next_delay_s(from_rpc_error(error), time.monotonic(), random.random))
+                delay_s = attempts.next_delay_s(from_rpc_error(error), time.monotonic(), random.random)
+                time.sleep(delay_s)
 
     def _attempts(self, timeout_s: float | None, default_s: float | None) -> Attempts:
         limit_s = timeout_s if timeout_s is not None else default_s
@@ -205,7 +237,8 @@ class Client:
 
     def close(self) -> None:
         """Ends every call of this client."""
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Client:
         return self

@@ -28,13 +28,16 @@ async def test_streams_side_by_side() -> None:
     assert [result.text for result in results] == ["ab"] * 4
 
 
-async def test_retries_before_the_first_token_only() -> None:
-    service = FakeInference([Unavailable("busy")], say("ok"), [say("a", "b")[0], Unavailable("gone")], say("never"))
-    with FakeServer(service) as server:
+async def test_retries_go_on_after_what_has_come_at_the_next_router() -> None:
+    first, second = say("a", "b")
+    service = FakeInference([Unavailable("busy")], say("ok"), [first, Unavailable("gone")])
+    other = FakeInference([second])
+    with FakeServer(service) as server, FakeServer(other) as spare:
         async with AsyncClient(server.address, retry=QUICK) as client:
             assert (await client.complete("Hello")).text == "ok"
-            with pytest.raises(Unavailable, match="gone"):
-                await client.complete("Hello")
+        async with AsyncClient([server.address, spare.address], retry=QUICK) as client:
+            assert (await client.complete("Hello")).text == "ab"
+    assert [list(one.token_ids) for one in other.requests[0].emitted] == [list(first.token_ids)]
     assert len(service.requests) == 3
 
 

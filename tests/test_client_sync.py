@@ -105,14 +105,43 @@ def test_unavailable_before_the_first_token_is_tried_again_after_the_servers_del
     assert len(service.requests) == 3
 
 
-def test_unavailable_after_the_first_token_is_not_tried_again() -> None:
-    service = FakeInference([say("a", "b")[0], Unavailable("gone")], say("never"))
+def test_unavailable_after_the_first_token_goes_on_after_it_with_the_same_seed() -> None:
+    first, second = say("a", "b")
+    service = FakeInference([first, Unavailable("gone")], [second])
+    with FakeServer(service) as server, Client(server.address, retry=QUICK) as client:
+        assert [chunk.text for chunk in client.generate("Hello", max_tokens=9)] == ["a", "b"]
+    before, after = service.requests
+    assert before.sampling.seed == after.sampling.seed
+    assert not before.emitted
+    assert [(one.index, list(one.token_ids), one.finished) for one in after.emitted] == [
+        (0, list(first.token_ids), False)
+    ]
+
+
+def test_a_stream_that_has_ended_is_not_begun_again() -> None:
+    whole = say("a", "b")
+    service = FakeInference([*whole, Unavailable("gone")], say("never"))
     with FakeServer(service) as server, Client(server.address, retry=QUICK) as client:
         stream = client.generate("Hello")
-        assert next(stream).text == "a"
+        assert [next(stream).text, next(stream).text] == ["a", "b"]
         with pytest.raises(Unavailable, match="gone"):
             next(stream)
     assert len(service.requests) == 1
+
+
+def test_calls_go_on_at_the_next_router_and_stay_there() -> None:
+    first, second = say("a", "b")
+    dead, alive = FakeInference([first, Unavailable("gone")]), FakeInference([second], say("ok"))
+    with FakeServer(dead) as one, FakeServer(alive) as other:
+        with Client([one.address, other.address], retry=QUICK) as client:
+            assert client.complete("Hello").text == "ab"
+            assert client.complete("Hello").text == "ok"
+    assert (len(dead.requests), len(alive.requests)) == (1, 2)
+
+
+def test_a_client_without_a_router_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="target"):
+        Client([])
 
 
 def test_attempts_are_counted_and_overload_is_not_answered_with_more_load() -> None:

@@ -190,3 +190,28 @@ async def test_one_deadline_bounds_every_leg(fleet: Fleet) -> None:
         assert time.monotonic() - started_s < 4.0
         for process in fleet.decode:
             process.signal(signal.SIGCONT)
+
+
+async def test_a_router_killed_under_load_costs_no_request_and_no_token(
+    fleet: Fleet, undisturbed: dict[str, list[int]]
+) -> None:
+    spare = fleet.start_router([*fleet.prefill, *fleet.decode])
+    async with AsyncClient([fleet.router.address, spare.address], timeout_s=TIMEOUT_S) as routers:
+        streaming = asyncio.Event()
+
+        async def read(number: int) -> list[int]:
+            tokens: list[int] = []
+            options = SEEDED if number % 2 else GREEDY
+            async for chunk in routers.generate(PROMPT, max_tokens=MAX_TOKENS, **options):
+                tokens += chunk.token_ids
+                if len(tokens) > 20:
+                    streaming.set()
+            return tokens
+
+        readers = [asyncio.create_task(read(number)) for number in range(2)]
+        async with asyncio.timeout(TIMEOUT_S):
+            await streaming.wait()
+        fleet.router.kill()
+        for number, tokens in enumerate(await asyncio.gather(*readers)):
+            assert tokens == undisturbed["seeded" if number % 2 else "greedy"]
+    await wait_until_empty([*fleet.prefill, *fleet.decode])

@@ -38,6 +38,7 @@ def deployment() -> Iterator[RayDeployment]:
         http_port=0,
         grpc_port=0,
         admin_port=0,
+        routers=2,
         prefill_pool=PoolConfig(replicas=1),
         decode_pool=PoolConfig(replicas=2),
         decode=DecodeConfig(placement="remote"),
@@ -85,7 +86,7 @@ def test_ready_means_that_a_request_is_answered_by_both_pools(deployment: RayDep
     status = deployment.status()
     assert status.ready
     assert {one.state for one in status.workers} == {"ready"}
-    assert [one.member.role for one in status.workers] == ["prefill", "decode", "decode", "router"]
+    assert [one.member.role for one in status.workers] == ["prefill", "decode", "decode", "router", "router"]
     result = ask(client)
     assert (result.usage.completion_tokens, result.finish_reason) == (60, FinishReason.LENGTH)
     assert result.timing.prefill_worker == "prefill-0"
@@ -161,7 +162,14 @@ def _prefilled_by(client: Client, worker_id: str) -> bool:
 def test_a_killed_router_comes_back_at_the_same_address(deployment: RayDeployment, client: Client) -> None:
     undisturbed = ask(client)
     victim = worker(deployment.status(), "router-0")
-    os.kill(victim.pid, signal.SIGKILL)
+    targets = [worker(deployment.status(), f"router-{number}").member.address for number in range(2)]
+    with Client(targets, timeout_s=60) as routers:
+        stream = routers.generate(PROMPT, max_tokens=60, temperature=0.8, seed=5, ignore_eos=True)
+        tokens = next(stream).token_ids
+        os.kill(victim.pid, signal.SIGKILL)
+        for chunk in stream:
+            tokens += chunk.token_ids
+        assert tokens == undisturbed.token_ids  # it went on at the other router
     successor = until_replaced(deployment, victim)
     assert successor.member.address == victim.member.address
     assert ask(client).token_ids == undisturbed.token_ids

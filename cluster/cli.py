@@ -71,7 +71,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--admin-port", type=int, metavar="PORT", help="default 50052; 0 takes a free one; always on loopback")
     add("--address", help="a Ray cluster to join, such as auto; default: start one here")
     add("--dtype", help="auto, bfloat16, float16 or float32")
-    add("--transport", help="how KV pages travel: auto, shm (one host), nixl or torch")
+    add("--transport", help="how KV pages travel: auto, cuda_ipc or shm (one host), nixl or torch")
     parser.set_defaults(run=serve)
 
 

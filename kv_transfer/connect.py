@@ -21,7 +21,8 @@ def common_wires(offer: Offer, wires: Mapping[str, SendingTransport]) -> list[st
     if not names:
         offered = [name for name, _ in offer.transports]
         raise TransferError(
-            f"no common transport: the receiver has {offered}, this sender {list(wires)}; shm needs both on one host"
+            f"no common transport: the receiver has {offered}, this sender {list(wires)}; shm and cuda_ipc need both "
+            "ends on one host"
         )
     return names
 

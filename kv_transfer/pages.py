@@ -27,8 +27,7 @@ class PageBuffer:
         bytes_P = tensor.view(self.num_pages, -1).view(torch.uint8)
         self.page_bytes = bytes_P.shape[1]
         self.rows_PW = bytes_P.view(torch.int64) if self.page_bytes % 8 == 0 else bytes_P
-        if not tensor.is_cuda:
-            select_copy()  # built now and not when the first page moves
+        self._copy = select_copy(tensor.device.type)  # built now and not when the first page moves
 
     @classmethod
     def staging(cls, num_pages: int, page_bytes: int, device: torch.device) -> PageBuffer:
@@ -57,14 +56,10 @@ class PageBuffer:
         torch.index_select(self.rows_PW, 0, index_P, out=out.rows_PW[: len(pages)])
 
     def copy_from(self, source: PageBuffer, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> None:
-        """Copies source's src_pages[i] into dst_pages[i] of this buffer, both on the CPU."""
-        select_copy()(self.rows_PW, source.rows_PW, dst_pages, src_pages)
+        """Copies source's src_pages[i] into dst_pages[i] of this buffer, both on one kind of device. On a GPU it does
+        not wait: what its current stream does next finds them."""
+        self._copy(self.rows_PW, source.rows_PW, dst_pages, src_pages)
 
     def scatter(self, pages: Sequence[PageId], staged: PageBuffer, rows: Sequence[PageId]) -> None:
         """Copies row rows[i] of `staged` into pages[i]."""
-        if not self.is_cuda:
-            self.copy_from(staged, rows, pages)
-            return
-        index_P = torch.tensor(pages, dtype=torch.int64, device=self.device)
-        rows_P = torch.tensor(rows, dtype=torch.int64, device=self.device)
-        self.rows_PW.index_copy_(0, index_P, staged.rows_PW[rows_P])
+        self.copy_from(staged, rows, pages)

@@ -21,7 +21,8 @@ JOIN_TIMEOUT_S = 2.0  # for threads at shutdown: one that ends with the interpre
 
 
 class Pairing:
-    """`serve(peer, channel)` runs in the pair's own thread until it raises TransferError or RuntimeError."""
+    """`serve(peer, channel)` runs in the pair's own thread until it raises TransferError or RuntimeError: the peer
+    is lost; or until it returns: the peer never came to use this wire."""
 
     def __init__(
         self, wire: str, config: TransferConfig, landing: Landing, serve: Callable[[Peer, Channel], None]
@@ -78,15 +79,20 @@ class Pairing:
             earlier.close()
         try:
             self._serve_peer(peer, channel)
+            self._drop(peer, channel)
         except (RuntimeError, TransferError) as error:  # RuntimeError: a process group's
             self._lost(peer, channel, error)
 
-    def _lost(self, peer: Peer, channel: Channel, error: Exception) -> None:
+    def _drop(self, peer: Peer, channel: Channel) -> bool:
+        """Whether this was still the peer's channel: neither forgotten nor replaced nor shut down."""
         with self._lock:
             current = self._channels.get(peer) is channel
             if current:
                 del self._channels[peer]
-        if current:  # else forgotten, replaced or shut down: nobody waits for it
+        return current
+
+    def _lost(self, peer: Peer, channel: Channel, error: Exception) -> None:
+        if self._drop(peer, channel):
             self._landing.lost(
                 peer, TransferError(f"{self._wire} wire to {peer.worker_id} (epoch {peer.epoch}): {error}")
             )

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from kv_transfer import nixl, shared_memory, torch_dist
+from kv_transfer import cuda_ipc, nixl, shared_memory, torch_dist
 from kv_transfer.pages import PageBuffer
 from kv_transfer.transport import Landing, ReceivingTransport, SendingTransport
 from penstock.config import TransferConfig
@@ -21,11 +21,12 @@ WireT = TypeVar("WireT")
 def receiving(pages: PageBuffer, config: TransferConfig, landing: Landing) -> list[ReceivingTransport]:
     """Raises ConfigError when the configured wire cannot be used here."""
     makers: dict[str, Callable[[], ReceivingTransport]] = {
-        shared_memory.NAME: lambda: shared_memory.SharedReceiver(pages, config, landing),
+        cuda_ipc.NAME: lambda: cuda_ipc.make_receiver(pages, config, landing),
+        shared_memory.NAME: lambda: shared_memory.make_receiver(pages, config, landing),
         nixl.NAME: lambda: nixl.NixlReceiver(pages, config),
         torch_dist.NAME: lambda: torch_dist.TorchReceiver(pages, config, landing),
     }
-    return _make(makers, config, shared_memory.can_receive(pages))
+    return _make(makers, config, cuda_ipc.can_receive(pages), shared_memory.can_receive(pages))
 
 
 def sending(
@@ -33,16 +34,19 @@ def sending(
 ) -> list[SendingTransport]:
     """Raises ConfigError when the configured wire cannot be used here."""
     makers: dict[str, Callable[[], SendingTransport]] = {
-        shared_memory.NAME: lambda: shared_memory.SharedSender(pages, config, wake),
+        cuda_ipc.NAME: lambda: cuda_ipc.make_sender(pages, config, wake),
+        shared_memory.NAME: lambda: shared_memory.make_sender(pages, config, wake),
         nixl.NAME: lambda: nixl.NixlSender(pages, config, epoch),
         torch_dist.NAME: lambda: torch_dist.TorchSender(pages, config, wake),
     }
-    return _make(makers, config, shared_memory.can_send(pages))
+    return _make(makers, config, cuda_ipc.can_send(pages), shared_memory.can_send(pages))
 
 
-def _make(makers: dict[str, Callable[[], WireT]], config: TransferConfig, can_share: bool) -> list[WireT]:
+def _make(
+    makers: dict[str, Callable[[], WireT]], config: TransferConfig, can_ipc: bool, can_share: bool
+) -> list[WireT]:
     """Best first: where both ends share memory nothing needs to be driven or staged."""
-    has = {shared_memory.NAME: can_share, nixl.NAME: nixl.is_installed(), torch_dist.NAME: True}
+    has = {cuda_ipc.NAME: can_ipc, shared_memory.NAME: can_share, nixl.NAME: nixl.is_installed(), torch_dist.NAME: True}
     names = [name for name in has if has[name]] if config.transport == "auto" else [config.transport]
     made: list[WireT] = []
     for name in names:

@@ -90,7 +90,7 @@ class DecodeConfig(_Frozen):
 
 
 class TransferConfig(_Frozen):
-    transport: Literal["auto", "shm", "nixl", "torch"] = "auto"
+    transport: Literal["auto", "cuda_ipc", "shm", "nixl", "torch"] = "auto"
     host: str = "127.0.0.1"  # address that transports listen on
     connect_timeout_s: float = Field(10.0, gt=0)
     timeout_s: float = Field(30.0, gt=0)  # the lease: of one transfer whose other end gives no sign of life

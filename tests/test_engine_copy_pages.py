@@ -1,4 +1,4 @@
-"""Pages copied between CPU pools: the C++ kernel beside its twin, at sizes and alignments of every kind."""
+"""Pages copied between pools: the C++ kernel and Triton's beside their twins, at sizes and alignments of every kind."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ import random
 import pytest
 import torch
 
-from engine.kernels.copy_pages import CopyPages, copy_rows, select_copy
+from engine.kernels.copy_pages import CopyPages, copy_by_index, copy_rows, select_copy
+from engine.kernels.copy_pages_triton import copy_pages
+
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where there is none Triton's kernel is interpreted
+CPU = torch.device("cpu")
+COPIES = [(select_copy(), CPU), (copy_rows, CPU), (copy_by_index, GPU), (copy_pages, GPU)]
 
 
-@pytest.mark.parametrize("copy", [select_copy(), copy_rows])
+@pytest.mark.parametrize(("copy", "device"), COPIES)
 @pytest.mark.parametrize("page_bytes", [1, 8, 63, 64, 65, 4096, 5000])
 @pytest.mark.parametrize("offset", [0, 1, 16])
-def test_pages_are_copied_and_nothing_else_is_touched(copy: CopyPages, page_bytes: int, offset: int) -> None:
+def test_pages_are_copied_and_nothing_else_is_touched(
+    copy: CopyPages, device: torch.device, page_bytes: int, offset: int
+) -> None:
     draw = random.Random(page_bytes)
     generator = torch.Generator().manual_seed(page_bytes)
     num_pages = 9
     source = torch.randint(0, 256, (num_pages * page_bytes + offset,), dtype=torch.uint8, generator=generator)
-    memory = torch.zeros(num_pages * page_bytes + 2 * offset, dtype=torch.uint8)
+    source = source.to(device)
+    memory = torch.zeros(num_pages * page_bytes + 2 * offset, dtype=torch.uint8, device=device)
     from_pool = source[offset:].view(num_pages, page_bytes)
     to_pool = memory[offset : offset + num_pages * page_bytes].view(num_pages, page_bytes)
     src, dst = draw.sample(range(num_pages), 5), draw.sample(range(num_pages), 5)
@@ -30,9 +38,9 @@ def test_pages_are_copied_and_nothing_else_is_touched(copy: CopyPages, page_byte
     assert not memory[offset + num_pages * page_bytes :].any()
 
 
-@pytest.mark.parametrize("copy", [select_copy(), copy_rows])
-def test_pages_outside_a_pool_are_refused(copy: CopyPages) -> None:
-    pool, other = torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 65, dtype=torch.uint8)
+@pytest.mark.parametrize(("copy", "device"), COPIES)
+def test_pages_outside_a_pool_are_refused(copy: CopyPages, device: torch.device) -> None:
+    pool, other = (torch.zeros(4, width, dtype=torch.uint8, device=device) for width in (64, 65))
     for to, src, dst in ((pool, [0], [4]), (pool, [-1], [0]), (pool, [0, 1], [0]), (other, [0], [0])):
         with pytest.raises(AssertionError):
             copy(to, pool, dst, src)

@@ -14,20 +14,23 @@ import torch
 from kv_transfer import nixl
 from kv_transfer.receiver import TransferReceiver
 from penstock.types import Epoch, PageId
+from tests import cuda_double
 from tests.transfer_child import Child, children, make_source, make_target
 from tests.transfer_pair import PREFILL, Log, config, key, receiver, sender
 
 NUM_PAGES, PAGE_BYTES = 96, 16 * 1024
 WIRES = [
     "shm",
+    "cuda_ipc",  # over the double
     "torch",
     pytest.param("nixl", marks=pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed")),
 ]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
+    cuda_double.install(monkeypatch)
 
 
 def pages(numbers: list[int]) -> list[PageId]:
@@ -36,7 +39,7 @@ def pages(numbers: list[int]) -> list[PageId]:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_sender_dies_and_its_successor_goes_on(wire: str) -> None:
-    source, target = make_source(NUM_PAGES, PAGE_BYTES), make_target(NUM_PAGES, PAGE_BYTES)
+    source, target = make_source(NUM_PAGES, PAGE_BYTES), make_target(NUM_PAGES, PAGE_BYTES, wire)
     log, draw = Log(), random.Random(3)
     end = receiver(target, log, config(wire, timeout_s=2.0))
     try:
@@ -87,7 +90,7 @@ def move(
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_receiver_freezes_or_dies_and_another_is_served(wire: str) -> None:
-    source = make_source(NUM_PAGES, PAGE_BYTES)
+    source = make_source(NUM_PAGES, PAGE_BYTES, wire)
     log = Log()
     origin = sender(source, log, config(wire, timeout_s=1.0))
     src, dst = pages(list(range(0, 64))), pages(list(range(16, 80)))

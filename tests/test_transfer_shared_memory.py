@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from engine.shared_pool import FILE_NAME, allocate_pool, shared_file
+from kv_transfer.direct import DirectLink, DirectReceiver
 from kv_transfer.handshake import parse_offer
 from kv_transfer.pages import PageBuffer
-from kv_transfer.shared_memory import SharedLink, SharedReceiver, _map_pool
+from kv_transfer.shared_memory import _map_pool
 from kv_transfer.transport import Arrival
 from penstock.errors import ConfigError, TransferError
 from penstock.types import Epoch, PageId
@@ -57,7 +58,7 @@ def test_a_mapping_writes_the_pool_itself() -> None:
     os.pwrite(fd, mark, os.fstat(fd).st_size - os.sysconf("SC_PAGE_SIZE"))
     mapped = _map_pool(os.getpid(), fd, mark, 4, 8192)
     source = PageBuffer(torch.arange(2 * 8192).view(2, -1)[:, :8192].to(torch.uint8).contiguous())
-    mapped.copy_from(source, [PageId(1)], [PageId(2)])
+    mapped.write(source, [PageId(1)], [PageId(2)])
     assert torch.equal(pool[2], source.tensor[1])
     assert not pool[[0, 1, 3]].any()
 
@@ -97,7 +98,7 @@ def test_a_receiver_of_another_host_is_not_tried() -> None:
                 if name in ("shm", "torch")
             ),
         ).encode()
-        with pytest.raises(TransferError, match="shm needs both on one host"):
+        with pytest.raises(TransferError, match="shm and cuda_ipc need both ends on one host"):
             alone.open(key(1), elsewhere)
         to.open(key(1), [PageId(2)])
         origin.open(key(1), elsewhere)
@@ -151,10 +152,10 @@ def test_a_sender_that_speaks_of_another_peers_transfer_is_cut_off() -> None:
         victim = key(9, sender_epoch=7)
         to.open(victim, [PageId(1)])
         wire = to._wires[0]
-        assert isinstance(wire, SharedReceiver)
+        assert isinstance(wire, DirectReceiver)
         details = dict(parse_offer(to.offer(PREFILL, Epoch(1))).transports)["shm"]
         link = origin._wires["shm"].connect(details, Epoch(2))
-        assert isinstance(link, SharedLink)
+        assert isinstance(link, DirectLink)
         link.push(Arrival(victim, 0, 1), [PageId(0)], [PageId(0)])
         for thread in link.threads:
             thread.join(10.0)

@@ -20,21 +20,27 @@ from kv_transfer.torch_dist import TorchReceiver, TorchSender
 from kv_transfer.transport import Details
 from penstock.errors import ConfigError, TransferError, TransferRefused
 from penstock.types import Epoch, PageId
+from tests import cuda_double
 from tests.transfer_pair import PREFILL, Log, config, key, receiver, sender
 
 NUM_PAGES = 48
 WIRES = [
     "shm",
+    "cuda_ipc",  # over the double
     "torch",
     pytest.param("nixl", marks=pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed")),
 ]
 
 
-def make_pools() -> tuple[torch.Tensor, torch.Tensor]:
+def make_pools(wire: str = "shm") -> tuple[torch.Tensor, torch.Tensor]:
     """[P, L, 2, K, S, H], bf16: every byte of the source is used."""
     torch.manual_seed(0)
     source = torch.randint(-(2**15), 2**15, (NUM_PAGES, 2, 2, 3, 4, 8), dtype=torch.int16).view(torch.bfloat16)
-    return source, allocate_pool(source.shape, source.dtype, source.device)
+    if wire != "cuda_ipc":
+        return source, allocate_pool(source.shape, source.dtype, source.device)
+    return cuda_double.allocate(source.shape, source.dtype).copy_(source), cuda_double.allocate(
+        source.shape, source.dtype
+    )
 
 
 @dataclass
@@ -52,15 +58,17 @@ class Pair:
 
 @pytest.fixture(scope="module", params=WIRES)
 def shared_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    source, target = make_pools()
+    source, target = make_pools(request.param)
     arrivals, pushes = Log(), Log()
     settings = config(request.param)
-    pair = Pair(
-        source, target, receiver(target, arrivals, settings), sender(source, pushes, settings), arrivals, pushes
-    )
-    yield pair
-    pair.sender.shutdown()
-    pair.receiver.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        cuda_double.install(patch)
+        pair = Pair(
+            source, target, receiver(target, arrivals, settings), sender(source, pushes, settings), arrivals, pushes
+        )
+        yield pair
+        pair.sender.shutdown()
+        pair.receiver.shutdown()
 
 
 @pytest.fixture

@@ -11,24 +11,30 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import pytest
 import torch
 
 from engine.shared_pool import allocate_pool
 from penstock.types import Epoch
+from tests import cuda_double
 from tests.transfer_pair import PREFILL, Log, config, receiver, sender
 
 REPLY_TIMEOUT_S = 30.0
 
 
-def make_source(num_pages: int, page_bytes: int) -> torch.Tensor:
+def make_source(num_pages: int, page_bytes: int, transport: str = "shm") -> torch.Tensor:
     """The same bytes in every process."""
     generator = torch.Generator().manual_seed(11)
-    return torch.randint(0, 256, (num_pages, page_bytes), dtype=torch.uint8, generator=generator)
+    content = torch.randint(0, 256, (num_pages, page_bytes), dtype=torch.uint8, generator=generator)
+    return make_target(num_pages, page_bytes, transport).copy_(content)
 
 
-def make_target(num_pages: int, page_bytes: int) -> torch.Tensor:
-    """As an engine on a CPU makes its pool."""
-    return allocate_pool((num_pages, page_bytes), torch.uint8, torch.device("cpu"))
+def make_target(num_pages: int, page_bytes: int, transport: str = "shm") -> torch.Tensor:
+    """As an engine on a CPU makes its pool, on the double's device, or on a GPU."""
+    if transport == "cuda_ipc":
+        return cuda_double.allocate((num_pages, page_bytes), torch.uint8)
+    device = torch.device("cuda" if transport == "cuda_ipc-gpu" else "cpu")
+    return allocate_pool((num_pages, page_bytes), torch.uint8, device)
 
 
 class Child:
@@ -80,7 +86,9 @@ def children(*made: Child) -> Iterator[tuple[Child, ...]]:
 def run_sender(pipe: Connection, transport: str, epoch: int, num_pages: int, page_bytes: int) -> None:
     torch.set_num_threads(1)
     log = Log()
-    end = sender(make_source(num_pages, page_bytes), log, config(transport, timeout_s=2.0), epoch)
+    cuda_double.install(pytest.MonkeyPatch())  # for this process's life
+    settings = config(transport.removesuffix("-gpu"), timeout_s=2.0)
+    end = sender(make_source(num_pages, page_bytes, transport), log, settings, epoch)
     pipe.send("ready")
     while True:
         name, arguments = pipe.recv()
@@ -107,8 +115,9 @@ def run_sender(pipe: Connection, transport: str, epoch: int, num_pages: int, pag
 def run_receiver(pipe: Connection, transport: str, epoch: int, num_pages: int, page_bytes: int) -> None:
     torch.set_num_threads(1)
     log = Log()
-    pool = make_target(num_pages, page_bytes)
-    end = receiver(pool, log, config(transport, timeout_s=2.0), epoch)
+    cuda_double.install(pytest.MonkeyPatch())  # for this process's life
+    pool = make_target(num_pages, page_bytes, transport)
+    end = receiver(pool, log, config(transport.removesuffix("-gpu"), timeout_s=2.0), epoch)
     pipe.send("ready")
     while True:
         name, arguments = pipe.recv()
@@ -121,7 +130,7 @@ def run_receiver(pipe: Connection, transport: str, epoch: int, num_pages: int, p
                 key, pages = arguments
                 log.wait(lambda key=key, pages=pages: len(log.landed.get(key, ())) == len(pages))  # type: ignore[misc]
                 end.close(key)
-                pipe.send(pool[pages].numpy().tobytes())
+                pipe.send(pool[pages].cpu().numpy().tobytes())
             case "stop":
                 end.shutdown()
                 pipe.send(None)

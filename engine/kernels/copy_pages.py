@@ -1,7 +1,7 @@
-"""Copies pages between CPU pools: the C++ kernel where it can be built, else row by row.
+"""Copies pages between pools: on a CPU the C++ kernel where it can be built, else row by row; on a GPU Triton's.
 
-Used by KV transfers from threads of their own. Both ways hold no lock of the interpreter while they copy; the kernel
-takes a whole list of pages in one call.
+Used by KV transfers from threads of their own. No way holds a lock of the interpreter while it copies; the kernels
+take a whole list of pages in one call.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from engine.kernels.checks import check_page_rows
 from engine.kernels.cpu_build import load_library
 
 CopyPages = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], None]
@@ -20,9 +21,12 @@ _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
 
 @functools.cache
-def select_copy() -> CopyPages:
+def select_copy(device_type: str = "cpu") -> CopyPages:
     """`copy(to, source, to_pages, source_pages)`: to[to_pages[i]] = source[source_pages[i]]; both [P, W] of one dtype,
-    contiguous, on the CPU. Blocks for some seconds where the kernels are not built yet."""
+    contiguous, on such devices; on a GPU on its current stream, without waiting. Blocks for some seconds where a
+    CPU's kernels are not built yet."""
+    if device_type != "cpu":
+        return _select_cuda_copy()
     library = load_library()
     if library is None:
         return copy_rows
@@ -30,7 +34,7 @@ def select_copy() -> CopyPages:
     kernel.argtypes, kernel.restype = [_POINTER] * 4 + [_LONG] * 2, None
 
     def copy(to: torch.Tensor, source: torch.Tensor, to_pages: Sequence[int], source_pages: Sequence[int]) -> None:
-        _check(to, source, to_pages, source_pages)
+        check_page_rows(to, source, to_pages, source_pages)
         to_P, source_P = np.array(to_pages, dtype=np.int64), np.array(source_pages, dtype=np.int64)
         page_bytes = to.shape[1] * to.element_size()
         kernel(to.data_ptr(), source.data_ptr(), to_P.ctypes.data, source_P.ctypes.data, len(to_P), page_bytes)
@@ -38,19 +42,24 @@ def select_copy() -> CopyPages:
     return copy
 
 
+def _select_cuda_copy() -> CopyPages:
+    try:
+        from engine.kernels.copy_pages_triton import copy_pages
+    except ImportError:
+        return copy_by_index
+    return copy_pages
+
+
+def copy_by_index(to: torch.Tensor, source: torch.Tensor, to_pages: Sequence[int], source_pages: Sequence[int]) -> None:
+    check_page_rows(to, source, to_pages, source_pages)
+    to_P = torch.tensor(to_pages, dtype=torch.int64, device=to.device)
+    source_P = torch.tensor(source_pages, dtype=torch.int64, device=source.device)
+    to.index_copy_(0, to_P, source.index_select(0, source_P).to(to.device))
+
+
 def copy_rows(to: torch.Tensor, source: torch.Tensor, to_pages: Sequence[int], source_pages: Sequence[int]) -> None:
-    _check(to, source, to_pages, source_pages)
+    check_page_rows(to, source, to_pages, source_pages)
     to_PW, source_PW = to.numpy(), source.numpy()
     # 13 GB/s against index_copy_'s 8 on one core: that one runs element by element (2026-11, torch 2.13).
     for to_page, source_page in zip(to_pages, source_pages, strict=True):
         to_PW[to_page] = source_PW[source_page]
-
-
-def _check(to: torch.Tensor, source: torch.Tensor, to_pages: Sequence[int], source_pages: Sequence[int]) -> None:
-    """The kernel trusts its arguments."""
-    assert to.is_contiguous(), "rows lie one after the other"
-    assert source.is_contiguous(), "rows lie one after the other"
-    assert (to.shape[1], to.dtype) == (source.shape[1], source.dtype), "pages are of one size"
-    assert len(to_pages) == len(source_pages), "a page goes to a page"
-    for pool, pages in ((to, to_pages), (source, source_pages)):
-        assert not pages or (min(pages) >= 0 and max(pages) < pool.shape[0]), "pages lie in their pool"

@@ -1,0 +1,53 @@
+"""Copies pages between pools on CUDA devices in one kernel (Triton): each byte is read once and written once.
+
+One program copies one block of one page. The plain-torch twin is `copy_by_index` in `engine.kernels.copy_pages`, which
+reads and writes everything twice. `to` may be memory of another device or process that the kernel's device can reach.
+
+Shapes: `P` pages, `W` words of a page.
+"""
+
+# mypy: allow-untyped-defs
+# (kernel arguments are Triton's own pointers and numbers, described where they stand)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.kernels.checks import check_page_rows
+
+_BLOCK_WORDS = 2048  # 16 KiB of 8-byte words for 128 threads: eight loads of 16 bytes each; not tuned
+
+
+def copy_pages(to: torch.Tensor, source: torch.Tensor, to_pages: Sequence[int], source_pages: Sequence[int]) -> None:
+    """to[to_pages[i]] = source[source_pages[i]], both [P, W] of one dtype, contiguous; on `source`'s device and its
+    current stream, without waiting."""
+    check_page_rows(to, source, to_pages, source_pages)
+    if not to_pages:
+        return
+    num_words = source.shape[1]
+    pages_2P = torch.tensor([to_pages, source_pages], dtype=torch.int64).to(source.device)
+    with torch.cuda.device_of(source):
+        _copy_kernel[(len(to_pages), triton.cdiv(num_words, _BLOCK_WORDS))](
+            to, source, pages_2P[0], pages_2P[1], num_words, BLOCK=_BLOCK_WORDS, num_warps=4
+        )
+
+
+@triton.jit
+def _copy_kernel(
+    to_ptr,  # [P, W], contiguous
+    source_ptr,  # [P, W], contiguous
+    to_page_ptr,  # int64, one for each page that is copied
+    source_page_ptr,  # likewise
+    num_words,  # W
+    BLOCK: tl.constexpr,
+):  # grid: (pages that are copied, blocks of a page)
+    to_page = tl.load(to_page_ptr + tl.program_id(0))
+    source_page = tl.load(source_page_ptr + tl.program_id(0))
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = word < num_words
+    words = tl.load(source_ptr + source_page * num_words + word, mask=mask)
+    tl.store(to_ptr + to_page * num_words + word, words, mask=mask)

@@ -27,7 +27,10 @@ from penstock.config import RouterConfig, ServeConfig, WorkerConfig, parse
 from penstock.errors import InternalError, PenstockError, to_status
 from penstock.grpc_server import GrpcServer
 from penstock.retry import RetryPolicy
+from penstock.secret import ClusterSecret, with_secret
+from penstock.trust import Trust
 from penstock.types import Epoch, Role
+from router.identity import CANARY
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +91,14 @@ class RouterHost:
         await self._server.start()
         host = callable_host(self._config.host)
         ports = self._server.ports
-        return Started(Epoch(0), f"{host}:{ports.grpc}", os.getpid(), http_address=f"{host}:{ports.http}")
+        return Started(
+            Epoch(0),
+            f"{LOOPBACK if self._config.tls else host}:{ports.control}",
+            os.getpid(),
+            http_address=f"{host}:{ports.http}",
+            public_address=f"{host}:{ports.grpc}",
+            encrypted=self._config.tls is not None,
+        )
 
     async def fail(self) -> str:
         await asyncio.get_running_loop().create_future()  # nothing of a router fails by itself
@@ -162,14 +172,17 @@ class ControllerActor:
     """Hosts the controller and its Admin service."""
 
     def __init__(
-        self, config: Mapping[str, object], shares: Mapping[str, Share], python_path: str, embedded: bool
+        self, config: Mapping[str, object], secret: str, shares: Mapping[str, Share], python_path: str, embedded: bool
     ) -> None:
+        """`secret` is the deployment's; it reaches the workers as it reaches this actor, never by an environment."""
         logs.set_up("controller")
-        self._config = parse(ServeConfig, config)
+        self._secret = ClusterSecret(secret)
+        self._config = parse(ServeConfig, with_secret(config, self._secret))
+        self._trust = Trust(self._config.security)
         self._shares = shares
         self._python_path = python_path
         self._embedded = embedded  # the Ray cluster is ours and on this machine alone
-        self._controller = Controller(self._config, self._spawn, _send_canary)
+        self._controller = Controller(self._config, self._spawn, self._send_canary)
         self._admin: GrpcServer | None = None
         self._admin_address = ""
 
@@ -177,7 +190,7 @@ class ControllerActor:
         """Begins to start everything. Returns the Admin service's host:port, or a google.rpc.Status."""
         try:
             self._admin, self._admin_address = await start_admin_server(
-                self._controller, LOOPBACK, self._config.admin_port
+                self._controller, LOOPBACK, self._config.admin_port, self._trust
             )
         except PenstockError as error:
             return "", to_status(error).SerializeToString()
@@ -192,12 +205,19 @@ class ControllerActor:
             router = self._config.router_config(self._admin_address, incarnation.place)
             peer_host = LOOPBACK if self._embedded else ray.util.get_node_ip_address()
             config = router.model_copy(update={"peer_host": peer_host}).model_dump(mode="json")
+            config = with_secret(config, self._secret)
             spec = ActorSpec(kind, incarnation, config, FRONT_SHARE, node_id=context.get_node_id())
         else:
             share = self._shares[kind]
             config = _worker_config(self._config, incarnation, share).model_dump(mode="json")
+            config = with_secret(config, self._secret)
             spec = ActorSpec(kind, incarnation, config, share, use_node_address=not self._embedded)
-        return RayProcess(ray.remote(ServerActor), spec, self._python_path, context.current_actor)
+        return RayProcess(ray.remote(ServerActor), spec, self._python_path, context.current_actor, self._trust.channel)
+
+    async def _send_canary(self, address: str) -> None:
+        """One real token through the router, which is nobody's tenant. The deadline is the caller's."""
+        async with AsyncClient(address, retry=_CANARY_RETRY, api_key=self._secret.token(CANARY)) as client:
+            await client.complete("Hello", max_tokens=1, temperature=0.0)
 
     async def on_progress(self, incarnation: Incarnation, detail: str) -> None:
         self._controller.on_progress(incarnation, detail)
@@ -231,9 +251,3 @@ def _worker_config(config: ServeConfig, incarnation: Incarnation, share: Share) 
     if engine.num_threads is None:
         engine = engine.model_copy(update={"num_threads": share.num_threads})
     return worker.model_copy(update={"host": LOOPBACK, "engine": engine})
-
-
-async def _send_canary(address: str) -> None:
-    """One real token through the router. The deadline is the caller's."""
-    async with AsyncClient(address, retry=_CANARY_RETRY) as client:
-        await client.complete("Hello", max_tokens=1, temperature=0.0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 import grpc.aio
 
 from cluster.controller import Controller
 from penstock.grpc_server import GrpcServer
+from penstock.trust import ADMIN, PEER, Trust
 from penstock.v1 import admin_pb2, admin_pb2_grpc
+
+_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+_WATCH = f"/{_SERVICE.full_name}/WatchMembership"
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -32,9 +36,20 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return admin_pb2.StopResponse()
 
 
-async def start_admin_server(controller: Controller, host: str, port: int) -> tuple[GrpcServer, str]:
-    """Returns the server and its host:port. Raises ConfigError where the port is taken."""
-    server = GrpcServer([admin_pb2.DESCRIPTOR.services_by_name["Admin"]])
+async def start_admin_server(
+    controller: Controller, host: str, port: int, trust: Trust | None = None
+) -> tuple[GrpcServer, str]:
+    """Returns the server and its host:port. Raises ConfigError where the port is taken.
+
+    Routers may watch the membership; everything else is the operator's. Without `trust` all of it is open.
+    """
+    trust = trust or Trust()
+    tokens = {use: trust.secret.token(use) for use in (PEER, ADMIN)} if trust.secret else {}
+
+    def accept(method: str) -> Collection[str]:
+        return tokens.values() if method == _WATCH else (tokens[ADMIN],)
+
+    server = trust.server([_SERVICE], accept)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(controller), server.server)
     bound = await server.start(host, port, key="admin_port")
     await server.set_serving(True)

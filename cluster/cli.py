@@ -50,6 +50,8 @@ def make_parser() -> argparse.ArgumentParser:
     stop = subparsers.add_parser("stop", help="end the deployment")
     for one, run in ((status, commands.status), (stop, commands.stop)):
         one.add_argument("--admin", default="localhost:50052", metavar="HOST:PORT", help="default: %(default)s")
+        one.add_argument("--secret-file", metavar="FILE", help="the deployment's secret, where another account runs it")
+        _add_tls(one)
         one.set_defaults(run=run)
     key = subparsers.add_parser("key", help="make API keys for tenants")
     new = key.add_subparsers(required=True, metavar="COMMAND").add_parser("new", help="make one and show it, once")
@@ -75,6 +77,15 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=serve)
 
 
+def _add_tls(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tls", action="store_true", help="encrypt, and trust the authorities that gRPC knows")
+    add("--ca", metavar="FILE", help="encrypt, and trust this authority (PEM)")
+    add("--cert", metavar="FILE", help="a client certificate to show (PEM), with --cert-key")
+    add("--cert-key", metavar="FILE", help="its key (PEM)")
+    add("--server-name", metavar="NAME", help="in the server's certificate, where it is not the host that is called")
+
+
 def _add_client(parser: argparse.ArgumentParser, name: str, run: object) -> None:
     add = parser.add_argument
     if name == "generate":
@@ -84,10 +95,7 @@ def _add_client(parser: argparse.ArgumentParser, name: str, run: object) -> None
         add("--system", metavar="TEXT", help="a system message to begin with")
     add("--server", default="localhost:50051", metavar="HOST:PORT", help="default: %(default)s")
     add("--api-key", metavar="KEY", help="default: $PENSTOCK_API_KEY, which other users of the machine cannot read")
-    add("--tls", action="store_true", help="encrypt, and trust the authorities that gRPC knows")
-    add("--ca", metavar="FILE", help="encrypt, and trust this authority (PEM)")
-    add("--cert", metavar="FILE", help="a client certificate to show (PEM), with --cert-key")
-    add("--cert-key", metavar="FILE", help="its key (PEM)")
+    _add_tls(parser)
     add("--timeout", type=float, metavar="SECONDS", help="of one answer")
     add("--max-tokens", type=int, metavar="N")
     add("--temperature", type=float, metavar="T", help="0 is greedy")

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 import grpc
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
+from cluster.admin_token import find_token
 from cluster.terminal import TIMING_HEADER, format_status, format_table, timing_row
 from penstock.client import Client, GenerateStream
-from penstock.client_auth import ClientTls
+from penstock.client_auth import ClientTls, auth_metadata
 from penstock.completions import ChatMessage, Chunk
-from penstock.errors import InvalidInput, PenstockError, Unavailable, from_rpc_error
-from penstock.secret import digest_of, make_api_key
+from penstock.errors import InvalidInput, PenstockError, Unauthenticated, Unavailable, from_rpc_error
+from penstock.secret import ClusterSecret, digest_of, make_api_key, read_private
 from penstock.security_config import TENANT_NAME
+from penstock.trust import ADMIN
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
@@ -67,10 +69,14 @@ def chat(arguments: Namespace) -> int:
 
 
 def _client(arguments: Namespace) -> Client:
-    tls = None
-    if arguments.tls or arguments.ca or arguments.cert:
-        tls = ClientTls(arguments.ca, arguments.cert, arguments.cert_key)
-    return Client(arguments.server, timeout_s=arguments.timeout, api_key=arguments.api_key, tls=tls)
+    api_key, tls = arguments.api_key, client_tls(arguments)
+    return Client(arguments.server, timeout_s=arguments.timeout, api_key=api_key, tls=tls)
+
+
+def client_tls(arguments: Namespace) -> ClientTls | None:
+    if not (arguments.tls or arguments.ca or arguments.cert):
+        return None
+    return ClientTls(arguments.ca, arguments.cert, arguments.cert_key, arguments.server_name)
 
 
 def _answer(client: Client, arguments: Namespace, messages: list[ChatMessage]) -> str | None:
@@ -117,14 +123,14 @@ def new_key(arguments: Namespace) -> int:
     print(key)
     print(
         f"The key of tenant {arguments.tenant}; it is shown this once. The configuration holds its digest:\n\n"
-        f'[router.tenants.{arguments.tenant}]\nkeys = ["{digest_of(key)}"]',
+        f'[tenants.{arguments.tenant}]\nkeys = ["{digest_of(key)}"]',
         file=sys.stderr,
     )
     return 0
 
 
 def status(arguments: Namespace) -> int:
-    answer = _admin(arguments.admin, lambda stub: stub.Status(admin_pb2.StatusRequest(), timeout=_STATUS_TIMEOUT_S))
+    answer = _admin(arguments, "Status", admin_pb2.StatusRequest(), _STATUS_TIMEOUT_S)
     if arguments.json:
         fields = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         print(json.dumps(fields, indent=2))
@@ -134,19 +140,36 @@ def status(arguments: Namespace) -> int:
 
 
 def stop(arguments: Namespace) -> int:
-    _admin(arguments.admin, lambda stub: stub.Stop(admin_pb2.StopRequest(), timeout=_STOP_TIMEOUT_S))
+    _admin(arguments, "Stop", admin_pb2.StopRequest(), _STOP_TIMEOUT_S)
     print("stopped")
     return 0
 
 
-def _admin(address: str, call: Callable[[admin_pb2_grpc.AdminStub], Any]) -> Any:
-    with grpc.insecure_channel(address) as channel:
+def _admin(arguments: Namespace, method: str, request: Message, timeout_s: float) -> Any:
+    """One call to the Admin service, with the token that the deployment left for this account, or the secret's."""
+    address = arguments.admin
+    if arguments.secret_file:
+        token = ClusterSecret(read_private(arguments.secret_file, "--secret-file")).token(ADMIN)
+    else:
+        token = find_token(address)
+    tls = client_tls(arguments)
+    options = tls.options() if tls else None
+    with grpc.secure_channel(address, tls.credentials(), options) if tls else grpc.insecure_channel(address) as channel:
         try:
-            return call(admin_pb2_grpc.AdminStub(channel))
+            call = getattr(admin_pb2_grpc.AdminStub(channel), method)
+            return call(request, timeout=timeout_s, metadata=auth_metadata(token))
         except grpc.RpcError as error:
-            typed = from_rpc_error(error)
-            if type(typed) is Unavailable:
-                raise Unavailable(
-                    f"no deployment answers at {address}; start one with `penstock serve`, or give its --admin address"
-                ) from error
-            raise typed from error
+            raise _explained(from_rpc_error(error), address) from error
+
+
+def _explained(error: PenstockError, address: str) -> PenstockError:
+    """Says what to do about it here."""
+    if type(error) is Unavailable:
+        return Unavailable(
+            f"no deployment answers at {address}; start one with `penstock serve`, or give its --admin address"
+        )
+    if isinstance(error, Unauthenticated):
+        return Unauthenticated(
+            f"{address} wants another token; call from the account that runs the deployment, or give its --secret-file"
+        )
+    return error

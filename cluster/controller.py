@@ -38,6 +38,8 @@ class Started:
     address: str  # host:port of its gRPC server
     pid: int
     http_address: str = ""  # of a router
+    public_address: str = ""  # of a router's gRPC port; `address` is the one that it is supervised by
+    encrypted: bool = False  # both of them
 
 
 class SupervisedProcess(Protocol):
@@ -134,8 +136,11 @@ class Controller:
                 started = await process.start()
             pool.on_ready(incarnation, started.epoch, started.address, started.pid)
             if pool.name == ROUTER:
-                addresses = f"grpc://{started.address}", f"http://{started.http_address}"
-                self._endpoints[incarnation.worker_id] = addresses
+                schemes = ("grpcs", "https") if started.encrypted else ("grpc", "http")
+                self._endpoints[incarnation.worker_id] = (
+                    f"{schemes[0]}://{started.public_address or started.address}",
+                    f"{schemes[1]}://{started.http_address}",
+                )
             self._publish()
             log.info("%s is ready at %s, epoch %d", incarnation.worker_id, started.address, started.epoch)
             reason = await process.watch(lambda load: self._loads.__setitem__(incarnation, load))

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.grpc_server import make_channel
+from penstock.grpc_server import Dial, make_channel
 from penstock.types import Epoch
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
@@ -22,9 +22,11 @@ PROBE_TIMEOUT_S = 3.0  # of the question that follows it
 PROBE_INTERVAL_S = 1.0  # between two questions to a router
 
 
-async def follow_worker(address: str, epoch: Epoch, on_load: Callable[[worker_pb2.Load], None]) -> str:
+async def follow_worker(
+    address: str, epoch: Epoch, on_load: Callable[[worker_pb2.Load], None], dial: Dial = make_channel
+) -> str:
     """Runs while this incarnation answers at `address`; returns the reason when it no longer does."""
-    async with make_channel(address) as channel:
+    async with dial(address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         while True:
             reason = await _read_loads(stub, epoch, on_load)

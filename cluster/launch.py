@@ -27,12 +27,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import cluster
 from cluster.actors import ControllerActor
 from cluster.addresses import LOOPBACK, callable_host
+from cluster.admin_token import leave_token, remove_token
 from cluster.ray_cluster import check_ray_version, connect, disconnect, with_descendants
 from cluster.ray_process import NAMESPACE
 from cluster.shares import FRONT_SHARE, Share
 from engine.model_config import ModelConfig
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError, Unavailable, from_status
+from penstock.secret import ClusterSecret
+from penstock.trust import ADMIN
 from penstock.v1 import admin_pb2
 
 CONTROLLER = "controller"
@@ -144,6 +147,8 @@ class RayDeployment:
         self.http_address = f"{callable_host(config.host)}:{config.http_port}"
         self._daemons = daemons  # of the Ray that was started for this deployment
         self._controller: Any = None
+        self._secret = ClusterSecret.of(config.security) or ClusterSecret.make()
+        self._token_left = False
 
     def start(self, shares: dict[str, Share], began_s: float, on_status: OnStatus) -> None:
         ray_s = time.monotonic() - began_s
@@ -153,6 +158,8 @@ class RayDeployment:
             raise from_status(status_pb2.Status.FromString(failure))
         self._life = self._controller.live.remote()
         assert address == self.admin_address
+        leave_token(self.config.admin_port, self.admin_token)
+        self._token_left = True
         controller_s = time.monotonic() - began_s
         workers_s = self._follow_until_ready(began_s, on_status)
         ready_s = time.monotonic() - began_s
@@ -175,7 +182,7 @@ class RayDeployment:
             return (
                 ray.remote(ControllerActor)
                 .options(**options)
-                .remote(self.config.model_dump(mode="json"), shares, python_path, embedded)
+                .remote(self.config.model_dump(mode="json"), self._secret.reveal(), shares, python_path, embedded)
             )
         except ValueError as error:
             raise ConfigError(
@@ -196,6 +203,11 @@ class RayDeployment:
             if status.ready:
                 return workers_s or time.monotonic() - began_s
         raise Unavailable(f"not ready within start_timeout_s = {self.config.start_timeout_s:g} s: {_say(status)}")
+
+    @property
+    def admin_token(self) -> str:
+        """Opens the Admin service."""
+        return self._secret.token(ADMIN)
 
     def wait(self, version: int, timeout_s: float) -> tuple[int, admin_pb2.StatusResponse, bool]:
         """Version, status and whether it was stopped, once newer than `version` or after `timeout_s`."""
@@ -239,6 +251,8 @@ class RayDeployment:
             logging.getLogger(__name__).warning("stopping: %s", error.message)
         finally:
             disconnect(self._daemons)
+            if self._token_left:
+                remove_token(self.config.admin_port)
 
     def leave(self) -> None:
         """Disconnects from a joined cluster; the deployment goes on."""

@@ -20,6 +20,7 @@ from cluster.heartbeats import follow_router, follow_worker
 from cluster.pool import Incarnation
 from cluster.shares import Share
 from penstock.errors import Unavailable, from_status
+from penstock.grpc_server import Dial
 from penstock.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,11 @@ def actor_options(spec: ActorSpec, python_path: str) -> dict[str, Any]:
 class RayProcess:
     """Implements `controller.SupervisedProcess`. Runs on the controller's event loop."""
 
-    def __init__(self, actor_class: Any, spec: ActorSpec, python_path: str, controller: ActorHandle) -> None:
+    def __init__(
+        self, actor_class: Any, spec: ActorSpec, python_path: str, controller: ActorHandle, dial: Dial
+    ) -> None:
         self._spec = spec
+        self._dial = dial
         self._controller = controller
         self._actor = actor_class.options(**actor_options(spec, python_path)).remote(
             spec.kind, spec.incarnation.worker_id, dict(spec.config), spec.use_node_address
@@ -96,7 +100,7 @@ class RayProcess:
         if self._spec.kind == "router":
             answering = asyncio.create_task(follow_router(started.address))
         else:
-            answering = asyncio.create_task(follow_worker(started.address, started.epoch, on_load))
+            answering = asyncio.create_task(follow_worker(started.address, started.epoch, on_load, self._dial))
         living = asyncio.create_task(self._outlive())
         try:
             done, _ = await asyncio.wait([living, answering], return_when=asyncio.FIRST_COMPLETED)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import grpc.aio
 
-from penstock.grpc_server import make_channel
+from penstock.grpc_server import Dial
 
 
 class Channels:
-    def __init__(self) -> None:
+    def __init__(self, dial: Dial) -> None:
+        self._dial = dial
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = make_channel(address)
+            self._channels[address] = self._dial(address)
         return self._channels[address]
 
     async def close(self) -> None:

@@ -24,8 +24,8 @@ from kv_transfer.receiver import TransferReceiver
 from kv_transfer.sender import TransferSender
 from penstock.config import WorkerConfig
 from penstock.errors import ConfigError
-from penstock.grpc_server import GrpcServer
 from penstock.kv_events import KvEventLog
+from penstock.trust import Trust
 from penstock.types import Epoch, Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from penstock.worker_service import WorkerService
@@ -50,6 +50,7 @@ class DecodeServer:
     async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
         """Raises CheckpointError or ConfigError; `on_progress` hears the share of the weights loaded, 0 to 1."""
         config, events = self._config, KvEventLog()
+        trust = Trust(config.security)
         engine = await asyncio.to_thread(Engine.load, config.engine, on_progress, events)
         await asyncio.to_thread(engine.warm_up)
         self._open_transfers(engine)
@@ -60,14 +61,14 @@ class DecodeServer:
             WorkerId(config.worker_id), engine, transfers, config.decode, description.context_length
         )
         self._loop = StepLoop(config.worker_id, self._step, self._on_fatal, self._sweep)
-        self._channels = Channels()
+        self._channels = Channels(trust.channel)
         self._fences = FenceKeeper(self._channels.get, lambda key: self._loop.post(lambda: worker.on_quiesced(key)))
         self._calls = PrefillClient(self._loop, worker, self._receiver.offer, self._channels, self._fences)
         transfers.calls = self._calls
         moves = self._join_peers(engine, transfers)
         self._service = WorkerService(description, events, lambda: worker.load, self._adopt_calls.is_open)
         names = worker_pb2.DESCRIPTOR.services_by_name
-        self._grpc = GrpcServer([names["Worker"], names["DecodeWorker"]])
+        self._grpc = trust.server([names["Worker"], names["DecodeWorker"]])
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._grpc.server)
         decode_service = DecodeService(worker, self.adoptions, moves, self._loop)
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(decode_service, self._grpc.server)

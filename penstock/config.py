@@ -173,6 +173,9 @@ class ServeConfig(_Frozen):
     decode: DecodeConfig = DecodeConfig()
     transfer: TransferConfig = TransferConfig()
     router: dict[str, object] = Field(default_factory=dict)  # RouterConfig without what stands above
+    tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)  # as in RouterConfig
+    tls: TlsConfig | None = None  # of the gRPC and the HTTP port
+    security: SecurityConfig = SecurityConfig()  # without a secret, one is made for the deployment
     start_timeout_s: float = Field(300.0, gt=0)  # until the deployment must be ready
 
     @model_validator(mode="after")
@@ -210,6 +213,9 @@ class ServeConfig(_Frozen):
             "grpc_port": grpc_port,
             "http_port": http_port,
             "admin": admin,
+            "tenants": self.tenants,
+            "tls": self.tls,
+            "security": self.security,
         }
         return RouterConfig.model_validate({**shared, **self.router})
 
@@ -223,15 +229,24 @@ class ServeConfig(_Frozen):
             prefill=self.prefill,
             decode=self.decode,
             transfer=self.transfer,
+            security=self.security,
         )
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+ProcessT = TypeVar("ProcessT", WorkerConfig, RouterConfig)
 
 
 def load(kind: type[ConfigT], path: str | Path) -> ConfigT:
     """Reads a `.toml` or `.json` file. Raises ConfigError that names the file, the key, its value and the fix."""
     return parse(kind, read(path), source=str(path))
+
+
+def with_secret_file(config: ProcessT, path: str | None) -> ProcessT:
+    """The same, with the cluster secret in this file."""
+    if not path:
+        return config
+    return config.model_copy(update={"security": config.security.model_copy(update={"secret_file": path})})
 
 
 def read(path: str | Path) -> dict[str, object]:

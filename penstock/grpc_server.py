@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NoReturn, TypeVar
 
 import grpc
@@ -53,19 +55,39 @@ _PING_POLICY: list[tuple[str, int]] = [
 ]
 
 
-def make_channel(address: str) -> grpc.aio.Channel:
-    """An insecure channel that notices a frozen peer."""
+Dial = Callable[[str], grpc.aio.Channel]  # an address to a channel that calls may go over
+
+
+def make_channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None, options: Iterable[tuple[str, str]] = ()
+) -> grpc.aio.Channel:
+    """A channel that notices a frozen peer; insecure without credentials."""
     # A worker that restarts on its old port must not meet the dead subchannel of its predecessor.
-    return grpc.aio.insecure_channel(address, options=[*_OPTIONS, *_KEEPALIVE, ("grpc.use_local_subchannel_pool", 1)])
+    every = [*_OPTIONS, *_KEEPALIVE, ("grpc.use_local_subchannel_pool", 1), *options]
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=every)
+    return grpc.aio.secure_channel(address, credentials, options=every)
 
 
 class GrpcServer:
     """A grpc.aio server with the health service (NOT_SERVING until told otherwise) and reflection."""
 
-    def __init__(self, services: Sequence[ServiceDescriptor], *, keepalive: bool = True) -> None:
-        """`keepalive` pings callers; off for the public port, whose callers may sit behind proxies."""
-        options = [*_OPTIONS, *_PING_POLICY, *(_KEEPALIVE if keepalive else [])]
-        self.server = grpc.aio.server(options=options)
+    def __init__(
+        self,
+        services: Sequence[ServiceDescriptor],
+        *,
+        keepalive: bool = True,
+        credentials: grpc.ServerCredentials | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        limits: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """`keepalive` pings callers; off for the public port, whose callers may sit behind proxies.
+
+        `credentials` turn TLS on. `limits` are gRPC's own options, over those that hold everywhere.
+        """
+        options = dict([*_OPTIONS, *_PING_POLICY, *(_KEEPALIVE if keepalive else [])]) | dict(limits)
+        self.server = grpc.aio.server(interceptors=interceptors, options=list(options.items()))
+        self._credentials = credentials
         self._names = [service.full_name for service in services]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -75,12 +97,21 @@ class GrpcServer:
     async def start(self, host: str, port: int, key: str = "port") -> int:
         """Listens; returns the port. Raises ConfigError that names `key` where the port is taken."""
         try:
-            self.port = self.server.add_insecure_port(f"{host}:{port}")
+            self.port = self._listen(f"{host}:{port}")
         except RuntimeError as error:
             raise ConfigError(f"{key} = {port}: cannot listen on {host}:{port}; free it or choose another") from error
         await self.set_serving(False)
         await self.server.start()
         return self.port
+
+    def _listen(self, address: str) -> int:
+        if self._credentials is None:
+            return self.server.add_insecure_port(address)
+        return self.server.add_secure_port(address, self._credentials)
+
+    def add_control_port(self, host: str) -> int:
+        """One more port, before `start`, without TLS: for whoever supervises this process on its own machine."""
+        return self.server.add_insecure_port(f"{host}:0")
 
     async def set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
@@ -114,13 +145,22 @@ async def read_start(commands: AsyncIterator[StartT]) -> StartT:
     return command
 
 
-def credentials(context: grpc.aio.ServicerContext) -> tuple[str | None, list[str]]:
-    """A call's authorization header, and the names in the client certificate that TLS has verified."""
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a caller shows of itself."""
+
+    authorization: str | None
+    subjects: list[str]  # names in its certificate, which TLS has verified
+    encrypted: bool
+
+
+def credentials(context: grpc.aio.ServicerContext) -> Shown:
     metadata = context.invocation_metadata() or ()
     authorization = next((value for key, value in metadata if key == "authorization"), None)
     verified = context.auth_context()
     names = [*verified.get("x509_subject_alternative_name", ()), *verified.get("x509_common_name", ())]
-    return authorization, [name.decode(errors="replace") for name in names]
+    encrypted = b"ssl" in verified.get("transport_security_type", ())
+    return Shown(authorization, [name.decode(errors="replace") for name in names], encrypted)
 
 
 @contextlib.asynccontextmanager

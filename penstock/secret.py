@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import secrets
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.errors import ConfigError
@@ -54,6 +55,13 @@ class ClusterSecret:
 
     def __repr__(self) -> str:
         return "ClusterSecret(...)"
+
+
+def with_secret(config: Mapping[str, object], secret: ClusterSecret) -> dict[str, object]:
+    """A configuration as plain data, which never holds the secret, for a process that shall have it."""
+    security = config["security"]
+    assert isinstance(security, Mapping)
+    return {**config, "security": {**security, "secret": secret.reveal()}}
 
 
 def digest_of(key: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from penstock import log
-from penstock.config import WorkerConfig, load
+from penstock.config import WorkerConfig, load, with_secret_file
 from penstock.errors import PenstockError
 from penstock.types import Epoch, Role
 
@@ -37,8 +37,10 @@ def main(make_server: Callable[[WorkerConfig], WorkerServer], run: Callable[...,
     """The process's exit status: 0 after a stop, 1 when the step loop died, 2 for a problem that the user can mend."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True, help="a WorkerConfig, TOML or JSON")
+    parser.add_argument("--secret-file", help="security.secret_file, where the configuration does not say")
     try:
-        config = load(WorkerConfig, parser.parse_args().config)
+        arguments = parser.parse_args()
+        config = with_secret_file(load(WorkerConfig, arguments.config), arguments.secret_file)
         log.set_up(config.worker_id)
         return run(_serve(config, make_server))
     except PenstockError as error:

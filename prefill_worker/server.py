@@ -12,8 +12,8 @@ from engine.worker_identity import describe
 from kv_transfer.sender import TransferSender
 from penstock.config import WorkerConfig
 from penstock.errors import ConfigError
-from penstock.grpc_server import GrpcServer
 from penstock.kv_events import KvEventLog
+from penstock.trust import Trust
 from penstock.types import Epoch, Role
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from penstock.worker_service import WorkerService
@@ -38,7 +38,7 @@ class PrefillServer:
 
     async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
         """Raises CheckpointError or ConfigError; `on_progress` hears the share of the weights loaded, 0 to 1."""
-        events = KvEventLog()
+        events, trust = KvEventLog(), Trust(self._config.security)
         engine = await asyncio.to_thread(Engine.load, self._config.engine, on_progress, events)
         await asyncio.to_thread(engine.warm_up)
         self._sender = TransferSender(
@@ -55,7 +55,7 @@ class PrefillServer:
         self._loop = StepLoop(self._config.worker_id, self._step, self._on_fatal, worker.sweep)
         self._service = WorkerService(description, events, lambda: worker.load, worker.is_open)
         names = worker_pb2.DESCRIPTOR.services_by_name
-        self._grpc = GrpcServer([names["Worker"], names["PrefillWorker"]])
+        self._grpc = trust.server([names["Worker"], names["PrefillWorker"]])
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._grpc.server)
         worker_pb2_grpc.add_PrefillWorkerServicer_to_server(PrefillService(worker, self._loop), self._grpc.server)
         self._running = asyncio.get_running_loop()

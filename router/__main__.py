@@ -15,7 +15,7 @@ import sys
 import uvloop
 
 from penstock import log
-from penstock.config import RouterConfig, load
+from penstock.config import RouterConfig, load, with_secret_file
 from penstock.errors import PenstockError
 from router.server import RouterServer
 
@@ -24,8 +24,10 @@ def main() -> int:
     """The process's exit status: 2 for a problem that the user can mend."""
     parser = argparse.ArgumentParser(prog="python -m router", description=__doc__)
     parser.add_argument("--config", required=True, help="a RouterConfig, TOML or JSON")
+    parser.add_argument("--secret-file", help="security.secret_file, where the configuration does not say")
     try:
-        config = load(RouterConfig, parser.parse_args().config)
+        arguments = parser.parse_args()
+        config = with_secret_file(load(RouterConfig, arguments.config), arguments.secret_file)
         log.set_up("router")
         uvloop.run(_serve(config))
     except PenstockError as error:

@@ -198,7 +198,7 @@ class TokenStream:
         self._leave_ward(leg)
         if not leg.suspicion.on_worker_lost(len(leg.emitted)):
             return
-        if alone and await is_dead(leg.decode_address, leg.decode_epoch):
+        if alone and await is_dead(self._fleet.dial, leg.decode_address, leg.decode_epoch):
             self._quarantine.add(self._request.token_ids, time.monotonic())
             log.error("%s ends every worker that it goes to; it is refused from now on", self._request.request_id)
             raise Quarantined(

@@ -13,7 +13,7 @@ import grpc.aio
 
 from penstock import wire
 from penstock.errors import Unavailable
-from penstock.grpc_server import make_channel
+from penstock.grpc_server import Dial
 from penstock.kv_events import KvEventBatch, decode_events
 from penstock.types import Epoch, Member, Role, WorkerId, WorkerLoad
 from penstock.v1 import worker_pb2, worker_pb2_grpc
@@ -40,6 +40,7 @@ class Follower:
         ledger: InflightLedger,
         health: FleetHealth,
         on_change: Callable[[], None],
+        dial: Dial,
     ) -> None:
         self.address = address
         self.description = worker_pb2.WorkerDescription()
@@ -50,6 +51,7 @@ class Follower:
         self._ledger = ledger
         self._health = health
         self._on_change = on_change
+        self._dial = dial
         self._heard = False  # a load report has come since the connection was made
         self._retired = False
         self._task: asyncio.Task[None] | None = None
@@ -94,7 +96,7 @@ class Follower:
         backoff = Backoff(random.Random())
         while not self._retired:
             # A new channel each time: an old one would wait out its own, longer backoff.
-            async with make_channel(self.address) as channel:
+            async with self._dial(self.address) as channel:
                 try:
                     await self._describe(channel)
                     backoff.reset()

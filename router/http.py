@@ -22,6 +22,7 @@ from penstock.errors import Cancelled, InternalError, ModelNotFound, PenstockErr
 from penstock.v1 import common_pb2
 from router import request as stages
 from router.generation import Generator
+from router.http_tls import SUBJECTS
 from router.identity import Tenant
 from router.membership import Fleet
 from router.metrics import RouterMetrics
@@ -29,8 +30,6 @@ from router.openai_answers import Answer, ChatAnswer, CompletionAnswer, Json, er
 from router.openai_bodies import ChatBody, CompletionBody, parse
 
 log = logging.getLogger(__name__)
-
-SUBJECTS = "penstock.subjects"  # key of a request's scope: names in the client certificate that TLS has verified
 
 ResultT = TypeVar("ResultT")
 Outputs = AsyncGenerator[tuple[int, stages.Output], None]  # choice, and what is new of it

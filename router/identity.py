@@ -58,8 +58,7 @@ class Tenants:
         for tenant in self._by_name.values():
             _claim(self._by_digest, tenant, tenant.config.keys, "keys")
             _claim(self._by_subject, tenant, tenant.config.subjects, "subjects")
-        if secret is not None:
-            self._by_digest[digest_of(secret.token(CANARY))] = self.open
+        self._controller = digest_of(secret.token(CANARY)) if secret is not None else None
         # Without a cluster secret salts differ by tenant all the same, but whoever knows the names can compute them.
         self._salt_key = secret.key("page salts") if secret is not None else b""
 
@@ -79,7 +78,10 @@ class Tenants:
         if not self._by_name:
             return self.open
         if authorization is not None:
-            tenant = self._by_digest.get(digest_of(_key(authorization)))
+            digest = digest_of(_key(authorization))
+            if digest == self._controller:
+                return self.open
+            tenant = self._by_digest.get(digest)
             if tenant is None:
                 raise Unauthenticated("authorization: the API key is not known here; check it, or ask for another one")
         elif subjects:
@@ -91,6 +93,12 @@ class Tenants:
         if not tenant.config.enabled:
             raise PermissionDenied(f"tenant {tenant.name} is turned off; ask whoever runs this deployment")
         return tenant
+
+    def identify_controller(self, authorization: str | None) -> Tenant:
+        """Of a call that can only be the controller's own. Raises Unauthenticated."""
+        if authorization is None or self._controller != digest_of(_key(authorization)):
+            raise Unauthenticated("authorization: this port is the controller's; call the public one")
+        return self.open
 
     def salt(self, model_revision: str, tenant: Tenant) -> bytes:
         """The root of its requests' page hashes."""

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from penstock import wire
-from penstock.grpc_server import make_channel
+from penstock.trust import Trust
 from penstock.types import Member, Role, WorkerId
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 from router.backoff import Backoff
@@ -49,11 +49,14 @@ class Fleet:
     """Owns the followers, and with them the prefix index, the in-flight ledger and what went wrong of late; and what
     other routers have under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, trust: Trust | None = None) -> None:
+        """`trust` opens channels to workers, other routers and the Admin service."""
+        trust = trust or Trust()
+        self.dial = trust.channel
         self.index = PrefixIndex()
         self.ledger = InflightLedger()
         self.peer_load = PeerLoad()
-        self.peers = Peers(self.ledger, self.peer_load)
+        self.peers = Peers(self.ledger, self.peer_load, trust)
         self.health = FleetHealth()
         self._followers: dict[tuple[str, int], Follower] = {}  # by address and epoch; 0 where it is not known
         self._retiring: set[asyncio.Task[None]] = set()
@@ -136,7 +139,7 @@ class Fleet:
             self._follow(address, None)
 
     def _follow(self, address: str, member: Member | None) -> None:
-        follower = Follower(address, member, self.index, self.ledger, self.health, self._on_change)
+        follower = Follower(address, member, self.index, self.ledger, self.health, self._on_change, self.dial)
         self._followers[address, int(member.epoch) if member else 0] = follower
         follower.start()
 
@@ -160,7 +163,7 @@ async def follow_admin(address: str, fleet: Fleet) -> None:
     """Keeps the fleet as the Admin service says, until cancelled."""
     backoff = Backoff(random.Random())
     while True:
-        async with make_channel(address) as channel:
+        async with fleet.dial(address) as channel:
             try:
                 request = admin_pb2.WatchMembershipRequest(router=fleet.peers.address)
                 watch = admin_pb2_grpc.AdminStub(channel).WatchMembership(request)

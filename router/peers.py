@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 import grpc.aio
 
-from penstock.grpc_server import GrpcServer, make_channel
+from penstock.grpc_server import GrpcServer, log_level
+from penstock.trust import Trust
 from penstock.types import Epoch, WorkerId
 from penstock.v1 import peer_pb2, peer_pb2_grpc
 from router.backoff import Backoff
@@ -72,17 +73,18 @@ class PeerService(peer_pb2_grpc.RouterPeerServicer):
 class Peers:
     """Owns this router's peer service and one task for each other router."""
 
-    def __init__(self, ledger: InflightLedger, load: PeerLoad) -> None:
+    def __init__(self, ledger: InflightLedger, load: PeerLoad, trust: Trust) -> None:
         self._epoch = Epoch(time.time_ns())
         self._service = PeerService(ledger, self._epoch)
         self._load = load
+        self._trust = trust
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._server: GrpcServer | None = None
         self.address = ""
 
     async def start(self, host: str, port: int) -> None:
         """Raises ConfigError where the port is taken."""
-        self._server = GrpcServer([peer_pb2.DESCRIPTOR.services_by_name["RouterPeer"]])
+        self._server = self._trust.server([peer_pb2.DESCRIPTOR.services_by_name["RouterPeer"]])
         peer_pb2_grpc.add_RouterPeerServicer_to_server(self._service, self._server.server)
         bound = await self._server.start(host, port, "peer_port")
         self.address = f"{host}:{bound}"
@@ -99,7 +101,7 @@ class Peers:
     async def _follow(self, address: str) -> None:
         backoff = Backoff(random.Random())
         while True:
-            async with make_channel(address) as channel:
+            async with self._trust.channel(address) as channel:
                 call = peer_pb2_grpc.RouterPeerStub(channel).WatchInflight(peer_pb2.WatchInflightRequest())
                 try:
                     while True:

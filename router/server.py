@@ -13,8 +13,10 @@ import uvicorn
 from penstock.config import RouterConfig
 from penstock.errors import ConfigError
 from penstock.grpc_server import GrpcServer
+from penstock.trust import Trust, server_credentials
 from router.generation import Generator
 from router.http import make_app
+from router.http_tls import uvicorn_settings
 from router.membership import Fleet, follow_admin
 from router.metrics import RouterMetrics
 from router.model_card import ModelCard
@@ -23,12 +25,14 @@ from router.tokenizer import Tokenizer
 
 _HTTP_STOP_S = 1.0
 _LISTEN_BACKLOG = 2048
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
     grpc: int
     http: int
+    control: int  # gRPC for whoever supervises this router; the same as `grpc` but with TLS
 
 
 class _HttpServer(uvicorn.Server):
@@ -53,10 +57,11 @@ class RouterServer:
         self._tokenizer = Tokenizer.load(config.model)
         self._metrics = RouterMetrics(card.name)
         self._tasks: list[asyncio.Task[None]] = []
-        self.fleet = Fleet()
+        self._trust = Trust(config.security)
+        self.fleet = Fleet(self._trust)
         self.generator = Generator(config, card, self._tokenizer, self.fleet, self._metrics)
         self._watch_metrics()
-        self.ports = Ports(0, 0)
+        self.ports = Ports(0, 0, 0)
 
     async def start(self) -> None:
         """Listens on both ports and begins to follow the workers. Raises ConfigError where a port is taken.
@@ -64,7 +69,7 @@ class RouterServer:
         Health turns SERVING with the first decode worker, which this does not wait for.
         """
         http_socket = _listen(self._config.host, self._config.http_port)
-        self._grpc = GrpcServer([SERVICE], keepalive=False)
+        self._grpc = self._make_grpc()
         try:
             await self._start(http_socket)
         except BaseException:
@@ -72,14 +77,39 @@ class RouterServer:
             await self._grpc.stop()
             raise
 
+    def _make_grpc(self) -> GrpcServer:
+        limits, tls = self._config.limits, self._config.tls
+        return GrpcServer(
+            [SERVICE],
+            keepalive=False,
+            credentials=server_credentials(tls, "tls") if tls else None,
+            limits={
+                "grpc.max_receive_message_length": limits.request_bytes,
+                "grpc.max_metadata_size": limits.header_bytes,
+                "grpc.absolute_max_metadata_size": limits.header_bytes,
+                "grpc.max_concurrent_streams": limits.streams_per_connection,
+            },
+        )
+
     async def _start(self, http_socket: socket.socket) -> None:
-        InferenceService(self.generator, self.fleet).add_to(self._grpc.server)
+        tls = self._config.tls
+        InferenceService(self.generator, self.fleet, wants_tls=tls is not None).add_to(self._grpc.server)
+        # Supervised by processes that know the cluster secret, whatever certificates the public port demands.
+        control = self._grpc.add_control_port(_LOOPBACK) if tls and self._trust.secret else 0
         grpc_port = await self._grpc.start(self._config.host, self._config.grpc_port, "grpc_port")
         app = make_app(self.generator, self.fleet, self._metrics)
-        settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        settings = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=self._config.limits.header_bytes,
+            **uvicorn_settings(tls),
+        )
         self._http = _HttpServer(settings)
         self._http_task = asyncio.create_task(self._http.serve(sockets=[http_socket]), name="http")
-        self.ports = Ports(grpc_port, http_socket.getsockname()[1])
+        self.ports = Ports(grpc_port, http_socket.getsockname()[1], control or grpc_port)
         await self.fleet.peers.start(self._config.peer_host, self._config.peer_port)
         self._tasks.append(asyncio.create_task(self._follow_health(), name="health"))
         if self._config.admin:

@@ -28,7 +28,9 @@ MessageT = TypeVar("MessageT", bound=Message)
 class InferenceService:
     """Not the generated servicer: requests are read tolerantly, so that bad UTF-8 gets a proper answer."""
 
-    def __init__(self, generator: Generator, fleet: Fleet) -> None:
+    def __init__(self, generator: Generator, fleet: Fleet, *, wants_tls: bool = False) -> None:
+        """With `wants_tls`, who comes without can only be who supervises this router."""
+        self._wants_tls = wants_tls
         self._generator = generator
         self._fleet = fleet
 
@@ -66,7 +68,10 @@ class InferenceService:
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Tenant:
         """Raises Unauthenticated or PermissionDenied."""
-        return self._generator.tenants.identify(*credentials(context))
+        tenants, shown = self._generator.tenants, credentials(context)
+        if self._wants_tls and not shown.encrypted:
+            return tenants.identify_controller(shown.authorization)
+        return tenants.identify(shown.authorization, shown.subjects)
 
     def _response(self, request: Request, output: Output) -> inference_pb2.GenerateResponse:
         return inference_pb2.GenerateResponse(

@@ -189,7 +189,9 @@ def test_stop_leaves_no_process(deployment: RayDeployment) -> None:
     processes = deployment.processes()
     assert len(processes) > 5
     with grpc.insecure_channel(deployment.admin_address) as channel:
-        admin_pb2_grpc.AdminStub(channel).Stop(admin_pb2.StopRequest(), timeout=40)
+        admin_pb2_grpc.AdminStub(channel).Stop(
+            admin_pb2.StopRequest(), timeout=40, metadata=(("authorization", f"Bearer {deployment.admin_token}"),)
+        )
     deployment.wait_until_stopped()
     deployment.stop()
     assert [process for process in processes if process.is_running()] == []

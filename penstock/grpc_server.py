@@ -69,6 +69,12 @@ def make_channel(
     return grpc.aio.secure_channel(address, credentials, options=every)
 
 
+def log_level(error: Exception) -> int:
+    """Of a peer that is out of reach: they come and go, but one that refuses us will do so until somebody mends it."""
+    refused = isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
+    return logging.WARNING if refused else logging.INFO
+
+
 class GrpcServer:
     """A grpc.aio server with the health service (NOT_SERVING until told otherwise) and reflection."""
 

@@ -13,7 +13,7 @@ import grpc.aio
 
 from penstock import wire
 from penstock.errors import Unavailable
-from penstock.grpc_server import Dial
+from penstock.grpc_server import Dial, log_level
 from penstock.kv_events import KvEventBatch, decode_events
 from penstock.types import Epoch, Member, Role, WorkerId, WorkerLoad
 from penstock.v1 import worker_pb2, worker_pb2_grpc
@@ -102,7 +102,7 @@ class Follower:
                     backoff.reset()
                     await self._follow(channel)
                 except (grpc.RpcError, Unavailable, TimeoutError) as error:
-                    log.info("worker at %s is out of reach: %s", self.address, _reason(error))
+                    log.log(log_level(error), "worker at %s is out of reach: %s", self.address, _reason(error))
                 except Exception:
                     # Whatever went wrong in one answer: giving up would take a healthy worker out for good.
                     log.exception("following the worker at %s failed", self.address)

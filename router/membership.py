@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 
 from penstock import wire
+from penstock.grpc_server import log_level
 from penstock.trust import Trust
 from penstock.types import Member, Role, WorkerId
 from penstock.v1 import admin_pb2, admin_pb2_grpc
@@ -174,5 +175,5 @@ async def follow_admin(address: str, fleet: Fleet) -> None:
                     fleet.set_members([wire.member_from_wire(member) for member in membership.members])
                 log.info("the admin service at %s ended its stream", address)
             except grpc.RpcError as error:
-                log.info("the admin service at %s is away: %s", address, error.details())  # type: ignore[attr-defined]
+                log.log(log_level(error), "the admin service at %s is away: %s", address, error.details())  # type: ignore[attr-defined]
         await asyncio.sleep(backoff.next_s())

@@ -277,7 +277,7 @@ async def running_router(
     try:
         if wait:
             await until(lambda: all_followed(server, len(workers)))
-        async with make_channel(f"127.0.0.1:{server.ports.grpc}") as channel:
+        async with make_channel(f"127.0.0.1:{server.ports.control}") as channel:
             yield RunningRouter(server, channel)
     finally:
         await server.stop()

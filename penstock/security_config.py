@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, field_validator, model_validator
 
+from penstock.admission_config import TenantLimits
 from penstock.types import Lane
 
 TENANT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # it becomes a label of metrics
@@ -19,17 +20,13 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
-class TenantConfig(_Frozen):
+class TenantConfig(TenantLimits):
     """One tenant: what proves that a caller is it, and what it may use."""
 
     keys: tuple[str, ...] = ()  # sha256:HEX of its API keys, as `penstock key new` prints them; never a key itself
     subjects: tuple[str, ...] = ()  # names in its client certificates: common names or subject alternative names
     enabled: bool = True  # false: known, and refused
-    weight: float = Field(1.0, gt=0)  # share of a lane, against the other tenants that wait in it
-    tokens_per_s: float | None = Field(None, gt=0)  # prompt and output; None: no limit, as below
-    burst_tokens: int | None = Field(None, ge=1)  # at once after a pause; default: 60 s of tokens_per_s
-    max_inflight_tokens: int | None = Field(None, ge=1)  # of KV at the workers
-    max_requests: int | None = Field(None, ge=1)  # at once
+    max_requests: int | None = Field(None, ge=1)  # under way at once; default: no limit
     lane: Lane = Lane.STANDARD  # of a request that names none
     max_lane: Lane = Lane.INTERACTIVE  # the first lane that it may ask for
     share_group: str = ""  # tenants that name one group share cached pages; empty: nobody shares with it

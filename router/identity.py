@@ -5,9 +5,10 @@ Keys are looked up by their SHA-256 digest: the time that takes says nothing abo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.admission_config import TenantLimits
 from penstock.errors import ConfigError, PermissionDenied, Unauthenticated
 from penstock.page_hash import make_salt
 from penstock.secret import ClusterSecret, digest_of
@@ -69,6 +70,10 @@ class Tenants:
     def find(self, name: str) -> Tenant:
         """By a request's `tenant`; the nameless one for any that is not configured."""
         return self._by_name.get(name, self.open)
+
+    def limits_of(self, default: TenantLimits) -> Callable[[str], TenantLimits]:
+        """What the tenant of a name may use; `default` for whoever is not configured."""
+        return lambda name: self._by_name[name].config if name in self._by_name else default
 
     def identify(self, authorization: str | None, subjects: Sequence[str] = ()) -> Tenant:
         """Of one call: its authorization header, and the names in the certificate that TLS has verified.

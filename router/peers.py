@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 import grpc.aio
 
-from penstock.grpc_server import GrpcServer, log_level
+from penstock.grpc_server import GrpcServer
 from penstock.trust import Trust
 from penstock.types import Epoch, WorkerId
 from penstock.v1 import peer_pb2, peer_pb2_grpc

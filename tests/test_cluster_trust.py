@@ -111,7 +111,7 @@ async def test_the_admin_service_opens_to_the_operator_and_its_membership_to_pee
         def status(self) -> admin_pb2.StatusResponse:
             return admin_pb2.StatusResponse(model="m")
 
-        async def watch_membership(self):
+        async def watch_membership(self, router):
             yield admin_pb2.Membership(version=3)
 
     trust = Trust(SecurityConfig.model_validate({"secret": SECRET.reveal()}))

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from engine.page_slots import PageSlots
+from penstock.kv_events import KvEventKind
 from penstock.types import PageHash, PageId
 
 
@@ -60,10 +61,16 @@ class CacheTiers:
         self.disk = disk
         self.num_host_hits = 0  # pages that came back
         self.num_disk_hits = 0
-        self._left: list[PageHash] = []  # left a tier for good since `take_lost`
+        self._left: list[PageHash] = []  # left a tier since `take_left`
 
     def holds(self, page_hash: PageHash) -> bool:
-        return page_hash in self.host.slots or (self.disk is not None and page_hash in self.disk.slots)
+        return self.place(page_hash) is not KvEventKind.REMOVED
+
+    def place(self, page_hash: PageHash) -> KvEventKind:
+        """The better of the tiers that hold the page."""
+        if page_hash in self.host.slots:
+            return KvEventKind.ON_HOST
+        return KvEventKind.ON_DISK if self.disk is not None and page_hash in self.disk.slots else KvEventKind.REMOVED
 
     def leading(self, hashes: Sequence[PageHash]) -> list[PageHash]:
         """Those before the first one that no tier holds."""
@@ -99,9 +106,10 @@ class CacheTiers:
 
     def _leave_host(self, page_hash: PageHash, slot: int) -> None:
         """The page's content is still in the slot."""
+        self._left.append(page_hash)
         if self.disk is None:
-            self._left.append(page_hash)
-        elif page_hash in self.disk.slots:
+            return
+        if page_hash in self.disk.slots:
             self.disk.slots.touch([page_hash])
         else:
             self.host.settle()
@@ -141,7 +149,7 @@ class CacheTiers:
         if self.disk is not None:
             self._left += self.disk.clear()
 
-    def take_lost(self) -> list[PageHash]:
-        """Pages that no tier holds any more, since the last call."""
+    def take_left(self) -> list[PageHash]:
+        """Pages that left a tier since the last call, for another one or for good; some may be back."""
         left, self._left = self._left, []
-        return [page_hash for page_hash in left if not self.holds(page_hash)]
+        return left

@@ -102,7 +102,8 @@ class Engine:
         erase = functools.partial(zero_pages, kv_pages) if config.zero_freed_pages else None
         pool = PagePool(num_pages, erase)
         tiers = _make_tiers(config, kv_pages, layout.page_bytes)
-        cache = PrefixCache(pool, config.page_size, on_event, config.prefix_caching, tiers)
+        told = on_event if config.kv_events else None
+        cache = PrefixCache(pool, config.page_size, told, config.prefix_caching, tiers)
         runner = ModelRunner(model, kv_pages, attention, select_ops(attention))
         log.info(
             "loaded %s: %d pages, %s, %s attention on %s",

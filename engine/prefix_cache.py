@@ -10,8 +10,7 @@ A cached page is of use only while its parent is cached too, hence leaves go fir
 must go, whatever still hangs from it goes before it. Pages of that subtree which somebody holds are not taken away,
 they are merely no longer findable.
 
-Routers hear of a page as stored while the device or a lower tier holds it: to copy a page back costs little beside
-computing it (`benchmarks/tiers.py`), so that for the choice of a worker the two are the same.
+Routers hear of each page where it is: on the device, on the best lower tier that has it, or nowhere.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from collections.abc import Sequence
 
 from engine.cache_tiers import CacheTiers
 from engine.page_pool import PageMisuse, PagePool
-from penstock.kv_events import KvEventLog
+from penstock.kv_events import KvEventKind, KvEventLog
+from penstock.page_places import ROOT
 from penstock.types import CacheStats, PageHash, PageId
 
 
@@ -105,7 +105,7 @@ class PrefixCache:
         if wanted:
             num_filled += self._tiers.load(wanted, pages[num_matched : num_matched + len(wanted)])
             self.insert(hashes[:num_filled], pages, start=num_matched)
-            self._report_removed([])
+            self._report_moved([])
         return num_filled
 
     def peek(self, hashes: Sequence[PageHash]) -> int:
@@ -141,7 +141,9 @@ class PrefixCache:
                 met.append(node.page)
             parent = node
         self._pool.touch(met)
-        self._report_stored(stored)
+        if self._events is not None:
+            first = len(hashes) - len(stored)  # what follows a page that was not cached was not cached either
+            self._events.stored(stored, hashes[first - 1] if first else ROOT)
         return len(stored)
 
     def clear(self) -> None:
@@ -152,7 +154,7 @@ class PrefixCache:
         self._pool.forget([node.page for node in gone])
         if self._tiers is not None:
             self._tiers.clear()
-        self._report_removed([node.page_hash for node in gone])
+        self._report_moved([node.page_hash for node in gone])
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless chains, maps and the pool agree. Checks the pool as well."""
@@ -223,7 +225,7 @@ class PrefixCache:
             self._tiers.store(hashes, pages)  # before the pool may erase them or hand them out
         self._pool.forget(pages)
         self._num_evictions += len(gone)
-        self._report_removed(hashes)
+        self._report_moved(hashes)
 
     def _unlink(self, root: _Node) -> list[_Node]:
         """Make the subtree unfindable; children before parents. The root alone in all but rare cases (see `release`).
@@ -243,17 +245,13 @@ class PrefixCache:
             del self._nodes[node.page_hash], self._by_page[node.page]
         return subtree
 
-    def _report_stored(self, hashes: Sequence[PageHash]) -> None:
-        """Pages that have entered the device's cache; new to those who listen unless a lower tier has them."""
-        if self._tiers is not None:
-            hashes = [page_hash for page_hash in hashes if not self._tiers.holds(page_hash)]
-        if hashes and self._events is not None:
-            self._events.stored(hashes)
-
-    def _report_removed(self, hashes: Sequence[PageHash]) -> None:
-        """Pages that have left the device's cache; what left the lower tiers meanwhile goes with them."""
-        if self._tiers is not None:
-            left = dict.fromkeys((*hashes, *self._tiers.take_lost()))
-            hashes = [page for page in left if page not in self._nodes and not self._tiers.holds(page)]
-        if hashes and self._events is not None:
-            self._events.removed(hashes)
+    def _report_moved(self, hashes: Sequence[PageHash]) -> None:
+        """Pages that have left the device's cache, and what left a lower tier meanwhile: says where each is now."""
+        if self._tiers is None:
+            if self._events is not None:
+                self._events.removed(hashes)
+            return
+        left = [page for page in dict.fromkeys((*hashes, *self._tiers.take_left())) if page not in self._nodes]
+        if self._events is not None:
+            for kind in (KvEventKind.ON_HOST, KvEventKind.ON_DISK, KvEventKind.REMOVED):
+                self._events.moved([page for page in left if self._tiers.place(page) is kind], kind)

@@ -25,4 +25,5 @@ def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.W
         context_length=min(context_length, config.engine.max_context or context_length),
         page_bytes=engine.layout.page_bytes,
         kv_digest=engine.layout.kv_digest(),
+        silent_cache=config.engine.prefix_caching and not config.engine.kv_events,
     )

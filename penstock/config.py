@@ -38,6 +38,7 @@ class EngineConfig(_Frozen):
     max_context: int | None = Field(None, ge=2)  # tokens; default: the model's own
     attention: Literal["auto", "torch", "triton"] = "auto"
     prefix_caching: bool = True
+    kv_events: bool = True  # false: routers guess from what they sent which pages are cached
     host_memory_bytes: int = Field(0, ge=0)  # for pages evicted from the device; 0: they are gone
     disk_bytes: int = Field(0, ge=0)  # for pages evicted from host memory; 0: they are gone
     disk_path: str | None = None  # a folder with room for them

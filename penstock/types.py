@@ -112,6 +112,10 @@ class CacheStats:
     disk_pages: int = 0
     total_disk_pages: int = 0
 
+    @property
+    def num_hits(self) -> int:
+        return self.device_hits + self.host_hits + self.disk_hits
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Callable
 import grpc.aio
 
 from penstock import wire
-from penstock.kv_events import KvEventLog, encode_events
+from penstock.kv_events import KvEventBatch, KvEventLog, encode_events, split_snapshot
 from penstock.types import TransferKey, WorkerLoad
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 _MIN_INTERVAL_S = 0.02  # between two batches of one watcher: a burst of steps becomes one message
+_SNAPSHOT_PAGES = 8192  # of one message: a reader has it applied within some milliseconds
 _HEARTBEAT_S = 1.0  # a batch is sent at least this often, so that a watcher sees load and life
 
 
@@ -68,19 +69,26 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             while True:
                 batch = self._events.read(next_seq)
                 next_seq = batch.next_seq
-                yield worker_pb2.EventBatch(
-                    epoch=epoch,
-                    first_seq=batch.first_seq,
-                    num_events=len(batch.events),
-                    snapshot=batch.snapshot,
-                    payload=encode_events(batch.events),
-                    load=wire.load_to_wire(self._load()),
-                )
+                for part in split_snapshot(batch, _SNAPSHOT_PAGES):
+                    yield self._message(part)
                 await asyncio.sleep(_MIN_INTERVAL_S)
                 await _wait(changed, _HEARTBEAT_S)
                 changed.clear()
         finally:
             self._watchers.discard(changed)
+
+    def _message(self, batch: KvEventBatch) -> worker_pb2.EventBatch:
+        return worker_pb2.EventBatch(
+            epoch=self._description.epoch,
+            first_seq=batch.first_seq,
+            num_events=len(batch.events) + batch.num_merged,
+            snapshot=batch.snapshot,
+            more=batch.more,
+            part=batch.part,
+            payload=encode_events(batch.events),
+            num_strays=batch.num_strays,
+            load=wire.load_to_wire(self._load()),
+        )
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

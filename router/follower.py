@@ -46,6 +46,7 @@ class Follower:
         self.description = worker_pb2.WorkerDescription()
         self.load = WorkerLoad()
         self.link: Link | None = None
+        self.is_mute = False  # its cache is used and it tells nothing of it
         self._member = member
         self._index = index
         self._ledger = ledger
@@ -177,20 +178,38 @@ class Follower:
             events = decode_events(message.payload)
         except ValueError as error:
             raise Unavailable(f"{self.worker_id} sent events that are none: {error}") from error
-        batch = KvEventBatch(message.first_seq, events, message.snapshot)
-        if not self._index.apply(self.worker_id, batch):
+        num_merged = 0 if message.snapshot else max(0, message.num_events - len(events))
+        num_strays = message.num_strays if message.HasField("num_strays") else None
+        batch = KvEventBatch(
+            message.first_seq, events, message.snapshot, num_merged, message.part, message.more, num_strays
+        )
+        if not self.description.silent_cache and not self._index.apply(self.worker_id, batch):
+            log.info("events of %s are missing from %d on", self.worker_id, self._index.next_seq(self.worker_id))
             return False
-        self.load = wire.load_from_wire(message.load)
+        load = wire.load_from_wire(message.load)
+        self._listen_for_silence(load)
+        self.load = load
         self._ledger.on_report(self.worker_id, time.monotonic())
         if not self._heard:
             self._heard = True
             self._on_change()
         return True
 
+    def _listen_for_silence(self, load: WorkerLoad) -> None:
+        """Cache hits of a worker that has told of no page yet: its events do not come, and nobody is sent there."""
+        told = self.description.silent_cache or self._index.next_seq(self.worker_id) > 1
+        told = told or self._index.pages_of(self.worker_id) > 0
+        if self._heard and not told and not self.is_mute and load.cache.num_hits > self.load.cache.num_hits:
+            log.warning("%s reports prefix cache hits but no KV events: it is taken for empty", self.worker_id)
+            self.is_mute = True
+        elif told:
+            self.is_mute = False
+
     def _forget_worker(self) -> None:
         self._index.drop(self.worker_id)
         self._ledger.forget(self.worker_id)
         self._health.forget(self.epoch)
+        self.is_mute = False
 
 
 async def _read(call: grpc.aio.UnaryStreamCall) -> worker_pb2.EventBatch | None:

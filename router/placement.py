@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.page_hash import hash_pages
@@ -17,7 +17,8 @@ from router.choice import Choice, Demand, Policy, WorkerView
 from router.follower import Follower
 from router.inflight import InflightLedger, Work, WorkKey
 from router.membership import Fleet, Group
-from router.prefix_index import PrefixIndex, PrefixMatch
+from router.prefix_index import PrefixIndex
+from router.prefix_match import PrefixMatch
 
 _FIRST_HASHES = 32  # pages of a prompt hashed before the index is asked whether more are worth it
 
@@ -38,7 +39,7 @@ class PromptPages:
             found.update((worker_id, held.num_pages * size) for worker_id, held in cached.items())
         return found
 
-    def _cached_pages(self, index: PrefixIndex, size: int) -> dict[WorkerId, PrefixMatch]:
+    def _cached_pages(self, index: PrefixIndex, size: int) -> Mapping[WorkerId, PrefixMatch]:
         token_ids = self._token_ids
         hashes = self._hashes.get(size, [])
         num_full = len(token_ids) // size

@@ -1,4 +1,4 @@
-"""The router's decisions: prefix index, in-flight ledger and pair choice, all of them pure."""
+"""The router's decisions: in-flight ledger and pair choice, both of them pure."""
 
 from __future__ import annotations
 
@@ -9,112 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kv_events import KvEvent, KvEventBatch, KvEventKind, KvEventLog
-from penstock.types import PageHash, WorkerId, WorkerLoad
+from penstock.types import WorkerId, WorkerLoad
 from router.choice import Demand, KvAware, WorkerView, make_policy
 from router.inflight import NO_WORK, InflightLedger, Work
-from router.prefix_index import PrefixIndex, PrefixMatch
 
-PAGES = [PageHash(bytes([number]) * 16) for number in range(12)]
 WORKERS = [WorkerId(name) for name in ("a", "b", "c")]
 PAGE_SIZE = 16
 DEMAND = Demand(num_tokens=160, token_bytes=4096)
-
-
-def stored(*numbers):
-    return KvEvent(KvEventKind.STORED, tuple(PAGES[number] for number in numbers))
-
-
-def removed(*numbers):
-    return KvEvent(KvEventKind.REMOVED, tuple(PAGES[number] for number in numbers))
-
-
-class TestPrefixIndex:
-    def test_a_hole_ends_the_prefix(self):
-        index = PrefixIndex()
-        assert index.apply(WORKERS[0], KvEventBatch(1, (stored(0, 1, 2, 3), removed(1))))
-        assert index.match(PAGES[:4]) == {"a": PrefixMatch(1, 1)}
-
-    def test_each_worker_has_its_own_depth(self):
-        index = PrefixIndex()
-        index.apply(WORKERS[0], KvEventBatch(1, (stored(0, 1, 2),)))
-        index.apply(WORKERS[1], KvEventBatch(1, (stored(0),)))
-        index.apply(WORKERS[2], KvEventBatch(1, (stored(1, 2),)))
-        assert index.match(PAGES[:5]) == {"a": PrefixMatch(3, 3), "b": PrefixMatch(1, 1)}
-        assert index.match([]) == {}
-
-    def test_a_gap_is_refused_and_a_snapshot_mends_it(self):
-        index = PrefixIndex()
-        assert index.apply(WORKERS[0], KvEventBatch(1, (stored(0),)))
-        assert not index.apply(WORKERS[0], KvEventBatch(4, (stored(1),)))
-        assert index.next_seq(WORKERS[0]) == 2
-        assert index.match(PAGES[:2]) == {"a": PrefixMatch(1, 1)}
-        assert index.apply(WORKERS[0], KvEventBatch(5, (stored(3),), snapshot=True))
-        assert index.match(PAGES[:2]) == {}
-        assert index.next_seq(WORKERS[0]) == 5
-        assert index.apply(WORKERS[0], KvEventBatch(5, (stored(0),)))
-        assert index.match(PAGES[:1]) == {"a": PrefixMatch(1, 1)}
-
-    def test_a_worker_that_leaves_takes_its_pages_along(self):
-        index = PrefixIndex()
-        for worker in WORKERS:
-            index.apply(worker, KvEventBatch(1, (stored(0, 1),)))
-        index.drop(WORKERS[1])
-        assert index.match(PAGES[:2]) == {"a": PrefixMatch(2, 2), "c": PrefixMatch(2, 2)}
-        index.apply(WORKERS[1], KvEventBatch(1, (stored(0),)))
-        assert index.match(PAGES[:2]) == {"a": PrefixMatch(2, 2), "b": PrefixMatch(1, 1), "c": PrefixMatch(2, 2)}
-        for worker in WORKERS:
-            index.drop(worker)
-        assert index.num_pages == 0
-
-    def test_memory_is_bounded(self):
-        index = PrefixIndex(max_pages_per_worker=3)
-        index.apply(WORKERS[0], KvEventBatch(1, (stored(*range(10)),)))
-        assert index.num_pages == 3
-        index.apply(WORKERS[0], KvEventBatch(2, (removed(*range(10)), stored(7))))
-        assert index.match([PAGES[7]]) == {"a": PrefixMatch(1, 1)}
-
-    @given(data=st.data())
-    @settings(max_examples=150, deadline=None)
-    def test_lost_repeated_and_new_events_converge_on_the_truth(self, data):
-        """Any worker's log, read with losses, repeats and rebirths, ends as the caches themselves."""
-        index = PrefixIndex()
-        logs = {worker: KvEventLog(window=4) for worker in WORKERS}
-        caches: dict[WorkerId, set[PageHash]] = {worker: set() for worker in WORKERS}
-        for _ in range(data.draw(st.integers(1, 40))):
-            worker = data.draw(st.sampled_from(WORKERS))
-            pages = data.draw(st.lists(st.sampled_from(PAGES), min_size=1, max_size=4, unique=True))
-            match data.draw(st.sampled_from(["store", "remove", "read", "repeat", "lose", "reborn"])):
-                case "store":
-                    logs[worker].stored(pages)
-                    caches[worker].update(pages)
-                case "remove":
-                    logs[worker].removed(pages)
-                    caches[worker].difference_update(pages)
-                case "read":
-                    index.apply(worker, logs[worker].read(index.next_seq(worker)))
-                case "repeat":
-                    index.apply(worker, logs[worker].read(max(1, index.next_seq(worker) - 2)))
-                case "lose":
-                    batch = logs[worker].read(index.next_seq(worker))
-                    if not batch.snapshot and len(batch.events) > 1:
-                        assert not index.apply(worker, KvEventBatch(batch.first_seq + 1, batch.events[1:])) or (
-                            index.next_seq(worker) > batch.first_seq
-                        )
-                case "reborn":
-                    logs[worker] = KvEventLog(window=4)
-                    caches[worker] = set()
-                    index.drop(worker)
-            index.check_integrity()
-        for worker in WORKERS:
-            assert index.apply(worker, logs[worker].read(index.next_seq(worker)))
-        prompt = data.draw(st.permutations(PAGES))
-        expected = {}
-        for worker in WORKERS:
-            depth = next((at for at, page in enumerate(prompt) if page not in caches[worker]), len(prompt))
-            if depth:
-                expected[worker] = PrefixMatch(depth, depth)
-        assert index.match(prompt) == expected
 
 
 class TestInflightLedger:

@@ -113,6 +113,13 @@ class WorkerConfig(_Frozen):
     security: SecurityConfig = SecurityConfig()
 
 
+class IndexConfig(_Frozen):
+    """What a router remembers of the workers' prefix caches."""
+
+    max_pages: int = Field(4_000_000, ge=1)  # a page counts once for each worker that holds it; about 160 bytes each
+    approximate_ttl_s: float = Field(120.0, gt=0)  # how long pages sent to a worker without KV events count as cached
+
+
 class RouterConfig(_Frozen):
     """One router process. Workers come from `admin` (a membership stream) or from the fixed list `workers`."""
 
@@ -131,6 +138,7 @@ class RouterConfig(_Frozen):
     max_inflight: int = Field(4096, ge=1)  # requests; more are refused with RESOURCE_EXHAUSTED
     max_redispatches: int = Field(3, ge=0)  # of one request whose decode worker was lost
     admission: AdmissionConfig = AdmissionConfig()
+    index: IndexConfig = IndexConfig()
     policy: Literal["kv-aware", "least-loaded", "round-robin", "random"] = "kv-aware"
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)  # by name; none: callers are not told apart
     limits: LimitsConfig = LimitsConfig()

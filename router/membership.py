@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 
 from penstock import wire
+from penstock.config import IndexConfig
 from penstock.grpc_server import log_level
 from penstock.trust import Trust
 from penstock.types import Member, Role, WorkerId
@@ -24,10 +25,11 @@ from penstock.v1 import admin_pb2, admin_pb2_grpc
 from router.backoff import Backoff
 from router.follower import Follower
 from router.health import FleetHealth
+from router.index_keeper import IndexKeeper
 from router.inflight import InflightLedger, Work
 from router.peer_load import PeerLoad
 from router.peers import Peers
-from router.prefix_index import PrefixIndex
+from router.prefix_index import DEFAULT_CONFIG, PrefixIndex
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +52,13 @@ class Fleet:
     """Owns the followers, and with them the prefix index, the in-flight ledger and what went wrong of late; and what
     other routers have under way."""
 
-    def __init__(self, trust: Trust | None = None) -> None:
+    def __init__(self, trust: Trust | None = None, index: IndexConfig = DEFAULT_CONFIG) -> None:
         """`trust` opens channels to workers, other routers and the Admin service."""
         trust = trust or Trust()
         self.dial = trust.channel
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(index, lambda: self._keeper.wake())
+        self._keeper = IndexKeeper(self.index, every_s=index.approximate_ttl_s / 8)
+        self._keeping: asyncio.Task[None] | None = None
         self.ledger = InflightLedger()
         self.peer_load = PeerLoad()
         self.peers = Peers(self.ledger, self.peer_load, trust)
@@ -140,6 +144,8 @@ class Fleet:
             self._follow(address, None)
 
     def _follow(self, address: str, member: Member | None) -> None:
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keeper.run(), name="index keeper")
         follower = Follower(address, member, self.index, self.ledger, self.health, self._on_change, self.dial)
         self._followers[address, int(member.epoch) if member else 0] = follower
         follower.start()
@@ -152,6 +158,8 @@ class Fleet:
                 waiter.set_result(None)
 
     async def stop(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
         for task in self._retiring:
             task.cancel()
         await self.peers.stop()

@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from router.index_metrics import IndexCollector
+from router.prefix_index import PrefixIndex
+
 _LABELS = ["model_name"]
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -44,7 +47,6 @@ class RouterMetrics:
         num_running: Callable[[], float],
         num_waiting: Callable[[], float],
         cache_usage: Callable[[], float],
-        indexed_pages: Callable[[], float],
         open_circuits: Callable[[], float],
         tier_hits: Callable[[str], float],
     ) -> None:
@@ -53,7 +55,6 @@ class RouterMetrics:
             ("vllm:num_requests_running", "Sequences decoding, by the workers' reports", num_running),
             ("vllm:num_requests_waiting", "Sequences waiting, by the workers' reports", num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of the decode workers' pages in use, 0 to 1", cache_usage),
-            ("penstock:prefix_index_pages", "Pages that the prefix index knows", indexed_pages),
             ("penstock:open_circuits", "Workers and links left alone because they failed of late", open_circuits),
         ):
             Gauge(name, help_text, _LABELS, registry=self._registry).labels(self._model).set_function(value)
@@ -65,6 +66,9 @@ class RouterMetrics:
         )
         for tier in ("device", "host", "disk"):
             hits.labels(self._model, tier).set_function(functools.partial(tier_hits, tier))
+
+    def watch_index(self, index: PrefixIndex, num_mute: Callable[[], int]) -> None:
+        self._registry.register(IndexCollector(self._model, index, num_mute))
 
     def succeeded(self, finished_reason: str) -> None:
         self._success.labels(self._model, finished_reason).inc()

@@ -52,6 +52,12 @@ class PromptPages:
                 return cached
             count = min(2 * count, num_full)
 
+    def whole(self, size: int) -> list[PageHash]:
+        """Hashes of all full pages of that size."""
+        hashes = self._hashes.get(size, [])
+        self._hashes[size] = hash_pages(self._token_ids, size, self._salt, hashes)
+        return self._hashes[size]
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -86,6 +92,9 @@ class Placer:
         num_pages = -(-num_tokens // chosen.description.page_size)
         candidates = self._reaching(chosen, _candidates(choice, group), now_s)
         first = Epoch(candidates[0].epoch) if candidates else None
+        for one in (chosen, *(one for one in prefill if one.epoch == first)):
+            if one.description.silent_cache:
+                self._fleet.index.note(one.worker_id, pages.whole(one.description.page_size), now_s)
         self._fleet.health.on_sent(chosen.epoch, first, now_s)
         return Placement(chosen, candidates, _credit(self._fleet.ledger, choice, num_pages))
 

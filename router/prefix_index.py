@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from penstock.config import IndexConfig
 from penstock.kv_events import KvEvent, KvEventBatch, KvEventKind
 from penstock.types import PageHash, WorkerId
 from router.page_holder import Holder
 from router.page_masks import Losses, PageMasks, bisect_masks, scan_masks
 from router.prefix_match import BitNames, PrefixMatch
 
-MAX_PAGES = 4_000_000  # a page counts once for each worker that holds it
-APPROXIMATE_TTL_S = 120.0
+DEFAULT_CONFIG = IndexConfig()
 _KEY_BYTES = 64  # of a page hash as an object
 _TIDY_PAGES = 2048  # looked at in one call, some 0.5 ms
 _TIGHT_SHARE = 0.8  # of max_pages, from which on it is remembered what is new and what requests ask for
@@ -51,10 +51,12 @@ class _Arriving(NamedTuple):
 class PrefixIndex:
     """A worker joins with its first batch and leaves with `drop`."""
 
-    def __init__(self, max_pages: int = MAX_PAGES, approximate_ttl_s: float = APPROXIMATE_TTL_S) -> None:
+    def __init__(self, config: IndexConfig = DEFAULT_CONFIG, on_leaving: Callable[[], None] = lambda: None) -> None:
+        """`on_leaving` is called when there is something to `tidy`."""
         self.stats = IndexStats()
-        self._max_pages = max_pages
-        self._ttl_s = approximate_ttl_s
+        self._max_pages = config.max_pages
+        self._ttl_s = config.approximate_ttl_s
+        self._on_leaving = on_leaving
         self._masks = PageMasks()
         self._holders: dict[WorkerId, Holder] = {}
         self._arriving: dict[WorkerId, _Arriving] = {}
@@ -230,6 +232,8 @@ class PrefixIndex:
 
     def _bound(self) -> None:
         """Back to `max_pages`; looks at a few times the pages that are too many."""
+        if self._leaving:
+            self.tidy()
         budget = 4 * (self._num_entries - self._max_pages)
         while (excess := self._num_entries - self._max_pages) > 0:
             if self._leaving:
@@ -261,6 +265,7 @@ class PrefixIndex:
         self._live &= ~holder.bits
         self._sure &= ~holder.bits
         self._leaving.append(holder)
+        self._on_leaving()
 
     def _discard_arriving(self, worker_id: WorkerId) -> None:
         arriving = self._arriving.pop(worker_id, None)

@@ -58,7 +58,7 @@ class RouterServer:
         self._metrics = RouterMetrics(card.name)
         self._tasks: list[asyncio.Task[None]] = []
         self._trust = Trust(config.security)
-        self.fleet = Fleet(self._trust)
+        self.fleet = Fleet(self._trust, config.index)
         self.generator = Generator(config, card, self._tokenizer, self.fleet, self._metrics)
         self._watch_metrics()
         self.ports = Ports(0, 0, 0)
@@ -152,10 +152,10 @@ class RouterServer:
             num_running=lambda: sum(one.load.num_running for one in fleet.followers),
             num_waiting=lambda: sum(one.load.num_waiting for one in fleet.followers),
             cache_usage=usage,
-            indexed_pages=lambda: fleet.index.num_pages,
             open_circuits=lambda: fleet.health.num_open(time.monotonic()),
             tier_hits=lambda tier: sum(getattr(one.load.cache, f"{tier}_hits") for one in fleet.followers),
         )
+        self._metrics.watch_index(fleet.index, lambda: sum(one.is_mute for one in fleet.followers))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -86,17 +86,24 @@ class Store:
         self.pool.release(pages)
         return num_filled
 
-    def told(self) -> set[PageHash]:
-        """What a router that has read every event believes."""
-        cached: set[PageHash] = set()
+    def told(self) -> dict[PageHash, KvEventKind]:
+        """Where a router that has read every event believes each page to be."""
+        places: dict[PageHash, KvEventKind] = {}
         for event in self.events.read(1).events:
-            if event.kind is KvEventKind.STORED:
-                assert not cached & set(event.hashes), "told twice"
-                cached |= set(event.hashes)
+            if event.kind is KvEventKind.REMOVED:
+                assert places.keys() >= set(event.hashes), "never told"
+                places = {page: kind for page, kind in places.items() if page not in event.hashes}
             else:
-                assert cached >= set(event.hashes), "never told"
-                cached -= set(event.hashes)
-        return cached
+                places |= dict.fromkeys(event.hashes, event.kind)
+        return places
+
+    def places(self) -> dict[PageHash, KvEventKind]:
+        """Where each page is."""
+        below = {*self.host.slots, *(self.disk.slots if self.disk else ())}
+        return {
+            page: KvEventKind.STORED if page in self.cache._nodes else self.tiers.place(page)
+            for page in {*self.cache._nodes, *below}
+        }
 
 
 # ---- slots --------------------------------------------------------------------------------------------------------
@@ -204,7 +211,7 @@ def test_clear_forgets_and_erases_every_tier(tmp_path: Path) -> None:
     for tokens in ((1, 2), (3, 4), (5, 6)):
         store.serve(*tokens)
     store.cache.clear()
-    assert store.told() == set()
+    assert store.told() == {}
     assert not store.kv_pages.any()
     assert not any(any(store.host.content(slot)) for slot in range(2))
     assert os.fstat(store.disk._file.fileno()).st_size == 0  # type: ignore[union-attr]
@@ -248,7 +255,7 @@ def test_a_disk_that_is_full_stops_taking_pages_and_nothing_else(
     store.serve(9, 10)
     assert caplog.text.count("takes no more pages") == 1
     assert store.serve(1, 2) == 2
-    assert store.told() == {page for page in store.told() if store.tiers.holds(page) or page in store.cache._nodes}
+    assert store.told() == store.places()
 
 
 def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def make(num_pages: int) -> tuple[PagePool, PrefixCache, KvEventLog]:
 
 
 def cached_by_events(events: KvEventLog) -> set[PageHash]:
-    """What a router that has read every event believes."""
+    """What a router that has read every event believes; no page strays from its parent, so that it may bisect."""
+    assert events.read(1).num_strays == 0
     cached: set[PageHash] = set()
     for event in events.read(1).events:
         if event.kind is KvEventKind.STORED:

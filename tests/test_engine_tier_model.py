@@ -91,7 +91,8 @@ class TierHistory(RuleBasedStateMachine):
         for page_hash in store.host.slots:
             assert bytes(store.host.content(store.host.slots.slot(page_hash)))[:16] == page_hash
         below = {*store.host.slots, *(store.disk.slots if store.disk else ())}
-        assert store.told() == {*store.cache._nodes, *below}
+        assert store.told() == store.places()
+        store.events._places.check_integrity()
         for page in map(PageId, store.pool._free):
             assert not store.kv_pages[page].any(), f"page {page} is free and not erased"
         if self.roomy:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from penstock.config import IndexConfig
 from penstock.kv_events import (
     KvEvent,
     KvEventBatch,
@@ -36,7 +37,7 @@ def event(kind: KvEventKind, *numbers: int) -> KvEvent:
 
 
 def index_of(*workers: Sequence[KvEvent], **settings: object) -> PrefixIndex:
-    index = PrefixIndex(**settings)  # type: ignore[arg-type]
+    index = PrefixIndex(IndexConfig.model_validate(settings))
     for worker, events in zip(WORKERS, workers, strict=False):
         assert index.apply(worker, KvEventBatch(1, tuple(events)))
     return index
@@ -300,7 +301,7 @@ def test_what_is_new_and_what_requests_ask_for_outlives_the_rest() -> None:
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
 def test_a_thinned_index_claims_no_page_that_the_worker_has_not(data: st.DataObject) -> None:
-    index = PrefixIndex(max_pages=data.draw(st.integers(1, 12)))
+    index = PrefixIndex(IndexConfig(max_pages=data.draw(st.integers(1, 12))))
     workers = {worker: _Worker() for worker in WORKERS[:2]}
     for _ in range(data.draw(st.integers(1, 30))):
         worker = data.draw(st.sampled_from(WORKERS[:2]))
@@ -322,7 +323,7 @@ def test_a_thinned_index_claims_no_page_that_the_worker_has_not(data: st.DataObj
 
 
 def test_a_worker_without_events_is_believed_to_hold_what_was_sent_there_for_a_while() -> None:
-    index = PrefixIndex(approximate_ttl_s=80.0)
+    index = PrefixIndex(IndexConfig(approximate_ttl_s=80.0))
     index.note(WORKERS[0], PAGES[:6], now_s=1000.0)
     index.note(WORKERS[0], PAGES[:3], now_s=1050.0)
     assert index.match(PAGES) == {"a": PrefixMatch(6, 6)}
@@ -345,7 +346,7 @@ def test_a_worker_without_events_is_believed_to_hold_what_was_sent_there_for_a_w
 )
 @settings(max_examples=100, deadline=None)
 def test_notes_end_by_age_alone_and_leave_no_hole(notes: list[tuple[int, list[PageHash], int]], max_pages: int) -> None:
-    index, now_s = PrefixIndex(approximate_ttl_s=80.0), 0.0
+    index, now_s = PrefixIndex(IndexConfig(approximate_ttl_s=80.0)), 0.0
     last: dict[PageHash, float] = {}
     for after_s, prompt, length in notes:
         now_s += after_s

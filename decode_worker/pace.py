@@ -1,6 +1,8 @@
-"""How fast this worker computes: running means over its steps. Pure."""
+"""How fast this worker computes: running means and totals over its steps. Pure."""
 
 from __future__ import annotations
+
+from penstock.types import StepTotals
 
 _SMOOTHING = 0.2  # weight of the newest measurement
 
@@ -11,11 +13,15 @@ class Pace:
     def __init__(self) -> None:
         self.step_s = 0.0  # of a step in which each sequence gets one token
         self.chunk_tokens_per_s = 0.0  # of a step with chunks of prompts in it
+        self.decode_steps = StepTotals()
+        self.prefill_steps = StepTotals()
 
-    def on_step(self, num_sequences: int, num_tokens: int, elapsed_s: float) -> None:
+    def on_step(self, num_sequences: int, num_tokens: int, contexts: float, elapsed_s: float) -> None:
         if num_tokens == num_sequences:
+            self.decode_steps = self.decode_steps.plus(num_tokens, contexts, elapsed_s)
             self.step_s = _mix(self.step_s, elapsed_s)
         else:
+            self.prefill_steps = self.prefill_steps.plus(num_tokens, contexts, elapsed_s)
             self.chunk_tokens_per_s = _mix(self.chunk_tokens_per_s, num_tokens / max(elapsed_s, 1e-6))
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config import DecodeConfig
+from penstock.v1 import worker_pb2
+
 _HAND_OFF_S = 0.004  # prior: two gRPC hops, reservation, notification; about 2 ms on idle loopback, more when busy
 _PRIOR_TOKENS_PER_S = 2000.0  # of a worker that has not computed a chunk yet
 
@@ -24,6 +27,14 @@ class PlacementCosts:
     remote_queue_s: float
     remote_prefill_s: float
     transfer_s: float
+
+
+def describe_limits(description: worker_pb2.WorkerDescription, config: DecodeConfig) -> None:
+    """Tells routers what `prefill_here` will say, as far as it can be known before."""
+    description.chunk_tokens = config.max_batch_tokens
+    description.max_running = config.max_batch_sequences
+    limits = {"auto": config.max_local_tokens, "remote": 0, "local": description.context_length}
+    description.max_local_tokens = limits[config.placement]
 
 
 def prefill_here(

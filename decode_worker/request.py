@@ -30,6 +30,8 @@ class RequestTiming:
     num_preemptions: int
     num_migrations: int
     migration_pause_s: float
+    prefill_cached_tokens: int  # `cached_tokens` is the larger of these two, as long as the sequence has not moved
+    decode_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,4 +160,6 @@ class DecodeRequest:
             num_preemptions=self.num_preemptions + num_preemptions,
             num_migrations=self.num_migrations,
             migration_pause_s=self.migration_pause_s,
+            prefill_cached_tokens=self.cached_tokens,
+            decode_cached_tokens=cached_tokens,
         )

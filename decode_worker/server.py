@@ -12,6 +12,7 @@ from decode_worker.adoptions import LEASE_S, Adoptions
 from decode_worker.channels import Channels
 from decode_worker.departures import Departures
 from decode_worker.fence_keeper import FenceKeeper
+from decode_worker.placement import describe_limits
 from decode_worker.prefill_client import PrefillClient
 from decode_worker.service import DecodeService
 from decode_worker.transfers import Transfers
@@ -57,6 +58,7 @@ class DecodeServer:
         transfers = Transfers(engine, self._receiver, self.epoch, config.transfer)
         description = describe(engine, config, self.epoch)
         description.transports.extend(self._receiver.transports)
+        describe_limits(description, config.decode)
         worker = self.worker = DecodeWorker(
             WorkerId(config.worker_id), engine, transfers, config.decode, description.context_length
         )

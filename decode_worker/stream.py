@@ -114,4 +114,6 @@ def timing_to_wire(timing: RequestTiming) -> common_pb2.Timing:
         num_preemptions=timing.num_preemptions,
         num_migrations=timing.num_migrations,
         migration_pause_ms=timing.migration_pause_s * 1e3,
+        prefill_cached_tokens=timing.prefill_cached_tokens,
+        decode_cached_tokens=timing.decode_cached_tokens,
     )

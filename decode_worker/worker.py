@@ -213,9 +213,10 @@ class DecodeWorker:
         for scheduled in work:
             times = self._requests[scheduled.sequence].times
             times.started_s = times.started_s or started_s
+        contexts = sum(one.num_contexts for one in work)
         done = step_isolated(self._engine.step, work)
         now_s = time.monotonic()
-        self._pace.on_step(len(work), sum(one.num_tokens for one in work), now_s - started_s)
+        self._pace.on_step(len(work), sum(one.num_tokens for one in work), contexts, now_s - started_s)
         for sequence, error in done.failed:
             self.cancel(self._requests[sequence], error)
         for sequence, token in self.scheduler.commit(done.work, done.output):
@@ -267,4 +268,6 @@ class DecodeWorker:
             prefill_tokens_per_s=self._pace.chunk_tokens_per_s,
             step_s=self._pace.step_s,
             cache=self._engine.prefix_cache.stats,
+            prefill_steps=self._pace.prefill_steps,
+            decode_steps=self._pace.decode_steps,
         )

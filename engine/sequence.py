@@ -56,6 +56,11 @@ class ScheduledSequence:
     num_tokens: int
 
     @property
+    def num_contexts(self) -> float:
+        """Over the tokens to compute, the sum of those before each. Until the step is committed."""
+        return self.num_tokens * (self.sequence.num_computed_tokens + self.num_tokens / 2)
+
+    @property
     def draws(self) -> bool:
         return self.num_tokens == self.sequence.num_uncomputed_tokens
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 from engine.engine import Engine
+from penstock import wire
 from penstock.config import WorkerConfig
-from penstock.types import Epoch
+from penstock.types import Epoch, Labels
 from penstock.v1 import worker_pb2
 
 
@@ -26,4 +28,7 @@ def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.W
         page_bytes=engine.layout.page_bytes,
         kv_digest=engine.layout.kv_digest(),
         silent_cache=config.engine.prefix_caching and not config.engine.kv_events,
+        labels=wire.labels_to_wire(
+            Labels(config.labels.host or platform.node(), config.labels.rack, config.labels.zone)
+        ),
     )

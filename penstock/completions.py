@@ -63,6 +63,8 @@ class Timing:
     num_preemptions: int = 0
     num_migrations: int = 0
     migration_pause_ms: float = 0.0  # of all of them
+    prefill_cached_tokens: int = 0  # of the prompt, in the prefill worker's own cache
+    decode_cached_tokens: int = 0  # and in the decode worker's
 
 
 @dataclass(frozen=True, slots=True)

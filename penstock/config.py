@@ -98,6 +98,14 @@ class TransferConfig(_Frozen):
     checksums: bool = False  # xxh3 of every page, verified before a page is used
 
 
+class LabelsConfig(_Frozen):
+    """Where a worker stands; routers expect transfers over short ways to be cheap."""
+
+    host: str = ""  # default: the machine's name
+    rack: str = ""
+    zone: str = ""
+
+
 class WorkerConfig(_Frozen):
     """One worker process."""
 
@@ -111,6 +119,7 @@ class WorkerConfig(_Frozen):
     decode: DecodeConfig = DecodeConfig()
     transfer: TransferConfig = TransferConfig()
     security: SecurityConfig = SecurityConfig()
+    labels: LabelsConfig = LabelsConfig()
 
 
 class IndexConfig(_Frozen):
@@ -139,12 +148,18 @@ class RouterConfig(_Frozen):
     max_redispatches: int = Field(3, ge=0)  # of one request whose decode worker was lost
     admission: AdmissionConfig = AdmissionConfig()
     index: IndexConfig = IndexConfig()
-    policy: Literal["kv-aware", "least-loaded", "round-robin", "random"] = "kv-aware"
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)  # by name; none: callers are not told apart
     limits: LimitsConfig = LimitsConfig()
     tls: TlsConfig | None = None  # of the gRPC and the HTTP port
     metrics_token_file: str = ""  # holds the bearer token that /metrics wants; with tenants it wants one
     security: SecurityConfig = SecurityConfig()
+    policy: Literal["kv-aware", "least-loaded", "round-robin", "random", "consistent-hash"] = "kv-aware"
+    # Of the kv-aware policy, which compares pairs of workers by the seconds that they cost:
+    decode_weight: float = Field(0.5, ge=0)  # price of a second of decoding against one before the first token
+    temperature_s: float = Field(0.0, ge=0)  # pairs are drawn with odds exp(-cost / this); 0: always the cheapest
+    affinity_s: float = Field(0.5, ge=0)  # that a session's own worker may cost more than the cheapest
+    replica_s: float = Field(0.5, ge=0)  # that one more copy of a hot prefix may cost
+    max_replicas: int = Field(8, ge=1)  # workers that hot prefixes are copied to for their own sake; 1: none
 
 
 class PoolConfig(_Frozen):
@@ -153,6 +168,7 @@ class PoolConfig(_Frozen):
     num_cpus: float | None = Field(None, gt=0)  # default: an even share of the machine's cores
     resources: dict[str, float] = Field(default_factory=dict)  # custom Ray resources
     engine: dict[str, object] = Field(default_factory=dict)  # what differs from the deployment's `engine` here
+    labels: LabelsConfig = LabelsConfig()
 
     @model_validator(mode="after")
     def _pools_fit_together(self) -> PoolConfig:
@@ -239,6 +255,7 @@ class ServeConfig(_Frozen):
             decode=self.decode,
             transfer=self.transfer,
             security=self.security,
+            labels=(self.prefill_pool if role is Role.PREFILL else self.decode_pool).labels,
         )
 
 

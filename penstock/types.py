@@ -118,6 +118,37 @@ class CacheStats:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTotals:
+    """A worker's steps of one kind since it started: the difference of two reports is what happened between them."""
+
+    steps: int = 0
+    tokens: int = 0  # computed
+    contexts: float = 0.0  # for each of them, the tokens before it
+    seconds: float = 0.0
+
+    def plus(self, tokens: int, contexts: float, seconds: float) -> StepTotals:
+        """One step more."""
+        return StepTotals(self.steps + 1, self.tokens + tokens, self.contexts + contexts, self.seconds + seconds)
+
+    def since(self, before: StepTotals) -> StepTotals:
+        return StepTotals(
+            self.steps - before.steps,
+            self.tokens - before.tokens,
+            self.contexts - before.contexts,
+            self.seconds - before.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Where a worker stands; empty: not known."""
+
+    host: str = ""
+    rack: str = ""
+    zone: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """What a worker says of itself with every event batch."""
 
@@ -129,3 +160,5 @@ class WorkerLoad:
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
     step_s: float = 0.0
     cache: CacheStats = CacheStats()
+    prefill_steps: StepTotals = StepTotals()  # in which prompts were computed, perhaps beside decoding
+    decode_steps: StepTotals = StepTotals()  # in which each sequence got one token and nothing else was done

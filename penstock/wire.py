@@ -8,10 +8,12 @@ from penstock.types import (
     CacheStats,
     Epoch,
     FinishReason,
+    Labels,
     Lane,
     Member,
     Role,
     SamplingParams,
+    StepTotals,
     TokenLogprob,
     TransferId,
     TransferKey,
@@ -124,6 +126,8 @@ def load_to_wire(load: WorkerLoad) -> worker_pb2.Load:
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         step_s=load.step_s,
         cache=worker_pb2.CacheStats(**asdict(load.cache)),
+        prefill_steps=worker_pb2.StepTotals(**asdict(load.prefill_steps)),
+        decode_steps=worker_pb2.StepTotals(**asdict(load.decode_steps)),
     )
 
 
@@ -137,7 +141,21 @@ def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
         prefill_tokens_per_s=wire.prefill_tokens_per_s,
         step_s=wire.step_s,
         cache=CacheStats(**{name: getattr(wire.cache, name) for name in _CACHE_STATS}),
+        prefill_steps=_totals_from_wire(wire.prefill_steps),
+        decode_steps=_totals_from_wire(wire.decode_steps),
     )
+
+
+def _totals_from_wire(wire: worker_pb2.StepTotals) -> StepTotals:
+    return StepTotals(wire.steps, wire.tokens, wire.contexts, wire.seconds)
+
+
+def labels_to_wire(labels: Labels) -> worker_pb2.Labels:
+    return worker_pb2.Labels(host=labels.host, rack=labels.rack, zone=labels.zone)
+
+
+def labels_from_wire(wire: worker_pb2.Labels) -> Labels:
+    return Labels(wire.host, wire.rack, wire.zone)
 
 
 def member_to_wire(member: Member) -> admin_pb2.Member:

@@ -51,6 +51,7 @@ class PrefillServer:
         )
         description = describe(engine, self._config, self.epoch)
         description.transports.extend(self._sender.transports)
+        description.chunk_tokens = self._config.prefill.max_batch_tokens or engine.saturating_tokens
         worker = self.worker = PrefillWorker(engine, self._sender, self._config, description.context_length)
         self._loop = StepLoop(self._config.worker_id, self._step, self._on_fatal, worker.sweep)
         self._service = WorkerService(description, events, lambda: worker.load, worker.is_open)

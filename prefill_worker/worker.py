@@ -26,7 +26,7 @@ from kv_transfer.staging import sent_checksums
 from penstock.config import WorkerConfig
 from penstock.errors import Cancelled, InvalidInput, PenstockError, TransferError
 from penstock.page_hash import hash_pages
-from penstock.types import PageHash, PageId, TransferKey, WorkerLoad
+from penstock.types import PageHash, PageId, StepTotals, TransferKey, WorkerLoad
 from prefill_worker.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
@@ -128,6 +128,7 @@ class PrefillWorker:
         self._jobs: dict[TransferKey, PrefillJob] = {}
         self._by_sequence: dict[Sequence, PrefillJob] = {}
         self._tokens_per_s = 0.0
+        self._totals = StepTotals()
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
     # What the service tells us.
@@ -221,9 +222,10 @@ class PrefillWorker:
             job = self._by_sequence[scheduled.sequence]
             if not job.started_s:
                 self._begin(job, started_s)
+        contexts = sum(scheduled.num_contexts for scheduled in work)
         done = step_isolated(self._engine.step, work)
         now_s = time.monotonic()
-        self._measure(sum(scheduled.num_tokens for scheduled in work), now_s - started_s)
+        self._measure(sum(scheduled.num_tokens for scheduled in work), contexts, now_s - started_s)
         drawn = {item.sequence: token for item, token in zip(done.work, done.output.tokens, strict=True) if token}
         for sequence in self.scheduler.commit(done.work):
             self._complete(self._by_sequence[sequence], drawn[sequence], now_s)
@@ -269,7 +271,8 @@ class PrefillWorker:
             return sequence.hash_full_pages(page_size)
         return hash_pages(sequence.token_ids, page_size, sequence.salt)
 
-    def _measure(self, num_tokens: int, elapsed_s: float) -> None:
+    def _measure(self, num_tokens: int, contexts: float, elapsed_s: float) -> None:
+        self._totals = self._totals.plus(num_tokens, contexts, elapsed_s)
         rate = num_tokens / max(elapsed_s, 1e-6)
         self._tokens_per_s += (rate - self._tokens_per_s) * (_RATE_SMOOTHING if self._tokens_per_s else 1.0)
 
@@ -282,4 +285,5 @@ class PrefillWorker:
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
             prefill_tokens_per_s=self._tokens_per_s,
             cache=self._engine.prefix_cache.stats,
+            prefill_steps=self._totals,
         )

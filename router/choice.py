@@ -1,177 +1,184 @@
-"""Which (prefill, decode) pair serves a request. Pure: views in, a choice out, randomness passed in.
+"""The kv-aware policy: the (prefill, decode) pair that costs least, both ends and the way between them taken together.
 
-The kv-aware policy prices the stages in seconds: the wait in the prefill queue, the tokens that no cache there holds,
-the pages that must move, and the crowd on the decode worker. The two workers' prices add up, so the best pair is the
-best of each kind; it is the decode worker's cache that says what has to move.
+Pure. A pair costs what its ends cost apart and what its link costs, so the search walks both ends cheapest first and
+stops where even the fastest link could not make up: exact, and a few pairs of a thousand are priced. A decode worker
+that computes the prompt itself is one candidate more, by the same models.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from operator import itemgetter
+from typing import NamedTuple
 
-from penstock.types import WorkerId, WorkerLoad
-from router.inflight import NO_WORK, Work
+from router import prices
+from router.rendezvous import preferred
+from router.views import MAX_CANDIDATES, Choice, Demand, PrefillEstimate, Score, WorkerView
 
-MAX_CANDIDATES = 3
-PRIOR_TOKENS_PER_S = 2000.0  # of a worker that has not measured its own rate yet
-_PRIOR_STEP_S = 0.02
-_WIRE_BYTES_PER_S = 1e9
-_TIE = 1e-9
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """One worker that takes work, as far as a choice is concerned."""
-
-    worker_id: WorkerId
-    load: WorkerLoad
-    page_size: int  # tokens
-    sent: Work = NO_WORK  # beyond what `load` shows
-    cached_tokens: int = 0  # leading ones of this prompt, whose pages its prefix cache holds
+_MAX_PAIRS = 256  # priced for one request: reached only where links differ much, or with a temperature
+_TIE_S = 1e-9
+_MANY_TEMPERATURES = 8  # a pair this much dearer than the best is never drawn
+_NUM_CONSIDERED = 8
+_NUM_RIVALS = 8  # prefill workers that may stand in for the chosen one
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """What a request asks for."""
+class Weights:
+    """What the kv-aware policy is told; see RouterConfig."""
 
-    num_tokens: int  # to have KV for: prompt, and what was emitted before
-    token_bytes: float  # of KV
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillEstimate:
-    worker_id: WorkerId
-    queue_s: float
-    prefill_s: float
-
-    @property
-    def total_s(self) -> float:
-        return self.queue_s + self.prefill_s
+    decode_weight: float = 0.5  # a second of decoding, one's own or others', against one before the first token
+    temperature_s: float = 0.0
+    affinity_s: float = 0.5
+    replica_s: float = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    decode: WorkerId
-    prefill: tuple[PrefillEstimate, ...]  # best first; empty: the decode worker computes the prompt
-    uncached_tokens: int  # on the first of them
+class _End(NamedTuple):
+    """A worker at one end of a pair. Sorts by cost, equal ones at random."""
+
+    cost_s: float
+    tie: float
+    view: WorkerView
+    bonus_s: float
 
 
-class Policy(Protocol):
-    def choose(
-        self, demand: Demand, decode: Sequence[WorkerView], prefill: Sequence[WorkerView], rng: random.Random
-    ) -> Choice:
-        """`decode` is not empty; the prefill workers' pages fit each of them."""
-        ...
+class _Pair(NamedTuple):
+    total_s: float
+    decode: _End
+    prefill: _End | None
 
 
 class KvAware:
     """Least estimated seconds."""
 
-    def choose(
-        self, demand: Demand, decode: Sequence[WorkerView], prefill: Sequence[WorkerView], rng: random.Random
-    ) -> Choice:
-        has_prefill = bool(prefill)
-        chosen = _cheapest(decode, lambda view: decode_s(demand, view, has_prefill), rng)
-        return _choice(demand, chosen, _rank(demand, prefill, rng))
-
-
-class LeastLoaded:
-    """Fewest requests on decode, fewest tokens in the prefill queue; blind to caches."""
+    def __init__(self, weights: Weights = Weights()) -> None:
+        self._weights = weights
 
     def choose(
         self, demand: Demand, decode: Sequence[WorkerView], prefill: Sequence[WorkerView], rng: random.Random
     ) -> Choice:
-        chosen = _cheapest(decode, num_requests, rng)
-        shuffled = rng.sample(list(prefill), len(prefill))
-        ranked = sorted(shuffled, key=lambda view: view.load.queued_prefill_tokens + view.sent.prefill_tokens)
-        return _choice(demand, chosen, ranked)
+        senders = self._prefill_ends(demand, prefill, rng)
+        receivers = self._decode_ends(demand, decode, rng)
+        slack_s = math.inf if demand.explain else self._weights.temperature_s * _MANY_TEMPERATURES
+        pairs = self._local(demand, receivers, bool(prefill))
+        _search(demand, senders, receivers, slack_s, pairs)
+        chosen = self._draw(pairs, rng)
+        return self._choice(demand, chosen, senders, pairs)
+
+    def _prefill_ends(self, demand: Demand, views: Sequence[WorkerView], rng: random.Random) -> list[_End]:
+        """Each with the seconds until it has computed the prompt."""
+        computes = [prices.prefill_s(demand, view) for view in views]
+        bonuses = self._affinity(demand, views)
+        if demand.replicate and views:
+            self._favour_replicas(demand, views, computes, bonuses)
+        draw = rng.random
+        return sorted(
+            _End(view.queue_s + compute_s - bonus_s, draw(), view, bonus_s)
+            for view, compute_s, bonus_s in zip(views, computes, bonuses, strict=True)
+        )
+
+    def _decode_ends(self, demand: Demand, views: Sequence[WorkerView], rng: random.Random) -> list[_End]:
+        """Each with what decoding there costs; moving pages there is the pair's affair."""
+        weight, draw = self._weights.decode_weight, rng.random
+        ends = []
+        for view, bonus_s in zip(views, self._affinity(demand, views), strict=True):
+            own_s = demand.output_tokens * prices.decode_step_s(view, demand.num_tokens)
+            cost_s = prices.admission_s(demand, view) + weight * (own_s + prices.harm_s(demand, view))
+            ends.append(_End(cost_s - bonus_s, draw(), view, bonus_s))
+        ends.sort()
+        return ends
+
+    def _affinity(self, demand: Demand, views: Sequence[WorkerView]) -> list[float]:
+        """Off the price of the session's worker: others serve it once it costs this much more."""
+        bonuses = [0.0] * len(views)
+        if demand.session and views:
+            bonuses[preferred(demand.session.encode(), [view.worker_id for view in views])] = self._weights.affinity_s
+        return bonuses
+
+    def _favour_replicas(
+        self, demand: Demand, views: Sequence[WorkerView], computes: list[float], bonuses: list[float]
+    ) -> None:
+        """Workers without the prefix are forgiven what computing it takes, within bounds: the copy serves others."""
+        cached = [demand.cached_tokens.get(view.worker_id, 0) for view in views]
+        most, least_s = max(cached), min(computes)
+        for rank, tokens in enumerate(cached):
+            if 2 * tokens < most:
+                bonuses[rank] += min(self._weights.replica_s, computes[rank] - least_s)
+
+    def _local(self, demand: Demand, receivers: list[_End], has_prefill: bool) -> list[_Pair]:
+        """Decode workers that would compute the prompt themselves."""
+        pairs = []
+        for end in receivers:
+            view = end.view
+            limit = view.limits.max_local_tokens
+            if has_prefill and limit is not None and demand.uncached_on(view.worker_id) > limit:
+                continue
+            compute_s = prices.prefill_s(demand, view)
+            delay_s = self._weights.decode_weight * view.num_requests * compute_s
+            pairs.append(_Pair(end.cost_s + view.queue_s + compute_s + delay_s, end, None))
+        return pairs
+
+    def _draw(self, pairs: list[_Pair], rng: random.Random) -> _Pair:
+        least_s = min(pair.total_s for pair in pairs)
+        temperature_s = self._weights.temperature_s
+        if not temperature_s:
+            best = [pair for pair in pairs if pair.total_s <= least_s + _TIE_S]
+            return best[0] if len(best) == 1 else rng.choice(best)
+        odds = [math.exp((least_s - pair.total_s) / temperature_s) for pair in pairs]
+        return rng.choices(pairs, odds)[0]
+
+    def _choice(self, demand: Demand, chosen: _Pair, senders: list[_End], pairs: list[_Pair]) -> Choice:
+        considered: tuple[Score, ...] = ()
+        if demand.explain:
+            considered = tuple(_score(demand, pair) for pair in sorted(pairs, key=itemgetter(0))[:_NUM_CONSIDERED])
+        view = chosen.decode.view
+        if chosen.prefill is None:
+            uncached = demand.uncached_on(view.worker_id)
+            return Choice(view.worker_id, (), uncached, _score(demand, chosen), considered)
+        rivals = [end for end in senders[:_NUM_RIVALS] if end.view is not chosen.prefill.view]
+        rivals.sort(key=lambda end: end.cost_s + prices.transfer_between_s(demand, end.view.worker_id, view))
+        ranked = [chosen.prefill, *rivals[: MAX_CANDIDATES - 1]]
+        estimates = tuple(estimate(demand, end.view) for end in ranked)
+        uncached = demand.uncached_on(chosen.prefill.view.worker_id)
+        return Choice(view.worker_id, estimates, uncached, _score(demand, chosen), considered)
 
 
-class RoundRobin:
-    """Each in turn, in order of worker id."""
-
-    def __init__(self) -> None:
-        self._turn = 0
-
-    def choose(
-        self, demand: Demand, decode: Sequence[WorkerView], prefill: Sequence[WorkerView], rng: random.Random
-    ) -> Choice:
-        turn = self._turn
-        self._turn += 1
-        decode, prefill = _by_id(decode), _by_id(prefill)
-        start = turn % len(prefill) if prefill else 0
-        return _choice(demand, decode[turn % len(decode)], [*prefill[start:], *prefill[:start]])
+def estimate(demand: Demand, view: WorkerView) -> PrefillEstimate:
+    return PrefillEstimate(view.worker_id, view.queue_s, prices.prefill_s(demand, view))
 
 
-class Random:
-    def choose(
-        self, demand: Demand, decode: Sequence[WorkerView], prefill: Sequence[WorkerView], rng: random.Random
-    ) -> Choice:
-        return _choice(demand, rng.choice(list(decode)), rng.sample(list(prefill), len(prefill)))
+def _search(demand: Demand, senders: list[_End], receivers: list[_End], slack_s: float, found: list[_Pair]) -> None:
+    """Appends the pairs that may be the best one, or within `slack_s` of it."""
+    if not senders:
+        return
+    links, fastest = demand.links, demand.links.fastest
+    best_s = min((pair.total_s for pair in found), default=math.inf)
+    floors = [
+        (end.cost_s + fastest.transfer_s(lacking), end, lacking)
+        for end in receivers
+        for lacking in (prices.lacking_bytes(demand, end.view),)
+    ]
+    floors.sort()
+    left = _MAX_PAIRS
+    for floor_s, receiver, lacking in floors:
+        if floor_s + senders[0].cost_s > best_s + slack_s:
+            return
+        decode_id = receiver.view.worker_id
+        for sender in senders:
+            if floor_s + sender.cost_s > best_s + slack_s or not left:
+                break
+            left -= 1
+            prefill_id = sender.view.worker_id
+            latency_s, byte_s = links.cost(prefill_id, decode_id)
+            transfer_s = latency_s + (lacking + links.bytes_ahead(prefill_id, decode_id)) * byte_s
+            total_s = receiver.cost_s + sender.cost_s + transfer_s
+            found.append(_Pair(total_s, receiver, sender))
+            best_s = min(best_s, total_s)
 
 
-def make_policy(name: str) -> Policy:
-    policies: dict[str, Callable[[], Policy]] = {
-        "kv-aware": KvAware,
-        "least-loaded": LeastLoaded,
-        "round-robin": RoundRobin,
-        "random": Random,
-    }
-    return policies[name]()
-
-
-def uncached_tokens(demand: Demand, view: WorkerView) -> int:
-    """At least the last token: its logits are needed whatever is cached."""
-    return max(1, demand.num_tokens - view.cached_tokens)
-
-
-def estimate_prefill(demand: Demand, view: WorkerView) -> PrefillEstimate:
-    rate = view.load.prefill_tokens_per_s or PRIOR_TOKENS_PER_S
-    queued = view.load.queued_prefill_tokens + view.sent.prefill_tokens
-    return PrefillEstimate(view.worker_id, queued / rate, uncached_tokens(demand, view) / rate)
-
-
-def num_requests(view: WorkerView) -> float:
-    return view.load.num_running + view.load.num_waiting + view.sent.num_requests
-
-
-def decode_s(demand: Demand, view: WorkerView, has_prefill: bool) -> float:
-    """Seconds that choosing this decode worker costs: pages to move or compute, the crowd there, and want of pages."""
-    step_s = view.load.step_s or _PRIOR_STEP_S
-    uncached = uncached_tokens(demand, view)
-    if has_prefill:
-        pages_s = uncached * demand.token_bytes / _WIRE_BYTES_PER_S
-    else:
-        pages_s = estimate_prefill(demand, view).total_s
-    # A step serves everyone on the worker: each request more makes all the others' steps longer.
-    crowd_s = num_requests(view) * step_s
-    wanted = -(-uncached // view.page_size)
-    missing = wanted + view.sent.num_pages - view.load.free_pages if view.load.total_pages else 0
-    # Pages come free as sequences end; a whole pool's worth takes about as long as a prompt of that many tokens.
-    admission_s = max(0, missing) * view.page_size * step_s
-    return pages_s + crowd_s + admission_s
-
-
-def _choice(demand: Demand, decode: WorkerView, ranked: Sequence[WorkerView]) -> Choice:
-    candidates = tuple(estimate_prefill(demand, view) for view in ranked[:MAX_CANDIDATES])
-    return Choice(decode.worker_id, candidates, uncached_tokens(demand, ranked[0] if ranked else decode))
-
-
-def _rank(demand: Demand, prefill: Sequence[WorkerView], rng: random.Random) -> list[WorkerView]:
-    """Cheapest first, equal ones in random order."""
-    shuffled = rng.sample(list(prefill), len(prefill)) if len(prefill) > 1 else list(prefill)
-    return sorted(shuffled, key=lambda view: estimate_prefill(demand, view).total_s)
-
-
-def _cheapest(views: Sequence[WorkerView], cost: Callable[[WorkerView], float], rng: random.Random) -> WorkerView:
-    """Equal ones are drawn from: the first must not get every request of an idle fleet."""
-    costs = [cost(view) for view in views]
-    least = min(costs)
-    return rng.choice([view for view, value in zip(views, costs, strict=True) if value <= least + _TIE])
-
-
-def _by_id(views: Sequence[WorkerView]) -> list[WorkerView]:
-    return sorted(views, key=lambda view: view.worker_id)
+def _score(demand: Demand, pair: _Pair) -> Score:
+    score = prices.price(demand, pair.decode.view, pair.prefill.view if pair.prefill else None)
+    bonus_s = pair.decode.bonus_s + (pair.prefill.bonus_s if pair.prefill else 0.0)
+    return score._replace(bonus_s=bonus_s, total_s=pair.total_s)

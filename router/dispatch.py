@@ -151,7 +151,10 @@ class TokenStream:
         if reason is None:
             return TokenDelta(leg.index, token_ids, message.logprobs)
         leg.ended = True
-        return TokenDelta(leg.index, token_ids, message.logprobs, reason, self._timing(leg, message.timing))
+        timing = self._timing(leg, message.timing)
+        if not timing.num_migrations and not timing.num_redispatches:
+            self._placer.on_end(leg.placements[-1], timing, len(leg.emitted))
+        return TokenDelta(leg.index, token_ids, message.logprobs, reason, timing)
 
     async def _follow(self, leg: Leg, moved: worker_pb2.Moved) -> None:
         """The sequence runs at another worker, which gives it to whoever brings the ticket.
@@ -222,8 +225,9 @@ class TokenStream:
         decode = [one for one in group.decode if one.epoch not in leg.refused_by]
         if not decode:
             raise cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S)
-        placed = self._placer.place(self._pages, len(self._request.token_ids) + len(leg.emitted), group, decode)
-        leg.credits = placed.credits
+        placed = self._placer.place(self._request, self._pages, len(leg.emitted), group, decode)
+        leg.credits = placed.commitment.credits
+        leg.placements.append(placed)
         chosen = placed.decode
         assert chosen.link is not None  # it takes work
         leg.runs_at(chosen)

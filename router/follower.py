@@ -18,10 +18,13 @@ from penstock.kv_events import KvEventBatch, decode_events
 from penstock.types import Epoch, Member, Role, WorkerId, WorkerLoad
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from router.backoff import Backoff
+from router.cost_model import CostBook
 from router.health import FleetHealth
 from router.inflight import InflightLedger
 from router.link import Link
 from router.prefix_index import PrefixIndex
+from router.topology import LinkBook
+from router.views import Limits
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +42,15 @@ class Follower:
         index: PrefixIndex,
         ledger: InflightLedger,
         health: FleetHealth,
+        costs: CostBook,
+        links: LinkBook,
         on_change: Callable[[], None],
         dial: Dial,
     ) -> None:
         self.address = address
         self.description = worker_pb2.WorkerDescription()
+        self.worker_id = WorkerId("")
+        self.limits = Limits()
         self.load = WorkerLoad()
         self.link: Link | None = None
         self.is_mute = False  # its cache is used and it tells nothing of it
@@ -51,15 +58,13 @@ class Follower:
         self._index = index
         self._ledger = ledger
         self._health = health
+        self._costs = costs
+        self._links = links
         self._on_change = on_change
         self._dial = dial
         self._heard = False  # a load report has come since the connection was made
         self._retired = False
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def worker_id(self) -> WorkerId:
-        return WorkerId(self.description.worker_id)
 
     @property
     def epoch(self) -> Epoch:
@@ -124,6 +129,9 @@ class Follower:
         if self.description.epoch not in (0, description.epoch):
             self._forget_worker()
         self.description = description
+        self.worker_id = WorkerId(description.worker_id)
+        self.limits = _limits(description)
+        self._links.set_labels(self.worker_id, wire.labels_from_wire(description.labels))
         log.info("worker %s epoch %d: %s", description.worker_id, description.epoch, description.role)
 
     async def _follow(self, channel: grpc.aio.Channel) -> None:
@@ -190,6 +198,7 @@ class Follower:
         self._listen_for_silence(load)
         self.load = load
         self._ledger.on_report(self.worker_id, time.monotonic())
+        self._costs.on_load(self.worker_id, self.load, self.description.page_size)
         if not self._heard:
             self._heard = True
             self._on_change()
@@ -210,6 +219,13 @@ class Follower:
         self._ledger.forget(self.worker_id)
         self._health.forget(self.epoch)
         self.is_mute = False
+        self._costs.forget(self.worker_id)
+        self._links.forget(self.worker_id)
+
+
+def _limits(description: worker_pb2.WorkerDescription) -> Limits:
+    max_local = description.max_local_tokens if description.HasField("max_local_tokens") else None
+    return Limits(description.chunk_tokens, description.max_running, max_local)
 
 
 async def _read(call: grpc.aio.UnaryStreamCall) -> worker_pb2.EventBatch | None:

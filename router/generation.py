@@ -16,7 +16,7 @@ from penstock.errors import Cancelled, InvalidInput, ModelNotFound, Overloaded, 
 from penstock.secret import ClusterSecret
 from penstock.types import RequestId
 from penstock.v1 import common_pb2, inference_pb2
-from router.choice import make_policy
+from router.choice import Weights
 from router.completion_text import CompletionText
 from router.dispatch import TokenStream
 from router.identity import Tenant, Tenants
@@ -24,6 +24,7 @@ from router.membership import Fleet, Group
 from router.metrics import RouterMetrics
 from router.model_card import ModelCard
 from router.placement import Placer
+from router.policies import make_policy
 from router.quarantine import Quarantine
 from router.request import Output, Request, TokenDelta
 from router.resumed import check_emitted
@@ -47,7 +48,9 @@ class Generator:
         self._fleet = fleet
         self._metrics = metrics
         self._quarantine = Quarantine()
-        self._placer = Placer(fleet, make_policy(config.policy), random.Random())
+        weights = Weights(config.decode_weight, config.temperature_s, config.affinity_s, config.replica_s)
+        policy = make_policy(config.policy, weights)
+        self._placer = Placer(fleet, policy, random.Random(), config.max_replicas)
         self._num_inflight = 0
 
     @property

@@ -21,23 +21,28 @@ class Work:
     num_requests: int = 0  # to decode
     num_pages: int = 0  # that decoding will hold
     prefill_tokens: int = 0  # to compute
+    num_bytes: int = 0  # to move over a link
 
     def __add__(self, other: Work) -> Work:
         return Work(
             self.num_requests + other.num_requests,
             self.num_pages + other.num_pages,
             self.prefill_tokens + other.prefill_tokens,
+            self.num_bytes + other.num_bytes,
         )
 
     def __neg__(self) -> Work:
-        return Work(-self.num_requests, -self.num_pages, -self.prefill_tokens)
+        return Work(-self.num_requests, -self.num_pages, -self.prefill_tokens, -self.num_bytes)
 
 
 NO_WORK = Work()
 
 
+Link = tuple[WorkerId, WorkerId]  # prefill and decode worker
+
+
 class WorkKey(NamedTuple):
-    worker_id: WorkerId
+    owner: WorkerId | Link
     number: int
 
 
@@ -48,36 +53,47 @@ class _Account:
 
 
 class InflightLedger:
-    """An entry leaves when its request shows progress or ends (`settle`), or its worker has reported since."""
+    """An entry leaves when its request shows progress or ends (`settle`), or its worker has reported since.
+
+    Bytes on links are in no report: they leave when settled.
+    """
 
     def __init__(self) -> None:
-        self._accounts: dict[WorkerId, _Account] = {}
+        self._accounts: dict[WorkerId | Link, _Account] = {}
         self._last = 0
         self.on_change: Callable[[], None] = lambda: None  # a total has changed
 
     def totals(self) -> list[tuple[WorkerId, Work]]:
         """Of each worker that something is under way to."""
-        return [(worker_id, one.total) for worker_id, one in self._accounts.items() if one.entries]
+        accounts = self._accounts.items()
+        return [(owner, one.total) for owner, one in accounts if one.entries and not isinstance(owner, tuple)]
 
     def sent_to(self, worker_id: WorkerId) -> Work:
         account = self._accounts.get(worker_id)
         return account.total if account else NO_WORK
 
-    def record(self, worker_id: WorkerId, work: Work, now_s: float) -> WorkKey:
-        account = self._accounts.setdefault(worker_id, _Account())
+    def link_bytes(self, link: Link) -> int:
+        """Announced to go over it, and not known to have gone."""
+        account = self._accounts.get(link)
+        return account.total.num_bytes if account else 0
+
+    def record(self, owner: WorkerId | Link, work: Work, now_s: float) -> WorkKey:
+        account = self._accounts.setdefault(owner, _Account())
         self._last += 1
         account.entries[self._last] = (now_s, work)
         account.total += work
         self.on_change()
-        return WorkKey(worker_id, self._last)
+        return WorkKey(owner, self._last)
 
     def settle(self, keys: Iterable[WorkKey]) -> None:
         """Twice is once."""
         for key in keys:
-            account = self._accounts.get(key.worker_id)
+            account = self._accounts.get(key.owner)
             entry = account.entries.pop(key.number, None) if account else None
             if account and entry:
                 account.total += -entry[1]
+                if not account.entries and isinstance(key.owner, tuple):
+                    del self._accounts[key.owner]
                 self.on_change()
 
     def on_report(self, worker_id: WorkerId, now_s: float) -> None:
@@ -95,3 +111,5 @@ class InflightLedger:
     def forget(self, worker_id: WorkerId) -> None:
         """The worker has left."""
         self._accounts.pop(worker_id, None)
+        for link in [one for one in self._accounts if isinstance(one, tuple) and worker_id in one]:
+            del self._accounts[link]

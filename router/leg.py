@@ -11,6 +11,7 @@ from penstock.v1 import worker_pb2
 from router.follower import Follower
 from router.inflight import WorkKey
 from router.link import Link
+from router.placement import Placement
 from router.quarantine import Suspicion
 from router.request import Request
 
@@ -32,6 +33,7 @@ class Leg:
         self.credits: list[WorkKey] = []
         self.suspicion = Suspicion()
         self.in_ward = False
+        self.placements: list[Placement] = []  # one a submission to a worker that was chosen
         self.decode_worker = ""
         self.decode_address = ""
         self.decode_epoch = Epoch(0)

@@ -23,13 +23,15 @@ from penstock.trust import Trust
 from penstock.types import Member, Role, WorkerId
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 from router.backoff import Backoff
+from router.cost_model import CostBook
 from router.follower import Follower
 from router.health import FleetHealth
 from router.index_keeper import IndexKeeper
-from router.inflight import InflightLedger, Work
+from router.inflight import NO_WORK, InflightLedger, Work
 from router.peer_load import PeerLoad
 from router.peers import Peers
 from router.prefix_index import DEFAULT_CONFIG, PrefixIndex
+from router.topology import LinkBook
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Group:
 
 
 class Fleet:
-    """Owns the followers, and with them the prefix index, the in-flight ledger and what went wrong of late; and what
+    """Owns the followers, and with them the prefix index, the in-flight ledger, costs and what went wrong; and what
     other routers have under way."""
 
     def __init__(self, trust: Trust | None = None, index: IndexConfig = DEFAULT_CONFIG) -> None:
@@ -63,6 +65,8 @@ class Fleet:
         self.peer_load = PeerLoad()
         self.peers = Peers(self.ledger, self.peer_load, trust)
         self.health = FleetHealth()
+        self.costs = CostBook()
+        self.links = LinkBook()
         self._followers: dict[tuple[str, int], Follower] = {}  # by address and epoch; 0 where it is not known
         self._retiring: set[asyncio.Task[None]] = set()
         self._waiters: set[asyncio.Future[None]] = set()
@@ -70,7 +74,8 @@ class Fleet:
 
     def sent_to(self, worker_id: WorkerId, now_s: float) -> Work:
         """By this router and the others, beyond what the worker's load report shows."""
-        return self.ledger.sent_to(worker_id) + self.peer_load.sent_to(worker_id, now_s)
+        own, others = self.ledger.sent_to(worker_id), self.peer_load.sent_to(worker_id, now_s)
+        return own + others if others is not NO_WORK else own
 
     @property
     def followers(self) -> tuple[Follower, ...]:
@@ -146,7 +151,9 @@ class Fleet:
     def _follow(self, address: str, member: Member | None) -> None:
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keeper.run(), name="index keeper")
-        follower = Follower(address, member, self.index, self.ledger, self.health, self._on_change, self.dial)
+        follower = Follower(
+            address, member, self.index, self.ledger, self.health, self.costs, self.links, self._on_change, self.dial
+        )
         self._followers[address, int(member.epoch) if member else 0] = follower
         follower.start()
 

@@ -12,15 +12,21 @@ from dataclasses import dataclass
 
 from penstock.page_hash import hash_pages
 from penstock.types import Epoch, PageHash, WorkerId
-from penstock.v1 import worker_pb2
-from router.choice import Choice, Demand, Policy, WorkerView
+from penstock.v1 import common_pb2, worker_pb2
+from router.appraisal import Appraisal, Commitment, Prompt
 from router.follower import Follower
-from router.inflight import InflightLedger, Work, WorkKey
+from router.health import FleetHealth
+from router.inflight import InflightLedger
 from router.membership import Fleet, Group
 from router.prefix_index import PrefixIndex
 from router.prefix_match import PrefixMatch
+from router.request import Request
+from router.topology import LinkBook, LinkCost
+from router.views import Choice, Policy, WorkerView
 
 _FIRST_HASHES = 32  # pages of a prompt hashed before the index is asked whether more are worth it
+_NAMING_PAGES = 4  # leading ones that name what a prompt begins with
+_BROKEN = LinkCost(1e6, 0.0)  # so dear that any other way is taken
 
 
 class PromptPages:
@@ -31,13 +37,25 @@ class PromptPages:
         self._salt = salt
         self._hashes: dict[int, list[PageHash]] = {}
 
-    def cached_tokens(self, index: PrefixIndex, group: Group) -> dict[WorkerId, int]:
-        """Leading tokens of the prompt whose pages each worker holds, by hashes of pages as large as its own."""
+    @property
+    def prefix(self) -> bytes:
+        """Names what the prompt begins with; empty where that is less than a page."""
+        hashes = next((one for one in self._hashes.values() if one), None)
+        return bytes(hashes[min(_NAMING_PAGES, len(hashes)) - 1]) if hashes else b""
+
+    def cached_tokens(self, index: PrefixIndex, group: Group) -> tuple[dict[WorkerId, int], dict[WorkerId, int]]:
+        """Leading tokens of the prompt whose pages each worker holds, and of these, those below its device.
+
+        By hashes of pages as large as the worker's own.
+        """
         found: dict[WorkerId, int] = {}
+        below: dict[WorkerId, int] = {}
         for size in group.page_sizes:
-            cached = self._cached_pages(index, size)
-            found.update((worker_id, held.num_pages * size) for worker_id, held in cached.items())
-        return found
+            for worker_id, held in self._cached_pages(index, size).items():
+                found[worker_id] = held.num_pages * size
+                if held.num_pages > held.num_device_pages:
+                    below[worker_id] = (held.num_pages - held.num_device_pages) * size
+        return found, below
 
     def _cached_pages(self, index: PrefixIndex, size: int) -> Mapping[WorkerId, PrefixMatch]:
         token_ids = self._token_ids
@@ -61,42 +79,89 @@ class PromptPages:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a leg goes."""
+    """Where a leg goes, and why."""
 
     decode: Follower
     candidates: list[worker_pb2.PrefillCandidate]
-    credits: list[WorkKey]
+    choice: Choice
+    commitment: Commitment
+
+
+class LiveLinks:
+    """What links cost, what is under way on them, and which of them let no pages through."""
+
+    def __init__(self, book: LinkBook, ledger: InflightLedger, health: FleetHealth) -> None:
+        self._book = book
+        self._ledger = ledger
+        self._health = health
+        self.epochs: dict[WorkerId, Epoch] = {}
+        self.now_s = 0.0
+
+    @property
+    def fastest(self) -> LinkCost:
+        return self._book.fastest
+
+    def cost(self, prefill: WorkerId, decode: WorkerId) -> LinkCost:
+        if self._health.link_is_open(self.epochs[prefill], self.epochs[decode], self.now_s):
+            return _BROKEN
+        return self._book.cost(prefill, decode)
+
+    def bytes_ahead(self, prefill: WorkerId, decode: WorkerId) -> int:
+        return self._ledger.link_bytes((prefill, decode))
 
 
 class Placer:
-    """One for all requests: they share the policy, whose turns and sessions they take part in."""
+    """One for all requests: they share the policy, its turns among it, and what is learnt from their ends."""
 
-    def __init__(self, fleet: Fleet, policy: Policy, rng: random.Random) -> None:
+    def __init__(self, fleet: Fleet, policy: Policy, rng: random.Random, max_replicas: int) -> None:
         self._fleet = fleet
         self._policy = policy
         self._rng = rng
+        self._links = LiveLinks(fleet.links, fleet.ledger, fleet.health)
+        self._appraisal = Appraisal(fleet.ledger, fleet.costs, fleet.links, max_replicas)
 
-    def place(self, pages: PromptPages, num_tokens: int, group: Group, decode: Sequence[Follower]) -> Placement:
-        """`num_tokens` of KV are wanted; `decode` are the group's workers that may have them, at least one."""
-        cached = pages.cached_tokens(self._fleet.index, group)
-        demand = Demand(num_tokens, group.token_bytes)
-        now_s = time.monotonic()
+    def place(
+        self, request: Request, pages: PromptPages, num_emitted: int, group: Group, decode: Sequence[Follower]
+    ) -> Placement:
+        """For a leg that has emitted so much. `decode` are the group's workers that may have it, at least one."""
+        now_s = self._links.now_s = time.monotonic()
+        cached, below = pages.cached_tokens(self._fleet.index, group)
+        prompt = Prompt(
+            num_tokens=len(request.token_ids) + num_emitted,
+            max_tokens=request.sampling.max_tokens - num_emitted,
+            cached_tokens=cached,
+            host_tokens=below,
+            prefix=pages.prefix,
+            session=request.session,
+            explain=request.explain,
+        )
+        demand = self._appraisal.demand(
+            prompt, group.token_bytes, [one.worker_id for one in group.prefill], self._links, now_s
+        )
         decode, prefill = self._usable(decode, now_s), self._usable(group.prefill, now_s)
-
-        def view(one: Follower) -> WorkerView:
-            sent = self._fleet.sent_to(one.worker_id, now_s)
-            return WorkerView(one.worker_id, one.load, one.description.page_size, sent, cached.get(one.worker_id, 0))
-
-        choice = self._policy.choose(demand, [view(one) for one in decode], [view(one) for one in prefill], self._rng)
+        choice = self._policy.choose(
+            demand, [self._view(one) for one in decode], [self._view(one) for one in prefill], self._rng
+        )
         chosen = next(one for one in decode if one.worker_id == choice.decode)
-        num_pages = -(-num_tokens // chosen.description.page_size)
         candidates = self._reaching(chosen, _candidates(choice, group), now_s)
         first = Epoch(candidates[0].epoch) if candidates else None
         for one in (chosen, *(one for one in prefill if one.epoch == first)):
             if one.description.silent_cache:
                 self._fleet.index.note(one.worker_id, pages.whole(one.description.page_size), now_s)
         self._fleet.health.on_sent(chosen.epoch, first, now_s)
-        return Placement(chosen, candidates, _credit(self._fleet.ledger, choice, num_pages))
+        commitment = self._appraisal.commit(choice, demand, chosen.description.page_size, now_s)
+        return Placement(chosen, candidates, choice, commitment)
+
+    def on_end(self, placement: Placement, timing: common_pb2.Timing, num_output_tokens: int) -> None:
+        """A leg has ended where it was placed: what it took is learnt."""
+        self._appraisal.on_end(num_output_tokens)
+        if timing.pages_moved and timing.prefill_worker == placement.choice.score.prefill:
+            self._appraisal.on_transfer(placement.choice, placement.commitment, timing.transfer_ms / 1e3)
+
+    def _view(self, one: Follower) -> WorkerView:
+        self._links.epochs[one.worker_id] = one.epoch
+        sent = self._fleet.sent_to(one.worker_id, self._links.now_s)
+        return self._appraisal.view(one.worker_id, one.load, one.description.page_size, sent, one.limits)
 
     def _usable(self, workers: Sequence[Follower], now_s: float) -> list[Follower]:
         """Without those that have failed of late."""
@@ -109,15 +174,6 @@ class Placer:
         """Those whose pages get through to the decode worker; where none do, it computes the prompt."""
         health = self._fleet.health
         return [one for one in candidates if not health.link_is_open(Epoch(one.epoch), decode.epoch, now_s)]
-
-
-def _credit(ledger: InflightLedger, choice: Choice, num_pages: int) -> list[WorkKey]:
-    """What the chosen workers' next load reports will not show yet."""
-    pages = Work(num_requests=1, num_pages=num_pages)
-    compute = Work(prefill_tokens=choice.uncached_tokens)
-    computed_by = choice.prefill[0].worker_id if choice.prefill else choice.decode
-    now_s = time.monotonic()
-    return [ledger.record(choice.decode, pages, now_s), ledger.record(computed_by, compute, now_s)]
 
 
 def _candidates(choice: Choice, group: Group) -> list[worker_pb2.PrefillCandidate]:

@@ -31,6 +31,8 @@ class Request:
     emitted: Mapping[int, Emitted] = field(default_factory=dict)  # by an earlier call, by completion
     tenant: str = ""  # whose it is; empty where callers are not told apart
     salt: bytes = b""  # of its page hashes, on every leg: requests of different salts share no page
+    session: str = ""  # requests of one session go to the same workers where that costs little
+    explain: bool = False  # its end shall tell why it went where it did
 
 
 @dataclass(slots=True)

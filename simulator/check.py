@@ -43,7 +43,7 @@ def draw_spec(rng: random.Random) -> FleetSpec:
         link_costs=LinkCosts(bytes_per_s=1e9),
         prefill=PrefillConfig(max_batch_tokens=rng.choice((32, 256)), max_batch_sequences=rng.choice((1, 8))),
         decode=DecodeConfig(max_batch_sequences=max_sequences, max_batch_tokens=rng.choice((32, 256))),
-        policy=rng.choice(("kv-aware", "least-loaded", "round-robin", "random")),
+        policy=rng.choice(("kv-aware", "least-loaded", "round-robin", "random", "consistent-hash")),
         timeout_s=_TIMEOUT_S,
     )
 

@@ -18,7 +18,7 @@ from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutpu
 from penstock.config import DecodeConfig
 from penstock.errors import DeadlineExceeded, Overloaded, PenstockError
 from penstock.kv_events import KvEventLog
-from penstock.types import Role, WorkerId, WorkerLoad
+from penstock.types import Role, StepTotals, WorkerId, WorkerLoad
 from simulator.costs import DecodeCosts, LinkCosts
 from simulator.events import Timer
 from simulator.network import Network, Node
@@ -97,6 +97,8 @@ class DecodeModel(Owner):
         self._work_s = 0.0
         self._step_s = 0.0
         self._tokens_per_s = 0.0
+        self._prefill_steps = self._decode_steps = StepTotals()
+        self._contexts = 0.0
 
     @property
     def num_held(self) -> int:
@@ -112,6 +114,8 @@ class DecodeModel(Owner):
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
             prefill_tokens_per_s=self._tokens_per_s,
             step_s=self._step_s,
+            prefill_steps=self._prefill_steps,
+            decode_steps=self._decode_steps,
         )
 
     # What routers say.
@@ -212,6 +216,7 @@ class DecodeModel(Owner):
         if not self._work:
             return None
         self._work_s = self._costs.work_s(self._work, self._stride)
+        self._contexts = sum(item.num_contexts for item in self._work)
         return self._work_s
 
     def _end_step(self) -> None:
@@ -234,7 +239,9 @@ class DecodeModel(Owner):
         if num_tokens <= len(work) * self._stride:
             step_s = self._work_s / self._stride
             self._step_s += (step_s - self._step_s) * (_SMOOTHING if self._step_s else 1.0)
+            self._decode_steps = self._decode_steps.plus(len(work), self._contexts / self._stride, step_s)
             return
+        self._prefill_steps = self._prefill_steps.plus(num_tokens, self._contexts, self._work_s)
         self.num_computed_tokens += sum(item.num_tokens for item in work if item.num_tokens > self._stride)
         rate = num_tokens / self._work_s
         self._tokens_per_s += (rate - self._tokens_per_s) * (_SMOOTHING if self._tokens_per_s else 1.0)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from penstock.config import DecodeConfig, PrefillConfig
 from penstock.types import Epoch, Role
-from router.choice import Policy, make_policy
+from router.policies import make_policy
+from router.topology import LinkCost
+from router.views import Limits, Policy
 from simulator.costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.decode_model import DecodeModel
 from simulator.event_feed import Deliver, EventFaults, EventFeed
@@ -44,6 +46,16 @@ class FleetSpec:
     timeout_s: float = 600.0  # of a request
 
     @property
+    def limits(self) -> dict[Role, Limits]:
+        """As workers describe themselves to routers."""
+        decode = self.decode
+        local = {"auto": decode.max_local_tokens, "remote": 0, "local": None}[decode.placement]
+        return {
+            Role.PREFILL: Limits(chunk_tokens=self.prefill.max_batch_tokens or 2048),
+            Role.DECODE: Limits(decode.max_batch_tokens, decode.max_batch_sequences, local),
+        }
+
+    @property
     def names(self) -> dict[str, Role]:
         prefill = {f"prefill-{index}": Role.PREFILL for index in range(self.num_prefill)}
         return prefill | {f"decode-{index}": Role.DECODE for index in range(self.num_decode)}
@@ -68,7 +80,15 @@ class Fleet:
         node = self.network.add("router", Epoch(1))
         token_bytes = spec.link_costs.token_bytes
         self.router = RouterModel(
-            node, self.network, self, spec.names, make(spec.policy), spec.page_size, float(token_bytes)
+            node,
+            self.network,
+            self,
+            spec.names,
+            make(spec.policy),
+            spec.page_size,
+            float(token_bytes),
+            spec.limits,
+            LinkCost(spec.link_costs.latency_s, 1 / spec.link_costs.bytes_per_s),
         )
         self.router.on_end = self._count_end
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from penstock.kv_events import KvEventBatch
 from penstock.types import Epoch, Role, WorkerId, WorkerLoad
 from router.backoff import Backoff
+from router.cost_model import CostBook
 from router.inflight import InflightLedger
 from router.prefix_index import PrefixIndex
 from simulator.decode_model import DecodeModel
@@ -38,6 +39,7 @@ class FollowerModel:
         workers: Workers,
         index: PrefixIndex,
         ledger: InflightLedger,
+        costs: CostBook,
         on_change: Callable[[], None],
         on_link_lost: Callable[[FollowerModel], None],
     ) -> None:
@@ -53,6 +55,7 @@ class FollowerModel:
         self._workers = workers
         self._index = index
         self._ledger = ledger
+        self._costs = costs
         self._on_change = on_change
         self._on_link_lost = on_link_lost
         self._heard = False
@@ -71,6 +74,7 @@ class FollowerModel:
         if self.epoch not in (0, worker.node.epoch):
             self._index.drop(self.worker_id)
             self._ledger.forget(self.worker_id)
+            self._costs.forget(self.worker_id)
         self.epoch, self.worker, self.page_size = worker.node.epoch, worker, worker.page_size
         if isinstance(worker, DecodeModel):
             self.link = self._open_link(worker)
@@ -111,6 +115,7 @@ class FollowerModel:
         self._backoff.reset()
         self.load = load
         self._ledger.on_report(self.worker_id, self._network.sim.now_s)
+        self._costs.on_load(self.worker_id, load, self.page_size)
         if not self._heard:
             self._heard = True
             self._on_change()

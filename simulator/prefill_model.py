@@ -18,7 +18,7 @@ from kv_transfer.session import Manifest
 from penstock.config import PrefillConfig
 from penstock.errors import Cancelled, PenstockError, TransferError
 from penstock.kv_events import KvEventLog
-from penstock.types import Role, TransferKey, WorkerId, WorkerLoad
+from penstock.types import Role, StepTotals, TransferKey, WorkerId, WorkerLoad
 from prefill_worker.scheduler import PrefillScheduler
 from simulator.costs import PrefillCosts
 from simulator.kv_links import KvLinks
@@ -90,6 +90,8 @@ class PrefillModel:
         self._work: list[ScheduledSequence] = []
         self._step_s = 0.0
         self._tokens_per_s = 0.0
+        self._totals = StepTotals()
+        self._contexts = 0.0
 
     @property
     def num_open(self) -> int:
@@ -106,6 +108,7 @@ class PrefillModel:
             total_pages=self.pool.num_pages,
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
             prefill_tokens_per_s=self._tokens_per_s,
+            prefill_steps=self._totals,
         )
 
     # What the decode worker says.
@@ -163,6 +166,7 @@ class PrefillModel:
             if not job.begun:
                 self._begin(job)
         self._step_s = self._costs.work_s(self._work)
+        self._contexts = sum(item.num_contexts for item in self._work)
         return self._step_s
 
     def _begin(self, job: _Job) -> None:
@@ -175,6 +179,7 @@ class PrefillModel:
         work, self._work = self._work, []
         num_tokens = sum(item.num_tokens for item in work)
         self.num_computed_tokens += num_tokens
+        self._totals = self._totals.plus(num_tokens, self._contexts, self._step_s)
         self._tokens_per_s += (num_tokens / self._step_s - self._tokens_per_s) * (
             _SMOOTHING if self._tokens_per_s else 1.0
         )

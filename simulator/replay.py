@@ -12,7 +12,7 @@ from simulator.report import Slo, Summary, failures, offered_load, single_cache_
 from simulator.request import TraceRequest
 from simulator.traces import SharedPrefixMix, drop_longer, load_trace, scale_arrivals
 
-POLICIES = ("kv-aware", "least-loaded", "round-robin", "random")
+POLICIES = ("kv-aware", "least-loaded", "round-robin", "random", "consistent-hash")
 GENERATED = "shared-prefix"  # instead of a file
 UNLIMITED = 0
 

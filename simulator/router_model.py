@@ -11,9 +11,12 @@ from engine.sequence import Sequence
 from penstock.errors import DeadlineExceeded, PenstockError, Unavailable
 from penstock.page_hash import hash_pages, make_salt
 from penstock.types import Epoch, PageHash, RequestId, Role, SamplingParams
-from router.choice import Demand, Policy, WorkerView
-from router.inflight import InflightLedger, Work, WorkKey
+from router.appraisal import Appraisal, Prompt
+from router.cost_model import CostBook
+from router.inflight import InflightLedger, WorkKey
 from router.prefix_index import PrefixIndex
+from router.topology import LinkBook, LinkCost
+from router.views import EqualLinks, Limits, Policy, WorkerView
 from simulator.decode_model import DecodeModel, Delta, Submission
 from simulator.events import Timer
 from simulator.follower_model import FollowerModel, Workers
@@ -59,22 +62,37 @@ class RouterModel:
         policy: Policy,
         page_size: int,
         token_bytes: float,
+        limits: dict[Role, Limits],
+        link: LinkCost,
     ) -> None:
         self.node = node
         self.index = PrefixIndex()
         self.ledger = InflightLedger()
+        self.costs = CostBook()
+        self._appraisal = Appraisal(self.ledger, self.costs, LinkBook())
         self.on_end: Callable[[Outcome], None] = lambda outcome: None
         self._network = network
         self._policy = policy
         self._rng = network.sim.rng(f"choice {node.name}")
         self._page_size = page_size
         self._token_bytes = token_bytes
+        self._limits = limits
+        self._links = EqualLinks(link)
         self._streams = count(1)
         self._legs: dict[int, _Leg] = {}
         self._waiting: dict[_Leg, Timer] = {}  # for a worker to come back
         self.followers = [
             FollowerModel(
-                name, role, node, network, workers, self.index, self.ledger, self._on_change, self._on_link_lost
+                name,
+                role,
+                node,
+                network,
+                workers,
+                self.index,
+                self.ledger,
+                self.costs,
+                self._on_change,
+                self._on_link_lost,
             )
             for name, role in names.items()
         ]
@@ -121,29 +139,32 @@ class RouterModel:
         if not decode:
             self._end(leg, cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S))
             return
-        cached = self.index.match(leg.hashes)
-
-        def view(one: FollowerModel) -> WorkerView:
-            held = cached.get(one.worker_id)
-            tokens = held.num_pages * self._page_size if held else 0
-            return WorkerView(one.worker_id, one.load, one.page_size, self.ledger.sent_to(one.worker_id), tokens)
-
+        now_s = self._network.sim.now_s
         prefill = {one.worker_id: one for one in ready if one.role is Role.PREFILL}
-        demand = Demand(len(leg.prompt) + len(leg.emitted), self._token_bytes)
+        demand = self._appraisal.demand(self._prompt(leg), self._token_bytes, list(prefill), self._links, now_s)
         choice = self._policy.choose(
-            demand, [view(one) for one in decode], [view(one) for one in prefill.values()], self._rng
+            demand, [self._view(one) for one in decode], [self._view(one) for one in prefill.values()], self._rng
         )
         candidates = [
             Candidate(one.worker_id, prefill[one.worker_id].epoch, one.queue_s, one.prefill_s) for one in choice.prefill
         ]
-        computed_by = choice.prefill[0].worker_id if choice.prefill else choice.decode
-        now_s = self._network.sim.now_s
-        pages = Work(num_requests=1, num_pages=-(-demand.num_tokens // self._page_size))
-        leg.credits = [
-            self.ledger.record(choice.decode, pages, now_s),
-            self.ledger.record(computed_by, Work(prefill_tokens=choice.uncached_tokens), now_s),
-        ]
+        leg.credits = self._appraisal.commit(choice, demand, self._page_size, now_s).credits
         self._send(leg, next(one for one in decode if one.worker_id == choice.decode), candidates)
+
+    def _view(self, one: FollowerModel) -> WorkerView:
+        limits = self._limits[one.role]
+        sent = self.ledger.sent_to(one.worker_id)
+        return self._appraisal.view(one.worker_id, one.load, one.page_size, sent, limits)
+
+    def _prompt(self, leg: _Leg) -> Prompt:
+        size, found = self._page_size, self.index.match(leg.hashes)
+        return Prompt(
+            num_tokens=len(leg.prompt) + len(leg.emitted),
+            max_tokens=leg.outcome.request.num_output_tokens - len(leg.emitted),
+            cached_tokens={worker_id: held.num_pages * size for worker_id, held in found.items()},
+            host_tokens={},
+            prefix=leg.hashes[min(4, len(leg.hashes)) - 1] if leg.hashes else b"",
+        )
 
     def _wait(self, leg: _Leg) -> None:
         patience_s = _WAIT_TO_RESUME_S if leg.emitted else _WAIT_TO_START_S

@@ -143,8 +143,10 @@ async def test_prefill_workers_of_other_page_sizes_are_asked_by_hashes_of_their_
         prefills[name].log.stored(hash_pages(prompt, sizes[name], make_salt("r1"))[:num_pages])
     async with running_router(decode, *prefills.values()) as router:
         await collect(router.stub.Generate(request(token_ids=prompt)))
-    found = {one.worker_id: round(one.prefill_s * 1000) for one in decode.submits[0].prefill_candidates}
-    assert found == {"prefill-24": 130 - 120, "prefill-16": 130 - 80, "prefill-64": 130 - 64}
+    found = {one.worker_id: one.prefill_s * 1000 for one in decode.submits[0].prefill_candidates}
+    assert list(found) == ["prefill-24", "prefill-16", "prefill-64"]
+    assert found["prefill-16"] - found["prefill-24"] == pytest.approx(120 - 80, rel=0.2)  # a millisecond a token
+    assert found["prefill-64"] - found["prefill-24"] == pytest.approx(120 - 64, rel=0.2)
     assert list(found) == ["prefill-24", "prefill-16", "prefill-64"]
 
 
@@ -189,7 +191,7 @@ async def test_a_prefix_longer_than_the_first_look_is_found_whole():
     async with running_router(decode, prefill) as router:
         await collect(router.stub.Generate(request(token_ids=prompt)))
         seconds = decode.submits[0].prefill_candidates[0].prefill_s
-        assert seconds == pytest.approx((len(prompt) - 90 * PAGE_SIZE) / 1000.0)
+        assert seconds == pytest.approx((len(prompt) - 90 * PAGE_SIZE) / 1000.0, rel=0.15)  # 1.6 s were all to compute
 
 
 async def test_the_admins_membership_is_followed_and_outlived():

@@ -95,7 +95,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_ms", "prefill_worker", "decode_worker", "cached_tokens", "pages_moved", "num_redispatches", "num_preemptions", "num_migrations", "migration_pause_ms")
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_ms", "prefill_worker", "decode_worker", "cached_tokens", "pages_moved", "num_redispatches", "num_preemptions", "num_migrations", "migration_pause_ms", "prefill_cached_tokens", "decode_cached_tokens")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,8 @@ class Timing(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     MIGRATION_PAUSE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
     transfer_ms: float
@@ -122,7 +124,9 @@ class Timing(_message.Message):
     num_preemptions: int
     num_migrations: int
     migration_pause_ms: float
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., pages_moved: _Optional[int] = ..., num_redispatches: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_migrations: _Optional[int] = ..., migration_pause_ms: _Optional[float] = ...) -> None: ...
+    prefill_cached_tokens: int
+    decode_cached_tokens: int
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., pages_moved: _Optional[int] = ..., num_redispatches: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_migrations: _Optional[int] = ..., migration_pause_ms: _Optional[float] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")

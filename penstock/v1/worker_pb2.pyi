@@ -23,7 +23,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache")
+    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,10 @@ class WorkerDescription(_message.Message):
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SILENT_CACHE_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: str
@@ -50,7 +54,21 @@ class WorkerDescription(_message.Message):
     page_bytes: int
     kv_digest: str
     silent_cache: bool
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ...) -> None: ...
+    labels: Labels
+    chunk_tokens: int
+    max_running: int
+    max_local_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ...) -> None: ...
+
+class Labels(_message.Message):
+    __slots__ = ("host", "rack", "zone")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    RACK_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    rack: str
+    zone: str
+    def __init__(self, host: _Optional[str] = ..., rack: _Optional[str] = ..., zone: _Optional[str] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
     __slots__ = ("epoch", "next_seq")
@@ -61,7 +79,7 @@ class WatchEventsRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s", "cache")
+    __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +88,8 @@ class Load(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     free_pages: int
@@ -78,7 +98,21 @@ class Load(_message.Message):
     prefill_tokens_per_s: float
     step_s: float
     cache: CacheStats
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ...) -> None: ...
+    prefill_steps: StepTotals
+    decode_steps: StepTotals
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ...) -> None: ...
+
+class StepTotals(_message.Message):
+    __slots__ = ("steps", "tokens", "contexts", "seconds")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    tokens: int
+    contexts: float
+    seconds: float
+    def __init__(self, steps: _Optional[int] = ..., tokens: _Optional[int] = ..., contexts: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class CacheStats(_message.Message):
     __slots__ = ("queries", "device_hits", "host_hits", "disk_hits", "evictions", "spoiled_pages", "host_pages", "total_host_pages", "disk_pages", "total_disk_pages")

@@ -1,0 +1,115 @@
+"""What is known of workers besides their caches, turned into what a policy sees; and what follows from its choices.
+
+Pure: time is passed in. The router's shell (`router.placement`) and the simulator's router both decide by this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.types import WorkerId, WorkerLoad
+from router.cost_model import CostBook
+from router.inflight import InflightLedger, Work, WorkKey
+from router.replication import HotPrefixes
+from router.topology import LinkBook
+from router.views import Choice, Demand, Limits, Links, WorkerView
+
+_OUTPUT_PRIOR = 128.0  # tokens
+_SMOOTHING = 0.02
+_MAX_VIEWS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is known of a request before it is placed."""
+
+    num_tokens: int  # to have KV for: prompt, and what was emitted before
+    max_tokens: int  # still to be emitted, at most
+    cached_tokens: Mapping[WorkerId, int]
+    host_tokens: Mapping[WorkerId, int]  # of these, those below the device
+    prefix: bytes = b""
+    session: str = ""
+    explain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Commitment:
+    """What a choice puts on its workers; `link_bytes` are its own and those that go over the link before."""
+
+    credits: list[WorkKey]
+    link_bytes: int = 0
+
+
+class Appraisal:
+    """Reads the ledger and the books of costs, which others feed; owns what is learnt of requests."""
+
+    def __init__(self, ledger: InflightLedger, costs: CostBook, links: LinkBook, max_replicas: int = 8) -> None:
+        self._ledger = ledger
+        self._costs = costs
+        self._links = links
+        self._hot = HotPrefixes(max_replicas)
+        self._views: dict[WorkerId, WorkerView] = {}
+        self._output_tokens = _OUTPUT_PRIOR
+
+    def view(self, worker_id: WorkerId, load: WorkerLoad, page_size: int, sent: Work, limits: Limits) -> WorkerView:
+        """The one made before, unless something of it has changed. `sent` is by this router and its peers."""
+        costs = self._costs.costs(worker_id)
+        view = self._views.get(worker_id)
+        if (
+            view is None
+            or view.load is not load
+            or (view.sent is not sent and view.sent != sent)
+            or view.costs is not costs
+            or view.limits is not limits
+        ):
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            view = self._views[worker_id] = WorkerView(worker_id, load, page_size, sent, costs, limits)
+        return view
+
+    def demand(
+        self, prompt: Prompt, token_bytes: float, prefill: Sequence[WorkerId], links: Links, now_s: float
+    ) -> Demand:
+        """Counts the request towards its prefix."""
+        held = [cached for one in prefill if (cached := prompt.cached_tokens.get(one))]
+        most = max(held, default=0)
+        holders = sum(1 for cached in held if 2 * cached >= most)
+        return Demand(
+            num_tokens=prompt.num_tokens,
+            token_bytes=token_bytes,
+            cached_tokens=prompt.cached_tokens,
+            host_tokens=prompt.host_tokens,
+            links=links,
+            output_tokens=max(1.0, min(self._output_tokens, prompt.max_tokens)),
+            session=prompt.session,
+            prefix=prompt.prefix,
+            replicate=self._hot.wants_copy(prompt.prefix, holders, len(prefill), now_s),
+            explain=prompt.explain,
+        )
+
+    def commit(self, choice: Choice, demand: Demand, page_size: int, now_s: float) -> Commitment:
+        """Credits the workers with what their next load reports will not show yet, and the link with its bytes."""
+        ledger = self._ledger
+        pages = -(-demand.num_tokens // page_size)
+        computed_by = choice.prefill[0].worker_id if choice.prefill else choice.decode
+        credits = [
+            ledger.record(choice.decode, Work(num_requests=1, num_pages=pages), now_s),
+            ledger.record(computed_by, Work(prefill_tokens=choice.uncached_tokens), now_s),
+        ]
+        if not choice.prefill:
+            return Commitment(credits)
+        link = (computed_by, choice.decode)
+        ahead = ledger.link_bytes(link)
+        own = int(demand.uncached_on(choice.decode) * demand.token_bytes)
+        credits.append(ledger.record(link, Work(num_bytes=own), now_s))
+        return Commitment(credits, ahead + own)
+
+    def on_end(self, num_output_tokens: int) -> None:
+        """A completion had so many tokens."""
+        self._output_tokens += _SMOOTHING * (num_output_tokens - self._output_tokens)
+
+    def on_transfer(self, choice: Choice, commitment: Commitment, exposed_s: float) -> None:
+        """The pages came over the link of the choice; so long after the prefill."""
+        if choice.prefill:
+            self._links.observe(choice.prefill[0].worker_id, choice.decode, commitment.link_bytes, exposed_s)

@@ -182,7 +182,7 @@ class ControllerActor:
         self._shares = shares
         self._python_path = python_path
         self._embedded = embedded  # the Ray cluster is ours and on this machine alone
-        self._controller = Controller(self._config, self._spawn, self._send_canary)
+        self._controller = Controller(self._config, self._spawn, self._send_canary, self._trust.channel)
         self._admin: GrpcServer | None = None
         self._admin_address = ""
 

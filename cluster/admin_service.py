@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Collection
 import grpc.aio
 
 from cluster.controller import Controller
-from penstock.grpc_server import GrpcServer
+from cluster.drain import TIMEOUT_S, Progress
+from penstock.grpc_server import GrpcServer, typed_errors
 from penstock.trust import ADMIN, PEER, Trust
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
@@ -34,6 +35,27 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """Answers once every worker has ended."""
         await self._controller.stop()
         return admin_pb2.StopResponse()
+
+    async def Drain(
+        self, request: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.DrainProgress]:
+        async with typed_errors(context):
+            drain = self._controller.drain(request.worker_id, request.timeout_s or TIMEOUT_S, replaced=request.replace)
+            async for progress in drain.follow():
+                yield _progress_to_wire(request.worker_id, progress)
+
+
+def _progress_to_wire(worker_id: str, progress: Progress) -> admin_pb2.DrainProgress:
+    return admin_pb2.DrainProgress(
+        worker_id=worker_id,
+        stage=progress.stage.value,
+        num_left=progress.num_left,
+        num_moved=progress.num_moved,
+        num_failed_moves=progress.num_failed_moves,
+        num_cut_short=progress.num_cut_short,
+        elapsed_s=progress.elapsed_s,
+        detail=progress.detail,
+    )
 
 
 async def start_admin_server(

@@ -48,7 +48,12 @@ def make_parser() -> argparse.ArgumentParser:
     status = subparsers.add_parser("status", help="show the workers and what they do")
     status.add_argument("--json", action="store_true", help="print the whole answer as JSON")
     stop = subparsers.add_parser("stop", help="end the deployment")
-    for one, run in ((status, commands.status), (stop, commands.stop)):
+    drain = subparsers.add_parser("drain", help="empty a worker and end it; its streams go on elsewhere")
+    drain.add_argument("worker", help="as `penstock status` names it, such as decode-1")
+    drain.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="default: %(default)s")
+    drain.add_argument("--replace", action="store_true", help="start a new worker in its place")
+    drain.add_argument("--json", action="store_true", help="print each step as a line of JSON")
+    for one, run in ((status, commands.status), (stop, commands.stop), (drain, commands.drain)):
         one.add_argument("--admin", default="localhost:50052", metavar="HOST:PORT", help="default: %(default)s")
         one.add_argument("--secret-file", metavar="FILE", help="the deployment's secret, where another account runs it")
         _add_tls(one)

@@ -1,10 +1,12 @@
-"""The commands that talk to a running deployment: generate, chat, status, stop. They need the bare client alone."""
+"""The commands that talk to a running deployment: generate, chat, status, drain, stop. The bare client suffices."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -13,7 +15,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from cluster.admin_token import find_token
-from cluster.terminal import TIMING_HEADER, format_status, format_table, timing_row
+from cluster.terminal import TIMING_HEADER, format_drain, format_status, format_table, timing_row
 from penstock.client import Client, GenerateStream
 from penstock.client_auth import ClientTls, auth_metadata
 from penstock.completions import ChatMessage, Chunk
@@ -145,8 +147,33 @@ def stop(arguments: Namespace) -> int:
     return 0
 
 
+def drain(arguments: Namespace) -> int:
+    """Prints how far it is; Ctrl-C leaves, and the drain goes on."""
+    if arguments.timeout <= 0:
+        raise InvalidInput("timeout", f"is {arguments.timeout:g}; give a number of seconds above 0")
+    request = admin_pb2.DrainRequest(worker_id=arguments.worker, timeout_s=arguments.timeout, replace=arguments.replace)
+
+    with _admin_stub(arguments) as (stub, metadata):
+        for progress in stub.Drain(request, timeout=arguments.timeout + _STOP_TIMEOUT_S, metadata=metadata):
+            if arguments.json:
+                fields = MessageToDict(
+                    progress, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+                )
+                print(json.dumps(fields), flush=True)
+            else:
+                print(format_drain(progress), flush=True)
+    return 0
+
+
 def _admin(arguments: Namespace, method: str, request: Message, timeout_s: float) -> Any:
-    """One call to the Admin service, with the token that the deployment left for this account, or the secret's."""
+    """One call to the Admin service, for one answer."""
+    with _admin_stub(arguments) as (stub, metadata):
+        return getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
+
+
+@contextlib.contextmanager
+def _admin_stub(arguments: Namespace) -> Iterator[tuple[admin_pb2_grpc.AdminStub, Any]]:
+    """The Admin service, and the token that the deployment left for this account, or the secret's."""
     address = arguments.admin
     if arguments.secret_file:
         token = ClusterSecret(read_private(arguments.secret_file, "--secret-file")).token(ADMIN)
@@ -156,8 +183,7 @@ def _admin(arguments: Namespace, method: str, request: Message, timeout_s: float
     options = tls.options() if tls else None
     with grpc.secure_channel(address, tls.credentials(), options) if tls else grpc.insecure_channel(address) as channel:
         try:
-            call = getattr(admin_pb2_grpc.AdminStub(channel), method)
-            return call(request, timeout=timeout_s, metadata=auth_metadata(token))
+            yield admin_pb2_grpc.AdminStub(channel), auth_metadata(token)
         except grpc.RpcError as error:
             raise _explained(from_rpc_error(error), address) from error
 

@@ -14,10 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.drain import TIMEOUT_S, Drain
 from cluster.pool import Incarnation, Pool, Slot, Start, Stop, WorkerState
 from penstock import wire
 from penstock.config import ServeConfig
 from penstock.errors import CheckpointError, ConfigError, InvalidInput, PenstockError, Unavailable
+from penstock.grpc_server import Dial, make_channel
 from penstock.types import Epoch, Member, Role, WorkerId
 from penstock.v1 import admin_pb2, worker_pb2
 
@@ -77,10 +79,12 @@ class Snapshot:
 
 
 class Controller:
-    def __init__(self, config: ServeConfig, spawn: Spawn, canary: Canary) -> None:
+    def __init__(self, config: ServeConfig, spawn: Spawn, canary: Canary, dial: Dial = make_channel) -> None:
+        """`dial` opens channels to workers."""
         self._config = config
         self._spawn = spawn
         self._canary = canary
+        self._dial = dial
         self._pools = {
             Role.PREFILL.value: Pool(Role.PREFILL.value, config.prefill_pool.replicas),
             Role.DECODE.value: Pool(Role.DECODE.value, config.decode_pool.replicas),
@@ -90,6 +94,9 @@ class Controller:
         self._loads: dict[Incarnation, worker_pb2.Load] = {}
         self._endpoints: dict[WorkerId, tuple[str, str]] = {}  # of each router
         self._proven: set[Incarnation] = set()  # routers whose canary succeeded
+        self._reported: dict[Epoch, asyncio.Event] = {}  # of members whose next report is awaited
+        self._drains: dict[Incarnation, Drain] = {}
+        self._drain_tasks: set[asyncio.Task[None]] = set()
         self._canary_task: asyncio.Task[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._started_s = time.monotonic()
@@ -143,7 +150,7 @@ class Controller:
                 )
             self._publish()
             log.info("%s is ready at %s, epoch %d", incarnation.worker_id, started.address, started.epoch)
-            reason = await process.watch(lambda load: self._loads.__setitem__(incarnation, load))
+            reason = await process.watch(lambda load: self._take_report(incarnation, load))
         except asyncio.CancelledError:
             await _stop_in_order(process)
             raise
@@ -157,7 +164,7 @@ class Controller:
             log.exception("%s: supervision failed", incarnation.worker_id)
             reason = f"{type(error).__name__}: {error}"
         finally:
-            self._loads.pop(incarnation, None)
+            self._take_report(incarnation, None)
             log.info("%s is lost: %s", incarnation.worker_id, reason)
             pool.on_lost(incarnation, reason)
             self._give_up_if_hopeless(pool, incarnation)
@@ -245,9 +252,81 @@ class Controller:
             detail=slot.detail,
         )
         load = self._loads.get(slot.incarnation)
-        if load is not None and slot.state is WorkerState.READY:
+        if load is not None and slot.state in (WorkerState.READY, WorkerState.DRAINING):
             status.load.CopyFrom(load)
         return status
+
+    # Drains.
+
+    def drain(self, worker_id: str, timeout_s: float = TIMEOUT_S, *, replaced: bool = False) -> Drain:
+        """Begins to empty a worker and to end it, or joins in where that is under way. Raises InvalidInput."""
+        slot = self._find_worker(worker_id)
+        if slot.incarnation in self._drains:
+            return self._drains[slot.incarnation]
+        role = Role(slot.incarnation.pool_name)
+        if slot.state is not WorkerState.READY:
+            raise InvalidInput("worker_id", f"{worker_id} is {slot.state.value}; only a ready worker can be drained")
+        if role is Role.DECODE and sum(1 for _ in self._pools[role.value].ready()) == 1:
+            raise InvalidInput(
+                "worker_id", f"{worker_id} is the only decode worker that is ready; without one nothing is served"
+            )
+        member = Member(slot.worker_id, slot.epoch, role, slot.address)
+        drain = Drain(member, timeout_s, self._config.decode.max_batch_sequences, self, self._dial)
+        self._drains[slot.incarnation] = drain
+        self._pools[role.value].drain(slot.incarnation, replaced=replaced)
+        self._publish()  # routers choose it no more
+        task = asyncio.create_task(self._end_when_empty(drain, slot.incarnation))
+        self._drain_tasks.add(task)
+        task.add_done_callback(self._drain_tasks.discard)
+        return drain
+
+    async def _end_when_empty(self, drain: Drain, incarnation: Incarnation) -> None:
+        log.info("%s is drained", incarnation.worker_id)
+        try:
+            await drain.run()
+            supervision = self._tasks.get(incarnation)
+            if supervision is not None:
+                supervision.cancel()
+                await asyncio.wait([supervision])
+        finally:
+            drain.end()
+            del self._drains[incarnation]
+
+    def _find_worker(self, worker_id: str) -> Slot:
+        workers = {slot.worker_id: slot for role in Role for slot in self._pools[role.value].slots}
+        if worker_id not in workers:
+            raise InvalidInput("worker_id", f"is {worker_id!r}; the workers are {', '.join(sorted(workers))}")
+        return workers[WorkerId(worker_id)]
+
+    # `drain.View`
+
+    def is_here(self, member: Member) -> bool:
+        slot = self._slot_of(member)
+        return slot is not None and slot.state in (WorkerState.READY, WorkerState.DRAINING)
+
+    def load_of(self, member: Member) -> worker_pb2.Load | None:
+        slot = self._slot_of(member)
+        return self._loads.get(slot.incarnation) if slot else None
+
+    def _slot_of(self, member: Member) -> Slot | None:
+        return next((one for one in self._pools[member.role.value].slots if one.epoch == member.epoch), None)
+
+    def decode_members(self) -> list[Member]:
+        return [member for member in self._members if member.role is Role.DECODE]
+
+    async def next_report(self, member: Member) -> None:
+        if self.is_here(member):
+            await self._reported.setdefault(member.epoch, asyncio.Event()).wait()
+
+    def _take_report(self, incarnation: Incarnation, load: worker_pb2.Load | None) -> None:
+        if load is not None:
+            self._loads[incarnation] = load
+        else:
+            self._loads.pop(incarnation, None)
+        slots = self._pools[incarnation.pool_name].slots
+        epoch = next((slot.epoch for slot in slots if slot.incarnation == incarnation), None)
+        if epoch is not None and (waiting := self._reported.pop(epoch, None)) is not None:
+            waiting.set()
 
     async def watch_membership(self, router: str = "") -> AsyncIterator[admin_pb2.Membership]:
         """The whole membership now and after each change, until the controller stops.
@@ -290,7 +369,7 @@ class Controller:
                 await self._changed.wait()
             return
         self._stopping = True
-        for task in (self._main, self._canary_task):
+        for task in (self._main, self._canary_task, *self._drain_tasks):
             if task:
                 task.cancel()
         for names in ([ROUTER], [role.value for role in Role]):

@@ -6,6 +6,7 @@ Every report names the incarnation it speaks of, so that news of a dead one cann
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +21,7 @@ MAX_RETRY_S = 30.0
 class WorkerState(StrEnum):
     STARTING = "starting"
     READY = "ready"
+    DRAINING = "draining"  # gets no new work; what it has ends, or moves away
     LOST = "lost"  # to be replaced
 
 
@@ -66,6 +68,8 @@ class Slot:
     failures_in_a_row: int = 0  # losses since it was last ready
     num_restarts: int = 0
     retry_at_s: float | None = None  # None: what is left of the lost one is not removed yet
+    is_leaving: bool = False  # once it is gone, its place in the pool is too
+    is_replaced: bool = False  # a leaving one counts until then: its resources are its successor's
 
     @property
     def worker_id(self) -> WorkerId:
@@ -73,7 +77,7 @@ class Slot:
 
 
 class Pool:
-    """Workers `NAME-0 .. NAME-(replicas-1)`. Owns which incarnation of each is the current one."""
+    """Workers `NAME-0`, `NAME-1` and so on, one a replica. Owns which incarnation of each is the current one."""
 
     def __init__(self, name: str, replicas: int) -> None:
         self.name = name
@@ -103,9 +107,10 @@ class Pool:
 
     def reconcile(self, now_s: float) -> list[Action]:
         """What to do now. The pool takes each action as begun: it is not named again."""
-        wanted = [WorkerId(f"{self.name}-{number}") for number in range(self._replicas)]
+        num_leaving = sum(slot.is_replaced for slot in self._slots.values())
+        wanted = self._choose_places(max(0, self._replicas - num_leaving))
         actions: list[Action] = []
-        for worker_id in [one for one in self._slots if one not in wanted]:
+        for worker_id in [one for one, slot in self._slots.items() if one not in wanted and not slot.is_leaving]:
             slot = self._slots.pop(worker_id)
             if slot.state is not WorkerState.LOST:
                 actions.append(Stop(slot.incarnation))
@@ -123,6 +128,22 @@ class Pool:
                 continue
             actions.append(Start(self._slots[worker_id].incarnation))
         return actions
+
+    def _choose_places(self, count: int) -> list[WorkerId]:
+        """Those that are held go on being held, lowest numbers first; then the lowest that are free."""
+        leaving = {worker_id for worker_id, slot in self._slots.items() if slot.is_leaving}
+        staying = sorted((one for one in self._slots if one not in leaving), key=_place)
+        places = (WorkerId(f"{self.name}-{number}") for number in itertools.count())
+        free = (one for one in places if one not in self._slots)
+        return [*staying[:count], *itertools.islice(free, max(0, count - len(staying)))]
+
+    def drain(self, incarnation: Incarnation, *, replaced: bool) -> None:
+        """A ready one gets no more work; the owner ends it when it is empty. Its place goes to a new worker where it is
+        `replaced`, else the pool is one smaller from now on."""
+        slot = self._current(incarnation)
+        if slot and slot.state is WorkerState.READY:
+            slot.state, slot.is_leaving, slot.is_replaced = WorkerState.DRAINING, True, replaced
+            self._replicas -= not replaced
 
     def _next_incarnation(self, worker_id: WorkerId) -> Incarnation:
         self._last_number[worker_id] = number = self._last_number.get(worker_id, 0) + 1
@@ -155,13 +176,19 @@ class Pool:
     def on_removed(self, incarnation: Incarnation, now_s: float) -> None:
         """Nothing of a lost one is left: its resources and ports are free for the next one."""
         slot = self._current(incarnation)
-        if slot and slot.state is WorkerState.LOST:
+        if slot and slot.is_leaving:
+            del self._slots[incarnation.worker_id]
+        elif slot and slot.state is WorkerState.LOST:
             # What was ready is replaced at once; what never gets that far is tried ever less often.
             slot.retry_at_s = now_s + _backoff_s(slot.failures_in_a_row)
 
     def _current(self, incarnation: Incarnation) -> Slot | None:
         slot = self._slots.get(incarnation.worker_id)
         return slot if slot and slot.incarnation == incarnation else None
+
+
+def _place(worker_id: WorkerId) -> int:
+    return int(worker_id.rpartition("-")[2])
 
 
 def _backoff_s(failures: int) -> float:

@@ -73,6 +73,20 @@ def format_status(status: admin_pb2.StatusResponse) -> str:
     return f"{head}\n\n{format_table(header, rows)}"
 
 
+def format_drain(progress: admin_pb2.DrainProgress) -> str:
+    """One line of `penstock drain`."""
+    name, moved = progress.worker_id, f"{progress.num_moved} moved"
+    waits = f" ({progress.detail})" if progress.detail else ""
+    match progress.stage:
+        case "draining":
+            return f"{name} takes no new requests; {progress.num_left} left, {moved}{waits}"
+        case "stopping" if progress.num_cut_short:
+            return f"{name} is not empty in time, {moved}; it is ended now{waits}"
+        case "stopping":
+            return f"{name} is empty, {moved}; it is ended now"
+    return f"{name} has ended after {progress.elapsed_s:.1f} s"
+
+
 class StartProgress:
     """Shows each worker's way to ready. Used as a `with` block around `launch`, which calls `show`."""
 

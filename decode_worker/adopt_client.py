@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -67,13 +67,11 @@ class AdoptClient:
         events: DepartureEvents,
         channels: Channels,
         worker_id: WorkerId,
-        address: Callable[[], str],
     ) -> None:
         self._loop = loop
         self._events = events
         self._channels = channels
         self._worker_id = worker_id
-        self._address = address
         self._running = asyncio.get_running_loop()
         self._calls: dict[TransferKey, _Call] = {}  # until `close`: the transfer may write
         self._tasks: set[asyncio.Task[None]] = set()
@@ -87,7 +85,7 @@ class AdoptClient:
             state=state,
             num_tokens=num_tokens,
             worker_id=self._worker_id,
-            address=self._address(),
+            address=target.source_address,
         )
         self._running.call_soon_threadsafe(self._start, key, target, start)
 

@@ -15,6 +15,7 @@ from engine.step_loop import StepLoop
 from kv_transfer.receiver import TransferReceiver
 from kv_transfer.session import Manifest
 from penstock import wire
+from penstock.addresses import is_every_interface
 from penstock.errors import (
     InvalidInput,
     PenstockError,
@@ -78,20 +79,39 @@ class AdoptService:
         loop: StepLoop,
         fences: FenceKeeper,
         epoch: Epoch,
+        address: Callable[[], str],
     ) -> None:
+        """`address` is where this worker listens."""
         self._departures = departures
         self._adoptions = adoptions
         self._receiver = receiver
         self._loop = loop
         self._fences = fences
         self._epoch = epoch
+        self._address = address
 
     # At the source.
+
+    async def list_sequences(self) -> worker_pb2.ListSequencesResponse:
+        found = await self._on_loop(self._departures.candidates)
+        sequences = [
+            worker_pb2.RunningSequence(
+                request_id=one.request_id, num_tokens=one.num_tokens, num_tokens_left=one.num_tokens_left
+            )
+            for one in found
+        ]
+        return worker_pb2.ListSequencesResponse(sequences=sequences)
 
     async def migrate(self, request: worker_pb2.MigrateRequest) -> worker_pb2.MigrateResponse:
         if request.epoch == self._epoch:
             raise InvalidInput("epoch", f"is {request.epoch}, this very worker's; name another decode worker")
-        target = Target(WorkerId(request.worker_id), Epoch(request.epoch), request.address)
+        own = request.source_address or self._address()
+        if is_every_interface(own.rpartition(":")[0]):
+            raise InvalidInput(
+                "source_address",
+                f"is {own!r}, which nobody can call; name the address at which others reach this worker",
+            )
+        target = Target(WorkerId(request.worker_id), Epoch(request.epoch), request.address, own)
         wanted = {RequestId(one) for one in request.request_ids}
         chosen, num_left = await self._on_loop(lambda: self._departures.select(wanted, request.max_sequences or None))
         slots = asyncio.Semaphore(_AT_A_TIME)

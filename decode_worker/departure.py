@@ -19,6 +19,7 @@ class Target:
     worker_id: WorkerId
     epoch: Epoch
     address: str
+    source_address: str  # ours, as the target reaches us
 
 
 @dataclass(slots=True, eq=False)

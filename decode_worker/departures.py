@@ -87,9 +87,12 @@ class Departures:
     def select(self, request_ids: Collection[RequestId], max_sequences: int | None) -> tuple[list[DecodeRequest], int]:
         """Which running sequences to move, and how many requests are left alone."""
         requests = {request.sequence.request_id: request for request in self._worker.requests}
-        movable = [request for request in requests.values() if self._is_movable(request)]
-        chosen = choose([self._candidate(request) for request in movable], request_ids, max_sequences)
+        chosen = choose(self.candidates(), request_ids, max_sequences)
         return [requests[one.request_id] for one in chosen], len(requests) - len(chosen)
+
+    def candidates(self) -> list[Candidate]:
+        """Those that could move now."""
+        return [self._candidate(request) for request in self._worker.requests if self._is_movable(request)]
 
     def begin(self, request: DecodeRequest, target: Target, report: Callable[[PenstockError | None], None]) -> None:
         """Starts to move a sequence; `report` hears once how it went: None where it moved."""

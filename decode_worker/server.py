@@ -102,12 +102,18 @@ class DecodeServer:
         """What moves sequences between this worker and other decode workers."""
         config, worker = self._config, self.worker
         self.departures = Departures(engine, worker, self._sender, self.epoch, config.transfer)
-        self._adopt_calls = AdoptClient(
-            self._loop, self.departures, self._channels, WorkerId(config.worker_id), lambda: self.address
-        )
+        self._adopt_calls = AdoptClient(self._loop, self.departures, self._channels, WorkerId(config.worker_id))
         self.departures.calls = self._adopt_calls
         self.adoptions = Adoptions(worker, transfers, LEASE_S)
-        return AdoptService(self.departures, self.adoptions, self._receiver, self._loop, self._fences, self.epoch)
+        return AdoptService(
+            self.departures,
+            self.adoptions,
+            self._receiver,
+            self._loop,
+            self._fences,
+            self.epoch,
+            lambda: self.address,
+        )
 
     def _step(self) -> bool:
         worked = self.worker.step()

@@ -41,6 +41,12 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         async with typed_errors(context):
             return await self._moves.migrate(request)
 
+    async def ListSequences(
+        self, request: worker_pb2.ListSequencesRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ListSequencesResponse:
+        async with typed_errors(context):
+            return await self._moves.list_sequences()
+
     async def Adopt(
         self, request_iterator: AsyncIterator[worker_pb2.AdoptCommand], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.AdoptEvent]:

@@ -270,4 +270,5 @@ class DecodeWorker:
             cache=self._engine.prefix_cache.stats,
             prefill_steps=self._pace.prefill_steps,
             decode_steps=self._pace.decode_steps,
+            num_open=len(self._requests),
         )

@@ -162,3 +162,4 @@ class WorkerLoad:
     cache: CacheStats = CacheStats()
     prefill_steps: StepTotals = StepTotals()  # in which prompts were computed, perhaps beside decoding
     decode_steps: StepTotals = StepTotals()  # in which each sequence got one token and nothing else was done
+    num_open: int = 0  # requests held, whatever their state

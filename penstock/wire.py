@@ -128,6 +128,7 @@ def load_to_wire(load: WorkerLoad) -> worker_pb2.Load:
         cache=worker_pb2.CacheStats(**asdict(load.cache)),
         prefill_steps=worker_pb2.StepTotals(**asdict(load.prefill_steps)),
         decode_steps=worker_pb2.StepTotals(**asdict(load.decode_steps)),
+        num_open=load.num_open,
     )
 
 
@@ -143,6 +144,7 @@ def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
         cache=CacheStats(**{name: getattr(wire.cache, name) for name in _CACHE_STATS}),
         prefill_steps=_totals_from_wire(wire.prefill_steps),
         decode_steps=_totals_from_wire(wire.decode_steps),
+        num_open=wire.num_open,
     )
 
 

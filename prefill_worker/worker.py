@@ -286,4 +286,5 @@ class PrefillWorker:
             prefill_tokens_per_s=self._tokens_per_s,
             cache=self._engine.prefix_cache.stats,
             prefill_steps=self._totals,
+            num_open=len(self._jobs),
         )

@@ -38,6 +38,7 @@ class FakeProcess:
         return Started(Epoch(self.world.num_started), f"{self.incarnation.worker_id}:1", 4000, "router:2")
 
     async def watch(self, on_load: Callable[[worker_pb2.Load], None]) -> str:
+        self.report = on_load
         on_load(worker_pb2.Load(num_running=3))
         return await self.reason
 

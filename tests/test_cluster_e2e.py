@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
 
+from cluster import cli
 from cluster.launch import RayDeployment, launch
 from penstock import Client
 from penstock.completions import Result, ResultBuilder
@@ -183,6 +185,35 @@ def test_a_frozen_decode_worker_is_replaced(deployment: RayDeployment, client: C
     until_replaced(deployment, victim)
     assert worker(lost, "decode-1").member.worker_id == "decode-1"
     assert not psutil.pid_exists(victim.pid) or psutil.Process(victim.pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_decode_worker_is_drained_under_load_and_no_request_fails(
+    deployment: RayDeployment, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Running sequences move with their KV; the tokens are those of an undisturbed run."""
+
+    def ask_long(seed: int) -> Result:
+        return client.complete(PROMPT, max_tokens=500, temperature=0.8, seed=seed, ignore_eos=True)
+
+    undisturbed = {seed: ask_long(seed).token_ids for seed in range(2)}
+    _decode_workers(deployment, busy=0)
+    with ThreadPoolExecutor() as pool:
+        asked = {index: pool.submit(ask_long, index % 2) for index in range(8)}
+        victim = _decode_workers(deployment, busy=2)[-1]
+        assert (
+            cli.main(["drain", victim.member.worker_id, "--replace", "--json", "--admin", deployment.admin_address])
+            == 0
+        )
+        results = {index: one.result() for index, one in asked.items()}
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["stage"] for one in told][-2:] == ["stopping", "ended"]
+    assert told[-1]["num_cut_short"] == 0
+    for index, result in results.items():
+        assert result.token_ids == undisturbed[index % 2]
+        assert result.timing.num_redispatches == 0
+    assert sum(result.timing.num_migrations for result in results.values()) == told[-1]["num_moved"] > 0
+    replaced = until_replaced(deployment, victim)
+    assert replaced.num_restarts == 0
 
 
 def test_stop_leaves_no_process(deployment: RayDeployment) -> None:

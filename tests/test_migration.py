@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import grpc.aio
 import pytest
 
 from decode_worker import server as decode_server
@@ -18,7 +19,7 @@ from decode_worker.server import DecodeServer
 from engine.engine import Engine
 from engine.generate import generate
 from penstock.config import EngineConfig
-from penstock.errors import DeadlineExceeded, Overloaded, TransferError, TransferRefused, from_status
+from penstock.errors import DeadlineExceeded, Overloaded, TransferError, TransferRefused, from_rpc_error, from_status
 from penstock.grpc_server import make_channel
 from penstock.types import Role, SamplingParams
 from penstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -223,6 +224,28 @@ async def test_workers_of_different_page_sizes_move_sequences_too(
             assert len((await migrate(source, target)).moved) == 1
         seen = await stream
         assert (seen.token_ids, seen.num_moves) == (single_process(model, PROMPT, PENALIZED), 4)
+
+
+async def test_a_worker_on_every_interface_is_announced_as_its_caller_knows_it(model: Path) -> None:
+    left, right = (worker_config(Role.DECODE, model, name) for name in ("left", "right"))
+    async with workers(left.model_copy(update={"host": "0.0.0.0"}), right) as (source, target):
+        assert isinstance(source, DecodeServer)
+        assert isinstance(target, DecodeServer)
+        address = f"127.0.0.1:{source.address.rpartition(':')[2]}"
+        request = worker_pb2.MigrateRequest(worker_id="right", epoch=target.epoch, address=target.address)
+        async with caller(address) as to_left, caller(target) as to_right, make_channel(address) as channel:
+            stub = worker_pb2_grpc.DecodeWorkerStub(channel)
+            stream = asyncio.create_task(
+                Router({source.epoch: to_left, target.epoch: to_right}).stream(source, PROMPT, LONG)
+            )
+            await until_running(source, 1)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Migrate(request, timeout=TIMEOUT_S)
+            assert "source_address: is '0.0.0.0:" in str(from_rpc_error(caught.value))
+            request.source_address = address
+            assert len((await stub.Migrate(request, timeout=TIMEOUT_S)).moved) == 1
+            seen = await stream
+        assert (seen.token_ids, seen.num_moves) == (single_process(model, PROMPT, LONG), 1)
 
 
 async def test_a_full_target_refuses_and_the_stream_goes_on(model: Path) -> None:

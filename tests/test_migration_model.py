@@ -313,7 +313,7 @@ class World:
         chosen, _ = node.departures.select((), None)
         chosen = chosen or [one for one in node.worker.requests if node.worker.scheduler.is_running(one.sequence)]
         if chosen:
-            node.departures.begin(self.rng.choice(chosen), Target(WorkerId("t"), target.epoch, ""), self.count)
+            node.departures.begin(self.rng.choice(chosen), Target(WorkerId("t"), target.epoch, "", ""), self.count)
 
     def count(self, error: PenstockError | None) -> None:
         self.num_moved += error is None

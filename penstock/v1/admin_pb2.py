@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import worker_pb2 as penstock_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/admin.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/worker.proto\"I\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"T\n\nMembership\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12$\n\x07members\x18\x02 \x03(\x0b\x32\x13.penstock.v1.Member\x12\x0f\n\x07routers\x18\x03 \x03(\t\"(\n\x16WatchMembershipRequest\x12\x0e\n\x06router\x18\x01 \x01(\t\"\x96\x01\n\x0cWorkerStatus\x12#\n\x06member\x18\x01 \x01(\x0b\x32\x13.penstock.v1.Member\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x14\n\x0cnum_restarts\x18\x04 \x01(\r\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.penstock.v1.Load\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\x0f\n\rStatusRequest\"\x7f\n\x0eStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12*\n\x07workers\x18\x03 \x03(\x0b\x32\x19.penstock.v1.WorkerStatus\x12\x11\n\tendpoints\x18\x04 \x03(\t\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse2\xda\x01\n\x05\x41\x64min\x12\x41\n\x06Status\x12\x1a.penstock.v1.StatusRequest\x1a\x1b.penstock.v1.StatusResponse\x12Q\n\x0fWatchMembership\x12#.penstock.v1.WatchMembershipRequest\x1a\x17.penstock.v1.Membership0\x01\x12;\n\x04Stop\x12\x18.penstock.v1.StopRequest\x1a\x19.penstock.v1.StopResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/admin.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/worker.proto\"I\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"T\n\nMembership\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12$\n\x07members\x18\x02 \x03(\x0b\x32\x13.penstock.v1.Member\x12\x0f\n\x07routers\x18\x03 \x03(\t\"(\n\x16WatchMembershipRequest\x12\x0e\n\x06router\x18\x01 \x01(\t\"\x96\x01\n\x0cWorkerStatus\x12#\n\x06member\x18\x01 \x01(\x0b\x32\x13.penstock.v1.Member\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x14\n\x0cnum_restarts\x18\x04 \x01(\r\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.penstock.v1.Load\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\x0f\n\rStatusRequest\"\x7f\n\x0eStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12*\n\x07workers\x18\x03 \x03(\x0b\x32\x19.penstock.v1.WorkerStatus\x12\x11\n\tendpoints\x18\x04 \x03(\t\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse\"E\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x0f\n\x07replace\x18\x03 \x01(\x08\"\xaa\x01\n\rDrainProgress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x10\n\x08num_left\x18\x03 \x01(\r\x12\x11\n\tnum_moved\x18\x04 \x01(\r\x12\x18\n\x10num_failed_moves\x18\x05 \x01(\r\x12\x15\n\rnum_cut_short\x18\x06 \x01(\r\x12\x11\n\telapsed_s\x18\x07 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t2\x9c\x02\n\x05\x41\x64min\x12\x41\n\x06Status\x12\x1a.penstock.v1.StatusRequest\x1a\x1b.penstock.v1.StatusResponse\x12Q\n\x0fWatchMembership\x12#.penstock.v1.WatchMembershipRequest\x1a\x17.penstock.v1.Membership0\x01\x12;\n\x04Stop\x12\x18.penstock.v1.StopRequest\x1a\x19.penstock.v1.StopResponse\x12@\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainProgress0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,6 +48,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPREQUEST']._serialized_end=581
   _globals['_STOPRESPONSE']._serialized_start=583
   _globals['_STOPRESPONSE']._serialized_end=597
-  _globals['_ADMIN']._serialized_start=600
-  _globals['_ADMIN']._serialized_end=818
+  _globals['_DRAINREQUEST']._serialized_start=599
+  _globals['_DRAINREQUEST']._serialized_end=668
+  _globals['_DRAINPROGRESS']._serialized_start=671
+  _globals['_DRAINPROGRESS']._serialized_end=841
+  _globals['_ADMIN']._serialized_start=844
+  _globals['_ADMIN']._serialized_end=1128
 # @@protoc_insertion_point(module_scope)

@@ -76,3 +76,33 @@ class StopRequest(_message.Message):
 class StopResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("worker_id", "timeout_s", "replace")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    timeout_s: float
+    replace: bool
+    def __init__(self, worker_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., replace: _Optional[bool] = ...) -> None: ...
+
+class DrainProgress(_message.Message):
+    __slots__ = ("worker_id", "stage", "num_left", "num_moved", "num_failed_moves", "num_cut_short", "elapsed_s", "detail")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_MOVES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CUT_SHORT_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    stage: str
+    num_left: int
+    num_moved: int
+    num_failed_moves: int
+    num_cut_short: int
+    elapsed_s: float
+    detail: str
+    def __init__(self, worker_id: _Optional[str] = ..., stage: _Optional[str] = ..., num_left: _Optional[int] = ..., num_moved: _Optional[int] = ..., num_failed_moves: _Optional[int] = ..., num_cut_short: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...

@@ -49,6 +49,11 @@ class AdminStub:
                 request_serializer=penstock_dot_v1_dot_admin__pb2.StopRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.StopResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/penstock.v1.Admin/Drain',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.DrainProgress.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -73,6 +78,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Empties a worker and ends it: it gets no new requests, running sequences move to other decode workers, the rest
+        ends where it is. Tells how far it is until the worker has ended; goes on without a caller. A second call joins in.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -90,6 +103,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.StopRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.StopResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.DrainProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -173,6 +191,33 @@ class Admin:
             '/penstock.v1.Admin/Stop',
             penstock_dot_v1_dot_admin__pb2.StopRequest.SerializeToString,
             penstock_dot_v1_dot_admin__pb2.StopResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.Admin/Drain',
+            penstock_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.DrainProgress.FromString,
             options,
             channel_credentials,
             insecure,

@@ -79,7 +79,7 @@ class WatchEventsRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps")
+    __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class Load(_message.Message):
     CACHE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OPEN_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     free_pages: int
@@ -100,7 +101,8 @@ class Load(_message.Message):
     cache: CacheStats
     prefill_steps: StepTotals
     decode_steps: StepTotals
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ...) -> None: ...
+    num_open: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., num_open: _Optional[int] = ...) -> None: ...
 
 class StepTotals(_message.Message):
     __slots__ = ("steps", "tokens", "contexts", "seconds")
@@ -388,19 +390,41 @@ class StepFrame(_message.Message):
     deltas: _containers.RepeatedCompositeFieldContainer[StepDelta]
     def __init__(self, step: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[StepDelta, _Mapping]]] = ...) -> None: ...
 
+class ListSequencesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RunningSequence(_message.Message):
+    __slots__ = ("request_id", "num_tokens", "num_tokens_left")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    num_tokens: int
+    num_tokens_left: int
+    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., num_tokens_left: _Optional[int] = ...) -> None: ...
+
+class ListSequencesResponse(_message.Message):
+    __slots__ = ("sequences",)
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[RunningSequence]
+    def __init__(self, sequences: _Optional[_Iterable[_Union[RunningSequence, _Mapping]]] = ...) -> None: ...
+
 class MigrateRequest(_message.Message):
-    __slots__ = ("worker_id", "epoch", "address", "request_ids", "max_sequences")
+    __slots__ = ("worker_id", "epoch", "address", "request_ids", "max_sequences", "source_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     address: str
     request_ids: _containers.RepeatedScalarFieldContainer[str]
     max_sequences: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., request_ids: _Optional[_Iterable[str]] = ..., max_sequences: _Optional[int] = ...) -> None: ...
+    source_address: str
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., request_ids: _Optional[_Iterable[str]] = ..., max_sequences: _Optional[int] = ..., source_address: _Optional[str] = ...) -> None: ...
 
 class MigrateFailure(_message.Message):
     __slots__ = ("request_id", "error")

@@ -285,6 +285,11 @@ class DecodeWorkerStub:
                 request_serializer=penstock_dot_v1_dot_worker__pb2.MigrateRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_worker__pb2.MigrateResponse.FromString,
                 _registered_method=True)
+        self.ListSequences = channel.unary_unary(
+                '/penstock.v1.DecodeWorker/ListSequences',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.ListSequencesRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.ListSequencesResponse.FromString,
+                _registered_method=True)
         self.Adopt = channel.stream_stream(
                 '/penstock.v1.DecodeWorker/Adopt',
                 request_serializer=penstock_dot_v1_dot_worker__pb2.AdoptCommand.SerializeToString,
@@ -310,6 +315,13 @@ class DecodeWorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListSequences(self, request, context):
+        """Those that could move now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Adopt(self, request_iterator, context):
         """One call a sequence that moves here. Commands: start, then finish; closed is always the last and says that nothing
         will be written any more. Events: destination, landed, then adopted; or refused, at any point.
@@ -330,6 +342,11 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
                     servicer.Migrate,
                     request_deserializer=penstock_dot_v1_dot_worker__pb2.MigrateRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_worker__pb2.MigrateResponse.SerializeToString,
+            ),
+            'ListSequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSequences,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.ListSequencesRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.ListSequencesResponse.SerializeToString,
             ),
             'Adopt': grpc.stream_stream_rpc_method_handler(
                     servicer.Adopt,
@@ -392,6 +409,33 @@ class DecodeWorker:
             '/penstock.v1.DecodeWorker/Migrate',
             penstock_dot_v1_dot_worker__pb2.MigrateRequest.SerializeToString,
             penstock_dot_v1_dot_worker__pb2.MigrateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.DecodeWorker/ListSequences',
+            penstock_dot_v1_dot_worker__pb2.ListSequencesRequest.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.ListSequencesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,197 @@
+"""One worker's way out of service: it gets no new requests, what can move moves, the rest ends where it is.
+
+Routers stop choosing the worker because it leaves the membership, which the controller sees to; they keep the streams
+that it has. Of a decode worker the running sequences go to others, KV and all, round after round; a prefill worker's
+prompts end soon. Empty, or out of time, it may be stopped: what it still has then, routers serve elsewhere.
+
+Between the controller, which owns the pools, and the workers' own services; no Ray. Each round follows a report of
+load, so nothing is polled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Protocol
+
+import grpc.aio
+
+from cluster.moves import Movable, Move, Room, plan_moves
+from penstock.grpc_server import Dial, make_channel
+from penstock.types import Epoch, Member, RequestId, Role
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 300.0
+_QUIET_REPORTS = 2  # with nothing open: a router may hear of the drain only after the first
+_ASK_TIMEOUT_S = 5.0
+_MOVE_TIMEOUT_S = 60.0  # of one round; each sequence has limits of its own
+
+
+class Stage(StrEnum):
+    DRAINING = "draining"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    stage: Stage = Stage.DRAINING
+    num_left: int = 0  # requests
+    num_moved: int = 0
+    num_failed_moves: int = 0
+    num_cut_short: int = 0
+    elapsed_s: float = 0.0
+    detail: str = ""
+
+
+class View(Protocol):
+    """What a drain sees of the deployment."""
+
+    def is_here(self, member: Member) -> bool:
+        """Whether that incarnation still lives."""
+        ...
+
+    def load_of(self, member: Member) -> worker_pb2.Load | None:
+        """Its last report; None where there is none."""
+        ...
+
+    def decode_members(self) -> Sequence[Member]: ...
+
+    async def next_report(self, member: Member) -> None:
+        """Until it has reported again, or gone."""
+        ...
+
+
+class Drain:
+    """Of one incarnation. `run` empties it; whoever runs it stops the worker and then calls `end`."""
+
+    def __init__(
+        self, member: Member, timeout_s: float, max_sequences: int, view: View, dial: Dial = make_channel
+    ) -> None:
+        """`max_sequences` is what a decode worker holds at most."""
+        self.member = member
+        self.progress = Progress()
+        self._max_sequences = max_sequences
+        self._view = view
+        self._dial = dial
+        self._began_s = time.monotonic()
+        self._deadline_s = self._began_s + timeout_s
+        self._changed = asyncio.Event()
+        self._described: dict[Epoch, worker_pb2.WorkerDescription] = {}
+
+    async def run(self) -> None:
+        """Returns once the worker has nothing left, is gone, or time is up."""
+        try:
+            async with asyncio.timeout(self._deadline_s - time.monotonic()), self._dial(self.member.address) as own:
+                await self._empty(own)
+        except TimeoutError:
+            log.warning("%s is not empty in time: %d requests left", self.member.worker_id, self.progress.num_left)
+        left = self.progress.num_left
+        detail = f"{left} requests go on elsewhere, computed anew" if left else ""
+        self._tell(stage=Stage.STOPPING, num_cut_short=left, detail=detail)
+
+    def end(self) -> None:
+        """The worker is gone."""
+        self._tell(stage=Stage.ENDED, num_left=0)
+
+    async def follow(self) -> AsyncIterator[Progress]:
+        """The progress now and after each change, until the end."""
+        while True:
+            changed, progress = self._changed, self.progress
+            yield progress
+            if progress.stage is Stage.ENDED:
+                return
+            if progress is self.progress:
+                await changed.wait()
+
+    async def _empty(self, own: grpc.aio.Channel) -> None:
+        num_quiet = 0
+        while num_quiet < _QUIET_REPORTS and self._view.is_here(self.member):
+            load = self._view.load_of(self.member)
+            if load is not None and load.num_open and self.member.role is Role.DECODE:
+                await self._move_round(worker_pb2_grpc.DecodeWorkerStub(own))
+            await self._view.next_report(self.member)
+            load = self._view.load_of(self.member)
+            if load is not None:
+                self._tell(num_left=load.num_open)
+                num_quiet = 0 if load.num_open else num_quiet + 1
+
+    async def _move_round(self, stub: worker_pb2_grpc.DecodeWorkerStub) -> None:
+        try:
+            listed = await stub.ListSequences(worker_pb2.ListSequencesRequest(), timeout=_ASK_TIMEOUT_S)
+            sequences = [
+                Movable(RequestId(one.request_id), one.num_tokens, one.num_tokens_left) for one in listed.sequences
+            ]
+            rooms = await self._find_rooms() if sequences else []
+        except grpc.aio.AioRpcError as error:
+            log.info("%s: a round of moves failed: %s", self.member.worker_id, error.details())
+            return
+        moves = plan_moves(sequences, rooms)
+        self._tell(detail=_say_what_stays(sequences, rooms, moves))
+        await asyncio.gather(*(self._migrate(stub, move) for move in moves))
+
+    async def _migrate(self, stub: worker_pb2_grpc.DecodeWorkerStub, move: Move) -> None:
+        target = move.target
+        request = worker_pb2.MigrateRequest(
+            worker_id=target.worker_id,
+            epoch=target.epoch,
+            address=target.address,
+            request_ids=move.request_ids,
+            source_address=self.member.address,
+        )
+        try:
+            answer = await stub.Migrate(request, timeout=_MOVE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("%s: moving to %s failed: %s", self.member.worker_id, target.worker_id, error.details())
+            return
+        for failed in answer.failed:
+            log.info("%s: %s stays: %s", self.member.worker_id, failed.request_id, failed.error.message)
+        self._tell(
+            num_moved=self.progress.num_moved + len(answer.moved),
+            num_failed_moves=self.progress.num_failed_moves + len(answer.failed),
+            num_left=max(0, self.progress.num_left - len(answer.moved)),
+        )
+
+    async def _find_rooms(self) -> list[Room]:
+        """Of the other decode workers that could use our KV."""
+        own = await self._describe(self.member)
+        rooms = []
+        for member in self._view.decode_members():
+            load = self._view.load_of(member)
+            if member.epoch == self.member.epoch or load is None:
+                continue
+            described = await self._describe(member)
+            if described.kv_digest == own.kv_digest:
+                free_sequences = self._max_sequences - load.num_open
+                free_tokens = load.free_pages * described.page_size
+                rooms.append(Room(member.worker_id, member.epoch, member.address, free_tokens, free_sequences))
+        return rooms
+
+    async def _describe(self, member: Member) -> worker_pb2.WorkerDescription:
+        if member.epoch not in self._described:
+            async with self._dial(member.address) as channel:
+                stub = worker_pb2_grpc.WorkerStub(channel)
+                answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=_ASK_TIMEOUT_S)
+            self._described[member.epoch] = answer
+        return self._described[member.epoch]
+
+    def _tell(self, **changes: object) -> None:
+        told = replace(self.progress, **changes)  # type: ignore[arg-type]
+        if told != self.progress:
+            self.progress = replace(told, elapsed_s=time.monotonic() - self._began_s)
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+
+def _say_what_stays(sequences: Sequence[Movable], rooms: Sequence[Room], moves: Sequence[Move]) -> str:
+    staying = len(sequences) - sum(len(move.request_ids) for move in moves)
+    if not staying:
+        return ""
+    reason = "have no room elsewhere, or end soon" if rooms else "have no other decode worker to go to"
+    return f"{staying} running sequences {reason}; they end here"

@@ -14,6 +14,7 @@ from cluster.terminal import StartProgress, changes, how_to_call
 from penstock import log
 from penstock.config import ServeConfig, parse, read
 from penstock.errors import ConfigError, PenstockError
+from penstock.types import Lane
 
 if TYPE_CHECKING:
     from cluster.launch import OnStatus, RayDeployment
@@ -102,6 +103,7 @@ def _add_client(parser: argparse.ArgumentParser, name: str, run: object) -> None
     add("--api-key", metavar="KEY", help="default: $PENSTOCK_API_KEY, which other users of the machine cannot read")
     _add_tls(parser)
     add("--timeout", type=float, metavar="SECONDS", help="of one answer")
+    add("--lane", choices=[lane.value for lane in Lane], help="what it competes with; default: the caller's own")
     add("--max-tokens", type=int, metavar="N")
     add("--temperature", type=float, metavar="T", help="0 is greedy")
     add("--top-p", type=float, metavar="P")

@@ -35,7 +35,7 @@ def generate(arguments: Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     with _client(arguments) as client:
         try:
-            with client.generate(prompt, **_sampling(arguments)) as stream:
+            with client.generate(prompt, lane=arguments.lane, **_sampling(arguments)) as stream:
                 printed = _print_stream(stream, sys.stdout)
         except Unavailable as error:
             raise Unavailable(f"{arguments.server}: {error.message}") from error
@@ -83,7 +83,7 @@ def client_tls(arguments: Namespace) -> ClientTls | None:
 
 def _answer(client: Client, arguments: Namespace, messages: list[ChatMessage]) -> str | None:
     try:
-        with client.generate(messages, **_sampling(arguments)) as stream:
+        with client.generate(messages, lane=arguments.lane, **_sampling(arguments)) as stream:
             return _print_stream(stream, sys.stdout).text
     except PenstockError as error:
         print(error.message, file=sys.stderr)

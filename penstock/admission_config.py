@@ -36,12 +36,13 @@ class BulkLane(LaneConfig):
 
 
 class TenantLimits(_Frozen):
-    """What one tenant may use. None: no limit."""
+    """What callers may use where they are not told apart; a tenant has the same fields. None: no limit."""
 
     weight: float = Field(1.0, gt=0)  # share of a lane, against the other tenants that wait in it
     tokens_per_s: float | None = Field(None, gt=0)  # prompt and output
     burst_tokens: int | None = Field(None, ge=1)  # at once after a pause; default: 60 s of tokens_per_s
     max_inflight_tokens: int | None = Field(None, ge=1)  # of KV at the workers: prompts, and outputs at their longest
+    max_requests: int | None = Field(None, ge=1)  # at once, waiting ones included
 
     @model_validator(mode="after")
     def _burst_belongs_to_a_rate(self) -> TenantLimits:
@@ -76,7 +77,7 @@ class AdmissionConfig(_Frozen):
     interactive: InteractiveLane = InteractiveLane()
     standard: LaneConfig = LaneConfig()
     bulk: BulkLane = BulkLane()
-    tenant: TenantLimits = TenantLimits()  # of each tenant that has none of its own
+    tenant: TenantLimits = TenantLimits()  # of all callers together, where there are no `tenants`
     output_weight: float = Field(2.0, gt=0)  # what an output token costs, where a prompt token costs 1
     slot_headroom: float = Field(0.25, ge=0)  # requests out beyond the decode slots, as a share of these
     prefill_queue_s: float = Field(1.0, gt=0)  # of prefill work out at the workers

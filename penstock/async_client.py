@@ -35,7 +35,8 @@ from penstock.completions import (
 )
 from penstock.continuation import Continuation
 from penstock.errors import Cancelled, InternalError, InvalidInput, from_rpc_error
-from penstock.retry import DEFAULT_RETRY, Attempts, RetryPolicy
+from penstock.retry import DEFAULT_RETRY, Attempts, RetryBudget, RetryPolicy
+from penstock.types import Lane
 from penstock.v1 import inference_pb2, inference_pb2_grpc
 
 AnswerT = TypeVar("AnswerT")
@@ -83,7 +84,7 @@ class AsyncGenerateStream:
             if message is grpc.aio.EOF:
                 raise StopAsyncIteration
             self._continuation.on_message(message)
-            self._attempts.number = 1  # what broke off after a token has not failed: it goes on elsewhere
+            self._attempts.progress(time.monotonic())
             return chunk_from_wire(message)
 
     async def _wait_for_retry(self, rpc_error: grpc.RpcError) -> None:
@@ -149,6 +150,7 @@ class AsyncClient:
         """
         self._timeout_s = timeout_s
         self._retry = retry
+        self._retry_budget = RetryBudget()
         self._metadata = auth_metadata(api_key)
         credentials = credentials or (tls.credentials() if tls else None)
         options = [*CHANNEL_OPTIONS, *(tls.options() if tls else ())]
@@ -169,15 +171,17 @@ class AsyncClient:
         *,
         model: str = "",
         request_id: str = "",
+        lane: Lane | str | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerateStream:
         """Starts to generate; iterate over the stream for chunks, or await its `complete()`.
 
-        `prompt` is text, token ids, or chat messages. `timeout_s` bounds the whole call, retries included.
+        `prompt` is text, token ids, or chat messages. `timeout_s` bounds the whole call, retries included. `lane` is
+        interactive, standard or bulk; left out, it is the caller's own.
         Raises InvalidInput at once for what no server could read; every other error comes from the stream.
         """
-        request = build_request(prompt, sampling, model=model, request_id=request_id)
+        request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane)
         attempts = self._attempts(timeout_s, self._timeout_s)
         begin = self._begin(lambda stub: stub.Generate)
         return AsyncGenerateStream(begin, request, attempts)
@@ -188,11 +192,14 @@ class AsyncClient:
         *,
         model: str = "",
         request_id: str = "",
+        lane: Lane | str | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Result:
         """Generates and returns the whole answer."""
-        async with self.generate(prompt, model=model, request_id=request_id, timeout_s=timeout_s, **sampling) as stream:
+        async with self.generate(
+            prompt, model=model, request_id=request_id, lane=lane, timeout_s=timeout_s, **sampling
+        ) as stream:
             return await stream.complete()
 
     async def tokenize(
@@ -229,14 +236,17 @@ class AsyncClient:
         attempts = self._attempts(timeout_s, UNARY_TIMEOUT_S)
         while True:
             try:
-                return await start(request, attempts.timeout_s(time.monotonic()))
+                answer = await start(request, attempts.timeout_s(time.monotonic()))
             except grpc.RpcError as error:
                 delay_s = attempts.next_delay_s(from_rpc_error(error), time.monotonic(), random.random)
                 await asyncio.sleep(delay_s)
+                continue
+            attempts.progress(time.monotonic())
+            return answer
 
     def _attempts(self, timeout_s: float | None, default_s: float | None) -> Attempts:
         limit_s = timeout_s if timeout_s is not None else default_s
-        return Attempts(self._retry, None if limit_s is None else time.monotonic() + limit_s)
+        return Attempts(self._retry, None if limit_s is None else time.monotonic() + limit_s, self._retry_budget)
 
     async def close(self) -> None:
         """Ends every call of this client."""

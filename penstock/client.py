@@ -37,7 +37,8 @@ from penstock.completions import (
 from penstock.config import MAX_MESSAGE_BYTES
 from penstock.continuation import Continuation
 from penstock.errors import Cancelled, InternalError, InvalidInput, from_rpc_error
-from penstock.retry import DEFAULT_RETRY, Attempts, RetryPolicy
+from penstock.retry import DEFAULT_RETRY, Attempts, RetryBudget, RetryPolicy
+from penstock.types import Lane
 from penstock.v1 import inference_pb2, inference_pb2_grpc
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -88,7 +89,7 @@ class GenerateStream:
                 self._wait_for_retry(error)
                 continue
             self._continuation.on_message(message)
-            self._attempts.number = 1  # what broke off after a token has not failed: it goes on elsewhere
+            self._attempts.progress(time.monotonic())
             return chunk_from_wire(message)
 
     def _wait_for_retry(self, rpc_error: grpc.RpcError) -> None:
@@ -146,6 +147,7 @@ class Client:
         """
         self._timeout_s = timeout_s
         self._retry = retry
+        self._retry_budget = RetryBudget()
         self._metadata = auth_metadata(api_key)
         credentials = credentials or (tls.credentials() if tls else None)
         options = [*CHANNEL_OPTIONS, *(tls.options() if tls else ())]
@@ -166,15 +168,17 @@ class Client:
         *,
         model: str = "",
         request_id: str = "",
+        lane: Lane | str | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> GenerateStream:
         """Starts to generate; iterate over the stream for chunks, or call its `complete()`.
 
-        `prompt` is text, token ids, or chat messages. `timeout_s` bounds the whole call, retries included.
+        `prompt` is text, token ids, or chat messages. `timeout_s` bounds the whole call, retries included. `lane` is
+        interactive, standard or bulk; left out, it is the caller's own.
         Raises InvalidInput at once for what no server could read; every other error comes from the stream.
         """
-        request = build_request(prompt, sampling, model=model, request_id=request_id)
+        request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane)
         attempts = self._attempts(timeout_s, self._timeout_s)
         begin = self._begin(lambda stub: stub.Generate)
         return GenerateStream(begin, request, attempts)
@@ -185,11 +189,14 @@ class Client:
         *,
         model: str = "",
         request_id: str = "",
+        lane: Lane | str | None = None,
         timeout_s: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Result:
         """Generates and returns the whole answer."""
-        with self.generate(prompt, model=model, request_id=request_id, timeout_s=timeout_s, **sampling) as stream:
+        with self.generate(
+            prompt, model=model, request_id=request_id, lane=lane, timeout_s=timeout_s, **sampling
+        ) as stream:
             return stream.complete()
 
     def tokenize(
@@ -226,14 +233,17 @@ class Client:
         attempts = self._attempts(timeout_s, UNARY_TIMEOUT_S)
         while True:
             try:
-                return start(request, attempts.timeout_s(time.monotonic()))
+                answer = start(request, attempts.timeout_s(time.monotonic()))
             except grpc.RpcError as error:
                 delay_s = attempts.next_delay_s(from_rpc_error(error), time.monotonic(), random.random)
                 time.sleep(delay_s)
+                continue
+            attempts.progress(time.monotonic())
+            return answer
 
     def _attempts(self, timeout_s: float | None, default_s: float | None) -> Attempts:
         limit_s = timeout_s if timeout_s is not None else default_s
-        return Attempts(self._retry, None if limit_s is None else time.monotonic() + limit_s)
+        return Attempts(self._retry, None if limit_s is None else time.monotonic() + limit_s, self._retry_budget)
 
     def close(self) -> None:
         """Ends every call of this client."""

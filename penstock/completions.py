@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from typing import TypedDict, TypeVar
 
 from penstock.errors import InvalidInput
-from penstock.types import FinishReason
+from penstock.types import FinishReason, Lane
 from penstock.v1 import common_pb2, inference_pb2
-from penstock.wire import finish_reason_from_wire
+from penstock.wire import finish_reason_from_wire, lane_from_name, lane_to_wire
 
 ChatMessage = Mapping[str, str]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -193,10 +193,17 @@ def _completion(parts: _Parts) -> Completion:
 
 
 def build_request(
-    prompt: Prompt, options: Mapping[str, object], *, model: str = "", request_id: str = ""
+    prompt: Prompt,
+    options: Mapping[str, object],
+    *,
+    model: str = "",
+    request_id: str = "",
+    lane: Lane | str | None = None,
 ) -> inference_pb2.GenerateRequest:
     """Raises InvalidInput that names the prompt or the option at fault; the rest is checked by the router."""
     request = inference_pb2.GenerateRequest(model=model, request_id=request_id, sampling=_sampling_to_wire(options))
+    if lane is not None:
+        request.lane = lane_to_wire(lane_from_name(lane))
     _set_prompt(request, prompt)
     return request
 

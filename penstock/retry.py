@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +38,47 @@ class RetryPolicy:
         return (error.retry_after_s or 0.0) + ceiling_s * draw()
 
 
+class RetryBudget:
+    """Keeps second attempts a small share of what succeeds, so that a failing deployment does not get more load.
+
+    Safe from several threads. Reference: the retry budgets of Finagle, https://twitter.github.io/finagle/guide/Clients.html
+    """
+
+    def __init__(self, share: float = 0.2, reserve: float = 10.0, window_s: float = 10.0) -> None:
+        """Within about `window_s`, `reserve` retries are allowed, and `share` for each success."""
+        self._share = share
+        self._reserve = reserve
+        self._window_s = window_s
+        self._balance = reserve  # what successes have earned and the window gives back, less what was taken
+        self._seen_s: float | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def balance(self) -> float:
+        """Retries that are left."""
+        return self._balance
+
+    def succeed(self, now_s: float) -> None:
+        with self._lock:
+            self._recover(now_s)
+            self._balance += self._share
+
+    def take(self, now_s: float) -> bool:
+        """Whether one more retry is allowed; it is counted then."""
+        with self._lock:
+            self._recover(now_s)
+            if self._balance < 1.0:
+                return False
+            self._balance -= 1.0
+            return True
+
+    def _recover(self, now_s: float) -> None:
+        """Both what was earned and what was taken is forgotten within the window."""
+        passed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
+        self._seen_s = now_s
+        self._balance = self._reserve + (self._balance - self._reserve) * math.exp(-passed_s / self._window_s)
+
+
 DEFAULT_RETRY = RetryPolicy()
 
 
@@ -45,7 +88,9 @@ class Attempts:
 
     policy: RetryPolicy
     deadline_s: float | None  # None: none
+    budget: RetryBudget | None = None  # shared by a client's calls
     number: int = 1
+    has_succeeded: bool = False  # counts once for the budget
 
     def timeout_s(self, now_s: float) -> float | None:
         """Time left for the attempt that starts now, what gRPC takes as its deadline."""
@@ -56,5 +101,14 @@ class Attempts:
         delay_s = self.policy.delay_s(self.number, error, draw)
         if delay_s is None or (self.deadline_s is not None and now_s + delay_s >= self.deadline_s):
             raise error
+        if self.budget is not None and not self.budget.take(now_s):
+            raise error
         self.number += 1
         return delay_s
+
+    def progress(self, now_s: float) -> None:
+        """An answer, or a part of it, has come: what breaks off after that has not failed, and starts anew."""
+        self.number = 1
+        if self.budget is not None and not self.has_succeeded:
+            self.budget.succeed(now_s)
+        self.has_succeeded = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 
+from penstock.errors import InvalidInput
 from penstock.types import (
     CacheStats,
     Epoch,
@@ -51,6 +52,14 @@ def lane_to_wire(lane: Lane) -> common_pb2.Lane:
 
 def lane_from_wire(wire: common_pb2.Lane, default: Lane = Lane.STANDARD) -> Lane:
     return _LANE_FROM_WIRE.get(wire, default)
+
+
+def lane_from_name(name: str, field: str = "lane") -> Lane:
+    """Raises InvalidInput."""
+    try:
+        return Lane(name)
+    except ValueError:
+        raise InvalidInput(field, f"is {name!r}; give one of {', '.join(Lane)}") from None
 
 
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:

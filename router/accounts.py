@@ -3,37 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
-from penstock.admission_config import TenantLimits
 from router.budgets import TokenBucket
 
 _BURST_S = 60.0  # of a token rate, where the tenant has no burst of its own
 _MANY = 4096  # buckets, before those that are full again are dropped
 
 
+class Limits(Protocol):
+    """What one tenant may use; None: no limit. `penstock.admission_config.TenantLimits` has the meanings."""
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def tokens_per_s(self) -> float | None: ...
+
+    @property
+    def burst_tokens(self) -> int | None: ...
+
+    @property
+    def max_inflight_tokens(self) -> int | None: ...
+
+    @property
+    def max_requests(self) -> int | None: ...
+
+
 class TenantAccounts:
     """Owns the counts; the limits are asked for each time, since they may change."""
 
-    def __init__(self, limits_of: Callable[[str], TenantLimits]) -> None:
+    def __init__(self, limits_of: Callable[[str], Limits]) -> None:
         self._limits_of = limits_of
-        self._buckets: dict[str, tuple[TenantLimits, TokenBucket]] = {}
+        self._buckets: dict[str, tuple[Limits, TokenBucket]] = {}
+        self._num_requests: dict[str, int] = {}  # waiting, or at the workers
         self._inflight_tokens: dict[str, int] = {}  # of KV at the workers
+
+    def limits(self, tenant: str) -> Limits:
+        return self._limits_of(tenant)
 
     def weight(self, tenant: str) -> float:
         return self._limits_of(tenant).weight
 
-    def quota(self, tenant: str) -> int | None:
-        return self._limits_of(tenant).max_inflight_tokens
+    def num_requests(self, tenant: str) -> int:
+        return self._num_requests.get(tenant, 0)
 
-    def rate(self, tenant: str) -> float | None:
-        return self._limits_of(tenant).tokens_per_s
+    def enter(self, tenant: str) -> None:
+        """One request more is admitted."""
+        self._num_requests[tenant] = self.num_requests(tenant) + 1
+
+    def leave(self, tenant: str) -> None:
+        self._num_requests[tenant] -= 1
+        if not self._num_requests[tenant]:
+            del self._num_requests[tenant]
 
     def inflight_tokens(self, tenant: str) -> int:
         return self._inflight_tokens.get(tenant, 0)
 
     def fits(self, tenant: str, num_tokens: int) -> bool:
         """Whether so many more tokens of KV are within its quota now."""
-        quota = self.quota(tenant)
+        quota = self._limits_of(tenant).max_inflight_tokens
         return quota is None or self.inflight_tokens(tenant) + num_tokens <= quota
 
     def send(self, tenant: str, num_tokens: int) -> None:

@@ -11,9 +11,9 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from penstock.admission_config import AdmissionConfig, TenantLimits
+from penstock.admission_config import AdmissionConfig
 from penstock.types import Lane
-from router.accounts import TenantAccounts
+from router.accounts import Limits, TenantAccounts
 from router.capacity import FleetState, Outstanding, has_room
 from router.fairness import FairCounters
 from router.forecast import Estimator, Forecast
@@ -49,7 +49,7 @@ class Admission:
         config: AdmissionConfig,
         rng: random.Random,
         *,
-        limits_of: Callable[[str], TenantLimits] | None = None,
+        limits_of: Callable[[str], Limits] | None = None,
         estimator: Estimator | None = None,
     ) -> None:
         """`limits_of` knows a tenant's limits, else the configuration does; `estimator` what requests take."""
@@ -81,6 +81,10 @@ class Admission:
         """Waiting, or at the workers."""
         return len(self._cases)
 
+    def holds(self, key: int) -> bool:
+        """Whether that request has been admitted and has not left."""
+        return key in self._cases
+
     def num_waiting_in(self, lane: Lane) -> int:
         return self._lanes[lane].num_waiting
 
@@ -106,6 +110,7 @@ class Admission:
         if refused is not None:
             return refused
         self._cases[ask.key] = case
+        self._accounts.enter(ask.tenant)
         self._accounts.spend(ask.tenant, ask.prompt_tokens + case.output_tokens, now_s)
         if at_once:
             return self._send(case, now_s)
@@ -141,7 +146,7 @@ class Admission:
             self.out.start(case.ask.prompt_tokens)
 
     def end(self, key: int, used: Used | None, now_s: float) -> None:
-        """It leaves, wherever it is: with what it used, or None where it did not end well. `poll` afterwards."""
+        """It leaves, wherever it is, with what it used; None: nobody knows. `poll` afterwards."""
         case = self._cases[key]
         if case.entry is not None:
             self._drop(case, now_s)
@@ -151,9 +156,10 @@ class Admission:
         self.out.end(ask.num_sequences)
         self._accounts.end(ask.tenant, case.num_tokens)
         if used is not None:
-            self._forecast.learn(ask, case.cost, case.sent_s, used, now_s)
+            if used.whole:
+                self._forecast.learn(ask, case.cost, case.sent_s, used, now_s)
             self._settle(case, used.output_tokens, now_s)
-        del self._cases[key]
+        self._forget(case)
 
     # Refusal before work is done.
 
@@ -165,7 +171,12 @@ class Admission:
     def _over_limits(self, case: _Case, now_s: float) -> Refused | None:
         """Those of its tenant."""
         ask, accounts = case.ask, self._accounts
-        quota = accounts.quota(ask.tenant)
+        limits = accounts.limits(ask.tenant)
+        quota, most = limits.max_inflight_tokens, limits.max_requests
+        if most is not None and accounts.num_requests(ask.tenant) >= most:
+            return self._refused(
+                case, Reason.TENANT_REQUESTS, f"this tenant has {most} requests under way, as many as it may", None
+            )
         if quota is not None and case.num_tokens > quota:
             problem = f"and the prompt come to {case.num_tokens} tokens, over this tenant's {quota}; ask for fewer"
             return Refused(ask.key, Reason.QUOTA, problem)
@@ -173,7 +184,7 @@ class Admission:
         if not wait_s:
             return None
         return self._refused(
-            case, Reason.TOKEN_RATE, f"this tenant's {accounts.rate(ask.tenant):g} tokens/s are used up", wait_s
+            case, Reason.TOKEN_RATE, f"this tenant's {limits.tokens_per_s:g} tokens/s are used up", wait_s
         )
 
     def _refuse_to_queue(self, case: _Case, now_s: float) -> Refused | None:
@@ -302,7 +313,11 @@ class Admission:
         """It leaves the queue unserved and pays nothing."""
         self._unqueue(case, 0.0, now_s)
         self._accounts.spend(case.ask.tenant, -(case.ask.prompt_tokens + case.output_tokens), now_s)
+        self._forget(case)
+
+    def _forget(self, case: _Case) -> None:
         del self._cases[case.ask.key]
+        self._accounts.leave(case.ask.tenant)
 
     def _give_up(self, case: _Case, now_s: float) -> Refused:
         lane = case.ask.lane

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import AsyncGenerator
 from types import TracebackType
@@ -23,6 +24,7 @@ from penstock.errors import (
     Unavailable,
     from_status,
 )
+from penstock.retry import RetryBudget
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2, worker_pb2
 from router.autopsy import is_dead
@@ -44,13 +46,20 @@ class TokenStream:
     """One request under way. Use as an async context manager: leaving it releases whatever the request holds."""
 
     def __init__(
-        self, request: Request, fleet: Fleet, placer: Placer, quarantine: Quarantine, max_redispatches: int
+        self,
+        request: Request,
+        fleet: Fleet,
+        placer: Placer,
+        quarantine: Quarantine,
+        max_redispatches: int,
+        retries: RetryBudget,
     ) -> None:
         self._request = request
         self._fleet = fleet
         self._placer = placer
         self._quarantine = quarantine
         self._max_redispatches = max_redispatches
+        self._retries = retries
         self._mailbox: list[tuple[Leg, object]] = []
         self._arrived = asyncio.Event()
         self._legs = [Leg(index, request, self._deliver) for index in range(request.sampling.n)]
@@ -188,6 +197,11 @@ class TokenStream:
         if leg.num_redispatches >= self._max_redispatches:
             raise Unavailable(
                 f"gave up after {leg.num_redispatches} other workers; the last said: {error.message}", _RETRY_AFTER_S
+            )
+        if not self._retries.take(time.monotonic()):
+            raise Unavailable(
+                f"too many requests have moved to other workers of late, so this one may not: {error.message}",
+                _RETRY_AFTER_S * random.uniform(1.0, 2.0),
             )
         if refused:
             leg.refused_by.add(leg.decode_epoch)

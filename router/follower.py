@@ -46,6 +46,7 @@ class Follower:
         links: LinkBook,
         on_change: Callable[[], None],
         dial: Dial,
+        on_load: Callable[[], None],
     ) -> None:
         self.address = address
         self.description = worker_pb2.WorkerDescription()
@@ -62,6 +63,7 @@ class Follower:
         self._links = links
         self._on_change = on_change
         self._dial = dial
+        self._on_load = on_load
         self._heard = False  # a load report has come since the connection was made
         self._retired = False
         self._task: asyncio.Task[None] | None = None
@@ -199,6 +201,7 @@ class Follower:
         self.load = load
         self._ledger.on_report(self.worker_id, time.monotonic())
         self._costs.on_load(self.worker_id, self.load, self.description.page_size)
+        self._on_load()
         if not self._heard:
             self._heard = True
             self._on_change()

@@ -12,13 +12,15 @@ from collections.abc import AsyncGenerator, Iterator
 
 from penstock import sampling
 from penstock.config import RouterConfig
-from penstock.errors import Cancelled, InvalidInput, ModelNotFound, Overloaded, PenstockError, Quarantined, Unavailable
+from penstock.errors import Cancelled, InvalidInput, ModelNotFound, PenstockError, Quarantined, Unavailable
 from penstock.secret import ClusterSecret
-from penstock.types import RequestId
+from penstock.types import Lane, RequestId
 from penstock.v1 import common_pb2, inference_pb2
+from router.accounts import Limits
 from router.choice import Weights
 from router.completion_text import CompletionText
 from router.dispatch import TokenStream
+from router.gate import Gate, Passage
 from router.identity import Tenant, Tenants
 from router.membership import Fleet, Group
 from router.metrics import RouterMetrics
@@ -29,6 +31,7 @@ from router.quarantine import Quarantine
 from router.request import Output, Request, TokenDelta
 from router.resumed import check_emitted
 from router.tokenizer import Tokenizer
+from router.verdicts import Used
 
 _WAIT_FOR_WORKER_S = 5.0
 _RETRY_AFTER_S = 1.0
@@ -51,7 +54,7 @@ class Generator:
         weights = Weights(config.decode_weight, config.temperature_s, config.affinity_s, config.replica_s)
         policy = make_policy(config.policy, weights)
         self._placer = Placer(fleet, policy, random.Random(), config.max_replicas)
-        self._num_inflight = 0
+        self.gate = Gate(config, fleet, metrics.admission, random.Random(), self._limits)
 
     @property
     def ready(self) -> bool:
@@ -60,7 +63,10 @@ class Generator:
 
     @property
     def num_inflight(self) -> int:
-        return self._num_inflight
+        return self.gate.admission.num_inside
+
+    def _limits(self, tenant: str) -> Limits:
+        return self.tenants.find(tenant).config if tenant else self._config.admission.tenant
 
     async def prepare(
         self,
@@ -91,6 +97,7 @@ class Generator:
             params.CopyFrom(wire.sampling)
             if default_max_tokens is not None and room > 0 and not params.HasField("max_tokens"):
                 params.max_tokens = min(default_max_tokens, room)
+            self._limit_tokens(params, lane, room)
             resolved = sampling.resolve(
                 params,
                 num_prompt_tokens=len(token_ids),
@@ -112,6 +119,18 @@ class Generator:
             salt=self.tenants.salt(group.model_revision, tenant),
             emitted=emitted,
         )
+
+    def _limit_tokens(self, params: common_pb2.SamplingParams, lane: Lane, room: int) -> None:
+        """A lane may have a limit of its own. Raises InvalidInput where more is asked for."""
+        limit = self._config.admission.lane(lane).max_tokens
+        if limit is None:
+            return
+        if not params.HasField("max_tokens"):
+            params.max_tokens = max(1, min(limit, room))
+        elif params.max_tokens > limit:
+            raise InvalidInput(
+                "sampling.max_tokens", f"is {params.max_tokens}; {lane} requests get {limit} at most, so ask for fewer"
+            )
 
     def check_model(self, name: str) -> None:
         """Raises ModelNotFound."""
@@ -158,22 +177,32 @@ class Generator:
 
         Raises Overloaded, DeadlineExceeded, Unavailable, or a worker's own refusal.
         """
-        with self._counted_errors(), self._admitted():
-            stream = TokenStream(request, self._fleet, self._placer, self._quarantine, self._config.max_redispatches)
-            texts = [CompletionText(self.tokenizer, request.sampling) for _ in range(request.sampling.n)]
-            for index, before in request.emitted.items():
-                texts[index].resume(index, before)
-            usage = common_pb2.Usage(prompt_tokens=len(request.token_ids))
-            last_token_s = [0.0] * len(texts)
-            async with stream, contextlib.aclosing(stream.batches()) as batches:
-                async for batch in batches:
-                    for delta in batch:
-                        self._observe_tokens(request, delta, last_token_s)
-                        output = self._output(texts[delta.index], delta, stream)
-                        if output.finish_reason is not None:
-                            self._observe_end(request, output, usage, texts)
-                        if output.text or output.token_ids or output.finish_reason is not None:
-                            yield output
+        with self._counted_errors():
+            async with self.gate.pass_through(request) as passage:
+                request = passage.request
+                texts = [CompletionText(self.tokenizer, request.sampling) for _ in range(request.sampling.n)]
+                for index, before in request.emitted.items():
+                    texts[index].resume(index, before)
+                passage.num_tokens = lambda: sum(text.num_tokens for text in texts)
+                usage = common_pb2.Usage(prompt_tokens=len(request.token_ids))
+                last_token_s = [0.0] * len(texts)
+                stream = self._token_stream(request)
+                async with stream, contextlib.aclosing(stream.batches()) as batches:
+                    async for batch in batches:
+                        passage.start()
+                        for delta in batch:
+                            self._observe_tokens(request, delta, last_token_s)
+                            output = self._output(texts[delta.index], delta, stream)
+                            output.granted_tokens = passage.granted_tokens
+                            if output.finish_reason is not None:
+                                self._observe_end(request, output, usage, texts, passage)
+                            if output.text or output.token_ids or output.finish_reason is not None:
+                                yield output
+
+    def _token_stream(self, request: Request) -> TokenStream:
+        return TokenStream(
+            request, self._fleet, self._placer, self._quarantine, self._config.max_redispatches, self.gate.retries
+        )
 
     def _output(self, text: CompletionText, delta: TokenDelta, stream: TokenStream) -> Output:
         output = text.feed(delta)
@@ -181,16 +210,6 @@ class Generator:
             ended = stream.end(delta.index)
             output.timing = delta.timing or ended.timing
         return output
-
-    @contextlib.contextmanager
-    def _admitted(self) -> Iterator[None]:
-        if self._num_inflight >= self._config.max_inflight:
-            raise Overloaded(f"this router serves {self._num_inflight} requests, its limit; try again", _RETRY_AFTER_S)
-        self._num_inflight += 1
-        try:
-            yield
-        finally:
-            self._num_inflight -= 1
 
     @contextlib.contextmanager
     def _counted_errors(self) -> Iterator[None]:
@@ -216,7 +235,12 @@ class Generator:
             self._metrics.first_token_s.observe(now_s - request.accepted_s)
 
     def _observe_end(
-        self, request: Request, output: Output, usage: common_pb2.Usage, texts: list[CompletionText]
+        self,
+        request: Request,
+        output: Output,
+        usage: common_pb2.Usage,
+        texts: list[CompletionText],
+        passage: Passage,
     ) -> None:
         """Counts an ended completion; the last of all gets the usage."""
         metrics, timing = self._metrics, output.timing
@@ -233,6 +257,8 @@ class Generator:
             return
         usage.completion_tokens = sum(text.num_tokens for text in texts)
         output.usage = usage
+        passage.used = Used(usage.completion_tokens, usage.cached_tokens, timing.decode_ms / 1e3)
+        self.gate.retries.succeed(time.monotonic())
         metrics.request_s.observe(time.monotonic() - request.accepted_s)
         metrics.prompt_size.observe(usage.prompt_tokens)
         metrics.prompt_tokens.inc(usage.prompt_tokens)

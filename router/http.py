@@ -9,7 +9,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
@@ -18,7 +18,15 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.errors import Cancelled, InternalError, ModelNotFound, PenstockError, Unauthenticated, Unavailable
+from penstock.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    ModelNotFound,
+    PenstockError,
+    Unauthenticated,
+    Unavailable,
+)
 from penstock.v1 import common_pb2
 from router import request as stages
 from router.generation import Generator
@@ -28,6 +36,7 @@ from router.membership import Fleet
 from router.metrics import RouterMetrics
 from router.openai_answers import Answer, ChatAnswer, CompletionAnswer, Json, error_json, usage_json
 from router.openai_bodies import ChatBody, CompletionBody, parse
+from router.openai_headers import GRANTED_TOKENS, read_lane, read_timeout_s
 
 log = logging.getLogger(__name__)
 
@@ -100,29 +109,38 @@ async def _respond(
     tenant: Tenant,
 ) -> Response:
     """Errors before the first token are plain HTTP errors, also of a stream: its head is sent only then."""
-    requests = [
-        await generator.prepare(wire, tenant, default_max_tokens=body.default_max_tokens)
-        for wire in body.requests(answer_id)
-    ]
+    lane, timeout_s = read_lane(http.headers, body.service_tier), read_timeout_s(http.headers)
+    requests = []
+    for wire in body.requests(answer_id):
+        wire.lane = lane
+        requests.append(await generator.prepare(wire, tenant, timeout_s, body.default_max_tokens))
     outputs = _merged(generator, requests)
     if not body.stream:
         async with contextlib.aclosing(outputs):
-            return JSONResponse(await _until_disconnect(http, _whole(outputs, answer)))
+            whole, headers = await _until_disconnect(http, _whole(outputs, answer))
+            return JSONResponse(whole, headers=headers)
     try:
         first = await _until_disconnect(http, anext(outputs))
     except BaseException:
         await outputs.aclose()
         raise
-    return EventStream(_events(first, outputs, answer, body.includes_usage))
+    return EventStream(_events(first, outputs, answer, body.includes_usage), _told(first[1]))
 
 
-async def _whole(outputs: Outputs, answer: Answer) -> Json:
-    usages = []
+async def _whole(outputs: Outputs, answer: Answer) -> tuple[Json, dict[str, str]]:
+    """The answer and its headers."""
+    usages, headers = [], {}
     async for choice, output in outputs:
         answer.add(choice, output)
+        headers.update(_told(output))
         if output.usage is not None:
             usages.append(output.usage)
-    return answer.whole(usage_json(usages))
+    return answer.whole(usage_json(usages)), headers
+
+
+def _told(output: stages.Output) -> dict[str, str]:
+    """What the router did differently from what was asked."""
+    return {} if output.granted_tokens is None else {GRANTED_TOKENS: str(output.granted_tokens)}
 
 
 async def _events(
@@ -212,8 +230,8 @@ async def _disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """A streamed body that is broken off as soon as the client goes, whatever it waits for then."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._events = events
 
@@ -247,7 +265,7 @@ async def _on_penstock_error(http: Request, error: Exception) -> Response:
     headers = {}
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, Unavailable) and error.retry_after_s is not None:
+    if isinstance(error, Unavailable | DeadlineExceeded) and error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     return JSONResponse(error_json(error), error.http_status, headers)
 

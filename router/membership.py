@@ -70,6 +70,7 @@ class Fleet:
         self._followers: dict[tuple[str, int], Follower] = {}  # by address and epoch; 0 where it is not known
         self._retiring: set[asyncio.Task[None]] = set()
         self._waiters: set[asyncio.Future[None]] = set()
+        self._load_watchers: list[Callable[[], None]] = []
         self._groups: dict[str | None, Group | None] = {}  # found since the last change
 
     def sent_to(self, worker_id: WorkerId, now_s: float) -> Work:
@@ -152,13 +153,31 @@ class Fleet:
         if self._keeping is None:
             self._keeping = asyncio.create_task(self._keeper.run(), name="index keeper")
         follower = Follower(
-            address, member, self.index, self.ledger, self.health, self.costs, self.links, self._on_change, self.dial
+            address,
+            member,
+            self.index,
+            self.ledger,
+            self.health,
+            self.costs,
+            self.links,
+            self._on_change,
+            self.dial,
+            self._on_load,
         )
         self._followers[address, int(member.epoch) if member else 0] = follower
         follower.start()
 
+    def watch_loads(self, callback: Callable[[], None]) -> None:
+        """Called after each report of a worker, and when one comes or goes. Must be quick."""
+        self._load_watchers.append(callback)
+
+    def _on_load(self) -> None:
+        for callback in self._load_watchers:
+            callback()
+
     def _on_change(self) -> None:
         self._groups.clear()
+        self._on_load()
         waiters, self._waiters = self._waiters, set()
         for waiter in waiters:
             if not waiter.done():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from router.admission_metrics import AdmissionMetrics
 from router.index_metrics import IndexCollector
 from router.prefix_index import PrefixIndex
 
@@ -39,6 +40,7 @@ class RouterMetrics:
         self._success = Counter(
             "vllm:request_success", "Completions ended", [*_LABELS, "finished_reason"], registry=self._registry
         )
+        self.admission = AdmissionMetrics(self._registry, model)
         self._errors = Counter("vllm:request_errors", "Requests failed", [*_LABELS, "reason"], registry=self._registry)
 
     def watch(

@@ -67,6 +67,7 @@ class _Sampling(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    service_tier: str | None = None
 
     @property
     def includes_usage(self) -> bool:

@@ -57,3 +57,4 @@ class Output:
     finish_reason: FinishReason | None = None
     timing: common_pb2.Timing | None = None  # with finish_reason
     usage: common_pb2.Usage | None = None  # on the last of the stream
+    granted_tokens: int | None = None  # max_tokens, where overload allows fewer than were asked for

@@ -130,6 +130,7 @@ class RouterServer:
         for task in (*self._tasks, self._http_task):
             task.cancel()
         await asyncio.wait([*self._tasks, self._http_task])
+        self.generator.gate.close()
         await self.fleet.stop()
         self._tokenizer.close()
 
@@ -140,6 +141,8 @@ class RouterServer:
 
     def _watch_metrics(self) -> None:
         fleet = self.fleet
+
+        gate = self.generator.gate
 
         def loads() -> list[tuple[int, int]]:
             return [(one.load.free_pages, one.load.total_pages) for one in fleet.followers if one.link is not None]
@@ -156,6 +159,13 @@ class RouterServer:
             tier_hits=lambda tier: sum(getattr(one.load.cache, f"{tier}_hits") for one in fleet.followers),
         )
         self._metrics.watch_index(fleet.index, lambda: sum(one.is_mute for one in fleet.followers))
+        self._metrics.admission.watch(
+            num_waiting=gate.admission.num_waiting_in,
+            num_out=lambda: gate.admission.out.num_requests,
+            saturation=gate.saturation,
+            level=lambda: gate.admission.level,
+            retries_left=lambda: gate.retries.balance,
+        )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -22,6 +22,8 @@ from router.tolerant_decode import tolerant
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 
+GRANTED_TOKENS = "penstock-max-tokens"  # trailer: what overload has shortened max_tokens to
+
 MessageT = TypeVar("MessageT", bound=Message)
 
 
@@ -64,6 +66,8 @@ class InferenceService:
             request = await self._generator.prepare(_valid(message), tenant, context.time_remaining())
             async with contextlib.aclosing(self._generator.outputs(request)) as outputs:
                 async for output in outputs:
+                    if output.granted_tokens is not None:
+                        context.set_trailing_metadata(((GRANTED_TOKENS, str(output.granted_tokens)),))
                     yield self._response(request, output)
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Tenant:

@@ -47,6 +47,7 @@ class Reason(StrEnum):
     BULK_PAUSED = "bulk_paused"
     OVERLOAD = "overload"
     TOKEN_RATE = "token_rate"  # its tenant's
+    TENANT_REQUESTS = "tenant_requests"  # its tenant has as many as it may
     QUOTA = "quota"  # it could never fit its tenant's quota
 
 
@@ -70,8 +71,9 @@ Answer = Dispatched | Queued | Refused
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What a request that was served has taken."""
+    """What a request that went to the workers has taken there."""
 
     output_tokens: int  # of all its sequences
     cached_tokens: int = 0  # of its prompt
     decode_s: float | None = None  # of one sequence, first token to last
+    whole: bool = True  # it came to its end, so that others may be expected to take as much

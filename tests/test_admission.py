@@ -105,7 +105,7 @@ def test_whoever_is_queued_is_served_within_a_bound_whatever_others_send(victim_
     made = admission(CROWDED)
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     out = fill(made, lane=victim_lane)
-    rival_lanes = data.draw(st.lists(st.sampled_from(list(Lane)), min_size=1, max_size=3))
+    rival_lanes = [victim_lane, *data.draw(st.lists(st.sampled_from(list(Lane)), max_size=3))]
     rival_tenants = data.draw(st.lists(st.sampled_from(["", "a", "b"]), min_size=1, max_size=3))
     urgent_s = data.draw(st.sampled_from([5.0, 50.0, 1e6]))
     weights = {lane: CROWDED.lane(lane).weight for lane in Lane}
@@ -368,6 +368,16 @@ def test_a_debt_is_paid_before_more_is_taken():
     assert bucket.wait_s(10.0, 0.0) == 6.0
     assert bucket.wait_s(10.0, 6.0) == 0.0
     assert bucket.wait_s(500.0, 15.0) == 0.0  # more than a burst: when it is full
+
+
+def test_a_tenant_has_no_more_requests_than_it_may():
+    made = admission(limits_of=lambda tenant: TenantLimits(max_requests=1 if tenant else None))
+    assert isinstance(made.offer(ask(1, tenant="a"), 0.0), Dispatched)
+    refused = made.offer(ask(2, tenant="a"), 0.0)
+    assert (refused.reason, isinstance(refused.error(), Overloaded)) == (Reason.TENANT_REQUESTS, True)
+    assert isinstance(made.offer(ask(3), 0.0), Dispatched)
+    made.end(1, None, 0.0)
+    assert isinstance(made.offer(ask(4, tenant="a"), 0.0), Dispatched)
 
 
 def test_a_tenant_over_its_quota_waits_while_others_go():

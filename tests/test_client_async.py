@@ -101,3 +101,11 @@ async def test_tokenize_and_list_models() -> None:
         async with AsyncClient(server.address, retry=QUICK) as client:
             assert (await client.tokenize("two words")).tokens == ("two", "words")
             assert [model.id for model in await client.list_models()] == ["fake"]
+
+
+async def test_a_lane_is_sent() -> None:
+    service = FakeInference(say("x"))
+    with FakeServer(service) as server:
+        async with AsyncClient(server.address) as client:
+            await client.complete("Hello", lane="bulk")
+    assert service.requests[0].lane == 3

@@ -21,7 +21,8 @@ from penstock.errors import (
     Unavailable,
 )
 from penstock.retry import RetryPolicy
-from penstock.types import FinishReason
+from penstock.types import FinishReason, Lane
+from penstock.v1 import common_pb2
 from tests.fake_inference import FakeInference, FakeServer, say
 
 QUICK = RetryPolicy(max_attempts=3, initial_s=0.01, max_s=0.02)
@@ -155,6 +156,31 @@ def test_attempts_are_counted_and_overload_is_not_answered_with_more_load() -> N
         with pytest.raises(Overloaded, match="full"):
             client.complete("Hello")
     assert len(service.requests) == 4
+
+
+def test_a_client_whose_calls_all_fail_soon_stops_trying_again() -> None:
+    """Ten retries are always allowed in ten seconds; beyond, only successes earn more."""
+    service = FakeInference(*[[Unavailable("down")] for _ in range(30)])
+    with FakeServer(service) as server, Client(server.address, retry=QUICK) as client:
+        for _ in range(8):
+            with pytest.raises(Unavailable):
+                client.complete("Hello")
+    assert len(service.requests) == 8 + 10
+
+
+def test_a_lane_is_sent_and_a_bad_one_is_refused_by_name() -> None:
+    service = FakeInference(say("x"), say("x"), say("x"))
+    with FakeServer(service) as server, Client(server.address) as client:
+        client.complete("Hello", lane=Lane.BULK)
+        client.complete("Hello", lane="interactive")
+        client.complete("Hello")
+        with pytest.raises(InvalidInput, match="lane: is 'fast'; give one of interactive, standard, bulk"):
+            client.generate("Hello", lane="fast")
+    assert [request.lane for request in service.requests] == [
+        common_pb2.LANE_BULK,
+        common_pb2.LANE_INTERACTIVE,
+        common_pb2.LANE_UNSPECIFIED,
+    ]
 
 
 def test_nobody_listening_is_unavailable() -> None:

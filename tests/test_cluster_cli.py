@@ -20,7 +20,7 @@ from cluster.ray_cluster import MINIMUM_RAY
 from cluster.terminal import changes, format_table
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError, InvalidInput
-from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2
+from penstock.v1 import admin_pb2, admin_pb2_grpc, common_pb2, worker_pb2
 from tests.fake_inference import FakeInference, FakeServer, say
 
 MODEL = str(Path(__file__).resolve().parent.parent / "models" / "penstock-tiny")
@@ -132,7 +132,19 @@ def test_a_ray_cluster_that_is_not_there_is_named(capsys: pytest.CaptureFixture[
 def test_generate_streams_and_prints_the_timing(capsys: pytest.CaptureFixture[str]) -> None:
     service = FakeInference(say("Once", " upon"))
     with FakeServer(service) as server:
-        flags = ["--server", server.address, "--timing", "--max-tokens", "9", "--stop", "a", "--stop", "b"]
+        flags = [
+            "--server",
+            server.address,
+            "--timing",
+            "--max-tokens",
+            "9",
+            "--stop",
+            "a",
+            "--stop",
+            "b",
+            "--lane",
+            "bulk",
+        ]
         assert main(["generate", "Hello", *flags]) == 0
     captured = capsys.readouterr()
     assert captured.out == "Once upon\n"
@@ -142,6 +154,7 @@ def test_generate_streams_and_prints_the_timing(capsys: pytest.CaptureFixture[st
     (request,) = service.requests
     assert (request.text, request.sampling.max_tokens, list(request.sampling.stop)) == ("Hello", 9, ["a", "b"])
     assert not request.sampling.HasField("temperature")
+    assert request.lane == common_pb2.LANE_BULK
 
 
 class InterruptedOutput(io.StringIO):

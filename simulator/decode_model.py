@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from decode_worker.pace import Pace
 from decode_worker.placement import PlacementCosts, prefill_here
 from decode_worker.scheduler import DecodeScheduler
 from engine.page_pool import PagePool
@@ -18,7 +19,7 @@ from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutpu
 from penstock.config import DecodeConfig
 from penstock.errors import DeadlineExceeded, Overloaded, PenstockError
 from penstock.kv_events import KvEventLog
-from penstock.types import Role, StepTotals, WorkerId, WorkerLoad
+from penstock.types import Role, WorkerId, WorkerLoad
 from simulator.costs import DecodeCosts, LinkCosts
 from simulator.events import Timer
 from simulator.network import Network, Node
@@ -40,6 +41,7 @@ class Delta:
     error: PenstockError | None = None
     cached_tokens: int = 0
     computed_by: WorkerId | None = None
+    transfer_s: float | None = None  # after the first token; None where no pages came
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +58,8 @@ class Submission:
     has_first: bool = False
     cached_tokens: int = 0
     computed_by: WorkerId | None = None
+    first_token_s: float = 0.0
+    landed_s: float | None = None
     timer: Timer | None = None
 
 
@@ -95,10 +99,8 @@ class DecodeModel(Owner):
         self._outbox: dict[Callable[[list[Delta]], None], list[Delta]] = {}
         self._work: list[ScheduledSequence] = []
         self._work_s = 0.0
-        self._step_s = 0.0
-        self._tokens_per_s = 0.0
-        self._prefill_steps = self._decode_steps = StepTotals()
         self._contexts = 0.0
+        self._pace = Pace()
 
     @property
     def num_held(self) -> int:
@@ -112,10 +114,10 @@ class DecodeModel(Owner):
             free_pages=self.pool.num_available,
             total_pages=self.pool.num_pages,
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
-            prefill_tokens_per_s=self._tokens_per_s,
-            step_s=self._step_s,
-            prefill_steps=self._prefill_steps,
-            decode_steps=self._decode_steps,
+            prefill_tokens_per_s=self._pace.chunk_tokens_per_s,
+            step_s=self._pace.step_s,
+            prefill_steps=self._pace.prefill_steps,
+            decode_steps=self._pace.decode_steps,
         )
 
     # What routers say.
@@ -177,7 +179,7 @@ class DecodeModel(Owner):
             uncached_tokens=uncached,
             queued_tokens=self.scheduler.num_uncomputed_tokens,
             num_running=self.scheduler.num_running,
-            tokens_per_s=self._tokens_per_s,
+            tokens_per_s=self._pace.chunk_tokens_per_s,
             remote_queue_s=best.queue_s if best else 0.0,
             remote_prefill_s=best.prefill_s if best else 0.0,
             transfer_s=uncached * self._link.token_bytes / self._link.bytes_per_s,
@@ -198,6 +200,9 @@ class DecodeModel(Owner):
 
     def on_landed(self, sequence: Sequence, num_tokens: int) -> None:
         self.scheduler.join(sequence, num_tokens)
+        submission = self._submissions.get(sequence)
+        if submission is not None:
+            submission.landed_s = self.node.sim.now_s
 
     def on_failed(self, sequence: Sequence, error: PenstockError | None) -> None:
         """A prefill that failed costs the request time and nothing else."""
@@ -236,27 +241,28 @@ class DecodeModel(Owner):
 
     def _measure(self, work: list[ScheduledSequence]) -> None:
         num_tokens = sum(item.num_tokens for item in work)
-        if num_tokens <= len(work) * self._stride:
-            step_s = self._work_s / self._stride
-            self._step_s += (step_s - self._step_s) * (_SMOOTHING if self._step_s else 1.0)
-            self._decode_steps = self._decode_steps.plus(len(work), self._contexts / self._stride, step_s)
-            return
-        self._prefill_steps = self._prefill_steps.plus(num_tokens, self._contexts, self._work_s)
-        self.num_computed_tokens += sum(item.num_tokens for item in work if item.num_tokens > self._stride)
-        rate = num_tokens / self._work_s
-        self._tokens_per_s += (rate - self._tokens_per_s) * (_SMOOTHING if self._tokens_per_s else 1.0)
+        if num_tokens > len(work) * self._stride:
+            self.num_computed_tokens += sum(item.num_tokens for item in work if item.num_tokens > self._stride)
+            self._pace.on_step(len(work), num_tokens, self._contexts, self._work_s)
+        else:  # one of the steps that were computed together stands for all
+            contexts = sum(item.sequence.num_computed_tokens for item in work)
+            self._pace.on_step(len(work), len(work), contexts, self._work_s / self._stride)
 
     def _on_tokens(self, submission: Submission, token_ids: list[int]) -> None:
         """The first of them has just been appended to the sequence."""
         sequence = submission.sequence
         if not submission.has_first and submission.computed_by == self.worker_id:
             submission.cached_tokens = self.scheduler.num_cached_tokens(sequence)
+        if not submission.has_first:
+            submission.first_token_s = self.node.sim.now_s
         submission.has_first = True
         self.num_drawn_tokens += len(token_ids)
         delta = Delta(submission.stream, token_ids)
         if sequence.num_output_tokens >= sequence.sampling.max_tokens:
             delta.ended, delta.computed_by = True, submission.computed_by
             delta.cached_tokens = min(submission.cached_tokens, sequence.num_prompt_tokens)
+            if submission.landed_s is not None:
+                delta.transfer_s = max(0.0, submission.landed_s - submission.first_token_s)
             self._release(submission)
         self._emit(submission, delta)
 

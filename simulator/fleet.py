@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from penstock.config import DecodeConfig, PrefillConfig
 from penstock.types import Epoch, Role
 from router.policies import make_policy
-from router.topology import LinkCost
 from router.views import Limits, Policy
 from simulator.costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.decode_model import DecodeModel
@@ -42,17 +41,17 @@ class FleetSpec:
     decode: DecodeConfig = field(default_factory=lambda: DecodeConfig(max_batch_sequences=256, max_batch_tokens=2048))
     decode_stride: int = 1  # decode steps simulated as one; above 1 only beside prefill workers
     policy: str = "kv-aware"
+    max_replicas: int = 8
     report_interval_s: float = 0.02  # between two load and event batches of a worker
     timeout_s: float = 600.0  # of a request
 
     @property
     def limits(self) -> dict[Role, Limits]:
         """As workers describe themselves to routers."""
-        decode = self.decode
-        local = {"auto": decode.max_local_tokens, "remote": 0, "local": None}[decode.placement]
+        here = self.decode.max_local_tokens if self.num_prefill else None
         return {
-            Role.PREFILL: Limits(chunk_tokens=self.prefill.max_batch_tokens or 2048),
-            Role.DECODE: Limits(decode.max_batch_tokens, decode.max_batch_sequences, local),
+            Role.PREFILL: Limits(self.prefill.max_batch_tokens or 2048, self.prefill.max_batch_sequences),
+            Role.DECODE: Limits(self.decode.max_batch_tokens, self.decode.max_batch_sequences, here),
         }
 
     @property
@@ -88,7 +87,7 @@ class Fleet:
             spec.page_size,
             float(token_bytes),
             spec.limits,
-            LinkCost(spec.link_costs.latency_s, 1 / spec.link_costs.bytes_per_s),
+            spec.max_replicas,
         )
         self.router.on_end = self._count_end
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.kv_events import KvEventBatch
@@ -11,6 +12,7 @@ from router.backoff import Backoff
 from router.cost_model import CostBook
 from router.inflight import InflightLedger
 from router.prefix_index import PrefixIndex
+from router.topology import LinkBook
 from simulator.decode_model import DecodeModel
 from simulator.event_feed import Deliver, EventFeed
 from simulator.network import Call, Network, Node
@@ -27,6 +29,23 @@ class Workers(Protocol):
     def watch(self, worker: Worker, call: Call, next_seq: int, deliver: Deliver) -> EventFeed: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What a router's followers feed."""
+
+    index: PrefixIndex
+    ledger: InflightLedger
+    costs: CostBook
+    links: LinkBook
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """The worker was born anew."""
+        self.index.drop(worker_id)
+        self.ledger.forget(worker_id)
+        self.costs.forget(worker_id)
+        self.links.forget(worker_id)
+
+
 class FollowerModel:
     """Reconnects for ever. A decode worker has a link besides its events: requests go over it, and end with it."""
 
@@ -37,9 +56,7 @@ class FollowerModel:
         node: Node,
         network: Network,
         workers: Workers,
-        index: PrefixIndex,
-        ledger: InflightLedger,
-        costs: CostBook,
+        known: Knowledge,
         on_change: Callable[[], None],
         on_link_lost: Callable[[FollowerModel], None],
     ) -> None:
@@ -53,9 +70,7 @@ class FollowerModel:
         self._node = node
         self._network = network
         self._workers = workers
-        self._index = index
-        self._ledger = ledger
-        self._costs = costs
+        self._known = known
         self._on_change = on_change
         self._on_link_lost = on_link_lost
         self._heard = False
@@ -72,9 +87,7 @@ class FollowerModel:
             self._node.after(self._backoff.next_s(), self.connect)
             return
         if self.epoch not in (0, worker.node.epoch):
-            self._index.drop(self.worker_id)
-            self._ledger.forget(self.worker_id)
-            self._costs.forget(self.worker_id)
+            self._known.forget(self.worker_id)
         self.epoch, self.worker, self.page_size = worker.node.epoch, worker, worker.page_size
         if isinstance(worker, DecodeModel):
             self.link = self._open_link(worker)
@@ -95,7 +108,7 @@ class FollowerModel:
         self._watch_call = call
         if call is None:
             return
-        next_seq = self._index.next_seq(self.worker_id)
+        next_seq = self._known.index.next_seq(self.worker_id)
 
         def deliver(batch: KvEventBatch, load: WorkerLoad) -> None:
             if call is self._watch_call:
@@ -107,15 +120,15 @@ class FollowerModel:
         self._workers.watch(worker, call, next_seq, deliver)
 
     def _apply(self, batch: KvEventBatch, load: WorkerLoad) -> None:
-        if not self._index.apply(self.worker_id, batch):
+        if not self._known.index.apply(self.worker_id, batch):
             assert self._watch_call is not None
             self._watch_call.close()
             self._watch()
             return
         self._backoff.reset()
         self.load = load
-        self._ledger.on_report(self.worker_id, self._network.sim.now_s)
-        self._costs.on_load(self.worker_id, load, self.page_size)
+        self._known.ledger.on_report(self.worker_id, self._network.sim.now_s)
+        self._known.costs.on_load(self.worker_id, load, self.page_size)
         if not self._heard:
             self._heard = True
             self._on_change()

@@ -11,16 +11,16 @@ from engine.sequence import Sequence
 from penstock.errors import DeadlineExceeded, PenstockError, Unavailable
 from penstock.page_hash import hash_pages, make_salt
 from penstock.types import Epoch, PageHash, RequestId, Role, SamplingParams
-from router.appraisal import Appraisal, Prompt
 from router.cost_model import CostBook
 from router.inflight import InflightLedger, WorkKey
 from router.prefix_index import PrefixIndex
-from router.topology import LinkBook, LinkCost
-from router.views import EqualLinks, Limits, Policy, WorkerView
+from router.topology import LinkBook
+from router.views import Limits, Policy
 from simulator.decode_model import DecodeModel, Delta, Submission
 from simulator.events import Timer
-from simulator.follower_model import FollowerModel, Workers
+from simulator.follower_model import FollowerModel, Knowledge, Workers
 from simulator.network import Network, Node
+from simulator.placement_model import Placement, PlacerModel
 from simulator.request import Outcome
 from simulator.transfers import Candidate
 
@@ -46,6 +46,7 @@ class _Leg:
     worker: DecodeModel | None = None
     epoch: Epoch | None = None
     submission: Submission | None = None
+    placement: Placement | None = None
     credits: list[WorkKey] = field(default_factory=list)
     timers: list[Timer] = field(default_factory=list)
 
@@ -63,21 +64,27 @@ class RouterModel:
         page_size: int,
         token_bytes: float,
         limits: dict[Role, Limits],
-        link: LinkCost,
+        max_replicas: int,
     ) -> None:
         self.node = node
         self.index = PrefixIndex()
         self.ledger = InflightLedger()
-        self.costs = CostBook()
-        self._appraisal = Appraisal(self.ledger, self.costs, LinkBook())
         self.on_end: Callable[[Outcome], None] = lambda outcome: None
         self._network = network
-        self._policy = policy
-        self._rng = network.sim.rng(f"choice {node.name}")
+        self._costs, self._links = CostBook(), LinkBook()
+        self._placer = PlacerModel(
+            self.index,
+            self.ledger,
+            self._costs,
+            self._links,
+            policy,
+            network.sim.rng(f"choice {node.name}"),
+            lambda one: limits[one.role],
+            page_size,
+            token_bytes,
+            max_replicas,
+        )
         self._page_size = page_size
-        self._token_bytes = token_bytes
-        self._limits = limits
-        self._links = EqualLinks(link)
         self._streams = count(1)
         self._legs: dict[int, _Leg] = {}
         self._waiting: dict[_Leg, Timer] = {}  # for a worker to come back
@@ -88,9 +95,7 @@ class RouterModel:
                 node,
                 network,
                 workers,
-                self.index,
-                self.ledger,
-                self.costs,
+                Knowledge(self.index, self.ledger, self._costs, self._links),
                 self._on_change,
                 self._on_link_lost,
             )
@@ -139,32 +144,17 @@ class RouterModel:
         if not decode:
             self._end(leg, cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S))
             return
-        now_s = self._network.sim.now_s
         prefill = {one.worker_id: one for one in ready if one.role is Role.PREFILL}
-        demand = self._appraisal.demand(self._prompt(leg), self._token_bytes, list(prefill), self._links, now_s)
-        choice = self._policy.choose(
-            demand, [self._view(one) for one in decode], [self._view(one) for one in prefill.values()], self._rng
+        num_tokens, left = len(leg.prompt) + len(leg.emitted), leg.outcome.request.num_output_tokens - len(leg.emitted)
+        placed = self._placer.place(
+            leg.hashes, num_tokens, left, decode, list(prefill.values()), self._network.sim.now_s
         )
+        leg.placement, leg.credits = placed, placed.credits
         candidates = [
-            Candidate(one.worker_id, prefill[one.worker_id].epoch, one.queue_s, one.prefill_s) for one in choice.prefill
+            Candidate(one.worker_id, prefill[one.worker_id].epoch, one.queue_s, one.prefill_s)
+            for one in placed.choice.prefill
         ]
-        leg.credits = self._appraisal.commit(choice, demand, self._page_size, now_s).credits
-        self._send(leg, next(one for one in decode if one.worker_id == choice.decode), candidates)
-
-    def _view(self, one: FollowerModel) -> WorkerView:
-        limits = self._limits[one.role]
-        sent = self.ledger.sent_to(one.worker_id)
-        return self._appraisal.view(one.worker_id, one.load, one.page_size, sent, limits)
-
-    def _prompt(self, leg: _Leg) -> Prompt:
-        size, found = self._page_size, self.index.match(leg.hashes)
-        return Prompt(
-            num_tokens=len(leg.prompt) + len(leg.emitted),
-            max_tokens=leg.outcome.request.num_output_tokens - len(leg.emitted),
-            cached_tokens={worker_id: held.num_pages * size for worker_id, held in found.items()},
-            host_tokens={},
-            prefix=leg.hashes[min(4, len(leg.hashes)) - 1] if leg.hashes else b"",
-        )
+        self._send(leg, next(one for one in decode if one.worker_id == placed.choice.decode), candidates)
 
     def _wait(self, leg: _Leg) -> None:
         patience_s = _WAIT_TO_RESUME_S if leg.emitted else _WAIT_TO_START_S
@@ -231,6 +221,8 @@ class RouterModel:
         if delta.ended:
             if not outcome.num_redispatches:
                 outcome.cached_tokens, outcome.computed_by = delta.cached_tokens, delta.computed_by
+                assert leg.placement is not None
+                self._placer.on_end(leg.placement, delta.transfer_s, outcome.num_tokens)
             self._end(leg, None)
 
     def _on_link_lost(self, one: FollowerModel) -> None:

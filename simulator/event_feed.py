@@ -6,12 +6,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.kv_events import KvEventBatch, KvEventLog
+from penstock.kv_events import KvEventBatch, KvEventLog, split_snapshot
 from penstock.types import WorkerLoad
 from simulator.events import Timer
 from simulator.network import Call, Node
 
 _HEARTBEAT_S = 1.0
+_SNAPSHOT_PART_PAGES = 32  # far fewer than the real ones have, so that small caches come in parts too
 
 Deliver = Callable[[KvEventBatch, WorkerLoad], None]
 
@@ -72,6 +73,10 @@ class EventFeed:
         self._next_seq = batch.next_seq
         self._changed, self._resting = False, True
         self._node.after(self._interval_s, self._rested)
+        for part in split_snapshot(batch, _SNAPSHOT_PART_PAGES):
+            self._send_part(part, load)
+
+    def _send_part(self, batch: KvEventBatch, load: WorkerLoad) -> None:
         faults, draw = self._faults, self._faults.rng.random
         for _ in range(1 + (draw() < faults.repeated) if faults.repeated else 1):
             if faults.lost and draw() < faults.lost:

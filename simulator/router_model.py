@@ -67,7 +67,7 @@ class RouterModel:
         max_replicas: int,
     ) -> None:
         self.node = node
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(on_leaving=self._tidy_soon)
         self.ledger = InflightLedger()
         self.on_end: Callable[[Outcome], None] = lambda outcome: None
         self._network = network
@@ -107,6 +107,10 @@ class RouterModel:
     @property
     def num_open(self) -> int:
         return len(self._legs)
+
+    def _tidy_soon(self) -> None:
+        """Pages of workers that have left go in pieces."""
+        self.node.after(0.0, lambda: self._tidy_soon() if self.index.tidy(self._network.sim.now_s) else None)
 
     # What clients say.
 

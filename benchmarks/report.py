@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).resolve().parent / "results"
-_PACKAGES = ("torch", "triton", "ray", "grpcio", "nixl-cu12", "numpy")
+_PACKAGES = ("torch", "triton", "ray", "grpcio", "tokenizers", "nixl-cu12", "numpy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,7 @@ class Row:
 
 def publish(name: str, workload: str, rows: list[Row]) -> None:
     """Prints the table and writes `benchmarks/results/NAME.json`."""
-    table = Table("metric", "value", "unit", "baseline", "baseline value", "ratio", title=f"{name}: {workload}")
-    for row in rows:
-        base = "" if row.baseline_value is None else f"{row.baseline_value:.4g}"
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        table.add_row(row.metric, f"{row.value:.4g}", row.unit, row.baseline or "", base, ratio)
-    Console(width=150).print(table)
+    show(name, workload, rows)
     result = {
         "name": name,
         "workload": workload,
@@ -49,6 +44,16 @@ def publish(name: str, workload: str, rows: list[Row]) -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+def show(name: str, workload: str, rows: list[Row]) -> None:
+    """Prints the table."""
+    table = Table("metric", "value", "unit", "baseline", "baseline value", "ratio", title=f"{name}: {workload}")
+    for row in rows:
+        base = "" if row.baseline_value is None else f"{row.baseline_value:.4g}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(row.metric, f"{row.value:.4g}", row.unit, row.baseline or "", base, ratio)
+    Console(width=150).print(table)
 
 
 def hardware() -> dict[str, object]:

@@ -72,8 +72,9 @@ class Deployment:
             started.append(self._spawn(modules[config.role], config, config.engine.num_threads, cpu))
         return [self._wait(popen, log) for popen, log in started]
 
-    def start_router(self, config: RouterConfig) -> Process:
-        return self._wait(*self._spawn("router", config, None, None))
+    def start_router(self, config: RouterConfig, cpu: int | None = None) -> Process:
+        """`cpu`, where given, is its one core."""
+        return self._wait(*self._spawn("router", config, None, cpu))
 
     def _spawn(
         self, module: str, config: BaseModel, num_threads: int | None, cpu: int | None

@@ -1,0 +1,96 @@
+"""Clients for `benchmarks.router`: a fixed number of them, each with one request at a time, all in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from dataclasses import dataclass
+
+import grpc.aio
+
+from penstock.v1 import inference_pb2
+
+_GENERATE = "/penstock.v1.Inference/Generate"
+_LIMITS = [("grpc.max_receive_message_length", 1 << 26), ("grpc.max_send_message_length", 1 << 26)]
+_SYLLABLES = ("ta", "ri", "no", "mel", "o", "sta", "quen", "ver", "i", "dul", "ca", "pen", "sto", "ck", "wa", "ter")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What to ask of whom."""
+
+    address: str
+    num_clients: int
+    num_requests: int
+    prompt_tokens: int
+    max_tokens: int = 1
+    form: str = "text"  # text or token_ids
+    characters_per_token: float = 4.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOutcome:
+    latencies_s: list[float]
+    elapsed_s: float
+    num_tokens: int
+    num_messages: int
+
+
+def make_text(rng: random.Random, num_characters: int) -> str:
+    """Words of a Zipf-like frequency, so that common ones repeat as they do in prose; no two texts are alike."""
+    words: list[str] = []
+    length = 0
+    while length < num_characters:
+        rank = int(rng.paretovariate(0.8)) % 20_000
+        word_rng = rank * 2654435761
+        word = "".join(_SYLLABLES[(word_rng >> shift) % 16] for shift in range(0, 4 + 4 * (rank % 5), 4))
+        words.append(word)
+        length += len(word) + 1
+    return " ".join(words)[:num_characters]
+
+
+def make_requests(load: Load) -> list[bytes]:
+    """Serialised, no two with a common prefix."""
+    rng = random.Random(load.seed)
+    made = []
+    for number in range(load.num_requests):
+        request = inference_pb2.GenerateRequest()
+        request.sampling.max_tokens = load.max_tokens
+        request.sampling.ignore_eos = True
+        if load.form == "text":
+            request.text = f"{number} " + make_text(rng, int(load.prompt_tokens * load.characters_per_token))
+        else:
+            request.token_ids.extend(rng.choices(range(300, 2000), k=load.prompt_tokens))
+        made.append(request.SerializeToString())
+    return made
+
+
+async def run_load(load: Load) -> LoadOutcome:
+    """Every request is answered in full, or this raises."""
+    requests = make_requests(load)
+    turns = itertools.count()
+    latencies: list[float] = []
+    num_tokens = num_messages = 0
+    async with grpc.aio.insecure_channel(load.address, options=_LIMITS) as channel:
+        generate = channel.unary_stream(_GENERATE)
+
+        async def client() -> None:
+            nonlocal num_tokens, num_messages
+            while (turn := next(turns)) < len(requests):
+                began_s = time.perf_counter()
+                received = []
+                async for raw in generate(requests[turn], timeout=60):
+                    received.append(raw)
+                latencies.append(time.perf_counter() - began_s)
+                num_messages += len(received)
+                num_tokens += sum(len(inference_pb2.GenerateResponse.FromString(raw).token_ids) for raw in received)
+
+        await channel.channel_ready()
+        started_s = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(load.num_clients)))
+        elapsed_s = time.perf_counter() - started_s
+    assert num_tokens == load.num_requests * load.max_tokens, f"{num_tokens} tokens came"
+    return LoadOutcome(latencies, elapsed_s, num_tokens, num_messages)

@@ -1,0 +1,162 @@
+"""What `benchmarks.router` puts around the router, as processes of their own: a null worker, a plain relay, a load.
+
+`python -m benchmarks.router_peers KIND JSON` prints one JSON line: its address once it listens, or a load's outcome.
+
+The null worker speaks Worker and DecodeWorker and answers at once: each step's frame holds one canned token of every
+running sequence. It answers Inference.Generate with as many messages as tokens too, which is what the relay passes on
+and what a client that calls it directly measures. No torch anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import uvloop
+
+from benchmarks.report import percentile
+from benchmarks.router_load import Load, run_load
+from penstock.kv_events import KvEventLog
+from penstock.types import WorkerLoad
+from penstock.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
+from penstock.worker_service import WorkerService
+
+_CANNED_TOKEN = 300
+_LIMITS = [("grpc.max_receive_message_length", 1 << 26), ("grpc.max_send_message_length", 1 << 26)]
+
+
+@dataclass(slots=True)
+class _Running:
+    stream_id: int
+    num_left: int
+
+
+class NullWorker:
+    """One decode worker's services, on the running loop."""
+
+    async def Serve(self, commands: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        running: dict[int, _Running] = {}
+        wanted = asyncio.Event()
+        reader = asyncio.create_task(self._read(commands, running, wanted))
+        try:
+            while True:
+                await wanted.wait()
+                yield _step(running)
+                if not running:
+                    wanted.clear()
+                await asyncio.sleep(0)  # let what was submitted meanwhile join the next step
+        finally:
+            reader.cancel()
+
+    async def _read(self, commands: AsyncIterator[bytes], running: dict[int, _Running], wanted: asyncio.Event) -> None:
+        async for raw in commands:
+            command = worker_pb2.DecodeCommand.FromString(raw)
+            if command.HasField("submit"):
+                submit = command.submit
+                running[submit.stream_id] = _Running(submit.stream_id, submit.sampling.max_tokens)
+                wanted.set()
+            else:
+                running.pop(command.cancel.stream_id, None)
+
+    async def Generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        count = inference_pb2.GenerateRequest.FromString(raw).sampling.max_tokens
+        one = inference_pb2.GenerateResponse(request_id="null", model="null", text=" word", token_ids=[_CANNED_TOKEN])
+        message = one.SerializeToString()
+        for _ in range(count - 1):
+            yield message
+        one.finish_reason = common_pb2.FINISH_REASON_LENGTH
+        yield one.SerializeToString()
+
+
+def _step(running: dict[int, _Running]) -> bytes:
+    frame = worker_pb2.StepFrame()
+    for one in list(running.values()):
+        one.num_left -= 1
+        delta = frame.deltas.add(stream_id=one.stream_id, token_ids=[_CANNED_TOKEN])
+        if one.num_left <= 0:
+            delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
+            delta.timing.decode_worker = "null"
+            del running[one.stream_id]
+    return frame.SerializeToString()
+
+
+async def serve_worker() -> None:
+    server = grpc.aio.server(options=_LIMITS)
+    worker = NullWorker()
+    description = worker_pb2.WorkerDescription(
+        worker_id="null",
+        epoch=1,
+        role="decode",
+        model="null",
+        model_revision="r1",
+        page_size=16,
+        num_pages=1 << 20,
+        layout_digest="layout",
+        kv_digest="kv",
+        context_length=1 << 20,
+        page_bytes=1 << 16,
+    )
+    load = WorkerLoad(free_pages=1 << 20, total_pages=1 << 20)
+    service = WorkerService(description, KvEventLog(window=8), lambda: load, lambda key: False)
+    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
+    methods = {"Serve": grpc.stream_stream_rpc_method_handler(worker.Serve)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("penstock.v1.DecodeWorker", methods),))
+    await _serve(server, worker.Generate)
+
+
+async def serve_relay(upstream: str) -> None:
+    """The least that a relay in grpc.aio can do: bytes in, bytes out, one upstream call for each call."""
+    async with grpc.aio.insecure_channel(upstream, options=_LIMITS) as channel:
+        call = channel.unary_stream("/penstock.v1.Inference/Generate")
+
+        async def generate(raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+            async for message in call(raw):
+                yield message
+
+        await _serve(grpc.aio.server(options=_LIMITS), generate)
+
+
+async def _serve(server: grpc.aio.Server, generate: object) -> None:
+    methods = {"Generate": grpc.unary_stream_rpc_method_handler(generate)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("penstock.v1.Inference", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(json.dumps({"address": f"127.0.0.1:{port}"}), flush=True)
+    await server.wait_for_termination()
+
+
+async def load(plan: Load) -> None:
+    outcome = await run_load(plan)
+    latencies = outcome.latencies_s
+    print(
+        json.dumps(
+            {
+                "requests_per_s": len(latencies) / outcome.elapsed_s,
+                "p50_s": percentile(latencies, 0.5),
+                "p99_s": percentile(latencies, 0.99),
+                "tokens_per_s": outcome.num_tokens / outcome.elapsed_s,
+                "messages_per_s": outcome.num_messages / outcome.elapsed_s,
+                "elapsed_s": outcome.elapsed_s,
+                "num_requests": len(latencies),
+                "num_tokens": outcome.num_tokens,
+                "cpu_s": time.process_time(),
+            }
+        ),
+        flush=True,
+    )
+
+
+def main() -> None:
+    kind, settings = sys.argv[1], json.loads(sys.argv[2])
+    work = {"worker": serve_worker, "relay": serve_relay, "load": lambda **given: load(Load(**given))}[kind]
+    uvloop.run(work(**settings))
+
+
+if __name__ == "__main__":
+    main()

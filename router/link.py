@@ -21,6 +21,8 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+_MAX_HOLD_S = 0.02  # of a token, whatever else the loop is busy with
+
 
 class Sink(Protocol):
     """Where one submission's share of the frames goes. Both are called on the event loop and return at once."""
@@ -33,7 +35,13 @@ class Sink(Protocol):
 
 
 class Link:
-    """Owned by the worker's follower, which awaits `run`."""
+    """Owned by the worker's follower, which awaits `run`.
+
+    Dealing a frame wakes every request that it has tokens for, and each writes to its client. While that takes longer
+    than a step, frames that come meanwhile are held for as long as the last wave of writes took, then dealt together:
+    a client gets several tokens in one message instead of each of them later and later. With steps longer than that
+    nothing is ever held. First tokens never are.
+    """
 
     def __init__(self, worker_id: WorkerId, on_change: Callable[[], None]) -> None:
         """`on_change` is called when the link opens or closes, before requests hear of it."""
@@ -45,6 +53,9 @@ class Link:
         self._idle = asyncio.Event()
         self._idle.set()
         self._last_id = 0
+        self._begun: set[int] = set()  # streams that have had something
+        self._held: list[worker_pb2.StepDelta] = []  # of begun streams, in the order of their coming
+        self._wave: asyncio.Handle | None = None  # ends the present wave, or the pause after it
         self.is_open = False
 
     @property
@@ -65,6 +76,7 @@ class Link:
     def cancel(self, stream_id: int) -> None:
         """Nothing more comes to the submission's sink; the worker is told. Does nothing where it has ended."""
         if self._sinks.pop(stream_id, None) is not None:
+            self._begun.discard(stream_id)
             self._send(worker_pb2.DecodeCommand(cancel=worker_pb2.DecodeCancel(stream_id=stream_id)))
             self._note_idle()
 
@@ -80,8 +92,7 @@ class Link:
         reason = "it closed the stream"
         try:
             async for frame in call:
-                for delta in frame.deltas:
-                    self._deal(delta)
+                self._take(frame)
         except grpc.RpcError as error:
             reason = from_rpc_error(error).message
         finally:
@@ -94,16 +105,55 @@ class Link:
         self.is_open = is_open
         self._on_change()
 
+    def _take(self, frame: worker_pb2.StepFrame) -> None:
+        if self._wave is None:
+            for delta in frame.deltas:
+                self._deal(delta)
+            self._begin_wave()
+            return
+        begun = self._begun
+        for delta in frame.deltas:
+            if delta.stream_id in begun:
+                self._held.append(delta)
+            else:
+                self._deal(delta)
+
+    def _begin_wave(self) -> None:
+        """The requests just woken run before the callback, so that it sees how long they took."""
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        self._wave = loop.call_soon(lambda: self._end_wave(loop, loop.time() - started_s))
+
+    def _end_wave(self, loop: asyncio.AbstractEventLoop, took_s: float) -> None:
+        self._wave = loop.call_later(min(took_s, _MAX_HOLD_S), self._next_wave)
+
+    def _next_wave(self) -> None:
+        self._wave = None
+        if self._held:
+            held, self._held = self._held, []
+            for delta in held:
+                self._deal(delta)
+            self._begin_wave()
+
     def _deal(self, delta: worker_pb2.StepDelta) -> None:
         sink = self._sinks.get(delta.stream_id)
         if sink is None:  # cancelled meanwhile
             return
+        self._begun.add(delta.stream_id)
         if delta.finish_reason or delta.HasField("error") or delta.HasField("moved"):
             del self._sinks[delta.stream_id]
+            self._begun.discard(delta.stream_id)
             self._note_idle()
         sink.on_delta(delta)
 
     def _lose_all(self, reason: str) -> None:
+        if self._wave is not None:
+            self._wave.cancel()
+            self._wave = None
+        for delta in self._held:
+            self._deal(delta)
+        self._held.clear()
+        self._begun.clear()
         lost, self._sinks = self._sinks, {}
         self._commands.clear()
         self._note_idle()

@@ -68,7 +68,9 @@ class Tokenizer:
         return await self.encode(rendered, add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Not `encode`: that keeps the interpreter's lock, and would stop every stream for as long as it takes.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text, special tokens left out."""

@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 
-.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-serving bench-transfer gpu-check clean
+.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer gpu-check clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -13,7 +13,7 @@ help:
 	@echo "make test           set up, run the whole test suite"
 	@echo "make lint types     ruff, mypy"
 	@echo "make proto          regenerate the gRPC stubs from proto/"
-	@echo "make bench bench-serving bench-transfer   benchmarks, results in benchmarks/results/"
+	@echo "make bench bench-router bench-serving bench-transfer   benchmarks, results in benchmarks/results/"
 	@echo "make simulate       thousands of seeded faults in virtual time, every invariant checked   (SEEDS=N)"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
 
@@ -54,6 +54,10 @@ simulate: setup
 
 bench: setup
 	$(PY) -m benchmarks.latency
+
+# Two cores: one for the router, the other for null worker and clients. Decisions and index first, as they stand.
+bench-router: setup
+	for name in index choice router; do test ! -f benchmarks/$$name.py || $(PY) -m benchmarks.$$name || exit 1; done
 
 bench-serving: setup
 	$(PY) -m benchmarks.serving

@@ -27,6 +27,7 @@ from penstock.config import RouterConfig
 _ROOT = Path(__file__).resolve().parent.parent
 _MODEL = _ROOT / "models" / "penstock-tiny"
 _ROUTER_CORE, _OTHER_CORE = 0, 1
+_STREAMS = 256
 _SIZES = (512, 4096, 16384)
 _DYNAMO = {512: 1300.0, 4096: 300.0, 16384: 100.0}  # its frontend's requests/s on one such core, quoted, not run here
 _CHARACTERS_PER_TOKEN = 2.17  # of `make_text` with the bundled tokenizer
@@ -109,7 +110,7 @@ def fan_out_rows(targets: Sequence[Target], num_streams: int, tokens: int) -> li
 
 
 def measure(deployment: Deployment, quick: bool) -> list[Row]:
-    worker = _start("worker", {}, _OTHER_CORE)
+    worker = _start("worker", {"num_streams": _STREAMS}, _OTHER_CORE)
     relay = _start("relay", {"upstream": worker.address}, _ROUTER_CORE)
     try:
         config = RouterConfig(
@@ -124,7 +125,7 @@ def measure(deployment: Deployment, quick: bool) -> list[Row]:
             for form in ("text", "token_ids"):
                 rows += request_rows(targets, 1, tokens, form, count)
                 rows += request_rows(targets, 32, tokens, form, 4 * count)
-        rows += fan_out_rows(targets[:2], 256, 100 if quick else 300)
+        rows += fan_out_rows(targets[:2], _STREAMS, 100 if quick else 300)
         rows.append(Row("memory after all of it", _memory_mb(targets[0]), "MB", "before", before))
         return rows
     finally:

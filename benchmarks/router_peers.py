@@ -3,8 +3,9 @@
 `python -m benchmarks.router_peers KIND JSON` prints one JSON line: its address once it listens, or a load's outcome.
 
 The null worker speaks Worker and DecodeWorker and answers at once: each step's frame holds one canned token of every
-running sequence. It answers Inference.Generate with as many messages as tokens too, which is what the relay passes on
-and what a client that calls it directly measures. No torch anywhere.
+running sequence. Sequences of several tokens wait until `num_streams` of them are there, so that all run at once. It
+answers Inference.Generate with as many messages as tokens too, which is what the relay passes on and what a client
+that calls it directly measures. No torch anywhere.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ class _Running:
 class NullWorker:
     """One decode worker's services, on the running loop."""
 
+    def __init__(self, num_streams: int) -> None:
+        self._num_streams = num_streams
+
     async def Serve(self, commands: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         running: dict[int, _Running] = {}
         wanted = asyncio.Event()
@@ -47,10 +51,10 @@ class NullWorker:
         try:
             while True:
                 await wanted.wait()
-                yield _step(running)
-                if not running:
-                    wanted.clear()
-                await asyncio.sleep(0)  # let what was submitted meanwhile join the next step
+                wanted.clear()
+                while running:
+                    yield _step(running)
+                    await asyncio.sleep(0)  # let what was submitted meanwhile join the next step
         finally:
             reader.cancel()
 
@@ -60,7 +64,8 @@ class NullWorker:
             if command.HasField("submit"):
                 submit = command.submit
                 running[submit.stream_id] = _Running(submit.stream_id, submit.sampling.max_tokens)
-                wanted.set()
+                if submit.sampling.max_tokens == 1 or len(running) >= self._num_streams:
+                    wanted.set()
             else:
                 running.pop(command.cancel.stream_id, None)
 
@@ -86,9 +91,9 @@ def _step(running: dict[int, _Running]) -> bytes:
     return frame.SerializeToString()
 
 
-async def serve_worker() -> None:
+async def serve_worker(num_streams: int) -> None:
     server = grpc.aio.server(options=_LIMITS)
-    worker = NullWorker()
+    worker = NullWorker(num_streams)
     description = worker_pb2.WorkerDescription(
         worker_id="null",
         epoch=1,

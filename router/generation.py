@@ -229,8 +229,8 @@ class Generator:
         before_s = last_token_s[delta.index]
         last_token_s[delta.index] = now_s
         if before_s:
-            for _ in delta.token_ids:
-                self._metrics.inter_token_s.observe((now_s - before_s) / len(delta.token_ids))
+            num_tokens = len(delta.token_ids)
+            self._metrics.inter_token_s.observe((now_s - before_s) / num_tokens, num_tokens)
         else:
             self._metrics.first_token_s.observe(now_s - request.accepted_s)
 

@@ -21,7 +21,7 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_MAX_HOLD_S = 0.02  # of a token, whatever else the loop is busy with
+_MAX_HOLD_S = 0.005  # of a token, whatever else the loop is busy with
 
 
 class Sink(Protocol):

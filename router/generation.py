@@ -87,7 +87,7 @@ class Generator:
                 raise InvalidInput(
                     "request_id", f"has {len(wire.request_id)} characters; give {_MAX_REQUEST_ID} or fewer"
                 )
-            token_ids = await self._prompt(wire)
+            token_ids = await self._prompt(wire, tenant)
             if self._quarantine.holds(token_ids, accepted_s):
                 raise Quarantined("prompt: workers died of it not long ago, one after the other; do not send it again")
             limit_s = min(timeout_s or self._config.default_timeout_s, self._config.max_timeout_s)
@@ -143,7 +143,7 @@ class Generator:
             raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
         return group
 
-    async def _prompt(self, wire: inference_pb2.GenerateRequest) -> list[int]:
+    async def _prompt(self, wire: inference_pb2.GenerateRequest, tenant: Tenant) -> list[int]:
         given = [
             name
             for name, present in (
@@ -162,15 +162,17 @@ class Generator:
             if (highest := max(token_ids)) >= self.card.vocab_size:
                 raise InvalidInput("token_ids", f"hold {highest}; the vocabulary ends at {self.card.vocab_size - 1}")
             return token_ids
-        return await self.encode(wire)
+        return await self.encode(wire, tenant)
 
-    async def encode(self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> list[int]:
+    async def encode(
+        self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, tenant: Tenant
+    ) -> list[int]:
         """Token ids of its text, or of its messages as the chat template renders them."""
+        scope = tenant.cache_scope
         if wire.messages:
-            return await self.tokenizer.encode_chat(
-                [{"role": one.role, "content": one.content} for one in wire.messages]
-            )
-        return await self.tokenizer.encode(wire.text)
+            messages = [{"role": one.role, "content": one.content} for one in wire.messages]
+            return await self.tokenizer.encode_chat(messages, scope)
+        return await self.tokenizer.encode(wire.text, scope=scope)
 
     async def outputs(self, request: Request) -> AsyncGenerator[Output, None]:
         """The request's life. Closing the iterator cancels it at its workers.

@@ -94,12 +94,12 @@ class InferenceService:
         self, message: inference_pb2.TokenizeRequest | InvalidInput, context: grpc.aio.ServicerContext
     ) -> inference_pb2.TokenizeResponse:
         async with typed_errors(context):
-            self._caller(context)
+            tenant = self._caller(context)
             request = _valid(message)
             self._generator.check_model(request.model)
             if request.HasField("text") == bool(request.messages):
                 raise InvalidInput("text", "give exactly one of text and messages")
-            token_ids = await self._generator.encode(request)
+            token_ids = await self._generator.encode(request, tenant)
             tokens = [self._generator.tokenizer.token_text(token_id) for token_id in token_ids]
             return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,19 +14,24 @@ import tokenizers
 from penstock.errors import CheckpointError, InvalidInput
 from router.chat_template import ChatTemplate, load_chat_template
 from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
+from router.segments import AddedToken, Cutter, SegmentCache
 
 _INLINE_CHARACTERS = 4096  # encoded in about a millisecond; longer texts would delay every other stream
 _NUM_THREADS = 2
+_CACHE_BYTES = 64 << 20  # about ten million characters of conversations
 _ROLES = ("system", "user", "assistant")
 
 
 class Tokenizer:
-    """Owns the compiled tokenizer, the chat template and a small thread pool."""
+    """Owns the compiled tokenizer, the chat template, what earlier prompts came to, and a small thread pool."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         self._template = template
         added = tokenizer.get_added_tokens_decoder()
+        self._cutter = Cutter([_as_added(token) for token in added.values()])
+        self._cache = SegmentCache(_CACHE_BYTES)
+        self._around = self._find_around()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes_by_id: dict[int, bytes] | None = None
         if (json.loads(tokenizer.to_str()).get("decoder") or {}).get("type") == "ByteLevel":
@@ -47,14 +53,28 @@ class Tokenizer:
         tokenizer.no_padding()
         return cls(tokenizer, load_chat_template(Path(folder)))
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a prompt, with what the tokenizer's own post-processor puts around it."""
-        if len(text) <= _INLINE_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, text, add_special_tokens)
+    async def encode(self, text: str, *, add_special_tokens: bool = True, scope: str = "") -> list[int]:
+        """Ids of a prompt, with what the tokenizer's own post-processor puts around it.
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        Segments that somebody of the same scope has sent before are not tokenized again.
+        """
+        if add_special_tokens and self._around is None:
+            return (await self._encode_parts([text], True))[0].tolist()
+        before, after = self._around if add_special_tokens and self._around else ((), ())
+        segments = self._cutter.cut(text)
+        known = [self._cache.get(scope, segment) for segment in segments]
+        missing = [segment for segment, found in zip(segments, known, strict=True) if found is None]
+        fresh = iter(await self._encode_parts(missing, False))
+        ids = array("I", before)
+        for segment, found in zip(segments, known, strict=True):
+            if found is None:
+                found = next(fresh)
+                self._cache.put(scope, segment, found)
+            ids.extend(found)
+        ids.extend(after)
+        return ids.tolist()
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]], scope: str = "") -> list[int]:
         """Ids of a conversation; the template writes its special tokens itself. Raises InvalidInput."""
         if self._template is None:
             raise InvalidInput("messages", "the model has no chat template; send the prompt as text")
@@ -65,12 +85,29 @@ class Tokenizer:
                 )
         loop = asyncio.get_running_loop()
         rendered = await loop.run_in_executor(self._threads, self._template.render, messages)
-        return await self.encode(rendered, add_special_tokens=False)
+        return await self.encode(rendered, add_special_tokens=False, scope=scope)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
+        if sum(map(len, parts)) <= _INLINE_CHARACTERS:
+            return self._encode(parts, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode, parts, add_special_tokens)
+
+    def _encode(self, parts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
         # Not `encode`: that keeps the interpreter's lock, and would stop every stream for as long as it takes.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        encoded = self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=add_special_tokens)
+        return [array("I", one.ids) for one in encoded]
+
+    def _find_around(self) -> tuple[Sequence[int], Sequence[int]] | None:
+        """What the post-processor puts before and after any text; None where it does more than that."""
+        found = set()
+        for probe in ("a", "b c, d"):
+            bare, whole = (self._encode([probe], add)[0].tolist() for add in (False, True))
+            starts = [n for n in range(len(whole) - len(bare) + 1) if whole[n : n + len(bare)] == bare]
+            if len(starts) != 1:
+                return None
+            found.add((tuple(whole[: starts[0]]), tuple(whole[starts[0] + len(bare) :])))
+        return found.pop() if len(found) == 1 else None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text, special tokens left out."""
@@ -98,3 +135,8 @@ class Tokenizer:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _as_added(token: tokenizers.AddedToken) -> AddedToken:
+    strips = token.lstrip or token.rstrip
+    return AddedToken(token.content, normalized=token.normalized, single_word=token.single_word, strips=strips)

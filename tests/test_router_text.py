@@ -67,7 +67,7 @@ def test_pieces_of_byte_level_text_make_the_whole(token_ids, borders):
 @settings(max_examples=200, deadline=None)
 def test_no_piece_of_valid_text_holds_half_a_character(text, borders):
     text = text.replace("\ufffd", "?")
-    token_ids = BYTE_LEVEL._encode(text, False)
+    token_ids = BYTE_LEVEL._encode([text], False)[0].tolist()
     for detokenizer in (BYTE_LEVEL.detokenizer(), WindowDetokenizer(BYTE_LEVEL.decode, frozenset({0, 1}))):
         pieces = [detokenizer.add(part) for part in _cut(token_ids, borders)]
         assert not any("\ufffd" in piece for piece in pieces)
@@ -97,7 +97,7 @@ def test_bytes_that_are_no_text_cannot_grow_the_window():
 
 
 def test_an_unfinished_character_waits_and_shows_at_the_end():
-    smile = BYTE_LEVEL._encode("🙂", False)
+    smile = BYTE_LEVEL._encode(["🙂"], False)[0].tolist()
     detokenizer = BYTE_LEVEL.detokenizer()
     first = BYTE_LEVEL.token_bytes(smile[0])
     assert detokenizer.add(smile[:1]) == first.decode(errors="ignore")

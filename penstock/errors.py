@@ -117,7 +117,7 @@ class Overloaded(Unavailable):
 class Quarantined(PenstockError):
     """The request ends worker processes; it is not tried again."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
+    code = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 422
     reason = "QUARANTINED"
 

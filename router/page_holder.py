@@ -32,6 +32,7 @@ class Holder:
         self.is_noted = False  # known by what was sent there, not by events
         self.is_thinned = False  # pages were given up that the worker may still have: there may be holes
         self.num_by_rank = [0] * NUM_RANKS
+        self.num_entries = 0  # invariant: the sum over all generations; a page may stand in two of them
         self.generations = deque([Generation()])
         self._shift = BITS * slot
         self._masks = masks
@@ -44,11 +45,6 @@ class Holder:
     @property
     def num_pages(self) -> int:
         return sum(self.num_by_rank)
-
-    @property
-    def num_entries(self) -> int:
-        """At least as many as pages: one may stand in two generations."""
-        return sum(len(one.pages) for one in self.generations)
 
     def begin_generation(self, now_s: float) -> None:
         newest = self.generations[-1]
@@ -63,12 +59,17 @@ class Holder:
             self.take(tuple(hashes))
             return
         pages = dict.fromkeys(hashes)
-        self.generations[-1].pages.update(pages)
+        newest = self.generations[-1].pages
+        self.num_entries -= len(newest)
+        newest.update(pages)
+        self.num_entries += len(newest)
         self._count(self._masks.put(pages, self._steps[rank]), rank)
 
     def take(self, hashes: Sequence[PageHash]) -> None:
         for generation in self.generations:
+            self.num_entries -= len(generation.pages)
             deque(map(generation.pages.pop, hashes, repeat(None)), maxlen=0)
+            self.num_entries += len(generation.pages)
         self._count(self._masks.take(hashes, self._steps[NUM_RANKS]), NUM_RANKS)
 
     def _count(self, old: Mapping[int, int], rank: int) -> None:
@@ -91,8 +92,11 @@ class Holder:
         popped = [pages.popitem()[0] for _ in range(min(max_pages, len(pages)))]
         younger = [one.pages for one in self.generations if one.pages is not pages]
         gone = [page for page in popped if not any(page in other for other in younger)] if younger else popped
+        self.num_entries -= len(popped)
         if kept:
-            younger[-1].update(dict.fromkeys(page for page in gone if page in kept))
+            asked = dict.fromkeys(page for page in gone if page in kept)
+            younger[-1].update(asked)
+            self.num_entries += len(asked)
             gone = [page for page in gone if page not in kept]
         self._count(self._masks.take(gone, self._steps[NUM_RANKS]), NUM_RANKS)
         if not pages and younger:
@@ -103,5 +107,6 @@ class Holder:
         """Raises AssertionError where masks, generations and counts disagree."""
         held = {page: mask & self.bits for page, mask in self._masks.masks.items() if mask & self.bits}
         assert held.keys() == set().union(*(one.pages for one in self.generations)), "masks and generations disagree"
+        assert self.num_entries == sum(len(one.pages) for one in self.generations), "entries are counted wrong"
         ranks = [RANK_OF_BITS[bits >> self._shift] for bits in held.values()]
         assert [ranks.count(rank) for rank in range(NUM_RANKS)] == self.num_by_rank, "counts are off"

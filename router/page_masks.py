@@ -57,7 +57,7 @@ class PageMasks:
         """Each page is held as `step` says; returns how many pages had which mask before."""
         masks = self.masks
         old = list(map(masks.get, hashes, repeat(0)))
-        counts = Counter(old)
+        counts = _counted(old)
         if len(counts) == 1:
             masks.update(dict.fromkeys(hashes, step[old[0]]))
         else:
@@ -68,10 +68,14 @@ class PageMasks:
         """As `put`, for a step that takes bits away: a page without any is forgotten."""
         masks = self.masks
         old = list(map(masks.pop, hashes, repeat(0)))
-        counts = Counter(old)
+        counts = _counted(old)
         if any(step[mask] for mask in counts):
             masks.update((page, step[mask]) for page, mask in zip(hashes, old, strict=True) if step[mask])
         return counts
+
+
+def _counted(masks: list[int]) -> Mapping[int, int]:
+    return Counter(masks) if len(masks) != 1 else {masks[0]: 1}
 
 
 def bisect_masks(get: Callable[[PageHash, int], int], hashes: Sequence[PageHash], alive: int, losses: Losses) -> None:

@@ -45,7 +45,8 @@ class BitNames:
         depths: dict[WorkerId, list[int]] = {}  # by bit: on any tier, in memory, on the device
         for bits, depth in losses:
             whole, parts = self._known.get(bits) or self._take_apart(bits)
-            found.update(dict.fromkeys(whole, PrefixMatch(depth, depth)))
+            if whole:
+                found.update(dict.fromkeys(whole, PrefixMatch(depth, depth)))
             for worker_id, bit in parts:
                 depths.setdefault(worker_id, [0] * BITS)[bit] = depth
         for worker_id, (held, in_memory, on_device) in depths.items():

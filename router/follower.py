@@ -202,7 +202,7 @@ class Follower:
         self._ledger.on_report(self.worker_id, time.monotonic())
         self._costs.on_load(self.worker_id, self.load, self.description.page_size)
         self._on_load()
-        if not self._heard:
+        if not self._heard and not message.more:
             self._heard = True
             self._on_change()
         return True

@@ -101,6 +101,20 @@ def test_a_gap_that_the_workers_window_covers_is_a_replay() -> None:
     assert (index.stats.gaps, index.stats.replays, index.stats.snapshots) == (1, 1, 0)
 
 
+def test_a_batch_whose_beginning_is_known_is_applied_whole() -> None:
+    log = KvEventLog()
+    for number in range(6):
+        log.stored(PAGES[number : number + 1], PAGES[number - 1] if number else ROOT)
+        if number == 2:
+            index = PrefixIndex()
+            assert index.apply(WORKERS[0], log.read(1))
+    again = log.read(2)
+    assert (len(again.events), again.num_merged) == (1, 4)
+    assert index.apply(WORKERS[0], _wired(again))
+    assert index.match(PAGES) == {"a": PrefixMatch(6, 6)}
+    assert index.next_seq(WORKERS[0]) == 7
+
+
 def test_a_snapshot_in_parts_counts_once_it_is_whole() -> None:
     index = index_of([event(DEVICE, 0)])
     log = KvEventLog()

@@ -26,7 +26,6 @@ class TenantConfig(TenantLimits):
     keys: tuple[str, ...] = ()  # sha256:HEX of its API keys, as `penstock key new` prints them; never a key itself
     subjects: tuple[str, ...] = ()  # names in its client certificates: common names or subject alternative names
     enabled: bool = True  # false: known, and refused
-    max_requests: int | None = Field(None, ge=1)  # under way at once; default: no limit
     lane: Lane = Lane.STANDARD  # of a request that names none
     max_lane: Lane = Lane.INTERACTIVE  # the first lane that it may ask for
     share_group: str = ""  # tenants that name one group share cached pages; empty: nobody shares with it

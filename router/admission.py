@@ -213,9 +213,12 @@ class Admission:
         """Where this wait and its service would outlast its deadline.
 
         The emptier the deployment, the less is refused on a guess: how long an answer gets is known in the mean only,
-        and one that is tried in vain costs others nothing while there is room.
+        and one that is tried in vain costs others nothing while there is room. With nothing out at all everything is
+        tried, or a rate once measured too low would never be measured again.
         """
         ask = case.ask
+        if now_s < ask.deadline_s and self.out.num_requests == 0:
+            return None
         trust = min(1.0, self._overload.saturation)
         service = self._estimator.service(
             ask.prompt_tokens, self._forecast.likely_output(ask.lane, ask.max_tokens, trust)
@@ -232,11 +235,14 @@ class Admission:
         if not rate:
             return None
         lane, tenant = case.ask.lane, case.ask.tenant
-        queue = self._lanes[lane]
+        queue, share = self._lanes[lane], self._share(lane)
+        everything = sum(one.cost for one in self._lanes.values())
+        longest_s = min(everything, (queue.cost + case.cost) / share) / rate
+        if longest_s <= min(self._config.lane(lane).max_wait_s, 0.5 * (case.ask.deadline_s - now_s)):
+            return longest_s  # nothing hangs on a better estimate, which is dearer
         weights = {one: self._accounts.weight(one) for one in (*queue.waiting_tenants(), tenant)}
         ahead = queue.cost_before(tenant, self._due_s(case.ask), weights[tenant] / sum(weights.values()))
-        everything = sum(one.cost for one in self._lanes.values())
-        return min(everything, (ahead + case.cost) / self._share(lane)) / rate
+        return min(everything, (ahead + case.cost) / share) / rate
 
     def _half_drained_s(self, lane: Lane, now_s: float) -> float | None:
         rate = self._forecast.drain_per_s(now_s)

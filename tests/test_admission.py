@@ -264,6 +264,7 @@ def test_each_admitted_request_leaves_exactly_once_and_all_counts_return_to_zero
 def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     fleet = replace(FLEET, prefill_tokens_per_s=1000.0, queued_prefill_tokens=8000)
     made = admission(fleet=fleet)
+    assert isinstance(made.offer(ask(0, timeout=5.0), 0.0), Dispatched)  # nothing is out: it is tried
     refused = made.offer(ask(1, timeout=5.0), 0.0)
     assert isinstance(refused, Refused)
     assert refused.reason is Reason.DEADLINE

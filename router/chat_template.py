@@ -3,42 +3,120 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import msgpack
 
-from penstock.errors import CheckpointError, InvalidInput
+from penstock.errors import CheckpointError, InternalError, InvalidInput
+from router.template_sandbox import RENDERED, compile_template, read_frame, write_frame
+
+_ROOT = Path(__file__).resolve().parent.parent
+_STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateLimits:
+    """Of one rendering. A million-token conversation stays well below each of them."""
+
+    max_s: float = 2.0
+    max_characters: int = 16 << 20
+    max_memory_bytes: int = 512 << 20
 
 
 class ChatTemplate:
-    """Compiled once. Rendering is pure but for `strftime_now`."""
+    """Compiled once, and rendered in a process of its own that its limits end (router/template_sandbox.py).
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
+    Owns that process, which starts with the first rendering and again after one that was ended. For one thread.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], origin: str, limits: TemplateLimits | None = None
+    ) -> None:
         """`special_tokens` (bos_token, eos_token ...) are the template's variables. Raises CheckpointError."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], undefined=jinja2.Undefined
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
+            compile_template(source)
         except jinja2.TemplateSyntaxError as error:
             problem = f"{origin}: line {error.lineno} of the chat template: {error.message}; mend the template"
             raise CheckpointError(problem) from error
-        self._special_tokens = dict(special_tokens)
+        self._limits = limits or TemplateLimits()
+        self._start_frame = msgpack.packb(
+            {
+                "source": source,
+                "special_tokens": dict(special_tokens),
+                "max_s": self._limits.max_s,
+                "max_characters": self._limits.max_characters,
+                "max_memory_bytes": self._limits.max_memory_bytes,
+            }
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt up to where the assistant's answer begins. Raises InvalidInput where the template refuses."""
+        """The prompt up to where the assistant's answer begins; blocks at most as long as the limits say.
+
+        Raises InvalidInput where the template refuses the messages or goes beyond its limits with them.
+        """
+        frame = msgpack.packb([dict(message) for message in messages])
+        process = self.start()
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special_tokens)
-        except Exception as error:  # a template may fail like any program, and these messages made it fail
-            raise InvalidInput("messages", f"the model's chat template refuses them: {error}") from error
+            write_frame(process.stdin, frame)
+            answer = read_frame(process.stdout)
+        except BrokenPipeError:
+            answer = None
+        if answer is None:
+            raise self._explain_end(process)
+        text = answer[1:].decode()
+        if answer[:1] == RENDERED:
+            return text
+        raise InvalidInput("messages", f"the model's chat template refuses them: {text}")
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """The process, started now where there is none."""
+        if self._closed:
+            raise InternalError("the router is stopping")
+        if self._process is None:
+            # No more of the environment than it needs: a template that breaks out shall find no secrets there.
+            kept = {name: os.environ[name] for name in ("PATH", "LANG", "TZ", "VIRTUAL_ENV") if name in os.environ}
+            path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "router.template_sandbox"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**kept, "PYTHONPATH": path},
+            )
+            assert self._process.stdin is not None
+            write_frame(self._process.stdin, self._start_frame)
+        return self._process
+
+    def close(self) -> None:
+        """Ends the process, also in the middle of a rendering. From any thread."""
+        self._closed = True
+        if self._process is not None:
+            self._process.kill()
+
+    def _explain_end(self, process: subprocess.Popen[bytes]) -> InvalidInput | InternalError:
+        self._process = None
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue  # what it could not be told any more
+        status = process.wait(_STOP_TIMEOUT_S)
+        if status == -signal.SIGALRM:
+            problem = f"the model's chat template took more than {self._limits.max_s:g} s over them; shorten them"
+            return InvalidInput("messages", problem)
+        return InternalError(f"the chat template's process ended with status {status}")
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
@@ -70,15 +148,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds {type(value).__name__}, not an object; copy it again")
     return value
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _to_json(value: object, indent: int | None = None, **_: object) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -68,6 +68,7 @@ class RouterServer:
 
         Health turns SERVING with the first decode worker, which this does not wait for.
         """
+        self._tokenizer.start()
         http_socket = _listen(self._config.host, self._config.http_port)
         self._grpc = self._make_grpc()
         try:

@@ -38,6 +38,7 @@ class Tokenizer:
             self._bytes_by_id = byte_table(tokenizer.get_vocab(with_added_tokens=True), self._special_ids)
         self._token_texts: dict[int, str] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
+        self._template_thread = ThreadPoolExecutor(1, thread_name_prefix="template")  # one talks to one process
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
@@ -84,7 +85,7 @@ class Tokenizer:
                     f"messages[{number}].role", f"is {message['role']!r}; give one of {', '.join(_ROLES)}"
                 )
         loop = asyncio.get_running_loop()
-        rendered = await loop.run_in_executor(self._threads, self._template.render, messages)
+        rendered = await loop.run_in_executor(self._template_thread, self._template.render, messages)
         return await self.encode(rendered, add_special_tokens=False, scope=scope)
 
     async def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
@@ -133,8 +134,16 @@ class Tokenizer:
             return self._bytes_by_id[token_id]
         return self.token_text(token_id).encode()
 
+    def start(self) -> None:
+        """Gets ready for chats, off the loop; the first one would else wait for that."""
+        if self._template is not None:
+            self._template_thread.submit(self._template.start)
+
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._template is not None:
+            self._template.close()
+        for threads in (self._threads, self._template_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _as_added(token: tokenizers.AddedToken) -> AddedToken:

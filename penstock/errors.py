@@ -14,6 +14,7 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "penstock"
+_MAX_TEXT_BYTES = 800  # of a message: it goes out twice, percent-encoded and in base64
 
 
 class PenstockError(Exception):
@@ -172,14 +173,22 @@ def to_status(error: PenstockError) -> status_pb2.Status:
     """The google.rpc.Status of an error, with ErrorInfo and, where they apply, BadRequest and RetryInfo."""
     details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))]
     if isinstance(error, InvalidInput):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.problem)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=clip(error.field), description=clip(error.problem)
+        )
         details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
     retry_after_s = getattr(error, "retry_after_s", None)
     if retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(retry_after_s * 1e9))
         details.append(_pack(retry))
-    return status_pb2.Status(code=error.code.value[0], message=error.message, details=details)
+    return status_pb2.Status(code=error.code.value[0], message=clip(error.message), details=details)
+
+
+def clip(text: str) -> str:
+    """Short enough for a call's trailers, whose size gRPC bounds at 8 KiB in all, whatever a caller's value was."""
+    encoded = text.encode(errors="replace")
+    return text if len(encoded) <= _MAX_TEXT_BYTES else encoded[:_MAX_TEXT_BYTES].decode(errors="ignore") + "..."
 
 
 def from_status(status: status_pb2.Status) -> PenstockError:

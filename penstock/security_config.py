@@ -74,10 +74,10 @@ class SecurityConfig(_Frozen):
 class LimitsConfig(_Frozen):
     """How large one call to a router's public ports may be. More is refused, with the field's name."""
 
-    request_bytes: int = Field(16 * 1024 * 1024, ge=1024)  # of a gRPC message or an HTTP body
+    request_bytes: int = Field(8 * 1024 * 1024, ge=1024)  # of a gRPC message or an HTTP body
     header_bytes: int = Field(16 * 1024, ge=1024)  # of gRPC metadata or HTTP headers
     prompt_characters: int = Field(4_000_000, ge=1)  # of a text, or of all messages together
-    prompt_tokens: int | None = Field(None, ge=1)  # default: what the workers' context holds
+    prompt_tokens: int = Field(1 << 20, ge=1)  # and never more than the workers' context holds
     messages: int = Field(4096, ge=1)  # of a chat
     completions: int = Field(128, ge=1)  # of a call: n, times the prompts of an HTTP call
     stop_token_ids: int = Field(256, ge=1)

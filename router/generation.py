@@ -22,6 +22,7 @@ from router.completion_text import CompletionText
 from router.dispatch import TokenStream
 from router.gate import Gate, Passage
 from router.identity import Tenant, Tenants
+from router.limits import check_request, check_tokens
 from router.membership import Fleet, Group
 from router.metrics import RouterMetrics
 from router.model_card import ModelCard
@@ -35,7 +36,6 @@ from router.verdicts import Used
 
 _WAIT_FOR_WORKER_S = 5.0
 _RETRY_AFTER_S = 1.0
-_MAX_REQUEST_ID = 128
 
 
 class Generator:
@@ -47,6 +47,7 @@ class Generator:
         self.card = card
         self.tokenizer = tokenizer
         self.tenants = Tenants(config.tenants, ClusterSecret.of(config.security))
+        self.limits = config.limits
         self._config = config
         self._fleet = fleet
         self._metrics = metrics
@@ -81,13 +82,11 @@ class Generator:
         """
         accepted_s = time.monotonic()
         with self._counted_errors():
+            check_request(wire, self.limits)
             self.check_model(wire.model)
             lane = tenant.lane(wire.lane)
-            if len(wire.request_id) > _MAX_REQUEST_ID:
-                raise InvalidInput(
-                    "request_id", f"has {len(wire.request_id)} characters; give {_MAX_REQUEST_ID} or fewer"
-                )
             token_ids = await self._prompt(wire, tenant)
+            check_tokens(len(token_ids), self.limits)
             if self._quarantine.holds(token_ids, accepted_s):
                 raise Quarantined("prompt: workers died of it not long ago, one after the other; do not send it again")
             limit_s = min(timeout_s or self._config.default_timeout_s, self._config.max_timeout_s)

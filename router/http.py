@@ -15,6 +15,7 @@ from typing import TypeVar
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -27,11 +28,13 @@ from penstock.errors import (
     Unauthenticated,
     Unavailable,
 )
+from penstock.security_config import LimitsConfig
 from penstock.v1 import common_pb2
 from router import request as stages
 from router.generation import Generator
 from router.http_tls import SUBJECTS
 from router.identity import Tenant
+from router.limits import Unread, check_body, check_completions, check_headers
 from router.membership import Fleet
 from router.metrics import RouterMetrics
 from router.openai_answers import Answer, ChatAnswer, CompletionAnswer, Json, error_json, usage_json
@@ -44,18 +47,20 @@ ResultT = TypeVar("ResultT")
 Outputs = AsyncGenerator[tuple[int, stages.Output], None]  # choice, and what is new of it
 
 
-def make_app(generator: Generator, fleet: Fleet, metrics: RouterMetrics) -> FastAPI:
+def make_app(generator: Generator, fleet: Fleet, metrics: RouterMetrics, metrics_token: str = "") -> FastAPI:
+    """With a `metrics_token`, /metrics wants it. Where tenants are told apart and there is none, nobody reads them."""
     app = FastAPI(title="Penstock", docs_url=None, redoc_url=None, openapi_url=None)
     started_s = int(time.time())
 
     def caller(http: Request) -> Tenant:
-        """Raises Unauthenticated or PermissionDenied."""
+        """Raises Unread, Unauthenticated or PermissionDenied."""
+        check_headers(http.headers.raw, generator.limits)
         return generator.tenants.identify(http.headers.get("authorization"), http.scope.get(SUBJECTS, ()))
 
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
         tenant = caller(http)
-        body = parse(CompletionBody, await http.body())
+        body = parse(CompletionBody, await _read_body(http, generator.limits))
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         answer = CompletionAnswer(answer_id, generator.card.name, generator.tokenizer, body.logprobs is not None)
         return await _respond(http, body, answer, answer_id, generator, tenant)
@@ -63,7 +68,7 @@ def make_app(generator: Generator, fleet: Fleet, metrics: RouterMetrics) -> Fast
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
         tenant = caller(http)
-        body = parse(ChatBody, await http.body())
+        body = parse(ChatBody, await _read_body(http, generator.limits))
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         answer = ChatAnswer(answer_id, generator.card.name, generator.tokenizer, bool(body.logprobs))
         return await _respond(http, body, answer, answer_id, generator, tenant)
@@ -91,13 +96,34 @@ def make_app(generator: Generator, fleet: Fleet, metrics: RouterMetrics) -> Fast
         return JSONResponse({"status": "ready" if ready else "no decode worker"}, 200 if ready else 503)
 
     @app.get("/metrics")
-    async def scrape() -> Response:
+    async def scrape(http: Request) -> Response:
+        generator.tenants.check_scraper(http.headers.get("authorization"), metrics_token)
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     app.add_exception_handler(PenstockError, _on_penstock_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_fault)
     return app
+
+
+async def _read_body(http: Request, limits: LimitsConfig) -> bytes:
+    """Raises Unread as soon as it is too large or late, Cancelled where the client goes."""
+    declared = http.headers.get("content-length", "")
+    check_body(int(declared) if declared.isdecimal() else 0, limits)
+    parts: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            async for part in http.stream():
+                num_bytes += len(part)
+                check_body(num_bytes, limits)
+                parts.append(part)
+    except TimeoutError as error:
+        problem = f"did not arrive within {limits.body_timeout_s:g} s; send it faster, or less of it"
+        raise Unread("body", problem, 408) from error
+    except ClientDisconnect as error:
+        raise Cancelled("the client has gone") from error
+    return b"".join(parts)
 
 
 async def _respond(
@@ -110,8 +136,9 @@ async def _respond(
 ) -> Response:
     """Errors before the first token are plain HTTP errors, also of a stream: its head is sent only then."""
     lane, timeout_s = read_lane(http.headers, body.service_tier), read_timeout_s(http.headers)
-    requests = []
-    for wire in body.requests(answer_id):
+    wanted, requests = body.requests(answer_id), []
+    check_completions(wanted, generator.limits)
+    for wire in wanted:
         wire.lane = lane
         requests.append(await generator.prepare(wire, tenant, timeout_s, body.default_max_tokens))
     outputs = _merged(generator, requests)
@@ -265,6 +292,8 @@ async def _on_penstock_error(http: Request, error: Exception) -> Response:
     headers = {}
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, Unread) and error.http_status == 408:
+        headers["connection"] = "close"  # it is silent; one that still sends would take that for a reset
     if isinstance(error, Unavailable | DeadlineExceeded) and error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     return JSONResponse(error_json(error), error.http_status, headers)

@@ -5,6 +5,7 @@ Keys are looked up by their SHA-256 digest: the time that takes says nothing abo
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -98,6 +99,16 @@ class Tenants:
         if not tenant.config.enabled:
             raise PermissionDenied(f"tenant {tenant.name} is turned off; ask whoever runs this deployment")
         return tenant
+
+    def check_scraper(self, authorization: str | None, token: str) -> None:
+        """Of a reader of metrics, which speak of all tenants. Raises Unauthenticated or PermissionDenied."""
+        if token:
+            if authorization is None or not hmac.compare_digest(digest_of(_key(authorization)), digest_of(token)):
+                raise Unauthenticated("authorization: metrics are read with their own token, as 'Bearer TOKEN'")
+        elif self._by_name:
+            raise PermissionDenied(
+                "metrics speak of all tenants; set metrics_token_file, and read them with that token"
+            )
 
     def identify_controller(self, authorization: str | None) -> Tenant:
         """Of a call that can only be the controller's own. Raises Unauthenticated."""

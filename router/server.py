@@ -13,6 +13,7 @@ import uvicorn
 from penstock.config import RouterConfig
 from penstock.errors import ConfigError
 from penstock.grpc_server import GrpcServer
+from penstock.secret import read_private
 from penstock.trust import Trust, server_credentials
 from router.generation import Generator
 from router.http import make_app
@@ -60,6 +61,8 @@ class RouterServer:
         self._trust = Trust(config.security)
         self.fleet = Fleet(self._trust, config.index)
         self.generator = Generator(config, card, self._tokenizer, self.fleet, self._metrics)
+        path = config.metrics_token_file
+        self._metrics_token = read_private(path, "metrics_token_file") if path else ""
         self._watch_metrics()
         self.ports = Ports(0, 0, 0)
 
@@ -98,14 +101,14 @@ class RouterServer:
         # Supervised by processes that know the cluster secret, whatever certificates the public port demands.
         control = self._grpc.add_control_port(_LOOPBACK) if tls and self._trust.secret else 0
         grpc_port = await self._grpc.start(self._config.host, self._config.grpc_port, "grpc_port")
-        app = make_app(self.generator, self.fleet, self._metrics)
+        app = make_app(self.generator, self.fleet, self._metrics, self._metrics_token)
         settings = uvicorn.Config(
             app,
             log_config=None,
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=self._config.limits.header_bytes,
+            h11_max_incomplete_event_size=2 * self._config.limits.header_bytes,  # beyond this, unread
             **uvicorn_settings(tls),
         )
         self._http = _HttpServer(settings)

@@ -16,6 +16,7 @@ from penstock.grpc_server import credentials, typed_errors
 from penstock.v1 import inference_pb2
 from router.generation import Generator
 from router.identity import Tenant
+from router.limits import check_prompt, check_tokens
 from router.membership import Fleet
 from router.request import Output, Request
 from router.tolerant_decode import tolerant
@@ -96,10 +97,12 @@ class InferenceService:
         async with typed_errors(context):
             tenant = self._caller(context)
             request = _valid(message)
+            check_prompt(request, self._generator.limits)
             self._generator.check_model(request.model)
             if request.HasField("text") == bool(request.messages):
                 raise InvalidInput("text", "give exactly one of text and messages")
             token_ids = await self._generator.encode(request, tenant)
+            check_tokens(len(token_ids), self._generator.limits)
             tokens = [self._generator.tokenizer.token_text(token_id) for token_id in token_ids]
             return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
 

@@ -104,6 +104,7 @@ async def test_the_router_credits_a_tenant_with_its_own_pages_alone(tenant, unca
     """A prefill worker holds most of the prompt, for acme. Each has a router that has learned nothing yet."""
     decode = await FakeWorker("decode-0", epoch=1).start()
     prefill = await FakeWorker("prefill-0", epoch=2, role="prefill").start()
+    decode.load = replace(decode.load, prefill_tokens_per_s=200.0)
     prefill.load = replace(prefill.load, prefill_tokens_per_s=1000.0)
     prompt = [300 + number % 1000 for number in range(1605)]
     tenants = Tenants({name: TenantConfig.model_validate(one) for name, one in TENANTS.items()})

@@ -55,7 +55,7 @@ class DecodeServer:
         engine = await asyncio.to_thread(Engine.load, config.engine, on_progress, events)
         await asyncio.to_thread(engine.warm_up)
         self._open_transfers(engine)
-        transfers = Transfers(engine, self._receiver, self.epoch, config.transfer)
+        transfers = Transfers(engine, self._receiver, self.epoch, config.transfer, lambda call: self._loop.post(call))
         description = describe(engine, config, self.epoch)
         description.transports.extend(self._receiver.transports)
         describe_limits(description, config.decode)

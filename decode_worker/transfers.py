@@ -98,14 +98,18 @@ class Transfers:
         receiver: TransferReceiver,
         epoch: Epoch,
         config: TransferConfig,
+        post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`post` runs a call on the step loop."""
         self._engine = engine
         self._page_size = engine.layout.page_size
         self._receiver = receiver
         self._epoch = epoch
         self._config = config
+        self._post = post
         self._clock = clock
+        self._num_quieting = 0  # fences of transfers that are over, while their last bytes may be under way
         self._sweeper = Sweeper(heartbeat_s(config.timeout_s))
         self._transfers: dict[TransferKey, _Transfer] = {}
         self._asking: list[_Transfer] = []  # reservations not granted yet
@@ -114,7 +118,7 @@ class Transfers:
 
     @property
     def num_open(self) -> int:
-        return len(self._transfers)
+        return len(self._transfers) + self._num_quieting
 
     def begin(
         self, request: DecodeRequest, candidate: PrefillCandidate, patience_s: float | None = None
@@ -328,6 +332,10 @@ class Transfers:
             if transfer is not None and transfer.request is request:
                 self._give_up(transfer)
 
+    def _lift(self, key: TransferKey) -> None:
+        self._num_quieting -= 1
+        self._engine.pool.lift(key)
+
     def _give_up(self, transfer: _Transfer, effects: Iterable[Effect] = ()) -> DecodeRequest | None:
         request, transfer.request = transfer.request, None
         self._apply(transfer, [*effects, *transfer.session.on_abort()])
@@ -345,6 +353,10 @@ class Transfers:
                     # Not before the sender is over: on a wire that needs our help it could not end otherwise.
                     self._receiver.close(key)
                     del self._transfers[key]
-                case Effect.LIFT:
+                case Effect.LIFT if transfer.session.landed:
                     self._engine.pool.lift(key)
+                case Effect.LIFT:
+                    # The sender is over, but what it had sent by then may not have been written yet.
+                    self._num_quieting += 1
+                    self._receiver.when_quiet(lambda: self._post(lambda: self._lift(key)))
         return self._verify(transfer) if verify else None

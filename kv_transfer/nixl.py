@@ -4,8 +4,8 @@ The sender writes straight into the receiver's pool, one descriptor a page from 
 carries a notification that names what landed. NIXL's progress thread stays off, as it burns a core while idle: the
 receiver's thread polls while transfers are open, the sender's while pushes are under way. A push is done when NIXL
 says so: then nothing of it is written any more. A closed transfer can still be written until the sender has stopped:
-that is what the fence is for. (UCX over plain TCP is the weak spot: there the receiver's own polling writes the bytes,
-so a receiver that wakes after the sender gave up on it may still find some in its socket.)
+that is what the fence is for. (Over plain TCP, UCX has the receiver's own polling write the bytes: one that wakes after
+the sender gave up on it may find some in its socket, hence the receiver's `when_quiet`.)
 
 Owns the agents, the registration of the pool and every handle. Metadata travels in the offer, never over a socket of
 its own.

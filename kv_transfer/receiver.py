@@ -25,10 +25,13 @@ from kv_transfer import wires
 from kv_transfer.handshake import Offer
 from kv_transfer.pages import PageBuffer
 from kv_transfer.transport import Arrival, Peer, ReceivingTransport
+from kv_transfer.unread import unread_bytes
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferKey, WorkerId
 
+QUIET_LOOKS = 10  # in a row that find nothing unread, and what lies between two: longer than a way to the peer and back
+QUIET_LOOK_S = 0.02
 FASTEST_POLL_S = 0.00005  # just after an arrival
 SLOWEST_POLL_S = 0.0002  # between a prefill's chunks; a write shows at the second poll (docs/lab-notes.md)
 JOIN_TIMEOUT_S = 5.0
@@ -51,6 +54,15 @@ class _Incoming:
     failed: bool = False
     closed: bool = False
     writing: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(slots=True)
+class _Quieting:
+    """Somebody waits until nothing of transfers that are over can be written any more."""
+
+    then: Callable[[], None]
+    next_look_s: float
+    looks: int = 0
 
 
 @dataclass(slots=True)
@@ -88,6 +100,8 @@ class TransferReceiver:
         self._peers: dict[WorkerId, Peer] = {}
         self._awaited: dict[Epoch, float] = {}  # peers that may be connecting, and until when
         self._events: deque[Callable[[], None]] = deque()
+        self._quieting: list[_Quieting] = []
+        self._has_polled_peers = False  # whether anybody ever wrote by a wire that must be polled
         self._stopping = False
         self.stats = ReceiverStats()
         self._wires: list[ReceivingTransport] = wires.receiving(self._pages, config, self)
@@ -139,6 +153,20 @@ class TransferReceiver:
         if incoming is not None:
             with incoming.writing:
                 incoming.closed = True
+
+    def when_quiet(self, then: Callable[[], None]) -> None:
+        """Calls `then`, from any thread, once nothing is written any more of transfers whose senders are over.
+
+        At once, but for wires on which our own polling writes what has come over a socket (UCX over TCP): what a sender
+        had handed to its kernel may lie there still, though the sender has given up, or died. Then it is called when
+        everything that has come was read, and nothing has come for a while since.
+        """
+        with self._lock:
+            if self._has_polled_peers and not self._stopping:
+                self._quieting.append(_Quieting(then, time.monotonic() + QUIET_LOOK_S))
+                self._lock.notify()
+                return
+        self._guard(then)
 
     def forget(self, peer: Peer) -> None:
         """The incarnation is known to be dead: fails what it has open and drops its connections."""
@@ -216,13 +244,28 @@ class TransferReceiver:
                 for wire in self._polled:
                     self._guard(lambda wire=wire: self._poll(wire))  # type: ignore[misc]
             self._fail_stalled(time.monotonic())
+            self._look_for_quiet(time.monotonic())
+
+    def _look_for_quiet(self, now_s: float) -> None:
+        with self._lock:
+            due = [one for one in self._quieting if one.next_look_s <= now_s]
+        if not due:
+            return
+        nothing_unread = unread_bytes() == 0
+        for one in due:
+            one.looks, one.next_look_s = (one.looks + 1 if nothing_unread else 0), now_s + QUIET_LOOK_S
+        with self._lock:
+            quiet = [one for one in self._quieting if one.looks >= QUIET_LOOKS]
+            self._quieting = [one for one in self._quieting if one.looks < QUIET_LOOKS]
+        for one in quiet:
+            self._guard(one.then)
 
     def _must_poll(self, now_s: float) -> bool:
         if not self._polled:
             return False
         self._awaited = {epoch: until_s for epoch, until_s in self._awaited.items() if until_s > now_s}
         # Until the caller closes it, landed or failed: a sender cannot end its last push on a wire that nobody drives.
-        return bool(self._awaited) or bool(self._open)
+        return bool(self._awaited) or bool(self._open) or bool(self._quieting)
 
     def _pause_s(self, now_s: float) -> float | None:
         """How long the thread may sleep unless it is woken; None: for ever."""
@@ -237,6 +280,7 @@ class TransferReceiver:
         arrivals = wire.poll()
         for epoch in wire.heard_from():
             with self._lock:
+                self._has_polled_peers = True
                 self._awaited.pop(epoch, None)
         for arrival in arrivals:
             self._arrived(arrival)

@@ -63,17 +63,23 @@ class Link:
 
     writes: deque[Write] = field(default_factory=deque)
     ending: bool = False
+    aborted: bool = False
 
 
 class FakeReceiver:
     def __init__(self) -> None:
         self.open_keys: set[TransferKey] = set()
+        self.quieting: list[Callable[[], None]] = []
+        self.late: list[Callable[[], None]] = []  # writes that were on their way when their sender gave up
 
     def open(self, key: TransferKey, pages: list[PageId], timeout_s: float) -> None:
         self.open_keys.add(key)
 
     def close(self, key: TransferKey) -> None:
         self.open_keys.discard(key)
+
+    def when_quiet(self, then: Callable[[], None]) -> None:
+        self.quieting.append(then)
 
 
 class FakeSender:
@@ -96,7 +102,7 @@ class FakeSender:
 
     def abort(self, key: TransferKey) -> None:
         link = self.links[key]
-        link.ending = True
+        link.ending = link.aborted = True
         while len(link.writes) > 1:  # the oldest is under way and cannot be called back
             link.writes.pop()
 
@@ -113,7 +119,14 @@ class World:
         self.receiver = FakeReceiver()
         self.now_s = 0.0
         self.frozen: object = None  # the worker that neither computes nor says anything, though its writes may go on
-        transfers = Transfers(self.decode_engine, self.receiver, Epoch(1), SHORT, lambda: self.now_s)  # type: ignore[arg-type]
+        transfers = Transfers(
+            self.decode_engine,  # type: ignore[arg-type]
+            self.receiver,  # type: ignore[arg-type]
+            Epoch(1),
+            SHORT,
+            post=lambda call: call(),
+            clock=lambda: self.now_s,
+        )
         transfers.calls = self
         self.transfers = transfers
         self.hedging = self.rng.random() < 0.5
@@ -236,19 +249,37 @@ class World:
     def complete_write(self) -> None:
         key = self.rng.choice([key for key, link in self.sender.links.items() if link.writes])
         write = self.sender.links[key].writes.popleft()
+        self.decode_engine.kv_pages[write.dst] = self.content(write)
+        if key in self.receiver.open_keys:
+            self.decode.on_arrival(key, write.index, 1)
+
+    def content(self, write: Write) -> list[int | None]:
         content: list[int | None] = [None] * self.decode_size
         for part in write.parts:
             (page,) = self.prefill_engine.read([part.page])
             taken = page[part.source_token : part.source_token + part.num_tokens]
             content[part.target_token : part.target_token + part.num_tokens] = taken
-        self.decode_engine.kv_pages[write.dst] = content
-        if key in self.receiver.open_keys:
-            self.decode.on_arrival(key, write.index, 1)
+        return content
+
+    def may_end(self) -> list[TransferKey]:
+        """An aborted link may be cut with a page under way."""
+        return [key for key, link in self.sender.links.items() if link.ending and (link.aborted or not link.writes)]
 
     def end_sender(self) -> None:
-        key = self.rng.choice([key for key, link in self.sender.links.items() if link.ending and not link.writes])
-        del self.sender.links[key]
+        key = self.rng.choice(self.may_end())
+        self.leave_behind(self.sender.links.pop(key))
         self.prefill.on_sent(key)
+
+    def leave_behind(self, link: Link) -> None:
+        """What was under way when its sender gave up or died may be written yet, until the receiver has it all read."""
+        for write in list(link.writes)[:1]:
+            content = self.content(write)
+
+            def land(dst: PageId = write.dst, content: list[int | None] = content) -> None:
+                assert dst in self.decode_engine.pool._fences, "a page is written that others may use"
+                self.decode_engine.kv_pages[dst] = content
+
+            self.receiver.late.append(land)
 
     def deliver(self, queues: dict[TransferKey, deque[Callable[[], None]]]) -> None:
         key = self.rng.choice([key for key, queue in queues.items() if queue])
@@ -257,6 +288,8 @@ class World:
     def kill_prefill_worker(self) -> None:
         """SIGKILL: what was under way is gone, a new incarnation takes its place."""
         self.prefill_epoch = Epoch(self.prefill_epoch + 1)
+        for link in self.sender.links.values():
+            self.leave_behind(link)
         self.frozen = None if self.frozen is self.prefill else self.frozen
         self.start_prefill_worker()
         for key in list(self.to_decode):
@@ -282,7 +315,7 @@ class World:
             if worker is not self.frozen:
                 due_s = worker.sweep(self.now_s)
                 assert due_s is None or due_s > self.now_s
-                held = self.transfers.num_open if worker is self.decode else len(self.prefill._jobs)
+                held = len(self.transfers._transfers) if worker is self.decode else len(self.prefill._jobs)
                 assert (due_s is None) == (held == 0)
 
     def actions(self) -> list[Callable[[], object]]:
@@ -295,13 +328,17 @@ class World:
                 found.append(self.ask_about_lost)
             if self.hedging and self.to_decode:
                 found.append(self.grow_impatient)
+            if self.receiver.late:
+                found.append(lambda: self.receiver.late.pop()())
+            elif self.receiver.quieting:
+                found.append(lambda: self.receiver.quieting.pop()())
         if any(link.writes for link in self.sender.links.values()):
             found += [self.complete_write] * 6
         if self.frozen is not self.prefill:
             found += [self.prefill.step] * 2
             if any(self.to_prefill.values()):
                 found += [lambda: self.deliver(self.to_prefill)] * 6
-            if any(link.ending and not link.writes for link in self.sender.links.values()):
+            if self.may_end():
                 found += [self.end_sender] * 2
         return found
 

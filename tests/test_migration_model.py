@@ -101,7 +101,7 @@ class Node:
             return world.now_s
 
         self.wire = Wire(size, world.page_size)
-        transfers = Transfers(self.engine, self.receiver, self.epoch, SHORT, clock)  # type: ignore[arg-type]
+        transfers = Transfers(self.engine, self.receiver, self.epoch, SHORT, lambda call: call(), clock)  # type: ignore[arg-type]
         self.transfers = transfers
         config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, placement="local", watermark=0.0)
         self.worker = DecodeWorker(WorkerId(f"d{epoch}"), self.engine, transfers, config, CONTEXT)  # type: ignore[arg-type]
@@ -352,6 +352,8 @@ class World:
         found: list[Action] = []
         for node in self.nodes:
             found.append(node.worker.step)
+            if node.receiver.quieting:
+                found.append(lambda node=node: node.receiver.quieting.pop()())  # type: ignore[misc]
             for queue in (node.inbox, node.router_inbox, node.wire_events):
                 if queue:
                     found += [lambda queue=queue: queue.popleft()()] * 3  # type: ignore[misc]
@@ -398,7 +400,8 @@ class World:
 
     def busy(self) -> bool:
         return bool(self.calls or self.lost) or any(
-            node.inbox or node.router_inbox or node.wire.links or node.wire_events for node in self.nodes
+            node.inbox or node.router_inbox or node.wire.links or node.wire_events or node.receiver.quieting
+            for node in self.nodes
         )
 
 

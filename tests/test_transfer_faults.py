@@ -275,6 +275,38 @@ def test_a_sender_frozen_beyond_its_lease_touches_its_own_pages_alone(wire: str)
         end.shutdown()
 
 
+@pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed")
+def test_a_receiver_frozen_beyond_its_lease_reads_everything_before_its_pages_are_reused() -> None:
+    """UCX over TCP: the receiver itself writes what it finds in its socket when it wakes, which may be long after the
+    sender has given up and said so. Once the receiver says that it is quiet, no page changes any more."""
+    draw, tcp = random.Random(43), {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    ends = children(
+        Child("receiver", "nixl", 2, NUM_PAGES, 8 * PAGE_BYTES, **tcp),
+        Child("sender", "nixl", 1, NUM_PAGES, 8 * PAGE_BYTES, **tcp),
+    )
+    with ends as (end, origin):
+        num_given_up = 0
+        for number in range(4):
+            moving, (src, dst) = key(number), draw_pages(draw)
+            offer = end.call("open", moving, dst)
+            is_disturbed = number % 2 == 1
+            if is_disturbed and draw.random() < 0.5:
+                end.signal(signal.SIGSTOP)
+            origin.tell("run", moving, offer, cut_up(draw, src, dst))
+            if is_disturbed:
+                time.sleep(draw.uniform(0, LONGEST_PAUSE_S))
+                end.signal(signal.SIGSTOP)
+            errors = origin.reply()
+            end.tell("quiet", moving, dst, 0.3)  # the first thing that it does when it wakes
+            end.signal(signal.SIGCONT)
+            num_changed, pages = end.reply()
+            assert num_changed == 0
+            whole_pages = make_source(NUM_PAGES, 8 * PAGE_BYTES)[src].numpy().tobytes()
+            assert is_disturbed or (errors, pages) == ([], whole_pages)
+            num_given_up += bool(errors)
+        assert num_given_up
+
+
 def whole(
     child: Child,
     end: TransferReceiver,

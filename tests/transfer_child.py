@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -20,6 +22,7 @@ from tests import cuda_double
 from tests.transfer_pair import PREFILL, Log, config, receiver, sender
 
 REPLY_TIMEOUT_S = 30.0
+SAMPLE_BYTES = 4096  # a byte of so many is looked at
 
 
 def make_source(num_pages: int, page_bytes: int, transport: str = "shm") -> torch.Tensor:
@@ -40,13 +43,15 @@ def make_target(num_pages: int, page_bytes: int, transport: str = "shm") -> torc
 class Child:
     """One process, its pipe, and calls into it that have a deadline."""
 
-    def __init__(self, role: str, transport: str, epoch: int, num_pages: int, page_bytes: int) -> None:
+    def __init__(
+        self, role: str, transport: str, epoch: int, num_pages: int, page_bytes: int, **environment: str
+    ) -> None:
         context = multiprocessing.get_context("forkserver")  # imports torch once for all children
         context.set_forkserver_preload(["tests.transfer_child"])
         self._pipe, theirs = context.Pipe()
         run = {"sender": run_sender, "receiver": run_receiver}[role]
         self.process: BaseProcess = context.Process(
-            target=run, args=(theirs, transport, epoch, num_pages, page_bytes), daemon=True
+            target=run, args=(theirs, transport, epoch, num_pages, page_bytes, environment), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -83,7 +88,10 @@ def children(*made: Child) -> Iterator[tuple[Child, ...]]:
             child.kill()
 
 
-def run_sender(pipe: Connection, transport: str, epoch: int, num_pages: int, page_bytes: int) -> None:
+def run_sender(
+    pipe: Connection, transport: str, epoch: int, num_pages: int, page_bytes: int, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     log = Log()
     cuda_double.install(pytest.MonkeyPatch())  # for this process's life
@@ -112,7 +120,10 @@ def run_sender(pipe: Connection, transport: str, epoch: int, num_pages: int, pag
                 return
 
 
-def run_receiver(pipe: Connection, transport: str, epoch: int, num_pages: int, page_bytes: int) -> None:
+def run_receiver(
+    pipe: Connection, transport: str, epoch: int, num_pages: int, page_bytes: int, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     log = Log()
     cuda_double.install(pytest.MonkeyPatch())  # for this process's life
@@ -126,6 +137,17 @@ def run_receiver(pipe: Connection, transport: str, epoch: int, num_pages: int, p
                 key, pages = arguments
                 end.open(key, pages)
                 pipe.send(end.offer(PREFILL, Epoch(key.sender_epoch)))
+            case "quiet":  # (key, pages, pause) -> their bytes once nothing is written any more, and some time after
+                key, pages, pause_s = arguments
+                end.close(key)
+                is_quiet = threading.Event()
+                end.when_quiet(is_quiet.set)
+                assert is_quiet.wait(REPLY_TIMEOUT_S / 2)
+                before = pool[:, ::SAMPLE_BYTES].clone()  # quickly: what is still written shall not be done yet
+                time.sleep(pause_s)  # for what should not come
+                num_changed = int((before != pool[:, ::SAMPLE_BYTES]).any(dim=1).sum())
+                pipe.send((num_changed, pool[pages].numpy().tobytes()))
+                pool.zero_()
             case "landed":  # (key, number of pages) -> their bytes, as the pool has them
                 key, pages = arguments
                 log.wait(lambda key=key, pages=pages: len(log.landed.get(key, ())) == len(pages))  # type: ignore[misc]

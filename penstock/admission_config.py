@@ -87,9 +87,6 @@ class AdmissionConfig(_Frozen):
     retry_reserve: int = Field(100, ge=1)  # re-dispatches that are always allowed in 10 s
 
     def lane(self, lane: Lane) -> LaneConfig:
-        lanes: dict[Lane, LaneConfig] = {
-            Lane.INTERACTIVE: self.interactive,
-            Lane.STANDARD: self.standard,
-            Lane.BULK: self.bulk,
-        }
-        return lanes[lane]
+        if lane is Lane.INTERACTIVE:
+            return self.interactive
+        return self.bulk if lane is Lane.BULK else self.standard

@@ -21,6 +21,7 @@ from router.lanes import Entry, LaneQueue
 from router.overload import Level, Overload, fleet_pressure, shed_probability, worst
 from router.verdicts import Answer, Ask, Dispatched, Queued, Reason, Refused, Used
 
+_GLANCE_S = 0.01  # saturation is looked at no more often, however many requests come and go
 _PATIENCE = 0.5  # of a lane's longest wait: whoever comes after that goes behind
 _HINT_UNKNOWN_S = 1.0
 _SHORTEST_HINT_S = 0.1
@@ -62,6 +63,7 @@ class Admission:
         self._forecast = Forecast(config)
         self._estimator: Estimator = estimator or self._forecast
         self._overload = Overload(config.overload)
+        self._observed_s = float("-inf")
         self.out = Outstanding()
 
     @property
@@ -100,12 +102,13 @@ class Admission:
     def offer(self, ask: Ask, now_s: float) -> Answer:
         """A request arrives. A queued one comes back from `poll`, unless it leaves before, with `end`."""
         assert ask.key not in self._cases
-        self._observe(now_s)
+        self._glance(now_s)
         case = self._case(ask)
         refused = self._over_limits(case, now_s)
         at_once = False
         if refused is None:
-            at_once = self._fits(case) and (not self.num_waiting or self._next() is None) and self._has_room(ask)
+            at_once = self._fits(case) and self._has_room(ask.num_sequences, ask.prompt_tokens)
+            at_once = at_once and (not self.num_waiting or self._next() is None)
             refused = self._too_late(case, 0.0, now_s) if at_once else self._refuse_to_queue(case, now_s)
         if refused is not None:
             return refused
@@ -122,16 +125,16 @@ class Admission:
         answers: list[Dispatched | Refused] = []
         for queue in self._lanes.values():
             answers += [self._give_up(self._cases[entry.key], now_s) for entry in queue.expired(now_s)]
-        while (entry := self._next()) is not None:
+        while self._has_room(1, 0) and (entry := self._next()) is not None:
             case = self._cases[entry.key]
             if (late := self._too_late(case, 0.0, now_s)) is not None:
                 self._drop(case, now_s)
                 answers.append(late)
-            elif self._has_room(case.ask):
+            elif self._has_room(case.ask.num_sequences, case.ask.prompt_tokens):
                 answers.append(self._send(case, now_s))
             else:
                 break
-        self._observe(now_s)
+        self._glance(now_s)
         return answers
 
     def next_poll_s(self) -> float | None:
@@ -292,9 +295,9 @@ class Admission:
     def _fits(self, case: _Case) -> bool:
         return self._accounts.fits(case.ask.tenant, case.num_tokens)
 
-    def _has_room(self, ask: Ask) -> bool:
+    def _has_room(self, num_sequences: int, prompt_tokens: int) -> bool:
         fleet, share = self._forecast.fleet, self._forecast.uncached_share
-        return has_room(fleet, self.out, ask.num_sequences, ask.prompt_tokens, share, self._config)
+        return has_room(fleet, self.out, num_sequences, prompt_tokens, share, self._config)
 
     def _send(self, case: _Case, now_s: float) -> Dispatched:
         ask = case.ask
@@ -345,7 +348,12 @@ class Admission:
 
     # Overload.
 
+    def _glance(self, now_s: float) -> None:
+        if now_s - self._observed_s >= _GLANCE_S:
+            self._observe(now_s)
+
     def _observe(self, now_s: float) -> None:
+        self._observed_s = now_s
         saturation = worst(self._signals(now_s))
         if self._forecast.fleet is None and (saturation or 0.0) < self._overload.saturation:
             saturation = None  # the workers' part of it is not known any more, which is no relief

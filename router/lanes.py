@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from router.fairness import FairCounters
+from router.verdicts import Ask
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +25,20 @@ class Entry:
     cost: float  # in weighted tokens, as expected
     num_tokens: int  # of KV at its longest
     waits: bool = field(default=True, init=False)  # false: it has left, and its place in the heap is void
+
+
+@dataclass(slots=True)
+class Case:
+    """A request that was admitted and has not left."""
+
+    ask: Ask
+    output_tokens: int  # expected, of all sequences
+    cost: float  # in weighted tokens, as charged
+    num_tokens: int  # of KV at its longest
+    entry: Entry | None = None  # while it waits
+    sent_s: float = 0.0
+    contended: bool = False  # it has waited
+    started: bool = False
 
 
 class LaneQueue:

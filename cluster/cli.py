@@ -97,6 +97,7 @@ def _add_client(parser: argparse.ArgumentParser, name: str, run: object) -> None
     if name == "generate":
         add("prompt", help="the prompt; - reads it from standard input")
         add("--timing", action="store_true", help="print where the time went")
+        add("--explain", action="store_true", help="print why its workers were chosen, and what that was to cost")
     else:
         add("--system", metavar="TEXT", help="a system message to begin with")
     add("--server", default="localhost:50051", metavar="HOST:PORT", help="default: %(default)s")

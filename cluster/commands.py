@@ -15,7 +15,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from cluster.admin_token import find_token
-from cluster.terminal import TIMING_HEADER, format_drain, format_status, format_table, timing_row
+from cluster.terminal import TIMING_HEADER, format_decision, format_drain, format_status, format_table, timing_row
 from penstock.client import Client, GenerateStream
 from penstock.client_auth import ClientTls, auth_metadata
 from penstock.completions import ChatMessage, Chunk
@@ -35,8 +35,10 @@ def generate(arguments: Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     with _client(arguments) as client:
         try:
-            with client.generate(prompt, lane=arguments.lane, **_sampling(arguments)) as stream:
+            sampling = _sampling(arguments)
+            with client.generate(prompt, lane=arguments.lane, explain=arguments.explain, **sampling) as stream:
                 printed = _print_stream(stream, sys.stdout)
+                decision = stream.decision if arguments.explain and not printed.interrupted else None
         except Unavailable as error:
             raise Unavailable(f"{arguments.server}: {error.message}") from error
     if printed.interrupted:
@@ -45,6 +47,8 @@ def generate(arguments: Namespace) -> int:
     if arguments.timing and last is not None and last.timing is not None and last.usage is not None:
         row = timing_row(last.timing, last.usage.completion_tokens)
         print("\n" + format_table(TIMING_HEADER, [row]), file=sys.stderr)
+    if decision is not None:
+        print("\n" + format_decision(decision), file=sys.stderr)
     return 0
 
 

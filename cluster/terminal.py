@@ -51,6 +51,33 @@ def timing_row(timing: Timing, num_tokens: int) -> list[str]:
     ]
 
 
+_STAGES = ("queue", "prefill", "transfer", "admission", "decode", "harm", "bonus", "total")
+
+
+def format_decision(decision: Mapping[str, Any]) -> str:
+    """A decision record: for each completion the pairs considered, cheapest first, and what the chosen one took."""
+    parts = [f"policy {decision['policy']}; milliseconds; * is the pair chosen"]
+    for completion in decision["completions"]:
+        rows = []
+        for attempt in completion["attempts"]:
+            chosen = attempt["predicted"]
+            others = [one for one in attempt["considered"] if one != chosen]
+            rows += [_decision_row(one, "*" if one is chosen else " ") for one in (chosen, *others)]
+        actual = completion["actual"]
+        took = [f"{actual[f'{stage}_ms']:.1f}" if f"{stage}_ms" in actual else "-" for stage in _STAGES]
+        cached = f"{actual['prefill_cached_tokens']}/{actual['decode_cached_tokens']}"
+        workers = f"{actual['prefill_worker']} > {actual['decode_worker']}"
+        rows.append(["=", workers, *took, cached])
+        parts.append(format_table(["", "pair", *_STAGES, "cached"], rows))
+    return "\n".join(parts)
+
+
+def _decision_row(score: Mapping[str, Any], mark: str) -> list[str]:
+    stages = [f"{score[f'{stage}_ms']:.1f}" for stage in _STAGES]
+    cached = f"{score['prefill_cached_tokens']}/{score['decode_cached_tokens']}"
+    return [mark, f"{score['prefill']} > {score['decode']}", *stages, cached]
+
+
 def format_status(status: admin_pb2.StatusResponse) -> str:
     """The answer of `penstock status`."""
     state = "ready" if status.ready else "not ready"

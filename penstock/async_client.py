@@ -11,8 +11,9 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import grpc
 import grpc.aio
@@ -35,6 +36,7 @@ from penstock.completions import (
 )
 from penstock.continuation import Continuation
 from penstock.errors import Cancelled, InternalError, InvalidInput, from_rpc_error
+from penstock.hints import hints_metadata, read_decision
 from penstock.retry import DEFAULT_RETRY, Attempts, RetryBudget, RetryPolicy
 from penstock.types import Lane
 from penstock.v1 import inference_pb2, inference_pb2_grpc
@@ -106,7 +108,11 @@ class AsyncGenerateStream:
             builder.add(chunk)
         if not builder.finished:
             raise Cancelled("the stream was closed") if self._closed.is_set() else InternalError(INCOMPLETE)
-        return builder.result()
+        return replace(builder.result(), decision=await self.decision())
+
+    async def decision(self) -> dict[str, Any] | None:
+        """Why the request went where it did, once the stream has ended and where `explain` asked for it."""
+        return read_decision(await self._call.trailing_metadata()) if self._call.done() else None
 
     def close(self) -> None:
         """Cancels the call; may be called twice."""
@@ -173,17 +179,20 @@ class AsyncClient:
         request_id: str = "",
         lane: Lane | str | None = None,
         timeout_s: float | None = None,
+        session: str = "",
+        explain: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerateStream:
         """Starts to generate; iterate over the stream for chunks, or await its `complete()`.
 
         `prompt` is text, token ids, or chat messages. `timeout_s` bounds the whole call, retries included. `lane` is
-        interactive, standard or bulk; left out, it is the caller's own.
+        interactive, standard or bulk; left out, it is the caller's own. Requests of one `session` go to the same
+        workers where that costs little; with `explain` the stream's `decision` tells why they were chosen.
         Raises InvalidInput at once for what no server could read; every other error comes from the stream.
         """
         request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane)
         attempts = self._attempts(timeout_s, self._timeout_s)
-        begin = self._begin(lambda stub: stub.Generate)
+        begin = self._begin(lambda stub: stub.Generate, hints_metadata(session, explain))
         return AsyncGenerateStream(begin, request, attempts)
 
     async def complete(
@@ -194,11 +203,20 @@ class AsyncClient:
         request_id: str = "",
         lane: Lane | str | None = None,
         timeout_s: float | None = None,
+        session: str = "",
+        explain: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Result:
         """Generates and returns the whole answer."""
         async with self.generate(
-            prompt, model=model, request_id=request_id, lane=lane, timeout_s=timeout_s, **sampling
+            prompt,
+            model=model,
+            request_id=request_id,
+            lane=lane,
+            timeout_s=timeout_s,
+            session=session,
+            explain=explain,
+            **sampling,
         ) as stream:
             return await stream.complete()
 
@@ -216,17 +234,19 @@ class AsyncClient:
         return models_from_wire(answer.models)
 
     def _begin(
-        self, method: Callable[[inference_pb2_grpc.InferenceStub], Callable[..., AnswerT]]
+        self,
+        method: Callable[[inference_pb2_grpc.InferenceStub], Callable[..., AnswerT]],
+        hints: tuple[tuple[str, str], ...] = (),
     ) -> Callable[[RequestT, float | None], AnswerT]:
         """One attempt at a call, given the request and the time left for it; every further one at the next router."""
-        tried = False
+        tried, metadata = False, (*self._metadata, *hints)
 
         def attempt(request: RequestT, left_s: float | None) -> AnswerT:
             nonlocal tried
             self._turn += tried
             tried = True
             stub = self._stubs[self._turn % len(self._stubs)]
-            return method(stub)(request, timeout=left_s, metadata=self._metadata)
+            return method(stub)(request, timeout=left_s, metadata=metadata)
 
         return attempt
 

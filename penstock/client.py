@@ -14,8 +14,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import grpc
 
@@ -37,6 +38,7 @@ from penstock.completions import (
 from penstock.config import MAX_MESSAGE_BYTES
 from penstock.continuation import Continuation
 from penstock.errors import Cancelled, InternalError, InvalidInput, from_rpc_error
+from penstock.hints import hints_metadata, read_decision
 from penstock.retry import DEFAULT_RETRY, Attempts, RetryBudget, RetryPolicy
 from penstock.types import Lane
 from penstock.v1 import inference_pb2, inference_pb2_grpc
@@ -109,7 +111,12 @@ class GenerateStream:
             builder.add(chunk)
         if not builder.finished:
             raise Cancelled("the stream was closed") if self._closed.is_set() else InternalError(INCOMPLETE)
-        return builder.result()
+        return replace(builder.result(), decision=self.decision)
+
+    @property
+    def decision(self) -> dict[str, Any] | None:
+        """Why the request went where it did, once the stream has ended and where `explain` asked for it."""
+        return None if self._call.is_active() else read_decision(self._call.trailing_metadata())
 
     def close(self) -> None:
         """Cancels the call; may be called from another thread, and twice."""
@@ -170,17 +177,20 @@ class Client:
         request_id: str = "",
         lane: Lane | str | None = None,
         timeout_s: float | None = None,
+        session: str = "",
+        explain: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> GenerateStream:
         """Starts to generate; iterate over the stream for chunks, or call its `complete()`.
 
         `prompt` is text, token ids, or chat messages. `timeout_s` bounds the whole call, retries included. `lane` is
-        interactive, standard or bulk; left out, it is the caller's own.
+        interactive, standard or bulk; left out, it is the caller's own. Requests of one `session` go to the same
+        workers where that costs little; with `explain` the stream's `decision` tells why they were chosen.
         Raises InvalidInput at once for what no server could read; every other error comes from the stream.
         """
         request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane)
         attempts = self._attempts(timeout_s, self._timeout_s)
-        begin = self._begin(lambda stub: stub.Generate)
+        begin = self._begin(lambda stub: stub.Generate, hints_metadata(session, explain))
         return GenerateStream(begin, request, attempts)
 
     def complete(
@@ -191,11 +201,20 @@ class Client:
         request_id: str = "",
         lane: Lane | str | None = None,
         timeout_s: float | None = None,
+        session: str = "",
+        explain: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Result:
         """Generates and returns the whole answer."""
         with self.generate(
-            prompt, model=model, request_id=request_id, lane=lane, timeout_s=timeout_s, **sampling
+            prompt,
+            model=model,
+            request_id=request_id,
+            lane=lane,
+            timeout_s=timeout_s,
+            session=session,
+            explain=explain,
+            **sampling,
         ) as stream:
             return stream.complete()
 
@@ -213,17 +232,19 @@ class Client:
         return models_from_wire(answer.models)
 
     def _begin(
-        self, method: Callable[[inference_pb2_grpc.InferenceStub], Callable[..., AnswerT]]
+        self,
+        method: Callable[[inference_pb2_grpc.InferenceStub], Callable[..., AnswerT]],
+        hints: tuple[tuple[str, str], ...] = (),
     ) -> Callable[[RequestT, float | None], AnswerT]:
         """One attempt at a call, given the request and the time left for it; every further one at the next router."""
-        tried = False
+        tried, metadata = False, (*self._metadata, *hints)
 
         def attempt(request: RequestT, left_s: float | None) -> AnswerT:
             nonlocal tried
             self._turn += tried
             tried = True
             stub = self._stubs[self._turn % len(self._stubs)]
-            return method(stub)(request, timeout=left_s, metadata=self._metadata)
+            return method(stub)(request, timeout=left_s, metadata=metadata)
 
         return attempt
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from penstock.errors import InvalidInput
 from penstock.types import FinishReason, Lane
@@ -111,6 +111,7 @@ class Result:
     usage: Usage
     request_id: str
     model: str
+    decision: Mapping[str, Any] | None = None  # why its workers were chosen, where `explain` asked for it
 
     @property
     def text(self) -> str:

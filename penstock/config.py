@@ -159,6 +159,7 @@ class RouterConfig(_Frozen):
     temperature_s: float = Field(0.0, ge=0)  # pairs are drawn with odds exp(-cost / this); 0: always the cheapest
     affinity_s: float = Field(0.5, ge=0)  # that a session's own worker may cost more than the cheapest
     replica_s: float = Field(0.5, ge=0)  # that one more copy of a hot prefix may cost
+    explain: bool = True  # whoever asks is told why a request went where it did, and what its workers' queues cost
     max_replicas: int = Field(8, ge=1)  # workers that hot prefixes are copied to for their own sake; 1: none
 
 

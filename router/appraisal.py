@@ -38,6 +38,9 @@ class Commitment:
     """What a choice puts on its workers; `link_bytes` are its own and those that go over the link before."""
 
     credits: list[WorkKey]
+    step_s: float  # of decoding, expected
+    promised_prefill_tokens: int  # that the index says are cached where the prompt is computed, and may be used
+    promised_decode_tokens: int
     link_bytes: int = 0
 
 
@@ -97,13 +100,17 @@ class Appraisal:
             ledger.record(choice.decode, Work(num_requests=1, num_pages=pages), now_s),
             ledger.record(computed_by, Work(prefill_tokens=choice.uncached_tokens), now_s),
         ]
+        step_s = choice.score.decode_s / demand.output_tokens
+        usable = (demand.num_tokens - 1) // page_size * page_size
+        prefill_tokens = min(choice.score.prefill_cached_tokens, usable)
+        decode_tokens = min(choice.score.decode_cached_tokens, usable)
         if not choice.prefill:
-            return Commitment(credits)
+            return Commitment(credits, step_s, prefill_tokens, decode_tokens)
         link = (computed_by, choice.decode)
         ahead = ledger.link_bytes(link)
         own = int(demand.uncached_on(choice.decode) * demand.token_bytes)
         credits.append(ledger.record(link, Work(num_bytes=own), now_s))
-        return Commitment(credits, ahead + own)
+        return Commitment(credits, step_s, prefill_tokens, decode_tokens, ahead + own)
 
     def on_end(self, num_output_tokens: int) -> None:
         """A completion had so many tokens."""

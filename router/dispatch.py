@@ -28,6 +28,7 @@ from penstock.retry import RetryBudget
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2, worker_pb2
 from router.autopsy import is_dead
+from router.decision import Record, leg_record, record
 from router.leg import Leg
 from router.membership import Fleet, Group
 from router.placement import Placer, PromptPages
@@ -85,6 +86,14 @@ class TokenStream:
         leg = self._legs[index]
         self._let_go(leg)
         return TokenDelta(index, [], finish_reason=FinishReason.STOP, timing=self._timing(leg, common_pb2.Timing()))
+
+    def decision(self, policy: str) -> Record:
+        """Why each completion ran where it did; complete once all have ended."""
+        legs = [
+            leg_record(leg.index, [one.choice for one in leg.placements], leg.timing or common_pb2.Timing())
+            for leg in self._legs
+        ]
+        return record(self._request.request_id, policy, legs)
 
     async def batches(self) -> AsyncGenerator[list[TokenDelta], None]:
         """What has come since the last batch, one delta a completion, until every completion has ended.
@@ -161,8 +170,8 @@ class TokenStream:
             return TokenDelta(leg.index, token_ids, message.logprobs)
         leg.ended = True
         timing = self._timing(leg, message.timing)
-        if not timing.num_migrations and not timing.num_redispatches:
-            self._placer.on_end(leg.placements[-1], timing, len(leg.emitted))
+        if leg.placements and not (timing.num_migrations or timing.num_redispatches or self._request.emitted):
+            self._placer.on_end(leg.placements[-1], message.timing, len(leg.emitted))
         return TokenDelta(leg.index, token_ids, message.logprobs, reason, timing)
 
     async def _follow(self, leg: Leg, moved: worker_pb2.Moved) -> None:
@@ -288,6 +297,7 @@ class TokenStream:
         timing.decode_worker = leg.decode_worker
         timing.num_redispatches = leg.num_redispatches
         timing.cached_tokens = min(timing.cached_tokens, len(self._request.token_ids))
+        leg.timing = timing
         return timing
 
     def _too_late(self) -> DeadlineExceeded:

@@ -65,6 +65,7 @@ class Follower:
         self._dial = dial
         self._on_load = on_load
         self._heard = False  # a load report has come since the connection was made
+        self._doubts = False  # the index says what is not so
         self._retired = False
         self._task: asyncio.Task[None] | None = None
 
@@ -88,6 +89,11 @@ class Follower:
         self._forget_worker()
         self._on_change()
         return asyncio.create_task(self._finish(), name=f"retire {self.address}")
+
+    def ask_anew(self) -> None:
+        """The worker's cache is not what its events say: drops them, and has it told whole with the next batch."""
+        log.warning("worker %s does not hold the pages that its events name; asking for all of them", self.worker_id)
+        self._doubts = True
 
     async def stop(self) -> None:
         """At once; requests on the link are lost."""
@@ -184,6 +190,10 @@ class Follower:
         """False on a gap."""
         if self._retired:
             return True
+        if self._doubts:
+            self._doubts = False
+            self._index.drop(self.worker_id)
+            return False
         try:
             events = decode_events(message.payload)
         except ValueError as error:

@@ -8,13 +8,14 @@ import random
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 
 from penstock import sampling
 from penstock.config import RouterConfig
 from penstock.errors import Cancelled, InvalidInput, ModelNotFound, PenstockError, Quarantined, Unavailable
+from penstock.hints import NO_HINTS, Hints
 from penstock.secret import ClusterSecret
-from penstock.types import Lane, RequestId
+from penstock.types import Lane, RequestId, WorkerId
 from penstock.v1 import common_pb2, inference_pb2
 from router.accounts import Limits
 from router.choice import Weights
@@ -28,6 +29,7 @@ from router.metrics import RouterMetrics
 from router.model_card import ModelCard
 from router.placement import Placer
 from router.policies import make_policy
+from router.predictions import WorkerErrors
 from router.quarantine import Quarantine
 from router.request import Output, Request, TokenDelta
 from router.resumed import check_emitted
@@ -54,13 +56,19 @@ class Generator:
         self._quarantine = Quarantine()
         weights = Weights(config.decode_weight, config.temperature_s, config.affinity_s, config.replica_s)
         policy = make_policy(config.policy, weights)
-        self._placer = Placer(fleet, policy, random.Random(), config.max_replicas)
+        self._placer = Placer(fleet, policy, random.Random(), config.max_replicas, metrics.mispredicted)
+        metrics.watch_predictions(self._current_predictions)
         self.gate = Gate(config, fleet, metrics.admission, random.Random(), self._limits)
 
     @property
     def ready(self) -> bool:
         """Whether a request sent now would be served."""
         return self._fleet.group() is not None
+
+    def _current_predictions(self) -> Mapping[WorkerId, WorkerErrors]:
+        predictions = self._placer.predictions
+        predictions.keep({one.worker_id for one in self._fleet.followers})
+        return predictions.workers
 
     @property
     def num_inflight(self) -> int:
@@ -75,6 +83,7 @@ class Generator:
         tenant: Tenant,
         timeout_s: float | None = None,
         default_max_tokens: int | None = None,
+        hints: Hints = NO_HINTS,
     ) -> Request:
         """Validates and tokenizes.
 
@@ -114,6 +123,8 @@ class Generator:
             accepted_s=accepted_s,
             deadline_s=accepted_s + limit_s,
             lane=lane,
+            session=hints.session,
+            explain=hints.explain and self._config.explain,
             tenant=tenant.name,
             salt=self.tenants.salt(group.model_revision, tenant),
             emitted=emitted,
@@ -197,6 +208,8 @@ class Generator:
                             output.granted_tokens = passage.granted_tokens
                             if output.finish_reason is not None:
                                 self._observe_end(request, output, usage, texts, passage)
+                            if request.explain and output.usage is not None:
+                                output.decision = stream.decision(self._config.policy)
                             if output.text or output.token_ids or output.finish_reason is not None:
                                 yield output
 

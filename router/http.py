@@ -28,6 +28,7 @@ from penstock.errors import (
     Unauthenticated,
     Unavailable,
 )
+from penstock.hints import read_hints
 from penstock.security_config import LimitsConfig
 from penstock.v1 import common_pb2
 from router import request as stages
@@ -135,12 +136,13 @@ async def _respond(
     tenant: Tenant,
 ) -> Response:
     """Errors before the first token are plain HTTP errors, also of a stream: its head is sent only then."""
+    hints = read_hints(http.headers, body.user or "")
     lane, timeout_s = read_lane(http.headers, body.service_tier), read_timeout_s(http.headers)
     wanted, requests = body.requests(answer_id), []
     check_completions(wanted, generator.limits)
     for wire in wanted:
         wire.lane = lane
-        requests.append(await generator.prepare(wire, tenant, timeout_s, body.default_max_tokens))
+        requests.append(await generator.prepare(wire, tenant, timeout_s, body.default_max_tokens, hints))
     outputs = _merged(generator, requests)
     if not body.stream:
         async with contextlib.aclosing(outputs):
@@ -156,13 +158,16 @@ async def _respond(
 
 async def _whole(outputs: Outputs, answer: Answer) -> tuple[Json, dict[str, str]]:
     """The answer and its headers."""
-    usages, headers = [], {}
+    usages, decisions, headers = [], [], {}
     async for choice, output in outputs:
         answer.add(choice, output)
         headers.update(_told(output))
         if output.usage is not None:
             usages.append(output.usage)
-    return answer.whole(usage_json(usages)), headers
+        if output.decision is not None:
+            decisions.append(output.decision)
+    whole = answer.whole(usage_json(usages))
+    return whole | ({"penstock": {"decisions": decisions}} if decisions else {}), headers
 
 
 def _told(output: stages.Output) -> dict[str, str]:
@@ -175,6 +180,7 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events, `[DONE]` last; after a failure an `error` event and no `[DONE]`."""
     usages: list[common_pb2.Usage] = []
+    decisions: list[Json] = []
     async with contextlib.aclosing(outputs):
         try:
             choice, output = first
@@ -183,10 +189,14 @@ async def _events(
                     yield _event(chunk)
                 if output.usage is not None:
                     usages.append(output.usage)
+                if output.decision is not None:
+                    decisions.append(output.decision)
                 choice, output = await anext(outputs)
         except StopAsyncIteration:
             if includes_usage:
                 yield _event(answer.usage_chunk(usage_json(usages)))
+            if decisions:
+                yield _event(answer.decision_chunk(decisions))
             yield b"data: [DONE]\n\n"
         except PenstockError as error:
             yield b"event: error\n" + _event(error_json(error))

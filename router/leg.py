@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from penstock.errors import PenstockError
 from penstock.types import Epoch
-from penstock.v1 import worker_pb2
+from penstock.v1 import common_pb2, worker_pb2
 from router.follower import Follower
 from router.inflight import WorkKey
 from router.link import Link
@@ -33,6 +33,7 @@ class Leg:
         self.credits: list[WorkKey] = []
         self.suspicion = Suspicion()
         self.in_ward = False
+        self.timing: common_pb2.Timing | None = None  # once it has ended
         self.placements: list[Placement] = []  # one a submission to a worker that was chosen
         self.decode_worker = ""
         self.decode_address = ""

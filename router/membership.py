@@ -78,6 +78,12 @@ class Fleet:
         own, others = self.ledger.sent_to(worker_id), self.peer_load.sent_to(worker_id, now_s)
         return own + others if others is not NO_WORK else own
 
+    def distrust(self, worker_id: WorkerId) -> None:
+        """What is known of the worker's cache is not so: it is asked for anew."""
+        for one in self.followers:
+            if one.worker_id == worker_id:
+                one.ask_anew()
+
     @property
     def followers(self) -> tuple[Follower, ...]:
         return tuple(self._followers.values())

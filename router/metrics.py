@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 
+from penstock.types import WorkerId
 from router.admission_metrics import AdmissionMetrics
 from router.index_metrics import IndexCollector
+from router.prediction_metrics import PredictionCollector
+from router.predictions import WorkerErrors
 from router.prefix_index import PrefixIndex
 
 _LABELS = ["model_name"]
@@ -46,6 +49,13 @@ class RouterMetrics:
             "vllm:request_success", "Completions ended", [*_LABELS, "finished_reason"], registry=self._registry
         )
         self.admission = AdmissionMetrics(self._registry, model)
+        self._mispredicted = Histogram(
+            "penstock:prediction_error_seconds",
+            "How far a stage's actual time was from the one predicted",
+            [*_LABELS, "stage"],
+            buckets=_SHORT_S,
+            registry=self._registry,
+        )
         self._errors = Counter("vllm:request_errors", "Requests failed", [*_LABELS, "reason"], registry=self._registry)
 
     def watch(
@@ -76,6 +86,13 @@ class RouterMetrics:
 
     def watch_index(self, index: PrefixIndex, num_mute: Callable[[], int]) -> None:
         self._registry.register(IndexCollector(self._model, index, num_mute))
+
+    def watch_predictions(self, workers: Callable[[], Mapping[WorkerId, WorkerErrors]]) -> None:
+        """Predicted against actual for each worker that is followed."""
+        self._registry.register(PredictionCollector(self._model, workers))
+
+    def mispredicted(self, stage: str, seconds: float) -> None:
+        self._mispredicted.labels(self._model, stage).observe(seconds)
 
     def succeeded(self, finished_reason: str) -> None:
         self._success.labels(self._model, finished_reason).inc()

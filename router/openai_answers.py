@@ -36,6 +36,8 @@ class Answer(Protocol):
 
     def usage_chunk(self, usage: Json) -> Json: ...
 
+    def decision_chunk(self, decisions: list[Json]) -> Json: ...
+
 
 class _Choice:
     """What is collected of one choice."""
@@ -64,6 +66,10 @@ class _Answer:
         collected.logprobs.extend(output.logprobs)
         if output.finish_reason is not None:
             collected.finish_reason = output.finish_reason.value
+
+    def _last_chunk(self, kind: str, **fields: object) -> Json:
+        """Without choices, as OpenAI's own last chunk with the usage."""
+        return {**self._head, "object": kind, "choices": [], **fields}
 
     def _worth_sending(self, output: Output) -> bool:
         return bool(output.text or output.finish_reason or (self._wants_logprobs and output.logprobs))
@@ -96,7 +102,10 @@ class CompletionAnswer(_Answer):
         return {**self._head, "object": "text_completion", "choices": choices, "usage": usage}
 
     def usage_chunk(self, usage: Json) -> Json:
-        return {**self._head, "object": "text_completion", "choices": [], "usage": usage}
+        return self._last_chunk("text_completion", usage=usage)
+
+    def decision_chunk(self, decisions: list[Json]) -> Json:
+        return self._last_chunk("text_completion", penstock={"decisions": decisions})
 
     def _logprobs(self, choice: _Choice, logprobs: Sequence[common_pb2.TokenLogprob]) -> Json | None:
         if not self._wants_logprobs:
@@ -145,7 +154,10 @@ class ChatAnswer(_Answer):
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": usage}
 
     def usage_chunk(self, usage: Json) -> Json:
-        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+        return self._last_chunk("chat.completion.chunk", usage=usage)
+
+    def decision_chunk(self, decisions: list[Json]) -> Json:
+        return self._last_chunk("chat.completion.chunk", penstock={"decisions": decisions})
 
     def _logprobs(self, logprobs: Sequence[common_pb2.TokenLogprob]) -> Json | None:
         if not self._wants_logprobs:

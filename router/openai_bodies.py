@@ -50,6 +50,7 @@ class _Sampling(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
+    user: str | None = None  # names the session, where no header does
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None

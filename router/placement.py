@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.page_hash import hash_pages
@@ -18,6 +18,7 @@ from router.follower import Follower
 from router.health import FleetHealth
 from router.inflight import InflightLedger
 from router.membership import Fleet, Group
+from router.predictions import Predictions
 from router.prefix_index import PrefixIndex
 from router.prefix_match import PrefixMatch
 from router.request import Request
@@ -113,10 +114,20 @@ class LiveLinks:
 class Placer:
     """One for all requests: they share the policy, its turns among it, and what is learnt from their ends."""
 
-    def __init__(self, fleet: Fleet, policy: Policy, rng: random.Random, max_replicas: int) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        rng: random.Random,
+        max_replicas: int,
+        on_error: Callable[[str, float], None],
+    ) -> None:
+        """`on_error` hears by how many seconds a stage was mispredicted."""
         self._fleet = fleet
         self._policy = policy
         self._rng = rng
+        self._on_error = on_error
+        self.predictions = Predictions()
         self._links = LiveLinks(fleet.links, fleet.ledger, fleet.health)
         self._appraisal = Appraisal(fleet.ledger, fleet.costs, fleet.links, max_replicas)
 
@@ -157,6 +168,36 @@ class Placer:
         self._appraisal.on_end(num_output_tokens)
         if timing.pages_moved and timing.prefill_worker == placement.choice.score.prefill:
             self._appraisal.on_transfer(placement.choice, placement.commitment, timing.transfer_ms / 1e3)
+        self._compare(placement, timing, num_output_tokens)
+
+    def _compare(self, placement: Placement, timing: common_pb2.Timing, num_output_tokens: int) -> None:
+        """Predicted with actual; whoever turns out to be described wrongly is asked again."""
+        score, promised, now_s = placement.choice.score, placement.commitment, time.monotonic()
+        decode = placement.choice.decode
+        if num_output_tokens > 1:
+            step_s = timing.decode_ms / 1e3 / (num_output_tokens - 1)
+            self.predictions.on_time(decode, promised.step_s, step_s)
+        lying = []
+        if score.prefill is not None:
+            if self.predictions.on_cache(decode, promised.promised_decode_tokens, timing.decode_cached_tokens, now_s):
+                lying.append(decode)
+            cached = timing.prefill_cached_tokens
+        else:
+            cached = timing.decode_cached_tokens
+        computed_by = score.prefill or decode
+        if timing.prefill_worker == computed_by:
+            actual_s = (timing.queue_ms + timing.prefill_ms) / 1e3
+            self.predictions.on_time(computed_by, score.first_token_s, actual_s)
+            for stage, predicted_s, actual_ms in (
+                ("queue", score.queue_s, timing.queue_ms),
+                ("prefill", score.prefill_s, timing.prefill_ms),
+                ("transfer", score.transfer_s, timing.transfer_ms),
+            ):
+                self._on_error(stage, abs(predicted_s - actual_ms / 1e3))
+            if self.predictions.on_cache(computed_by, promised.promised_prefill_tokens, cached, now_s):
+                lying.append(computed_by)
+        for worker_id in lying:
+            self._fleet.distrust(worker_id)
 
     def _view(self, one: Follower) -> WorkerView:
         self._links.epochs[one.worker_id] = one.epoch

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from penstock.types import FinishReason, Lane, RequestId, SamplingParams
 from penstock.v1 import common_pb2
+from router.decision import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +59,4 @@ class Output:
     timing: common_pb2.Timing | None = None  # with finish_reason
     usage: common_pb2.Usage | None = None  # on the last of the stream
     granted_tokens: int | None = None  # max_tokens, where overload allows fewer than were asked for
+    decision: Record | None = None  # with usage, where it was asked for

@@ -13,7 +13,9 @@ from google.protobuf.message import Message
 from penstock import wire
 from penstock.errors import InvalidInput
 from penstock.grpc_server import credentials, typed_errors
+from penstock.hints import DECISION, read_hints
 from penstock.v1 import inference_pb2
+from router.decision import to_json
 from router.generation import Generator
 from router.identity import Tenant
 from router.limits import check_prompt, check_tokens
@@ -64,12 +66,20 @@ class InferenceService:
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         async with typed_errors(context):
             tenant = self._caller(context)
-            request = await self._generator.prepare(_valid(message), tenant, context.time_remaining())
+            hints = read_hints(dict(context.invocation_metadata() or ()))
+            request = await self._generator.prepare(_valid(message), tenant, context.time_remaining(), hints=hints)
             async with contextlib.aclosing(self._generator.outputs(request)) as outputs:
                 async for output in outputs:
-                    if output.granted_tokens is not None:
-                        context.set_trailing_metadata(((GRANTED_TOKENS, str(output.granted_tokens)),))
+                    self._tell(output, context)
                     yield self._response(request, output)
+
+    def _tell(self, output: Output, context: grpc.aio.ServicerContext) -> None:
+        """In the trailers, of which the last word counts."""
+        told = [] if output.granted_tokens is None else [(GRANTED_TOKENS, str(output.granted_tokens))]
+        if output.decision is not None:
+            told.append((DECISION, to_json(output.decision)))
+        if told:
+            context.set_trailing_metadata(tuple(told))
 
     def _caller(self, context: grpc.aio.ServicerContext) -> Tenant:
         """Raises Unauthenticated or PermissionDenied."""

@@ -198,7 +198,12 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
         elif len(token_ids) - submit.num_prompt_tokens == submit.sampling.max_tokens:
             delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
         if delta.finish_reason:
-            delta.timing.CopyFrom(common_pb2.Timing(queue_ms=1.0, prefill_ms=2.0, decode_worker=self.worker_id))
+            candidates = submit.prefill_candidates
+            prefilled_by = candidates[0].worker_id if candidates else self.worker_id
+            timing = common_pb2.Timing(
+                queue_ms=1.0, prefill_ms=2.0, prefill_worker=prefilled_by, decode_worker=self.worker_id
+            )
+            delta.timing.CopyFrom(timing)
 
 
 class FakeAdmin(admin_pb2_grpc.AdminServicer):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -79,6 +80,36 @@ def test_pages_cross_the_wire_once(client: Client) -> None:
     assert again.timing.pages_moved <= 2
     assert again.usage is not None
     assert again.usage.cached_tokens > 0.8 * again.usage.prompt_tokens
+
+
+def test_whoever_asks_is_told_why(client: Client, openai_client: openai.OpenAI) -> None:
+    prompt = "A third tale, of a grey goose that counted the clouds above the sea. " * 8
+
+    def decision() -> dict[str, Any]:
+        told = client.complete(prompt, max_tokens=4, explain=True).decision
+        assert told is not None
+        return dict(told)
+
+    first, again = decision(), decision()
+    for _ in range(50):  # events of the first one's pages may be on their way
+        if again["completions"][0]["attempts"][0]["predicted"]["decode_cached_tokens"]:
+            break
+        again = decision()
+    predicted, actual = first["completions"][0]["attempts"][0]["predicted"], first["completions"][0]["actual"]
+    assert (actual["prefill_worker"], actual["decode_worker"]) == (predicted["prefill"], "decode")
+    assert actual["pages_moved"] > 5
+    predicted, actual = again["completions"][0]["attempts"][0]["predicted"], again["completions"][0]["actual"]
+    assert predicted["decode_cached_tokens"] > 100
+    assert actual["decode_cached_tokens"] >= predicted["decode_cached_tokens"] - 16
+    assert actual["first_token_ms"] > 0
+    assert client.complete(prompt, max_tokens=4).decision is None
+    for stream in (False, True):
+        answer = openai_client.completions.create(
+            model="penstock-tiny", prompt=prompt, stream=stream, extra_headers={"x-penstock-explain": "1"}
+        )
+        last = list(answer)[-1] if stream else answer
+        assert last.model_extra is not None
+        assert last.model_extra["penstock"]["decisions"][0]["policy"] == "kv-aware"
 
 
 def test_the_openai_client_gets_what_the_grpc_client_gets(client: Client, openai_client: openai.OpenAI) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import multiprocessing
 import threading
 import time
@@ -55,9 +56,33 @@ class Process:
         self.tell(name, *arguments)
         return self.hear()
 
+    def start(self, kind: str, *arguments: Any) -> End:
+        """One of the receiving ends below, made from `arguments`."""
+        number, offer = self.call(kind, *arguments)
+        return End(self, number, offer)
+
     def stop(self) -> None:
         self._process.kill()
         self._process.join(TIMEOUT_S)
+
+
+class End:
+    """One end in the other process; several may be open at a time."""
+
+    def __init__(self, process: Process, number: int, offer: Any) -> None:
+        self._process = process
+        self._number = number
+        self.offer = offer
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        self._process.tell(name, self._number, *arguments)
+
+    def hear(self) -> Any:
+        return self._process.hear()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        self.tell(name, *arguments)
+        return self.hear()
 
 
 class _Paged:
@@ -140,6 +165,9 @@ class _BareGloo:
         self._pages = PageBuffer(pool)
         self._group = Group(store, RECEIVER, self._pages, HOST, TransferConfig(timeout_s=TIMEOUT_S))
 
+    def offer(self) -> None:
+        """Its store is the sender's."""
+
     def receive(self) -> float:
         self._group.receive(self._pages)
         return time.monotonic()
@@ -151,16 +179,18 @@ class _BareGloo:
 def _serve(pipe: Connection, pool_bytes: int) -> None:
     torch.set_num_threads(1)
     memory = allocate_pool((pool_bytes,), torch.uint8, torch.device("cpu")).fill_(0)  # every page of it is there
-    served: list[Any] = []  # the newest answers; one may be measured while another stays open
+    ends: dict[int, Any] = {}
+    kinds: dict[str, Callable[..., Any]] = {"paged": _Paged, "bare-nixl": _BareNixl, "bare-gloo": _BareGloo}
     pipe.send("ready")
-    while True:
+    for number in itertools.count():
         name, arguments = pipe.recv()
-        if name in ("paged", "bare-nixl", "bare-gloo"):
+        if name in kinds:
             num_pages, page_bytes, *rest = arguments
             pool = memory[: num_pages * page_bytes].view(num_pages, page_bytes)
-            served.append({"paged": _Paged, "bare-nixl": _BareNixl, "bare-gloo": _BareGloo}[name](pool, *rest))
-            pipe.send(None if name == "bare-gloo" else served[-1].offer())
-        elif name == "close":
-            pipe.send(served.pop().close())
-        else:
-            pipe.send(getattr(served[-1], name)(*arguments))
+            ends[number] = kinds[name](pool, *rest)
+            pipe.send((number, ends[number].offer()))
+            continue
+        end, *rest = arguments
+        pipe.send(getattr(ends[end], name)(*rest))
+        if name == "close":
+            del ends[end]

@@ -123,12 +123,15 @@ class Engine:
         """
         return _GPU_SATURATING_TOKENS if self.kv_pages.is_cuda else _CPU_SATURATING_TOKENS
 
-    def step(self, work: Sequence[ScheduledSequence]) -> StepOutput:
-        """One forward over a mixed batch of chunks and decodes, and a draw for each that reached its end. Blocks."""
+    def step(self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        """One forward over a mixed batch of chunks and decodes, and a draw for each that reached its end. Blocks.
+
+        `on_layer(n)` is called when the batch's KV of the first n layers is in the pages, or, on a GPU, will be once
+        what the current stream has been given so far is done."""
         if not work:
             return StepOutput(())
         batch = build_batch(work, self.layout.page_size, self.kv_pages.device)
-        logits_RV = self.runner.forward(batch)
+        logits_RV = self.runner.forward(batch, on_layer)
         tokens: list[SampledToken | None] = [None] * len(work)
         if batch.drawing:
             rows = [work[index] for index in batch.drawing]

@@ -5,6 +5,8 @@ Knows nothing of requests, prefix caches or sampling. It reads and writes the pa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from engine.batch import Batch
@@ -24,8 +26,10 @@ class ModelRunner:
         self._ops = ops
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [R, V] of the rows that draw; the batch's K/V are in the pages afterwards. Blocks on CPU."""
+    def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Logits [R, V] of the rows that draw; the batch's K/V are in the pages afterwards. Blocks on CPU.
+
+        `on_layer`: see `Engine.step`."""
         torch.get_num_threads()  # gives a new thread its share of the cores before anything runs in parallel on it
         return self._model.forward(
             batch.token_ids_T,
@@ -35,4 +39,5 @@ class ModelRunner:
             self._layer_pools,
             self._attention,
             self._ops,
+            on_layer,
         )

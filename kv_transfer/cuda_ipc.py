@@ -19,7 +19,7 @@ from engine.shared_pool import TRAILER_BYTES, trailer
 from kv_transfer import cuda_driver
 from kv_transfer.direct import MARK_BYTES, DirectReceiver, DirectSender, MappedPool, has_boot_id, is_mark, new_mark
 from kv_transfer.pages import PageBuffer
-from kv_transfer.transport import Landing
+from kv_transfer.transport import WHOLE, Landing, Part
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import PageId
@@ -115,15 +115,22 @@ class _MappedMemory:
             self.close()
             raise
 
-    def write(self, source: PageBuffer, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> None:
+    def write(
+        self, source: PageBuffer, src_pages: Sequence[PageId], dst_pages: Sequence[PageId], part: Part = WHOLE
+    ) -> None:
         assert self._pages is not None, "closed"
-        self._copy(self._pages, source, src_pages, dst_pages)
+        self._copy(self._pages, source, src_pages, dst_pages, part)
 
     def _copy(
-        self, to: PageBuffer, source: PageBuffer, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]
+        self,
+        to: PageBuffer,
+        source: PageBuffer,
+        src_pages: Sequence[PageId],
+        dst_pages: Sequence[PageId],
+        part: Part = WHOLE,
     ) -> None:
         with torch.cuda.stream(self._stream):  # type: ignore[arg-type]  # None: no effect
-            to.copy_from(source, src_pages, dst_pages)
+            to.copy_part(source, src_pages, dst_pages, part)
         if self._stream is not None:
             self._stream.synchronize()
 

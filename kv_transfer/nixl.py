@@ -30,7 +30,7 @@ import torch
 
 from kv_transfer.handshake import take
 from kv_transfer.pages import PageBuffer
-from kv_transfer.transport import Arrival, Details, Link, Peer, Push, notice, parse_notice
+from kv_transfer.transport import WHOLE, Arrival, Details, Link, Part, Peer, Push, notice, parse_notice
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId
@@ -193,6 +193,7 @@ class _NixlPush:
 class NixlLink:
     """Writes into one receiver's pool."""
 
+    takes_parts = gains_from_parts = False
     needs_polling = True
 
     def __init__(self, agent: _Agent, local: Any, remote_name: str, remote: Any, num_remote_pages: int) -> None:
@@ -204,7 +205,10 @@ class NixlLink:
         self._handles: set[Any] = set()  # of pushes that are not over
         self._error: TransferError | None = None
 
-    def push(self, arrival: Arrival, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> Push:
+    def push(
+        self, arrival: Arrival, src_pages: Sequence[PageId], dst_pages: Sequence[PageId], part: Part = WHOLE
+    ) -> Push:
+        assert part == WHOLE, "this wire does not take parts of pages"
         self.check()
         if max(dst_pages) >= self._num_remote_pages:
             raise TransferError(f"destination page {max(dst_pages)}: the receiver has {self._num_remote_pages}")

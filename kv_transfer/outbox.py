@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from kv_transfer.staging import PageParts, Staging
-from kv_transfer.transport import MAX_PUSH_BYTES, Arrival, Link, Push
+from kv_transfer.transport import MAX_PUSH_BYTES, WHOLE, Arrival, Link, Part, Push
 from penstock.aging import Aging
 from penstock.errors import TransferError
 from penstock.types import Lane, PageId, TransferKey
@@ -63,6 +63,7 @@ class Item:
     src_pages: Sequence[PageId] | Sequence[PageParts]  # what each page is made of, where it must be staged
     dst_pages: Sequence[PageId]
     gate: Gate | None
+    part: Part = WHOLE
     rank: tuple[float, int] = (0.0, 0)  # by which pushes wait; the second counts the order of arrival
 
 
@@ -71,6 +72,7 @@ class _Flight:
     transfer: Outgoing
     push: Push
     pages: Sequence[PageId]  # of the pool, or staged
+    part: Part
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ class Outbox:
             src, dst = item.src_pages[start : start + step], item.dst_pages[start : start + step]
             self._num_queued += 1
             rank = self._aging.rank(item.transfer.lane), self._num_queued
-            part = Item(item.transfer, item.first_index + start, src, dst, item.gate, rank)
+            part = Item(item.transfer, item.first_index + start, src, dst, item.gate, item.part, rank)
             bisect.insort(self._queue, part, key=lambda one: one.rank)
             item.transfer.num_unfinished += 1
 
@@ -122,7 +124,7 @@ class Outbox:
                 self.last_progress_s = now_s
             arrival = Arrival(item.transfer.key, item.first_index, len(item.src_pages))
             try:
-                push = self.link.push(arrival, pages, item.dst_pages)
+                push = self.link.push(arrival, pages, item.dst_pages, item.part)
             except TransferError as error:
                 self._unstage(pages)
                 item.transfer.num_unfinished -= 1
@@ -131,7 +133,7 @@ class Outbox:
                 continue
             self._bytes_in_flight += len(pages) * self.page_bytes
             self._aging.advance(len(pages) * self.page_bytes)
-            self._flights.append(_Flight(item.transfer, push, pages))
+            self._flights.append(_Flight(item.transfer, push, pages, item.part))
             started = True
         return started
 
@@ -165,7 +167,7 @@ class Outbox:
         for flight in self._flights:
             try:
                 ended = flight.push.done()
-                self.num_pages_sent += len(flight.pages) if ended else 0
+                self.num_pages_sent += len(flight.pages) if ended and flight.part.is_last else 0
             except TransferError as error:
                 flight.transfer.error = flight.transfer.error or error
                 ended = True

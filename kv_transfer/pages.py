@@ -46,6 +46,10 @@ class PageBuffer:
     def address(self) -> int:
         return self.tensor.data_ptr()
 
+    def split(self, count: int) -> PageBuffer:
+        """The same bytes as `count` rows for each page, no copy. `count` divides a page's words."""
+        return PageBuffer(self.rows_PW.view(self.num_pages * count, -1)) if count > 1 else self
+
     def head(self, num_pages: int) -> PageBuffer:
         """The first pages of this buffer, no copy."""
         return PageBuffer(self.tensor[:num_pages])
@@ -59,6 +63,14 @@ class PageBuffer:
         """Copies source's src_pages[i] into dst_pages[i] of this buffer, both on one kind of device. On a GPU it does
         not wait: what its current stream does next finds them."""
         self._copy(self.rows_PW, source.rows_PW, dst_pages, src_pages)
+
+    def copy_part(
+        self, source: PageBuffer, src_pages: Sequence[PageId], dst_pages: Sequence[PageId], part: tuple[int, int]
+    ) -> None:
+        """As `copy_from`, of each page the `part[0]`-th of `part[1]` equal runs of bytes."""
+        index, count = part
+        src_rows, dst_rows = ([PageId(page * count + index) for page in pages] for pages in (src_pages, dst_pages))
+        self.split(count).copy_from(source.split(count), src_rows, dst_rows)
 
     def scatter(self, pages: Sequence[PageId], staged: PageBuffer, rows: Sequence[PageId]) -> None:
         """Copies row rows[i] of `staged` into pages[i]."""

@@ -31,7 +31,7 @@ from kv_transfer.lanes import Lane, Lanes
 from kv_transfer.outbox import Gate, Item, Outbox, Outgoing
 from kv_transfer.pages import PageBuffer
 from kv_transfer.reshard import Plan, make_plan
-from kv_transfer.transport import Link, SendingTransport
+from kv_transfer.transport import WHOLE, Link, Part, SendingTransport
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferKey
@@ -41,6 +41,7 @@ FASTEST_POLL_S = 0.00002  # just after a push began or ended, on a wire that mus
 SLOWEST_POLL_S = 0.0002  # while one is under way
 IDLE_LINK_S = 300.0  # a link without transfers is closed after it; connecting again is cheap
 JOIN_TIMEOUT_S = 5.0
+LAYER_GROUPS = 4  # exposes a quarter of a chunk's transfer, for three more pushes
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class SenderStats:
     """Counters since the start."""
 
     num_pages: int = 0
+    num_parts_ahead: int = 0  # pushes of a part of some pages, before their last one
     num_connects: int = 0
     num_fallbacks: int = 0  # wires that failed to connect, so that the next one was tried
     num_failures: int = 0  # transfers
@@ -93,6 +95,7 @@ class TransferSender:
         self._woken = False
         self._stopping = False
         self._open: set[TransferKey] = set()  # until on_done
+        self._num_parts: dict[Epoch, int] = {}  # of receivers with a link
         self._receivers: dict[Epoch, _Receiver] = {}  # the thread's own, as all below
         self._reported: set[TransferKey] = set()  # failures
         self.stats = SenderStats()
@@ -144,16 +147,22 @@ class TransferSender:
         tokens: range,
         src_pages: Sequence[PageId],
         dst_pages: Sequence[PageId],
+        part: Part = WHOLE,
     ) -> None:
         """Moves the KV of `tokens` to `dst_pages` of the receiver's, whatever the size of its pages: `tokens` begins
         one of them and fills all but perhaps the last. `src_pages` are the sequence's pages here, from its first token
-        on. Else as `push`."""
+        on. Else as `push`. Where `num_parts` allows it, parts of pages may go one by one, the last of them last."""
         if not tokens or tokens.start < 0 or not dst_pages or first_index < 0:
             raise ValueError(f"push of {tokens} to {len(dst_pages)} pages at index {first_index}")
         if tokens.stop > len(src_pages) * self._layout.page_size:
             raise ValueError(f"push of {tokens} from {len(src_pages)} pages of {self._layout.page_size} tokens")
         self._check_pages(src_pages, dst_pages)
-        self._submit_push(key, first_index, tokens, src_pages, dst_pages)
+        self._submit_push(key, first_index, tokens, src_pages, dst_pages, part)
+
+    def num_parts(self, key: TransferKey) -> int:
+        """In how many runs of layers it is worth to push pages, each as soon as it is written; 1: whole pages."""
+        with self._lock:
+            return self._num_parts.get(key.receiver_epoch, 1)
 
     def _check_pages(self, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> None:
         if not (min(src_pages) >= 0 and max(src_pages) < self._pages.num_pages and min(dst_pages) >= 0):
@@ -166,6 +175,7 @@ class TransferSender:
         tokens: range,
         src_pages: Sequence[PageId],
         dst_pages: Sequence[PageId],
+        part: Part = WHOLE,
     ) -> None:
         """`tokens` empty: the source pages are those to be moved, not the sequence's."""
         gate: Gate | None = None
@@ -173,7 +183,9 @@ class TransferSender:
             gate = torch.cuda.Event()
             gate.record()
         with self._lock:
-            self._submit(partial(self._do_push, key, first_index, tokens, tuple(src_pages), tuple(dst_pages), gate))
+            self.stats.num_parts_ahead += not part.is_last
+            push = partial(self._do_push, key, first_index, tokens, tuple(src_pages), tuple(dst_pages), gate, part)
+            self._submit(push)
 
     def finish(self, key: TransferKey) -> None:
         """No more pushes will come: on_done(key) follows once every push is complete."""
@@ -281,6 +293,15 @@ class TransferSender:
         log.info("connected to receiver epoch %d over %s", receiver.offer.receiver_epoch, name)
         receiver.outbox.staging = receiver.lane.staging
         receiver.outbox.link = link
+        with self._lock:
+            self._num_parts[receiver.offer.receiver_epoch] = self._choose_parts(receiver, link)
+
+    def _choose_parts(self, receiver: _Receiver, link: Link) -> int:
+        """The most that are wanted and into which this layout's layers can be cut evenly."""
+        wanted = self._config.layer_groups or (LAYER_GROUPS if link.gains_from_parts else 1)
+        if not link.takes_parts or not receiver.lane.plan.whole_pages:
+            return 1
+        return max(count for count in range(1, wanted + 1) if len(self._layout.layers) % count == 0)
 
     def _find(self, key: TransferKey) -> tuple[_Receiver, Outgoing] | None:
         receiver = self._receivers.get(key.receiver_epoch)
@@ -295,6 +316,7 @@ class TransferSender:
         src_pages: tuple[PageId, ...],
         dst_pages: tuple[PageId, ...],
         gate: Gate | None,
+        part: Part,
     ) -> None:
         found = self._find(key)
         if found is None or found[1].cut_short:
@@ -309,7 +331,7 @@ class TransferSender:
         except TransferError as error:
             transfer.error = TransferError(f"transfer {key.transfer_id}: {error}")
             return
-        receiver.outbox.add(Item(transfer, first_index, sources, dst_pages, gate))
+        receiver.outbox.add(Item(transfer, first_index, sources, dst_pages, gate, part))
 
     def _do_finish(self, key: TransferKey) -> None:
         if (found := self._find(key)) is not None:
@@ -345,6 +367,8 @@ class TransferSender:
     def _drop(self, receiver: _Receiver, error: TransferError) -> None:
         """Ends a link and every transfer on it; the next transfer connects anew."""
         self._receivers.pop(receiver.offer.receiver_epoch, None)
+        with self._lock:
+            self._num_parts.pop(receiver.offer.receiver_epoch, None)
         outbox = receiver.outbox
         if outbox.link is not None:
             self._guard(outbox.link.close)

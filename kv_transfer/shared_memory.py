@@ -15,7 +15,7 @@ import torch
 from engine.shared_pool import FILE_NAME, SEALS, TRAILER_BYTES, shared_file
 from kv_transfer.direct import DirectReceiver, DirectSender, MappedPool, has_boot_id, is_mark, new_mark
 from kv_transfer.pages import PageBuffer
-from kv_transfer.transport import Landing
+from kv_transfer.transport import WHOLE, Landing, Part
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import PageId
@@ -62,9 +62,11 @@ class _MappedFile:
         self._pages: PageBuffer | None = pages
         self.num_pages = pages.num_pages
 
-    def write(self, source: PageBuffer, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> None:
+    def write(
+        self, source: PageBuffer, src_pages: Sequence[PageId], dst_pages: Sequence[PageId], part: Part = WHOLE
+    ) -> None:
         assert self._pages is not None, "closed"
-        self._pages.copy_from(source, src_pages, dst_pages)
+        self._pages.copy_part(source, src_pages, dst_pages, part)
 
     def close(self) -> None:
         self._pages = None  # with its last tensor the mapping goes

@@ -30,7 +30,19 @@ from kv_transfer.channel import Channel, dial
 from kv_transfer.handshake import take
 from kv_transfer.pages import PageBuffer
 from kv_transfer.pairing import JOIN_TIMEOUT_S, Pairing
-from kv_transfer.transport import MAX_PUSH_BYTES, Arrival, Details, Landing, Link, Peer, Push, notice, parse_notice
+from kv_transfer.transport import (
+    MAX_PUSH_BYTES,
+    WHOLE,
+    Arrival,
+    Details,
+    Landing,
+    Link,
+    Part,
+    Peer,
+    Push,
+    notice,
+    parse_notice,
+)
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId
@@ -166,6 +178,7 @@ class _TorchPush:
 class TorchLink:
     """One pair's sending end: a thread that packs and sends, and one that reads acknowledgements."""
 
+    takes_parts = gains_from_parts = False
     needs_polling = False
 
     def __init__(self, pages: PageBuffer, channel: Channel, group: Group, wake: Callable[[], None]) -> None:
@@ -182,7 +195,10 @@ class TorchLink:
         for thread in self.threads:
             thread.start()
 
-    def push(self, arrival: Arrival, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> Push:
+    def push(
+        self, arrival: Arrival, src_pages: Sequence[PageId], dst_pages: Sequence[PageId], part: Part = WHOLE
+    ) -> Push:
+        assert part == WHOLE, "this wire does not take parts of pages"
         self.check()
         started = _TorchPush(self, arrival, src_pages)  # the receiver knows its own pages
         self._unsent.put(started)

@@ -50,6 +50,20 @@ def parse_notice(data: object) -> Arrival:
     raise TransferError(f"notice {str(data)[:120]}: want [transfer id, sender epoch, receiver epoch, first, count]")
 
 
+class Part(NamedTuple):
+    """The `number`-th of `of` equal runs of every page: as a page is contiguous across layers, some of its layers."""
+
+    number: int
+    of: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.number + 1 == self.of
+
+
+WHOLE = Part(0, 1)
+
+
 class Landing(Protocol):
     """Where a wire with threads of its own brings or announces pages, and reports lost peers. Safe from any thread."""
 
@@ -96,9 +110,14 @@ class Link(Protocol):
     """A connection to one receiver incarnation. Driven by the sender's thread."""
 
     needs_polling: bool  # whether a push ends only while `Push.done` is called; others call the sender's `wake`
+    takes_parts: bool  # of pages. Needs pushes that are made in order: the last part announces the pages
+    gains_from_parts: bool  # by the wire's own reckoning, where nobody has configured it
 
-    def push(self, arrival: Arrival, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> Push:
-        """Starts to move pages that are complete in memory. Never blocks. Raises TransferError."""
+    def push(
+        self, arrival: Arrival, src_pages: Sequence[PageId], dst_pages: Sequence[PageId], part: Part = WHOLE
+    ) -> Push:
+        """Starts to move pages, or a part of each, that are complete in memory. Blocks for a small copy at most. Raises
+        TransferError."""
 
     def check(self) -> None:
         """Raises TransferError once the link is known to be dead. Never blocks."""

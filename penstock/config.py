@@ -95,6 +95,9 @@ class TransferConfig(_Frozen):
     host: str = "127.0.0.1"  # address that transports listen on
     connect_timeout_s: float = Field(10.0, gt=0)
     timeout_s: float = Field(30.0, gt=0)  # the lease: of one transfer whose other end gives no sign of life
+    # Runs of layers that are sent while later layers compute; 1: whole pages after each chunk. Default: what the wire
+    # gains from (GPUs). Over cuda_ipc and shm only.
+    layer_groups: int | None = Field(None, ge=1)
     checksums: bool = False  # xxh3 of every page, verified before a page is used
 
 

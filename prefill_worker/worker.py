@@ -14,19 +14,22 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from engine.engine import Engine
 from engine.isolation import step_isolated
-from engine.sequence import SampledToken, Sequence
+from engine.sequence import SampledToken, ScheduledSequence, Sequence
 from engine.token_check import check_token_ids
 from kv_transfer.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.reshard import Plan
 from kv_transfer.sender import TransferSender
 from kv_transfer.staging import sent_checksums
+from kv_transfer.transport import WHOLE, Part
 from penstock.config import WorkerConfig
 from penstock.errors import Cancelled, InvalidInput, PenstockError, TransferError
 from penstock.page_hash import hash_pages
 from penstock.types import PageHash, PageId, StepTotals, TransferKey, WorkerLoad
+from prefill_worker.layers_ahead import PushAhead, StepAhead, last_part
 from prefill_worker.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
@@ -99,6 +102,12 @@ class PrefillJob:
     def num_pages(self) -> int:
         """That the prompt takes at the receiver."""
         return -(-len(self.sequence.token_ids) // self.page_size)
+
+    def num_ready(self, num_computed_tokens: int) -> int:
+        """How many of them are complete once so many tokens are computed."""
+        if num_computed_tokens >= len(self.sequence.token_ids):
+            return self.num_pages
+        return num_computed_tokens // self.page_size
 
 
 class PrefillWorker:
@@ -223,7 +232,12 @@ class PrefillWorker:
             if not job.started_s:
                 self._begin(job, started_s)
         contexts = sum(scheduled.num_contexts for scheduled in work)
-        done = step_isolated(self._engine.step, work)
+        ahead = self._find_ahead(work)
+        if ahead:
+            num_layers = len(self._engine.layout.layers)
+            done = step_isolated(StepAhead(self._engine.step, num_layers, list(ahead.values())), work)
+        else:
+            done = step_isolated(self._engine.step, work)
         now_s = time.monotonic()
         self._measure(sum(scheduled.num_tokens for scheduled in work), contexts, now_s - started_s)
         drawn = {item.sequence: token for item, token in zip(done.work, done.output.tokens, strict=True) if token}
@@ -232,9 +246,24 @@ class PrefillWorker:
         for sequence, error in done.failed:
             self.cancel(self._by_sequence[sequence].key, error)
         for scheduled in done.work:
-            self._push(self._by_sequence[scheduled.sequence])
+            job = self._by_sequence[scheduled.sequence]
+            self._push(job, last_part(ahead.get(job)) or WHOLE)
         self._refresh_load()
         return True
+
+    def _find_ahead(self, work: list[ScheduledSequence]) -> dict[PrefillJob, PushAhead]:
+        """Of jobs whose place is known, on links that gain from it: how the pages that this step completes can go out
+        before it ends."""
+        found: dict[PrefillJob, PushAhead] = {}
+        for scheduled in work:
+            job = self._by_sequence[scheduled.sequence]
+            if job.destination is None or job.error is not None:
+                continue
+            num_parts = self._sender.num_parts(job.key)
+            ready = job.num_ready(job.sequence.num_computed_tokens + scheduled.num_tokens)
+            if num_parts > 1 and ready > job.num_pages_pushed:
+                found[job] = PushAhead(partial(self._push_pages, job, ready), num_parts)
+        return found
 
     def _begin(self, job: PrefillJob, now_s: float) -> None:
         """The first chunk is about to compute: ask for the destination, which arrives meanwhile."""
@@ -246,25 +275,32 @@ class PrefillWorker:
         job.computed = True
         job.emit(FirstToken(token, job.started_s - job.submitted_s, now_s - job.started_s, job.cached_tokens))
 
-    def _push(self, job: PrefillJob) -> None:
-        """Sends the pages that are complete and not sent yet; after the last one, the manifest."""
+    def _push(self, job: PrefillJob, part: Part = WHOLE) -> None:
+        """Sends pages that are complete and not sent yet, from `part` of each on; after the last, the manifest."""
         if job.destination is None or job.error is not None:
             return
         assert job.plan is not None
         sequence, size = job.sequence, job.page_size
-        ready = job.num_pages if job.computed else sequence.num_computed_tokens // size
+        ready = job.num_ready(sequence.num_computed_tokens)
         first, held = job.num_pages_pushed, job.num_pages_held
         if ready > first:
             tokens = range(first * size, min(ready * size, len(sequence.token_ids)))
             if self._checksums:
                 job.checksums += sent_checksums(job.plan, self._engine.kv_pages, tokens, sequence.pages)
-            destination = job.destination[first - held : ready - held]
-            self._sender.push_tokens(job.key, first - held, tokens, sequence.pages, destination)
+            self._push_pages(job, ready, part)
             job.num_pages_pushed = ready
         if job.computed:
             hashes = self._hashes(sequence, size)[held:]
             job.emit(Pushed(len(sequence.token_ids), tuple(hashes), len(job.destination), tuple(job.checksums)))
             self._sender.finish(job.key)
+
+    def _push_pages(self, job: PrefillJob, ready: int, part: Part) -> None:
+        assert job.destination is not None
+        sequence, first, held, size = job.sequence, job.num_pages_pushed, job.num_pages_held, job.page_size
+        tokens = range(first * size, min(ready * size, len(sequence.token_ids)))
+        self._sender.push_tokens(
+            job.key, first - held, tokens, sequence.pages, job.destination[first - held : ready - held], part
+        )
 
     def _hashes(self, sequence: Sequence, page_size: int) -> list[PageHash]:
         if page_size == self._page_size:

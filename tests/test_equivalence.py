@@ -102,7 +102,7 @@ async def test_every_way_to_serve_gives_the_same_tokens(family: str, checkpoints
 
 
 @pytest.mark.parametrize("sampling", [SEEDED, PENALIZED], ids=["seeded", "penalized"])
-@pytest.mark.parametrize("transport", ["shm", "torch", "nixl"])
+@pytest.mark.parametrize("transport", ["shm", "shm by layers", "torch", "nixl"])
 async def test_seeded_sampling_over_each_transport(
     sampling: SamplingParams, transport: str, checkpoints: dict[str, Path]
 ) -> None:
@@ -111,7 +111,9 @@ async def test_seeded_sampling_over_each_transport(
     model = checkpoints["qwen3"]
     prompts = make_prompts(VOCAB_SIZE, seed=1)
     wanted = [single_process(model, prompt, sampling) for prompt in prompts]
-    wire = {"transport": transport, "checksums": True}
+    wire: dict[str, object] = {"transport": transport, "checksums": True}
+    if by_layers := transport.endswith("by layers"):
+        wire |= {"transport": "shm", "layer_groups": 2}
     async with workers(
         worker_config(Role.PREFILL, model, prefill={"max_batch_tokens": 24}, transfer=wire),
         worker_config(Role.DECODE, model, transfer=wire),
@@ -122,6 +124,7 @@ async def test_seeded_sampling_over_each_transport(
             answer = await router.answer(moved)
             assert answer.timing is not None
             assert (answer.timing.pages_moved, answer.timing.prefill_worker) == (3, "prefill")
+        assert (prefill.worker._sender.stats.num_parts_ahead > 0) == by_layers
         await wait_until_empty(prefill, decode)
 
 

@@ -26,6 +26,7 @@ from engine.sequence import Sequence
 from kv_transfer.reshard import Plan, make_plan
 from kv_transfer.session import Manifest
 from kv_transfer.staging import PageParts, page_parts
+from kv_transfer.transport import WHOLE, Part
 from penstock import wire
 from penstock.config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig, WorkerConfig
 from penstock.errors import PenstockError, TransferError
@@ -91,9 +92,19 @@ class FakeSender:
         self.links[key] = Link()
         return self.plan
 
+    def num_parts(self, key: TransferKey) -> int:
+        return 1
+
     def push_tokens(
-        self, key: TransferKey, first_index: int, tokens: range, src_pages: list[PageId], dst_pages: list[PageId]
+        self,
+        key: TransferKey,
+        first_index: int,
+        tokens: range,
+        src_pages: list[PageId],
+        dst_pages: list[PageId],
+        part: Part,
     ) -> None:
+        assert part == WHOLE
         pairs = zip(page_parts(self.plan, tokens, src_pages), dst_pages, strict=True)
         self.links[key].writes += [Write(first_index + i, parts, dst) for i, (parts, dst) in enumerate(pairs)]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kv_transfer.outbox import HANDICAP_BYTES, MAX_BULK_BYTES, MAX_INFLIGHT_BYTES, Item, Outbox, Outgoing
-from kv_transfer.transport import MAX_PUSH_BYTES, Arrival
+from kv_transfer.transport import MAX_PUSH_BYTES, WHOLE, Arrival, Part
 from penstock.errors import TransferError
 from penstock.types import Lane, PageId
 from tests.transfer_pair import key
@@ -33,7 +33,9 @@ class FakeLink:
     posted: list[tuple[Arrival, FakePush]] = field(default_factory=list)
     dead: TransferError | None = None
 
-    def push(self, arrival: Arrival, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> FakePush:
+    def push(
+        self, arrival: Arrival, src_pages: Sequence[PageId], dst_pages: Sequence[PageId], part: Part = WHOLE
+    ) -> FakePush:
         self.check()
         assert len(src_pages) == len(dst_pages) == arrival.num_pages
         push = FakePush()

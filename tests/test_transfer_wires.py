@@ -17,7 +17,7 @@ from kv_transfer.nixl import NixlReceiver
 from kv_transfer.receiver import TransferReceiver
 from kv_transfer.sender import TransferSender
 from kv_transfer.torch_dist import TorchReceiver, TorchSender
-from kv_transfer.transport import Details
+from kv_transfer.transport import WHOLE, Details, Part
 from penstock.errors import ConfigError, TransferError, TransferRefused
 from penstock.types import Epoch, PageId
 from tests import cuda_double
@@ -113,6 +113,31 @@ def test_interleaved_transfers_of_scattered_pages_are_exact(pair: Pair) -> None:
     for number in range(6):
         assert not pair.sender.is_open(key(number))
         pair.receiver.close(key(number))
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_pages_in_parts_are_announced_with_their_last_part(pair: Pair, num_parts: int) -> None:
+    moving = key(15 + num_parts)
+    src, dst = pages([5, 1, 40, 7]), pages([2, 47, 3, 0])
+    sent = pair.sender.stats.num_pages
+    pair.receiver.open(moving, dst)
+    pair.sender.open(moving, pair.offer())
+    pair.sender.push_tokens(moving, 0, range(1), src, dst[:1])
+    pair.arrivals.wait(lambda: pair.arrivals.landed.get(moving) == {0})  # there is a link
+    assert pair.sender.num_parts(moving) == 1  # one layer cannot be cut
+    direct = pair.sender.transports[0] in ("shm", "cuda_ipc")
+    for number in range(num_parts if direct else 1):
+        assert pair.arrivals.landed[moving] == {0}
+        part = Part(number, num_parts) if direct else WHOLE
+        pair.sender.push_tokens(moving, 1, range(1, 4), src, dst[1:], part)
+    pair.sender.finish(moving)
+    pair.pushes.wait(lambda: pair.pushes.done == [moving])
+    pair.arrivals.wait(lambda: pair.arrivals.landed[moving] == {0, 1, 2, 3})
+    assert same_bits(pair.target[dst], pair.source[src])
+    assert not pair.target[sorted(set(range(NUM_PAGES)) - set(dst))].any()
+    assert pair.pushes.failed == []
+    assert pair.sender.stats.num_pages == sent + 4  # a page counts once
+    pair.receiver.close(moving)
 
 
 def test_a_transfer_without_pushes_is_done_when_finished(pair: Pair) -> None:

@@ -9,7 +9,7 @@ Shapes: `T` tokens of the batch, `D` hidden, `N` query heads, `K` KV heads, `H` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -63,13 +63,17 @@ class Decoder:
         layer_pools: Sequence[torch.Tensor],
         attention: AttentionBackend,
         ops: LayerOps,
+        on_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """Logits [R, V] of the tokens at `draw_rows_R`; writes the batch's K/V into `layer_pools`."""
+        """Logits [R, V] of the tokens at `draw_rows_R`; writes the batch's K/V into `layer_pools`. `on_layer(n)` is
+        called when the K/V of the first n layers are written, on a GPU: launched."""
         cos_sin_T2H = self._rope_C2H[positions_T]
         residual_TD = F.embedding(token_ids_T, self._embedding_VD)
         x_TD = ops.rms_norm(residual_TD, self._layers[0].input_norm_D, self._eps)
         for index, layer in enumerate(self._layers):
             mixed_TA = layer.attend(x_TD, cos_sin_T2H, meta, layer_pools[index], attention, ops)
+            if on_layer is not None:
+                on_layer(index + 1)
             if index + 1 == len(self._layers):  # from here on only the rows that draw matter
                 if not len(draw_rows_R):
                     return residual_TD.new_empty((0, self._embedding_VD.shape[0]))

@@ -126,12 +126,13 @@ def _share(raw: Mapping[str, object], field: str, whole: int) -> tuple[int, int]
 
 def _transports(raw: object) -> tuple[tuple[str, Mapping[str, object]], ...]:
     if not isinstance(raw, list) or not 0 < len(raw) <= MAX_TRANSPORTS:
-        raise TransferError(f"offer.transports: {str(raw)[:80]!r}, want a list of 1 to {MAX_TRANSPORTS}")
+        raise TransferError(f"offer.transports: a {type(raw).__name__}, want a list of 1 to {MAX_TRANSPORTS}")
     found: list[tuple[str, Mapping[str, object]]] = []
     for entry in raw:
         match entry:
             case [str(name), dict(details)] if all(isinstance(key, str) for key in details):
                 found.append((name, details))
             case _:
-                raise TransferError(f"offer.transports: {str(entry)[:80]!r}, want [name, details]")
+                # What it holds may be a token: it is not repeated.
+                raise TransferError(f"offer.transports: a {type(entry).__name__}, want [name, details]")
     return tuple(found)

@@ -16,14 +16,17 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+import ray
 
 from cluster import cli
+from cluster.admin_token import find_token
 from cluster.launch import RayDeployment, launch
 from penstock import Client
 from penstock.completions import Result, ResultBuilder
 from penstock.config import DecodeConfig, PoolConfig, ServeConfig
+from penstock.trust import PEER
 from penstock.types import FinishReason
-from penstock.v1 import admin_pb2, admin_pb2_grpc
+from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.cluster
 
@@ -214,6 +217,28 @@ def test_a_decode_worker_is_drained_under_load_and_no_request_fails(
     assert sum(result.timing.num_migrations for result in results.values()) == told[-1]["num_moved"] > 0
     replaced = until_replaced(deployment, victim)
     assert replaced.num_restarts == 0
+
+
+def test_strangers_are_refused_and_no_log_holds_a_prompt_or_a_secret(deployment: RayDeployment, client: Client) -> None:
+    """By default, without any setting: of Ray's own logs too."""
+    marker = "xylophone-7361"
+    client.complete(f"{marker} said the fox. " * 12, max_tokens=4)
+    for one in deployment.status().workers:
+        if one.member.role != "router":
+            with grpc.insecure_channel(one.member.address) as channel, pytest.raises(grpc.RpcError) as caught:
+                worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest(), timeout=10)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    with grpc.insecure_channel(deployment.admin_address) as channel, pytest.raises(grpc.RpcError) as caught:
+        admin_pb2_grpc.AdminStub(channel).Stop(admin_pb2.StopRequest(), timeout=10)
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert find_token(deployment.admin_address) == deployment.admin_token
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    logs = [
+        path.read_bytes() for path in session.rglob("*.*") if path.is_file() and path.suffix in (".log", ".out", ".err")
+    ]
+    assert len(logs) > 5
+    for hidden in (marker, deployment._secret.reveal(), deployment.admin_token, deployment._secret.token(PEER)):
+        assert not any(hidden.encode() in log for log in logs)
 
 
 def test_stop_leaves_no_process(deployment: RayDeployment) -> None:

@@ -23,7 +23,7 @@ from penstock.secret import ClusterSecret, digest_of, make_api_key
 from penstock.security_config import SecurityConfig, TlsConfig
 from penstock.trust import ADMIN, PEER, Trust
 from penstock.types import Role
-from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from penstock.v1 import admin_pb2, admin_pb2_grpc, peer_pb2, worker_pb2, worker_pb2_grpc
 from router.identity import CANARY
 from tests.router_fakes import MODEL, FakeWorker, all_followed, running_router, until
 from tests.serving import worker_config, workers
@@ -94,6 +94,8 @@ async def test_workers_serve_their_own_deployment_and_refuse_everybody_else():
             async with make_channel(server.address) as channel:
                 health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
             assert health.status == health_pb2.HealthCheckResponse.SERVING
+        peers = peer_pb2.DESCRIPTOR.services_by_name["RouterPeer"]
+        await check_closed(router.server.fleet.peers.address, peers)
 
 
 async def test_a_router_without_the_secret_gets_nowhere_and_says_so(caplog):

@@ -159,6 +159,9 @@ class RouterConfig(_Frozen):
     policy: Literal["kv-aware", "least-loaded", "round-robin", "random", "consistent-hash"] = "kv-aware"
     # Of the kv-aware policy, which compares pairs of workers by the seconds that they cost:
     decode_weight: float = Field(0.5, ge=0)  # price of a second of decoding against one before the first token
+    crowd_weight: float = Field(
+        4.0, ge=0
+    )  # price of a second of those who wait behind a prompt, against one of its own
     temperature_s: float = Field(0.0, ge=0)  # pairs are drawn with odds exp(-cost / this); 0: always the cheapest
     affinity_s: float = Field(0.5, ge=0)  # that a session's own worker may cost more than the cheapest
     replica_s: float = Field(0.5, ge=0)  # that one more copy of a hot prefix may cost

@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from router import prices
+from router.crowd import PrefillCrowd
 from router.rendezvous import preferred
 from router.views import MAX_CANDIDATES, Choice, Demand, PrefillEstimate, Score, WorkerView
 
@@ -33,6 +34,7 @@ class Weights:
     temperature_s: float = 0.0
     affinity_s: float = 0.5
     replica_s: float = 0.5
+    crowd_weight: float = 4.0  # a second of those who wait behind a prompt, against one of its own
 
 
 class _End(NamedTuple):
@@ -55,6 +57,7 @@ class KvAware:
 
     def __init__(self, weights: Weights = Weights()) -> None:
         self._weights = weights
+        self._crowd = PrefillCrowd()
 
     def choose(
         self, demand: Demand, decode: Sequence[WorkerView], prefill: Sequence[WorkerView], rng: random.Random
@@ -68,16 +71,25 @@ class KvAware:
         return self._choice(demand, chosen, senders, pairs)
 
     def _prefill_ends(self, demand: Demand, views: Sequence[WorkerView], rng: random.Random) -> list[_End]:
-        """Each with the seconds until it has computed the prompt."""
+        """Each with the seconds until it has computed the prompt, and those that this costs whoever comes behind."""
+        if not views:
+            return []
         computes = [prices.prefill_s(demand, view) for view in views]
+        harms = self._harms(demand, views, computes)
         bonuses = self._affinity(demand, views)
-        if demand.replicate and views:
+        if demand.replicate:
             self._favour_replicas(demand, views, computes, bonuses)
         draw = rng.random
         return sorted(
-            _End(view.queue_s + compute_s - bonus_s, draw(), view, bonus_s)
-            for view, compute_s, bonus_s in zip(views, computes, bonuses, strict=True)
+            _End(view.queue_s + compute_s + harm_s - bonus_s, draw(), view, bonus_s)
+            for view, compute_s, harm_s, bonus_s in zip(views, computes, harms, bonuses, strict=True)
         )
+
+    def _harms(self, demand: Demand, views: Sequence[WorkerView], computes: Sequence[float]) -> list[float]:
+        """What computing the prompt on each of these costs those who wait there."""
+        harms = self._crowd.harms_s(demand, views, computes)
+        self._crowd.observe(views, min(computes))
+        return [self._weights.crowd_weight * harm_s for harm_s in harms]
 
     def _decode_ends(self, demand: Demand, views: Sequence[WorkerView], rng: random.Random) -> list[_End]:
         """Each with what decoding there costs; moving pages there is the pair's affair."""
@@ -110,14 +122,16 @@ class KvAware:
     def _local(self, demand: Demand, receivers: list[_End], has_prefill: bool) -> list[_Pair]:
         """Decode workers that would compute the prompt themselves."""
         pairs = []
-        for end in receivers:
+        views = [end.view for end in receivers]
+        computes = [prices.prefill_s(demand, view) for view in views]
+        harms = [0.0] * len(views) if has_prefill else self._harms(demand, views, computes)
+        for end, compute_s, harm_s in zip(receivers, computes, harms, strict=True):
             view = end.view
             limit = view.limits.max_local_tokens
             if has_prefill and limit is not None and demand.uncached_on(view.worker_id) > limit:
                 continue
-            compute_s = prices.prefill_s(demand, view)
             delay_s = self._weights.decode_weight * view.num_requests * compute_s
-            pairs.append(_Pair(end.cost_s + view.queue_s + compute_s + delay_s, end, None))
+            pairs.append(_Pair(end.cost_s + view.queue_s + compute_s + harm_s + delay_s, end, None))
         return pairs
 
     def _draw(self, pairs: list[_Pair], rng: random.Random) -> _Pair:

@@ -54,7 +54,9 @@ class Generator:
         self._fleet = fleet
         self._metrics = metrics
         self._quarantine = Quarantine()
-        weights = Weights(config.decode_weight, config.temperature_s, config.affinity_s, config.replica_s)
+        weights = Weights(
+            config.decode_weight, config.temperature_s, config.affinity_s, config.replica_s, config.crowd_weight
+        )
         policy = make_policy(config.policy, weights)
         self._placer = Placer(fleet, policy, random.Random(), config.max_replicas, metrics.mispredicted)
         metrics.watch_predictions(self._current_predictions)

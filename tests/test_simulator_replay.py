@@ -96,7 +96,7 @@ def test_a_replay_completes_everything_and_counts_hits(num_prefill: int) -> None
     requests, factor = fit(MIX.make(0), SPEC, load=0.6)
     assert factor > 0
     spec = with_pages(replace(SPEC, num_prefill=num_prefill), UNLIMITED, requests)
-    summary, fleet = replay(requests, spec, 0, Slo())
+    summary, fleet = replay(requests, spec, 0, Slo(5.0, 1.0))
     assert (summary.num_requests, summary.num_failed) == (120, 0)
     single = single_cache_hit_rate(requests, spec.page_size, 3 * spec.prefill_pages)
     assert 0 < summary.hit_rate <= single

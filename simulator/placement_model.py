@@ -1,7 +1,6 @@
-"""A request's place, in virtual time: the real policy over the real index, ledger and cost models.
+"""A request's place, in virtual time: the real policy over the real index, ledger and appraisal of workers.
 
-Follows `router.placement`: the views that a policy sees, what the chosen workers are credited with, and what is learnt
-when a request ends.
+Follows `router.placement`, without what that knows of broken workers and of other routers.
 """
 
 from __future__ import annotations
@@ -11,24 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.types import PageHash, WorkerId
-from router.cost_model import CostBook
-from router.inflight import InflightLedger, Work, WorkKey
+from router.appraisal import Appraisal, Commitment, Prompt
+from router.inflight import InflightLedger
 from router.prefix_index import PrefixIndex
-from router.replication import HotPrefixes
 from router.topology import LinkBook, LinkCost
-from router.views import Choice, Demand, Limits, Policy, WorkerView
-from simulator.follower_model import FollowerModel
+from router.views import Choice, Limits, Policy, WorkerView
+from simulator.follower_model import FollowerModel, Knowledge
 
 _NAMING_PAGES = 4  # leading ones that name what a prompt begins with
-_OUTPUT_PRIOR = 128.0  # tokens
-_SMOOTHING = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     choice: Choice
-    credits: list[WorkKey]
-    link_bytes: int  # that go over the link until the request's own have: those before it, and its own
+    commitment: Commitment
 
 
 class LinkModel:
@@ -52,10 +47,7 @@ class PlacerModel:
 
     def __init__(
         self,
-        index: PrefixIndex,
-        ledger: InflightLedger,
-        costs: CostBook,
-        links: LinkBook,
+        known: Knowledge,
         policy: Policy,
         rng: random.Random,
         limits: Callable[[FollowerModel], Limits],
@@ -63,24 +55,21 @@ class PlacerModel:
         token_bytes: float,
         max_replicas: int,
     ) -> None:
-        self._index = index
-        self._ledger = ledger
-        self._costs = costs
-        self._book = links
-        self._links = LinkModel(links, ledger)
+        self._index: PrefixIndex = known.index
+        self._ledger = known.ledger
+        self._appraisal = Appraisal(known.ledger, known.costs, known.links, max_replicas)
+        self._links = LinkModel(known.links, known.ledger)
         self._policy = policy
         self._rng = rng
         self._limits = limits
         self._page_size = page_size
         self._token_bytes = token_bytes
-        self._hot = HotPrefixes(max_replicas)
-        self._output_tokens = _OUTPUT_PRIOR
 
     def place(
         self,
         hashes: Sequence[PageHash],
         num_tokens: int,
-        max_output_tokens: int,
+        max_tokens: int,
         decode: Sequence[FollowerModel],
         prefill: Sequence[FollowerModel],
         now_s: float,
@@ -88,42 +77,20 @@ class PlacerModel:
         """`decode` is not empty; `num_tokens` of KV are wanted, whose first pages have these hashes."""
         matches = self._index.match(hashes)
         cached = {worker_id: held.num_pages * self._page_size for worker_id, held in matches.items()}
-        holders = sum(1 for one in prefill if one.worker_id in cached)
         prefix = bytes(hashes[min(_NAMING_PAGES, len(hashes)) - 1]) if hashes else b""
-        demand = Demand(
-            num_tokens=num_tokens,
-            token_bytes=self._token_bytes,
-            cached_tokens=cached,
-            links=self._links,
-            output_tokens=max(1.0, min(self._output_tokens, max_output_tokens)),
-            prefix=prefix,
-            replicate=self._hot.wants_copy(prefix, holders, len(prefill), now_s),
-        )
+        prompt = Prompt(num_tokens, max_tokens, cached, {}, prefix)
+        names = [one.worker_id for one in prefill]
+        demand = self._appraisal.demand(prompt, self._token_bytes, names, self._links, now_s)
         views = [[self._view(one) for one in ends] for ends in (decode, prefill)]
         choice = self._policy.choose(demand, views[0], views[1], self._rng)
-        own_bytes = int(demand.uncached_on(choice.decode) * self._token_bytes) if choice.prefill else 0
-        ahead = self._links.bytes_ahead(choice.prefill[0].worker_id, choice.decode) if choice.prefill else 0
-        return Placement(choice, self._credit(choice, num_tokens, own_bytes, now_s), own_bytes + ahead)
+        return Placement(choice, self._appraisal.commit(choice, demand, self._page_size, now_s))
 
     def on_end(self, placement: Placement, transfer_s: float | None, num_output_tokens: int) -> None:
         """A request has ended where it was placed: what it took is learnt."""
-        self._output_tokens += _SMOOTHING * (num_output_tokens - self._output_tokens)
-        choice = placement.choice
-        if transfer_s is not None and choice.prefill:
-            self._book.observe(choice.prefill[0].worker_id, choice.decode, placement.link_bytes, transfer_s)
+        self._appraisal.on_end(num_output_tokens)
+        if transfer_s is not None:
+            self._appraisal.on_transfer(placement.choice, placement.commitment, transfer_s)
 
     def _view(self, one: FollowerModel) -> WorkerView:
-        worker_id = one.worker_id
-        sent, costs = self._ledger.sent_to(worker_id), self._costs.costs(worker_id)
-        return WorkerView(worker_id, one.load, one.page_size, sent, costs, self._limits(one))
-
-    def _credit(self, choice: Choice, num_tokens: int, num_bytes: int, now_s: float) -> list[WorkKey]:
-        computed_by = choice.prefill[0].worker_id if choice.prefill else choice.decode
-        pages = Work(num_requests=1, num_pages=-(-num_tokens // self._page_size))
-        keys = [
-            self._ledger.record(choice.decode, pages, now_s),
-            self._ledger.record(computed_by, Work(prefill_tokens=choice.uncached_tokens), now_s),
-        ]
-        if num_bytes:
-            keys.append(self._ledger.record((computed_by, choice.decode), Work(num_bytes=num_bytes), now_s))
-        return keys
+        sent = self._ledger.sent_to(one.worker_id)
+        return self._appraisal.view(one.worker_id, one.load, one.page_size, sent, self._limits(one))

@@ -71,12 +71,9 @@ class RouterModel:
         self.ledger = InflightLedger()
         self.on_end: Callable[[Outcome], None] = lambda outcome: None
         self._network = network
-        self._costs, self._links = CostBook(), LinkBook()
+        known = Knowledge(self.index, self.ledger, CostBook(), LinkBook())
         self._placer = PlacerModel(
-            self.index,
-            self.ledger,
-            self._costs,
-            self._links,
+            known,
             policy,
             network.sim.rng(f"choice {node.name}"),
             lambda one: limits[one.role],
@@ -95,7 +92,7 @@ class RouterModel:
                 node,
                 network,
                 workers,
-                Knowledge(self.index, self.ledger, self._costs, self._links),
+                known,
                 self._on_change,
                 self._on_link_lost,
             )
@@ -153,7 +150,7 @@ class RouterModel:
         placed = self._placer.place(
             leg.hashes, num_tokens, left, decode, list(prefill.values()), self._network.sim.now_s
         )
-        leg.placement, leg.credits = placed, placed.credits
+        leg.placement, leg.credits = placed, placed.commitment.credits
         candidates = [
             Candidate(one.worker_id, prefill[one.worker_id].epoch, one.queue_s, one.prefill_s)
             for one in placed.choice.prefill

@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 
-.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer gpu-check clean
+.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay gpu-check clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint types     ruff, mypy"
 	@echo "make proto          regenerate the gRPC stubs from proto/"
 	@echo "make bench bench-router bench-serving bench-transfer   benchmarks, results in benchmarks/results/"
+	@echo "make bench-replay   every policy on every trace in virtual time   (PENSTOCK_TRACES=DIR for recorded ones)"
 	@echo "make simulate       thousands of seeded faults in virtual time, every invariant checked   (SEEDS=N)"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
 
@@ -61,6 +62,9 @@ bench-router: setup
 
 bench-serving: setup
 	$(PY) -m benchmarks.serving
+
+bench-replay: setup
+	$(PY) -m benchmarks.replay
 
 bench-transfer: setup
 	$(PY) -m benchmarks.transfer

@@ -1,0 +1,94 @@
+"""Every policy on every trace in virtual time: hits beside a single cache's, balance, latencies, goodput.
+
+`python -m benchmarks.replay`; traces from the folder in PENSTOCK_TRACES, and the generated mix without it. Arrivals are
+scaled to an offered load: what the prompts would take without any cache, over what the workers can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from benchmarks.report import RESULTS, versions
+from penstock.errors import InvalidInput
+from simulator.fleet import FleetSpec
+from simulator.replay import GENERATED, HEADER, UNLIMITED, fit, line, read_requests, replay, with_pages
+from simulator.report import Slo, single_cache_hit_rate
+from simulator.request import TraceRequest
+
+_POLICIES = ("kv-aware", "consistent-hash", "least-loaded", "round-robin", "random")
+_CACHE_TOKENS = 480_000  # of a worker: 30,000 pages of 16 tokens
+_STRIDE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    trace: str
+    load: float
+    limit: int
+    repeats: bool  # whether prefixes repeat in it: unlimited caches are of interest too
+
+
+CASES = (
+    Case(GENERATED, 1.5, 2000, True),
+    Case(GENERATED, 2.8, 2000, True),
+    Case("mooncake_conversation_first3000.jsonl.gz", 0.9, 3000, True),
+    Case("azure2023_conv_first5000.jsonl.gz", 0.8, 3000, False),
+    Case("azure2023_code_full.jsonl.gz", 0.5, 3000, False),
+    Case("servegen_reason_deepseekr1.jsonl.gz", 0.03, 400, False),  # its answers are long: decoding limits it
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
+    parser.add_argument("--page-size", type=int, default=64, help="16 takes four times as long and changes little")
+    parser.add_argument("--share", type=float, default=1.0, help="of each trace's requests")
+    args = parser.parse_args(argv)
+    rows: list[dict[str, object]] = []
+    for case in CASES:
+        try:
+            requests = read_requests(case.trace, 0, int(case.limit * args.share))
+        except InvalidInput as error:
+            print(f"left out: {error}")
+            continue
+        for pages in (_CACHE_TOKENS // args.page_size, *((UNLIMITED,) if case.repeats else ())):
+            rows += run_case(case, requests, args.page_size, pages)
+            RESULTS.mkdir(exist_ok=True)
+            result = {"name": "replay", "versions": versions(), "stride": _STRIDE, "rows": rows}
+            (RESULTS / "replay.json").write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def run_case(case: Case, requests: Sequence[TraceRequest], page_size: int, pages: int) -> list[dict[str, object]]:
+    base = FleetSpec(page_size=page_size, decode_stride=_STRIDE, report_interval_s=0.05)
+    spec = with_pages(base, pages, requests)
+    fitted, factor = fit(requests, spec, case.load)
+    single = single_cache_hit_rate(fitted, page_size, spec.num_prefill * spec.prefill_pages)
+    print(
+        f"\n{case.trace}: {len(fitted)} of {len(requests)} requests, {factor:.3g} times as fast as recorded, offered "
+        f"load {case.load}; {'unlimited' if pages == UNLIMITED else pages} pages of {page_size} tokens a worker; a single "
+        f"cache hits {single:.1%}\n{HEADER}"
+    )
+    rows: list[dict[str, object]] = []
+    for policy in _POLICIES:
+        summary, _ = replay(fitted, replace(spec, policy=policy), 0, Slo())
+        print(line(policy, summary, single), flush=True)
+        rows.append(
+            {
+                "trace": case.trace,
+                "offered_load": case.load,
+                "times_recorded_rate": factor,
+                "cache_pages": pages or "unlimited",
+                "page_size": page_size,
+                "single_cache_hit_rate": single,
+                "policy": policy,
+            }
+            | asdict(summary)
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -69,7 +69,8 @@ def run_case(case: Case, requests: Sequence[TraceRequest], page_size: int, pages
     shown = "unlimited" if pages == UNLIMITED else pages
     print(
         f"\n{case.trace}: {len(fitted)} of {len(requests)} requests, {factor:.3g} times as fast as recorded, "
-        f"offered load {case.load}; {shown} pages of {page_size} tokens a worker; a single cache hits {single:.1%}\n{HEADER}"
+        f"offered load {case.load}; {shown} pages of {page_size} tokens a worker; a single cache hits {single:.1%}\n"
+        + HEADER
     )
     rows: list[dict[str, object]] = []
     for policy in _POLICIES:

@@ -239,9 +239,27 @@ async def test_cached_pages_are_announced_with_the_hashes_that_a_router_computes
             stored = {page for event in decode_events(batch.payload) for page in event.hashes}
             assert set(hashes) <= stored
             assert not batch.snapshot
+            assert (batch.HasField("num_strays"), batch.num_strays) == (True, 0)
             stale = stub.WatchEvents(worker_pb2.WatchEventsRequest(epoch=1, next_seq=5), timeout=TIMEOUT_S)
             assert (await stale.read()).snapshot
             stale.cancel()
+
+
+async def test_a_worker_that_is_to_tell_no_events_says_so(model: Path, wanted: list[int]) -> None:
+    config = worker_config(Role.DECODE, model, engine={"kv_events": False}, decode={"placement": "local"})
+    async with workers(config) as (decode,):
+        assert isinstance(decode, DecodeServer)
+        async with caller(decode) as router:
+            for _ in range(2):
+                assert (await router.answer(router.submit(PROMPT, GREEDY, []))).token_ids == wanted[:16]
+        async with make_channel(decode.address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            assert (await stub.Describe(worker_pb2.DescribeRequest())).silent_cache
+            call = stub.WatchEvents(worker_pb2.WatchEventsRequest(), timeout=TIMEOUT_S)
+            batch = await call.read()
+            call.cancel()
+        assert decode_events(batch.payload) == ()
+        assert batch.load.cache.device_hits == 12  # the cache itself is there
 
 
 async def test_health_and_reflection(pair: Pair) -> None:

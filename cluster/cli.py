@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from cluster import commands
@@ -161,7 +161,7 @@ def serve(arguments: argparse.Namespace) -> int:
             "admin": deployment.admin_address,
         }
         pools = f"{config.prefill_pool.replicas} prefill + {config.decode_pool.replicas} decode workers"
-        print(f"ready: {config.model_name}, {pools}\n\n{how_to_call(config.model_name, endpoints)}\n", flush=True)
+        print(f"ready: {config.model_name}, {pools}\n\n{_how_to_call(config, endpoints)}\n", flush=True)
         if config.address:
             deployment.leave()
             print("It runs in the Ray cluster from now on; `penstock stop` ends it.")
@@ -174,6 +174,10 @@ def serve(arguments: argparse.Namespace) -> int:
     finally:
         deployment.stop()
     return 0
+
+
+def _how_to_call(config: ServeConfig, endpoints: Mapping[str, str]) -> str:
+    return how_to_call(config.model_name, endpoints, encrypted=config.tls is not None, keyed=bool(config.tenants))
 
 
 def _print_lines(lines: Sequence[str]) -> None:

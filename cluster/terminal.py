@@ -183,15 +183,22 @@ def _share(detail: str) -> float | None:
     return int(number[:-1]) / 100 if number.endswith("%") and number[:-1].isdigit() else None
 
 
-def how_to_call(model: str, endpoints: Mapping[str, str]) -> str:
-    """What a person can type next. `endpoints` holds host:port of http, grpc and admin."""
+def how_to_call(model: str, endpoints: Mapping[str, str], *, encrypted: bool = False, keyed: bool = False) -> str:
+    """What a person can type next. `endpoints` holds host:port of http, grpc and admin.
+
+    `keyed` callers have their API key in PENSTOCK_API_KEY, which the clients read by themselves.
+    """
+    url, tls = f"http{'s' * encrypted}://{endpoints['http']}", "--tls " * encrypted
+    made = f'"{endpoints["grpc"]}"' + ", tls=ClientTls()" * encrypted
+    imports = "from penstock import Client" + "; from penstock.client_auth import ClientTls" * encrypted
+    header = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' * keyed
     body = f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 40}}'
     return f"""\
-  HTTP   http://{endpoints["http"]}/v1   (OpenAI's API)
+  HTTP   {url}/v1   (OpenAI's API)
   gRPC   {endpoints["grpc"]}   (penstock.v1.Inference, with reflection)
   admin  {endpoints["admin"]}
 
-  penstock generate --server {endpoints["grpc"]} "Once upon a time"
+  penstock generate {tls}--server {endpoints["grpc"]} "Once upon a time"
   penstock status --admin {endpoints["admin"]}
-  python -c 'from penstock import Client; print(Client("{endpoints["grpc"]}").complete("Once upon a time").text)'
-  curl http://{endpoints["http"]}/v1/completions -H 'Content-Type: application/json' -d '{body}'"""
+  python -c '{imports}; print(Client({made}).complete("Once upon a time").text)'
+  curl {url}/v1/completions{header} -H 'Content-Type: application/json' -d '{body}'"""

@@ -17,9 +17,10 @@ from cluster import launch as launching
 from cluster.addresses import callable_host
 from cluster.cli import main, make_parser, serve_config
 from cluster.ray_cluster import MINIMUM_RAY
-from cluster.terminal import changes, format_table
+from cluster.terminal import changes, format_table, how_to_call
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError, InvalidInput
+from penstock.secret import digest_of
 from penstock.v1 import admin_pb2, admin_pb2_grpc, common_pb2, worker_pb2
 from tests.fake_inference import FakeInference, FakeServer, say
 
@@ -277,3 +278,23 @@ def test_a_free_port_is_none_that_the_system_hands_out() -> None:
     assert len(ports) == 3
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert not [port for port in ports if low <= port <= high]
+
+
+def test_a_new_key_is_shown_once_and_its_digest_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "new", "acme"]) == 0
+    printed = capsys.readouterr()
+    key = printed.out.strip()
+    assert key.startswith("psk-")
+    assert len(key) > 40
+    assert f'[tenants.acme]\nkeys = ["{digest_of(key)}"]' in printed.err
+    assert key not in printed.err
+    assert refusal(capsys, "key", "new", "a b").startswith("tenant: is 'a b'; give letters")
+
+
+def test_what_to_type_next_knows_of_tls_and_keys() -> None:
+    endpoints = {"http": "h:1", "grpc": "h:2", "admin": "h:3"}
+    plain, secured = how_to_call("m", endpoints), how_to_call("m", endpoints, encrypted=True, keyed=True)
+    assert "curl http://h:1/v1/completions -H 'Content" in plain
+    assert "--tls" not in plain
+    assert 'curl https://h:1/v1/completions -H "Authorization: Bearer $PENSTOCK_API_KEY"' in secured
+    assert "penstock generate --tls --server h:2" in secured

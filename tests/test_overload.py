@@ -10,8 +10,10 @@ import httpx
 import pytest
 
 from penstock.admission_config import AdmissionConfig
+from penstock.async_client import AsyncClient
 from penstock.errors import DeadlineExceeded, InvalidInput, Overloaded, Unavailable, from_rpc_error
 from penstock.retry import RetryBudget
+from penstock.secret import digest_of, make_api_key
 from penstock.types import Lane, WorkerLoad
 from penstock.v1 import common_pb2, inference_pb2
 from router.fleet_state import OthersOut
@@ -252,6 +254,33 @@ async def test_a_lane_is_named_over_http_and_bad_names_are_refused_by_field():
         ):
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == field
+
+
+async def test_a_stream_that_goes_on_from_another_router_keeps_the_length_it_was_promised():
+    worker = await FakeWorker().start()
+    async with running_router(worker, admission={"overload": {"max_tokens": 3, "hold_s": 1000.0}}) as router:
+        router.server.generator.gate.admission._overload.saturation = 0.75
+        router.server.generator.gate.admission._overload.level = 1
+        resumed = ask(max_tokens=10)
+        resumed.emitted.add(token_ids=[400, 401, 402, 403])
+        messages = await collect(router.stub.Generate(resumed))
+        assert sum(len(message.token_ids) for message in messages) == 6
+        assert finish_of(messages[-1]) == "length"
+
+
+async def test_a_tenants_limits_hold_for_whoever_has_its_key():
+    keys = {name: make_api_key() for name in ("small", "large")}
+    tenants = {name: {"keys": [digest_of(key)]} for name, key in keys.items()}
+    tenants["small"] |= {"tokens_per_s": 0.5, "burst_tokens": 10}
+    worker = await FakeWorker().start()
+    async with running_router(worker, tenants=tenants) as router:
+        async with AsyncClient(router.grpc_address, api_key=keys["small"]) as small:
+            await small.complete([5, 6, 7], max_tokens=5, ignore_eos=True)
+            with pytest.raises(Overloaded, match="tokens/s are used up") as caught:
+                await small.complete([5, 6, 7], max_tokens=5, ignore_eos=True)
+            assert caught.value.retry_after_s > 1.0
+        async with AsyncClient(router.grpc_address, api_key=keys["large"]) as large:
+            assert (await large.complete([5, 6, 7], max_tokens=5, ignore_eos=True)).usage.completion_tokens == 5
 
 
 async def test_a_lane_may_bound_its_answers():

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.admission_config import AdmissionConfig
 from penstock.config import DecodeConfig, PrefillConfig
 from simulator import invariants
 from simulator.costs import DecodeCosts, LinkCosts, PrefillCosts
@@ -44,6 +45,7 @@ def draw_spec(rng: random.Random) -> FleetSpec:
         prefill=PrefillConfig(max_batch_tokens=rng.choice((32, 256)), max_batch_sequences=rng.choice((1, 8))),
         decode=DecodeConfig(max_batch_sequences=max_sequences, max_batch_tokens=rng.choice((32, 256))),
         policy=rng.choice(("kv-aware", "least-loaded", "round-robin", "random", "consistent-hash")),
+        admission=rng.choice((None, AdmissionConfig())),
         timeout_s=_TIMEOUT_S,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from penstock.admission_config import AdmissionConfig
 from penstock.config import DecodeConfig, PrefillConfig
 from penstock.types import Epoch, Role
 from router.policies import make_policy
@@ -42,6 +43,7 @@ class FleetSpec:
     decode_stride: int = 1  # decode steps simulated as one; above 1 only beside prefill workers
     policy: str = "kv-aware"
     max_replicas: int = 8
+    admission: AdmissionConfig | None = None  # None: every request goes to the workers at once
     report_interval_s: float = 0.02  # between two load and event batches of a worker
     timeout_s: float = 600.0  # of a request
 
@@ -88,6 +90,7 @@ class Fleet:
             float(token_bytes),
             spec.limits,
             spec.max_replicas,
+            spec.admission,
         )
         self.router.on_end = self._count_end
 

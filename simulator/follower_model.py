@@ -58,6 +58,7 @@ class FollowerModel:
         workers: Workers,
         known: Knowledge,
         on_change: Callable[[], None],
+        on_load: Callable[[], None],
         on_link_lost: Callable[[FollowerModel], None],
     ) -> None:
         self.worker_id = WorkerId(name)
@@ -72,6 +73,7 @@ class FollowerModel:
         self._workers = workers
         self._known = known
         self._on_change = on_change
+        self._on_load = on_load
         self._on_link_lost = on_link_lost
         self._heard = False
         self._watch_call: Call | None = None
@@ -129,6 +131,7 @@ class FollowerModel:
         self.load = load
         self._known.ledger.on_report(self.worker_id, self._network.sim.now_s)
         self._known.costs.on_load(self.worker_id, load, self.page_size)
+        self._on_load()
         if not self._heard:
             self._heard = True
             self._on_change()

@@ -41,7 +41,7 @@ def _of_outcome(outcome: Outcome) -> Iterator[str]:
     if outcome.num_tokens > request.num_output_tokens:
         yield f"{name} got {outcome.num_tokens} tokens of {request.num_output_tokens}"
     if error is None:
-        if outcome.num_tokens < request.num_output_tokens and not outcome.abandoned:
+        if outcome.num_tokens < (outcome.granted_tokens or 0) and not outcome.abandoned:
             yield f"{name} ended well after {outcome.num_tokens} tokens of {request.num_output_tokens}"
     elif isinstance(error, DeadlineExceeded):
         yield f"{name} starved: {error}"  # deadlines are far beyond every fault
@@ -71,6 +71,8 @@ def _of_worker(worker: Worker) -> Iterator[str]:
 def _of_router(fleet: Fleet) -> Iterator[str]:
     router = fleet.router
     router.index.check_integrity()
+    if router.gate is not None and router.gate.admission.num_inside:
+        yield f"{router.gate.admission.num_inside} requests are still admitted"
     if router.num_open:
         yield f"the router holds {router.num_open} requests"
     for name, worker in fleet.workers.items():

@@ -45,6 +45,7 @@ class Outcome:
     first_token_s: float | None = None
     end_s: float | None = None
     num_tokens: int = 0
+    granted_tokens: int | None = None  # of output; fewer than asked for under overload
     error: PenstockError | None = None
     num_ends: int = 0
     abandoned: bool = False  # by its client

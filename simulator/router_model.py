@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.sequence import Sequence
+from penstock.admission_config import AdmissionConfig
 from penstock.errors import DeadlineExceeded, PenstockError, Unavailable
 from penstock.page_hash import hash_pages, make_salt
 from penstock.types import Epoch, PageHash, RequestId, Role, SamplingParams
@@ -15,10 +16,12 @@ from router.cost_model import CostBook
 from router.inflight import InflightLedger, WorkKey
 from router.prefix_index import PrefixIndex
 from router.topology import LinkBook
+from router.verdicts import Ask, Used
 from router.views import Limits, Policy
 from simulator.decode_model import DecodeModel, Delta, Submission
 from simulator.events import Timer
 from simulator.follower_model import FollowerModel, Knowledge, Workers
+from simulator.gate_model import GateModel, fleet_state
 from simulator.network import Network, Node
 from simulator.placement_model import Placement, PlacerModel
 from simulator.request import Outcome
@@ -40,6 +43,7 @@ class _Leg:
     prompt: list[int]
     hashes: list[PageHash]
     stream: int
+    max_tokens: int
     emitted: list[int] = field(default_factory=list)
     refused_by: set[Epoch] = field(default_factory=set)
     at: FollowerModel | None = None
@@ -65,6 +69,7 @@ class RouterModel:
         token_bytes: float,
         limits: dict[Role, Limits],
         max_replicas: int,
+        admission: AdmissionConfig | None = None,
     ) -> None:
         self.node = node
         self.index = PrefixIndex(on_leaving=self._tidy_soon)
@@ -82,6 +87,12 @@ class RouterModel:
             max_replicas,
         )
         self._page_size = page_size
+        self._at_gate: dict[int, _Leg] = {}  # by request, until it ends
+        self.gate: GateModel | None = None
+        if admission is not None:
+            self.gate = GateModel(
+                node, admission, lambda: fleet_state(self.followers, limits), self._enter, self._refuse
+            )
         self._streams = count(1)
         self._legs: dict[int, _Leg] = {}
         self._waiting: dict[_Leg, Timer] = {}  # for a worker to come back
@@ -94,6 +105,7 @@ class RouterModel:
                 workers,
                 known,
                 self._on_change,
+                self.gate.poll_soon if self.gate is not None else lambda: None,
                 self._on_link_lost,
             )
             for name, role in names.items()
@@ -120,11 +132,35 @@ class RouterModel:
             prompt,
             hash_pages(prompt, self._page_size, SALT),
             next(self._streams),
+            request.num_output_tokens,
         )
         self._legs[leg.stream] = leg
         late = DeadlineExceeded(f"request {request.number} did not end within its {timeout_s:.3g} s")
         leg.timers.append(self.node.after(timeout_s, lambda: self._end(leg, late)))
+        if self.gate is None:
+            self._place(leg)
+            return
+        now_s = self._network.sim.now_s
+        self._at_gate[request.number] = leg
+        self.gate.enter(
+            Ask(
+                request.number,
+                request.lane,
+                request.tenant,
+                len(prompt),
+                request.num_output_tokens,
+                now_s,
+                leg.deadline_s,
+            )
+        )
+
+    def _enter(self, number: int, max_tokens: int) -> None:
+        leg = self._at_gate[number]
+        leg.max_tokens = max_tokens
         self._place(leg)
+
+    def _refuse(self, number: int, error: PenstockError) -> None:
+        self._end(self._at_gate[number], error)
 
     def abandon(self, outcome: Outcome) -> None:
         """The client has gone."""
@@ -146,7 +182,7 @@ class RouterModel:
             self._end(leg, cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S))
             return
         prefill = {one.worker_id: one for one in ready if one.role is Role.PREFILL}
-        num_tokens, left = len(leg.prompt) + len(leg.emitted), leg.outcome.request.num_output_tokens - len(leg.emitted)
+        num_tokens, left = len(leg.prompt) + len(leg.emitted), leg.max_tokens - len(leg.emitted)
         placed = self._placer.place(
             leg.hashes, num_tokens, left, decode, list(prefill.values()), self._network.sim.now_s
         )
@@ -179,7 +215,7 @@ class RouterModel:
             request_id=RequestId(str(request.number)),
             token_ids=leg.prompt + leg.emitted,
             num_prompt_tokens=len(leg.prompt),
-            sampling=SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=leg.max_tokens, ignore_eos=True),
             salt=SALT,
             page_hashes=list(leg.hashes),
         )
@@ -219,6 +255,8 @@ class RouterModel:
         outcome.num_tokens = len(leg.emitted)
         if outcome.first_token_s is None:
             outcome.first_token_s = self._network.sim.now_s
+            if self.gate is not None:
+                self.gate.start(outcome.request.number)
         if delta.ended:
             if not outcome.num_redispatches:
                 outcome.cached_tokens, outcome.computed_by = delta.cached_tokens, delta.computed_by
@@ -254,12 +292,16 @@ class RouterModel:
                 timer.cancel()
         self.ledger.settle(leg.credits)
         outcome = leg.outcome
-        complete = error is None and outcome.num_tokens == outcome.request.num_output_tokens
+        complete = error is None and outcome.num_tokens == leg.max_tokens
         if not complete and leg.at is not None and leg.at.link is not None and leg.submission is not None:
             worker, submission = leg.worker, leg.submission
             leg.at.link.send(self.node, lambda: worker.cancel(submission))  # type: ignore[union-attr]
         outcome.end_s, outcome.error = self._network.sim.now_s, error
         outcome.num_ends += 1
+        outcome.granted_tokens = leg.max_tokens
+        if self.gate is not None:
+            del self._at_gate[outcome.request.number]
+            self.gate.leave(outcome.request.number, Used(outcome.num_tokens, outcome.cached_tokens, whole=complete))
         self.on_end(outcome)
 
 

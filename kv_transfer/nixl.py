@@ -21,7 +21,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgpack
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from kv_transfer.handshake import take
+from kv_transfer.own_sockets import drop_at_close, listening_ports, reset, tcp_sockets
 from kv_transfer.pages import PageBuffer
 from kv_transfer.transport import WHOLE, Arrival, Details, Link, Part, Peer, Push, notice, parse_notice
 from penstock.config import TransferConfig
@@ -77,8 +78,10 @@ class _Agent:
         self.lock = threading.Lock()
         self._registered: list[Any] = []
         try:
+            others = listening_ports()
             settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self.api = api.nixl_agent(self.name, settings)
+            self.ports = sorted(listening_ports() - others)  # where UCX takes TCP connections, if it does
             self.register(pages.tensor)
         except self.errors as error:
             raise TransferError(f"NIXL agent: {error}") from error
@@ -134,6 +137,7 @@ class NixlReceiver:
             "device": self._agent.device,
             "num_pages": self._pages.num_pages,
             "memory": self._agent.memory,
+            "ports": self._agent.ports,
         }
 
     def poll(self) -> list[Arrival]:
@@ -204,6 +208,7 @@ class NixlLink:
         self._num_remote_pages = num_remote_pages
         self._handles: set[Any] = set()  # of pushes that are not over
         self._error: TransferError | None = None
+        self.sockets: frozenset[str] = frozenset()  # of its connections, where they are TCP's
 
     def push(
         self, arrival: Arrival, src_pages: Sequence[PageId], dst_pages: Sequence[PageId], part: Part = WHOLE
@@ -258,6 +263,7 @@ class NixlLink:
                 self._remote.release()
                 self._remote = None
                 self._agent.api.remove_remote_agent(self._remote_name)
+        reset(self.sockets)  # UCX closes them when it is polled next; what the kernel holds must not go out until then
 
     def probe(self, scratch: Any, deadline_s: float, epoch: Epoch) -> None:
         """Reads one remote page aside: proves the path in both directions. Blocks until `deadline_s`.
@@ -318,6 +324,7 @@ class NixlSender:
             raise TransferError(f"offer: {num_pages} pages at {address:#x} on device {device} cannot be")
         if memory != agent.memory:
             raise TransferError(f"offer.memory: {memory!r}, this end has {agent.memory!r}")
+        others = {one.number for one in tcp_sockets()}
         try:
             with agent.lock:
                 remote_name = agent.api.add_remote_agent(metadata)
@@ -333,10 +340,19 @@ class NixlSender:
         link = NixlLink(agent, self._local, remote_name, remote, num_pages)
         try:
             link.probe(self._scratch, deadline_s, self._epoch)
+            link.sockets = self._find_sockets(details, others)
+            drop_at_close(link.sockets)  # else our kernel writes on when this process is gone
         except TransferError:
             link.close()
             raise
         return link
+
+    def _find_sockets(self, details: Details, others: Collection[str]) -> frozenset[str]:
+        """Those that UCX has made since there were `others`, whichever end connected."""
+        theirs, ours = details.get("ports"), self._agent.ports
+        ports = theirs if isinstance(theirs, list) else []
+        new = (one for one in tcp_sockets() if one.number not in others)
+        return frozenset(one.number for one in new if one.own_port in ours or one.peer_port in ports)
 
     def close(self) -> None:
         with self._agent.lock:

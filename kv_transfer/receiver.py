@@ -23,9 +23,9 @@ import torch
 from engine.kv_layout import KVLayout
 from kv_transfer import wires
 from kv_transfer.handshake import Offer
+from kv_transfer.own_sockets import unread_bytes
 from kv_transfer.pages import PageBuffer
 from kv_transfer.transport import Arrival, Peer, ReceivingTransport
-from kv_transfer.unread import unread_bytes
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferKey, WorkerId

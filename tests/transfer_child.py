@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,10 +19,12 @@ import pytest
 import torch
 
 from engine.shared_pool import allocate_pool
-from penstock.types import Epoch
+from penstock.types import Epoch, TransferKey
 from tests import cuda_double
 from tests.transfer_pair import PREFILL, Log, config, receiver, sender
 
+OWN_NETWORK = "OWN_NETWORK"  # key of a child's environment: in a network namespace of its own
+CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h
 REPLY_TIMEOUT_S = 30.0
 SAMPLE_BYTES = 4096  # a byte of so many is looked at
 
@@ -88,10 +92,22 @@ def children(*made: Child) -> Iterator[tuple[Child, ...]]:
             child.kill()
 
 
+def _settle_in(pipe: Connection, environment: dict[str, str]) -> None:
+    """Where told so, in a network of its own, to which the parent adds a device before anything else is done."""
+    if environment.pop(OWN_NETWORK, ""):
+        alone = ctypes.CDLL(None).unshare(CLONE_NEWNET | CLONE_NEWNS) == 0
+        # UCX finds devices in /sys, which shows those of the namespace that it was mounted in.
+        for command in ("mount --make-rprivate /", "mount -t sysfs none /sys"):
+            alone = alone and subprocess.run(command.split(), check=False, capture_output=True).returncode == 0
+        pipe.send("alone" if alone else "")
+        pipe.recv()
+    os.environ.update(environment)
+
+
 def run_sender(
     pipe: Connection, transport: str, epoch: int, num_pages: int, page_bytes: int, environment: dict[str, str]
 ) -> None:
-    os.environ.update(environment)
+    _settle_in(pipe, environment)
     torch.set_num_threads(1)
     log = Log()
     cuda_double.install(pytest.MonkeyPatch())  # for this process's life
@@ -120,10 +136,14 @@ def run_sender(
                 return
 
 
+def ended(log: Log, key: TransferKey, num_pages: int) -> bool:
+    return len(log.landed.get(key, ())) == num_pages or key in log.failed_keys()
+
+
 def run_receiver(
     pipe: Connection, transport: str, epoch: int, num_pages: int, page_bytes: int, environment: dict[str, str]
 ) -> None:
-    os.environ.update(environment)
+    _settle_in(pipe, environment)
     torch.set_num_threads(1)
     log = Log()
     cuda_double.install(pytest.MonkeyPatch())  # for this process's life
@@ -137,6 +157,13 @@ def run_receiver(
                 key, pages = arguments
                 end.open(key, pages)
                 pipe.send(end.offer(PREFILL, Epoch(key.sender_epoch)))
+            case (
+                "ended"
+            ):  # (key, pages) -> (indexes that landed, their bytes), once all have or the transfer has failed
+                key, pages = arguments
+                log.wait(lambda key=key, pages=pages: ended(log, key, len(pages)))  # type: ignore[misc]
+                landed = sorted(log.landed.get(key, ()))
+                pipe.send((landed, pool[[pages[index] for index in landed]].numpy().tobytes()))
             case "quiet":  # (key, pages, pause) -> their bytes once nothing is written any more, and some time after
                 key, pages, pause_s = arguments
                 end.close(key)

@@ -9,6 +9,7 @@ baseline, turn by turn.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import subprocess
 import sys
@@ -20,7 +21,9 @@ from pathlib import Path
 import psutil
 
 from benchmarks.report import Row, publish, show
+from benchmarks.router_http import start_sglang_router
 from benchmarks.router_load import Load
+from benchmarks.tokenizing import tokenizing_rows
 from cluster.processes import Deployment
 from penstock.config import RouterConfig
 
@@ -30,6 +33,7 @@ _ROUTER_CORE, _OTHER_CORE = 0, 1
 _STREAMS = 256
 _SIZES = (512, 4096, 16384)
 _DYNAMO = {512: 1300.0, 4096: 300.0, 16384: 100.0}  # its frontend's requests/s on one such core, quoted, not run here
+_QUOTED_HTTP = ("sglang-router, quoted", 0.3)  # where it is not installed
 _CHARACTERS_PER_TOKEN = 2.17  # of `make_text` with the bundled tokenizer
 
 
@@ -109,28 +113,51 @@ def fan_out_rows(targets: Sequence[Target], num_streams: int, tokens: int) -> li
     ]
 
 
-def measure(deployment: Deployment, quick: bool) -> list[Row]:
+def http_rows(router: str, direct: str, sglang: str | None) -> list[Row]:
+    """What the HTTP front adds, beside sglang-router where it runs; one client, turn by turn."""
+    rows = []
+    for tokens in _SIZES:
+        addresses = [direct, router, *([sglang] if sglang else [])]
+        plan = {"addresses": addresses, "num_requests": 300, "num_characters": int(tokens * _CHARACTERS_PER_TOKEN)}
+        command = _pinned(_OTHER_CORE, "benchmarks.router_peers", "http-load", json.dumps(plan))
+        done = subprocess.run(command, stdout=subprocess.PIPE, cwd=_ROOT, check=True, timeout=300)
+        base_s, ours_s, *theirs_s = json.loads(done.stdout)
+        name, theirs_ms = ("sglang-router", (theirs_s[0] - base_s) * 1e3) if theirs_s else _QUOTED_HTTP
+        what = f"added p50 over HTTP, {tokens} tokens of text, 1 client"
+        rows.append(Row(what, (ours_s - base_s) * 1e3, "ms", name, theirs_ms))
+    return rows
+
+
+def measure(deployment: Deployment, quick: bool, sglang_python: str | None) -> list[Row]:
     worker = _start("worker", {"num_streams": _STREAMS}, _OTHER_CORE)
     relay = _start("relay", {"upstream": worker.address}, _ROUTER_CORE)
+    http_worker = _start("http-worker", {}, _OTHER_CORE)
+    processes: list[subprocess.Popen[bytes]] = []
     try:
         config = RouterConfig(
             model=str(_MODEL), served_model="null", grpc_port=0, http_port=0, workers=(worker.address,)
         )
         router = deployment.start_router(config, cpu=_ROUTER_CORE)
         targets = [Target("penstock", router.address, int(str(router.ready["pid"]))), relay, worker]
+        sglang = start_sglang_router(http_worker.address, _ROUTER_CORE, sglang_python)
+        if sglang is not None:
+            processes.append(sglang[0])
         before = _memory_mb(targets[0])
         rows = []
         for tokens in _SIZES[:1] if quick else _SIZES:
-            count = 400 if tokens < 10_000 else 200
+            count = {512: 300, 4096: 150, 16384: 75}[tokens]
             for form in ("text", "token_ids"):
                 rows += request_rows(targets, 1, tokens, form, count)
-                rows += request_rows(targets, 32, tokens, form, 4 * count)
+                rows += request_rows(targets, 32, tokens, form, 3 * count)
         rows += fan_out_rows(targets[:2], _STREAMS, 100 if quick else 300)
+        rows += http_rows(router.http, http_worker.address, sglang[1] if sglang else None)
         rows.append(Row("memory after all of it", _memory_mb(targets[0]), "MB", "before", before))
         return rows
     finally:
-        for one in (relay, worker):
+        for one in (relay, worker, http_worker):
             psutil.Process(one.pid).terminate()
+        for popen in processes:
+            popen.terminate()
 
 
 def _start(kind: str, settings: dict[str, object], core: int) -> Target:
@@ -151,10 +178,13 @@ def _memory_mb(target: Target) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the shortest prompts only, nothing written")
-    quick = parser.parse_args().quick
+    parser.add_argument("--sglang-python", help="python of an environment that has sglang-router")
+    given = parser.parse_args()
+    quick = given.quick
     started_s = time.perf_counter()
     with Deployment() as deployment:
-        rows = measure(deployment, quick)
+        rows = measure(deployment, quick, given.sglang_python)
+    rows += asyncio.run(tokenizing_rows(_MODEL))
     workload = "one router process on core 0; null worker and clients on core 1; prompts without a common prefix"
     show("router", workload, rows) if quick else publish("router", workload, rows)
     print(f"took {time.perf_counter() - started_s:.0f} s")

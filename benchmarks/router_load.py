@@ -55,13 +55,16 @@ def make_text(rng: random.Random, num_characters: int) -> str:
 def make_requests(load: Load) -> list[bytes]:
     """Serialised, no two with a common prefix."""
     rng = random.Random(load.seed)
+    length = int(load.prompt_tokens * load.characters_per_token)
+    text = make_text(rng, length + 200_000) if load.form == "text" else ""
     made = []
     for number in range(load.num_requests):
         request = inference_pb2.GenerateRequest()
         request.sampling.max_tokens = load.max_tokens
         request.sampling.ignore_eos = True
         if load.form == "text":
-            request.text = f"{number} " + make_text(rng, int(load.prompt_tokens * load.characters_per_token))
+            start = rng.randrange(len(text) - length)
+            request.text = f"{number} {text[start : start + length]}"
         else:
             request.token_ids.extend(rng.choices(range(300, 2000), k=load.prompt_tokens))
         made.append(request.SerializeToString())

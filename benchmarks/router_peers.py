@@ -1,4 +1,4 @@
-"""What `benchmarks.router` puts around the router, as processes of their own: a null worker, a plain relay, a load.
+"""What `benchmarks.router` puts around the router, as processes of their own: null workers, a plain relay, loads.
 
 `python -m benchmarks.router_peers KIND JSON` prints one JSON line: its address once it listens, or a load's outcome.
 
@@ -22,6 +22,7 @@ import grpc.aio
 import uvloop
 
 from benchmarks.report import percentile
+from benchmarks.router_http import load_http, serve_http_worker
 from benchmarks.router_load import Load, run_load
 from penstock.kv_events import KvEventLog
 from penstock.types import WorkerLoad
@@ -159,7 +160,13 @@ async def load(plan: Load) -> None:
 
 def main() -> None:
     kind, settings = sys.argv[1], json.loads(sys.argv[2])
-    work = {"worker": serve_worker, "relay": serve_relay, "load": lambda **given: load(Load(**given))}[kind]
+    work = {
+        "worker": serve_worker,
+        "relay": serve_relay,
+        "load": lambda **given: load(Load(**given)),
+        "http-worker": serve_http_worker,
+        "http-load": load_http,
+    }[kind]
     uvloop.run(work(**settings))
 
 

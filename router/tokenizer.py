@@ -59,10 +59,10 @@ class Tokenizer:
 
         Segments that somebody of the same scope has sent before are not tokenized again.
         """
-        if add_special_tokens and self._around is None:
-            return (await self._encode_parts([text], True))[0].tolist()
-        before, after = self._around if add_special_tokens and self._around else ((), ())
         segments = self._cutter.cut(text)
+        if len(segments) < 2 or (add_special_tokens and self._around is None):
+            return (await self._encode_parts([text], add_special_tokens))[0].tolist()
+        before, after = self._around if add_special_tokens and self._around else ((), ())
         known = [self._cache.get(scope, segment) for segment in segments]
         missing = [segment for segment, found in zip(segments, known, strict=True) if found is None]
         fresh = iter(await self._encode_parts(missing, False))

@@ -37,13 +37,8 @@ class Weights:
     crowd_weight: float = 4.0  # a second of those who wait behind a prompt, against one of its own
 
 
-class _End(NamedTuple):
-    """A worker at one end of a pair. Sorts by cost, equal ones at random."""
-
-    cost_s: float
-    tie: float
-    view: WorkerView
-    bonus_s: float
+# Cost in seconds, a tie-breaker, the worker, its bonus in seconds, and those to compute the prompt there, if it does.
+_End = tuple[float, float, WorkerView, float, float]
 
 
 class _Pair(NamedTuple):
@@ -74,14 +69,14 @@ class KvAware:
         """Each with the seconds until it has computed the prompt, and those that this costs whoever comes behind."""
         if not views:
             return []
-        computes = [prices.prefill_s(demand, view) for view in views]
+        computes = prices.all_prefill_s(demand, views)
         harms = self._harms(demand, views, computes)
         bonuses = self._affinity(demand, views)
         if demand.replicate:
             self._favour_replicas(demand, views, computes, bonuses)
         draw = rng.random
         return sorted(
-            _End(view.queue_s + compute_s + harm_s - bonus_s, draw(), view, bonus_s)
+            (view.queue_s + compute_s + harm_s - bonus_s, draw(), view, bonus_s, compute_s)
             for view, compute_s, harm_s, bonus_s in zip(views, computes, harms, bonuses, strict=True)
         )
 
@@ -93,14 +88,13 @@ class KvAware:
 
     def _decode_ends(self, demand: Demand, views: Sequence[WorkerView], rng: random.Random) -> list[_End]:
         """Each with what decoding there costs; moving pages there is the pair's affair."""
-        weight, draw = self._weights.decode_weight, rng.random
-        ends = []
-        for view, bonus_s in zip(views, self._affinity(demand, views), strict=True):
-            own_s = demand.output_tokens * prices.decode_step_s(view, demand.num_tokens)
-            cost_s = prices.admission_s(demand, view) + weight * (own_s + prices.harm_s(demand, view))
-            ends.append(_End(cost_s - bonus_s, draw(), view, bonus_s))
-        ends.sort()
-        return ends
+        draw = rng.random
+        costs = prices.all_decode_s(demand, views, self._weights.decode_weight)
+        bonuses = self._affinity(demand, views)
+        return [
+            (cost_s - bonus_s, draw(), view, bonus_s, 0.0)
+            for view, cost_s, bonus_s in zip(views, costs, bonuses, strict=True)
+        ]
 
     def _affinity(self, demand: Demand, views: Sequence[WorkerView]) -> list[float]:
         """Off the price of the session's worker: others serve it once it costs this much more."""
@@ -122,16 +116,16 @@ class KvAware:
     def _local(self, demand: Demand, receivers: list[_End], has_prefill: bool) -> list[_Pair]:
         """Decode workers that would compute the prompt themselves."""
         pairs = []
-        views = [end.view for end in receivers]
-        computes = [prices.prefill_s(demand, view) for view in views]
+        num_tokens, cached = demand.num_tokens, demand.cached_tokens.get
+        if has_prefill:
+            receivers = [end for end in receivers if _may_compute(end[2], num_tokens - cached(end[2].worker_id, 0))]
+        views = [end[2] for end in receivers]
+        computes = prices.all_prefill_s(demand, views)
         harms = [0.0] * len(views) if has_prefill else self._harms(demand, views, computes)
         for end, compute_s, harm_s in zip(receivers, computes, harms, strict=True):
-            view = end.view
-            limit = view.limits.max_local_tokens
-            if has_prefill and limit is not None and demand.uncached_on(view.worker_id) > limit:
-                continue
+            cost_s, view = end[0], end[2]
             delay_s = self._weights.decode_weight * view.num_requests * compute_s
-            pairs.append(_Pair(end.cost_s + view.queue_s + compute_s + harm_s + delay_s, end, None))
+            pairs.append(_Pair(cost_s + view.queue_s + compute_s + harm_s + delay_s, end, None))
         return pairs
 
     def _draw(self, pairs: list[_Pair], rng: random.Random) -> _Pair:
@@ -147,15 +141,18 @@ class KvAware:
         considered: tuple[Score, ...] = ()
         if demand.explain:
             considered = tuple(_score(demand, pair) for pair in sorted(pairs, key=itemgetter(0))[:_NUM_CONSIDERED])
-        view = chosen.decode.view
+        view = chosen.decode[2]
         if chosen.prefill is None:
             uncached = demand.uncached_on(view.worker_id)
             return Choice(view.worker_id, (), uncached, _score(demand, chosen), considered)
-        rivals = [end for end in senders[:_NUM_RIVALS] if end.view is not chosen.prefill.view]
-        rivals.sort(key=lambda end: end.cost_s + prices.transfer_between_s(demand, end.view.worker_id, view))
-        ranked = [chosen.prefill, *rivals[: MAX_CANDIDATES - 1]]
-        estimates = tuple(estimate(demand, end.view) for end in ranked)
-        uncached = demand.uncached_on(chosen.prefill.view.worker_id)
+        rivals = [
+            (end[0] + prices.transfer_between_s(demand, end[2].worker_id, view), end[1], end[2])
+            for end in senders[:_NUM_RIVALS]
+            if end is not chosen.prefill
+        ]
+        ranked = [chosen.prefill[2], *(one for _, _, one in sorted(rivals)[: MAX_CANDIDATES - 1])]
+        uncached = demand.uncached_on(ranked[0].worker_id)
+        estimates = tuple(estimate(demand, one) for one in ranked)
         return Choice(view.worker_id, estimates, uncached, _score(demand, chosen), considered)
 
 
@@ -163,36 +160,43 @@ def estimate(demand: Demand, view: WorkerView) -> PrefillEstimate:
     return PrefillEstimate(view.worker_id, view.queue_s, prices.prefill_s(demand, view))
 
 
+def _may_compute(view: WorkerView, num_tokens: int) -> bool:
+    """Whether a decode worker takes so much of a prompt upon itself where there are prefill workers."""
+    limit = view.limits.max_local_tokens
+    return limit is None or max(1, num_tokens) <= limit
+
+
 def _search(demand: Demand, senders: list[_End], receivers: list[_End], slack_s: float, found: list[_Pair]) -> None:
     """Appends the pairs that may be the best one, or within `slack_s` of it."""
     if not senders:
         return
-    links, fastest = demand.links, demand.links.fastest
+    links = demand.links
+    least_latency_s, least_byte_s = links.fastest
+    num_tokens, token_bytes, cached = demand.num_tokens, demand.token_bytes, demand.cached_tokens.get
     best_s = min((pair.total_s for pair in found), default=math.inf)
-    floors = [
-        (end.cost_s + fastest.transfer_s(lacking), end, lacking)
-        for end in receivers
-        for lacking in (prices.lacking_bytes(demand, end.view),)
-    ]
+    floors = []
+    for end in receivers:
+        lacking = max(1, num_tokens - cached(end[2].worker_id, 0)) * token_bytes
+        floors.append((end[0] + least_latency_s + lacking * least_byte_s, end[1], end, lacking))
     floors.sort()
     left = _MAX_PAIRS
-    for floor_s, receiver, lacking in floors:
-        if floor_s + senders[0].cost_s > best_s + slack_s:
+    for floor_s, _, receiver, lacking in floors:
+        if floor_s + senders[0][0] > best_s + slack_s:
             return
-        decode_id = receiver.view.worker_id
+        decode_id = receiver[2].worker_id
         for sender in senders:
-            if floor_s + sender.cost_s > best_s + slack_s or not left:
+            if floor_s + sender[0] > best_s + slack_s or not left:
                 break
             left -= 1
-            prefill_id = sender.view.worker_id
+            prefill_id = sender[2].worker_id
             latency_s, byte_s = links.cost(prefill_id, decode_id)
             transfer_s = latency_s + (lacking + links.bytes_ahead(prefill_id, decode_id)) * byte_s
-            total_s = receiver.cost_s + sender.cost_s + transfer_s
+            total_s = receiver[0] + sender[0] + transfer_s
             found.append(_Pair(total_s, receiver, sender))
             best_s = min(best_s, total_s)
 
 
 def _score(demand: Demand, pair: _Pair) -> Score:
-    score = prices.price(demand, pair.decode.view, pair.prefill.view if pair.prefill else None)
-    bonus_s = pair.decode.bonus_s + (pair.prefill.bonus_s if pair.prefill else 0.0)
+    score = prices.price(demand, pair.decode[2], pair.prefill[2] if pair.prefill else None)
+    bonus_s = pair.decode[3] + (pair.prefill[3] if pair.prefill else 0.0)
     return score._replace(bonus_s=bonus_s, total_s=pair.total_s)

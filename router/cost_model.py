@@ -160,7 +160,8 @@ class CostBook:
 
     def costs(self, worker_id: WorkerId) -> WorkerCosts:
         """The same object until something is learnt."""
-        return self._of(worker_id).costs
+        models = self._models.get(worker_id)
+        return models.costs if models is not None else self._of(worker_id).costs
 
     def on_load(self, worker_id: WorkerId, load: WorkerLoad, page_size: int) -> None:
         """A worker's report has come."""

@@ -6,8 +6,10 @@ pages and a place, decode. One more sequence makes the steps of all the others t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.types import WorkerId
-from router.views import Demand, Score, WorkerView
+from router.views import DEFAULT_CHUNK_TOKENS, Demand, Score, WorkerView
 
 _HOST_BYTE_S = 1 / 8e9  # to copy a page back from host memory
 
@@ -19,6 +21,37 @@ def prefill_s(demand: Demand, view: WorkerView) -> float:
     seconds = view.costs.prefill.prefill_s(uncached, demand.num_tokens, view.chunk_tokens)
     copied = demand.host_tokens.get(worker_id, 0) if demand.host_tokens else 0
     return seconds + copied * demand.token_bytes * _HOST_BYTE_S
+
+
+def all_prefill_s(demand: Demand, views: Sequence[WorkerView]) -> list[float]:
+    """`prefill_s` of each: written out, because it is reckoned for every worker of every request."""
+    num_tokens, cached = demand.num_tokens, demand.cached_tokens.get
+    copied, host_byte_s = demand.host_tokens, demand.token_bytes * _HOST_BYTE_S
+    costs = []
+    for view in views:
+        cost = view.costs.prefill
+        uncached = max(1, num_tokens - cached(view.worker_id, 0))
+        steps = -(-uncached // (view.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS))
+        seconds = steps * cost.fixed_s + uncached * (cost.token_s + cost.context_s * (num_tokens - uncached / 2))
+        if copied:
+            seconds += copied.get(view.worker_id, 0) * host_byte_s
+        costs.append(seconds)
+    return costs
+
+
+def all_decode_s(demand: Demand, views: Sequence[WorkerView], weight: float) -> list[float]:
+    """Of each: `admission_s`, and weighted what decoding there costs, harm included."""
+    output_tokens, num_tokens = demand.output_tokens * weight, demand.num_tokens
+    cached = demand.cached_tokens.get
+    costs = []
+    for view in views:
+        seconds = output_tokens * (view.token_price + num_tokens * view.context_price)
+        free = view.load.free_pages - view.sent.num_pages
+        lacking = max(1, num_tokens - cached(view.worker_id, 0))
+        if lacking > free * view.page_size or view.num_requests >= (view.limits.max_running or view.num_requests + 1):
+            seconds += admission_s(demand, view)
+        costs.append(seconds)
+    return costs
 
 
 def lacking_bytes(demand: Demand, view: WorkerView) -> float:
@@ -33,7 +66,7 @@ def admission_s(demand: Demand, view: WorkerView) -> float:
         return 0.0
     wait_s = 0.0
     # A sequence that runs has half its output before it, on average; they end one by one until then.
-    life_s = demand.output_tokens * decode_step_s(view) / 2
+    life_s = demand.output_tokens * view.step_s / 2
     if load.total_pages:
         missing = -(-demand.uncached_on(view.worker_id) // view.page_size) + view.sent.num_pages - load.free_pages
         if missing > 0:
@@ -42,15 +75,6 @@ def admission_s(demand: Demand, view: WorkerView) -> float:
     if limit and num_requests >= limit:
         wait_s = max(wait_s, life_s * (num_requests + 1 - limit) / limit)
     return wait_s
-
-
-def decode_step_s(view: WorkerView, more_tokens: int = 0) -> float:
-    """With one sequence more than it has, of so many tokens."""
-    cost = view.costs.decode
-    running = view.num_requests + 1
-    if view.limits.max_running:
-        running = min(running, view.limits.max_running)
-    return cost.fixed_s + running * cost.token_s + (view.kv_tokens + more_tokens) * cost.context_s
 
 
 def harm_s(demand: Demand, view: WorkerView) -> float:
@@ -71,7 +95,7 @@ def price(demand: Demand, decode: WorkerView, prefill: WorkerView | None) -> Sco
     else:
         transfer_s = transfer_between_s(demand, prefill.worker_id, decode)
     wait_s = admission_s(demand, decode)
-    own_s = demand.output_tokens * decode_step_s(decode, demand.num_tokens)
+    own_s = demand.output_tokens * (decode.step_s + demand.num_tokens * decode.costs.decode.context_s)
     total_s = computed_by.queue_s + compute_s + transfer_s + wait_s + own_s + harm
     cached = demand.cached_tokens
     return Score(

@@ -18,6 +18,7 @@ from router.inflight import NO_WORK, Work
 from router.topology import PRIORS, Distance, LinkCost
 
 MAX_CANDIDATES = 3
+DEFAULT_CHUNK_TOKENS = 2048  # of a worker that does not tell
 
 
 class Links(Protocol):
@@ -70,6 +71,8 @@ class WorkerView:
     queue_s: float = field(init=False)  # until a prompt that comes now is begun
     num_requests: int = field(init=False)  # to decode, waiting ones included
     kv_tokens: int = field(init=False)  # held by them
+    token_price: float = field(init=False)  # of one token more decoded here by a new sequence, weighing all who wait
+    context_price: float = field(init=False)  # and of each token of its context
 
     def __post_init__(self) -> None:
         load, sent = self.load, self.sent
@@ -78,10 +81,22 @@ class WorkerView:
         object.__setattr__(self, "num_requests", load.num_running + load.num_waiting + sent.num_requests)
         used_pages = load.total_pages - load.free_pages + sent.num_pages
         object.__setattr__(self, "kv_tokens", max(0, used_pages) * self.page_size)
+        decode = self.costs.decode
+        object.__setattr__(self, "token_price", self.step_s + self.num_requests * decode.token_s / 2)
+        object.__setattr__(self, "context_price", decode.context_s * (1 + self.num_requests / 2))
+
+    @property
+    def step_s(self) -> float:
+        """Of decoding with one sequence more than now, its context left out."""
+        running = self.num_requests + 1
+        if self.limits.max_running:
+            running = min(running, self.limits.max_running)
+        decode = self.costs.decode
+        return decode.fixed_s + running * decode.token_s + self.kv_tokens * decode.context_s
 
     @property
     def chunk_tokens(self) -> int:
-        return self.limits.chunk_tokens or 2048
+        return self.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS
 
 
 def _nothing() -> Mapping[WorkerId, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
@@ -43,6 +44,14 @@ _LIMITS = Limits(chunk_tokens=2048, max_running=256, max_local_tokens=32)
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(frozen=True, slots=True)
+class Worker:
+    worker_id: WorkerId
+    load: WorkerLoad
+    page_size: int = PAGE_SIZE
+    limits: Limits = _LIMITS
+
+
 class Links:
     """The router's own, without breakers."""
 
@@ -72,7 +81,12 @@ class World:
                 book.set_labels(worker_id, Labels(f"host-{number}", f"rack-{number // 8}", "zone"))
         self.links = Links(book, self.ledger)
         self.appraisal = Appraisal(self.ledger, self.costs, book)
-        self.loads = {one: self._load(one) for one in (*_PREFILL, *_DECODE)}
+        self.workers = {one: Worker(one, self._load(one)) for one in (*_PREFILL, *_DECODE)}
+
+    def report(self) -> None:
+        """Some worker tells its load."""
+        one = self.rng.choice(_DECODE)
+        self.workers[one] = Worker(one, self._load(one))
 
     def _fill(self) -> None:
         """Half of the workers hold a part of each prompt, all of them pages that no prompt asks for."""
@@ -98,8 +112,7 @@ class World:
         return Prompt(PROMPT_PAGES * PAGE_SIZE + 5, 256, cached, {}, bytes(prompt[3]))
 
     def views(self, names: Sequence[WorkerId]) -> list[WorkerView]:
-        sent, view = self.ledger.sent_to, self.appraisal.view
-        return [view(one, self.loads[one], PAGE_SIZE, sent(one), _LIMITS) for one in names]
+        return self.appraisal.views([self.workers[one] for one in names], self.ledger.sent_to)
 
     def choose(self, policy: Policy, prompt: Prompt, now_s: float) -> tuple[Choice, Demand]:
         demand = self.appraisal.demand(prompt, TOKEN_BYTES, _PREFILL, self.links, now_s)
@@ -116,7 +129,7 @@ def measure() -> list[Row]:
     whole: list[float] = []
     for turn in range(_ROUNDS):
         pages = world.prompts[turn % _NUM_PROMPTS]
-        world.loads[world.rng.choice(_DECODE)] = world._load(_DECODE[0])  # reports come in between
+        world.report()
         for name, policy in policies.items():
             match_us, prompt = _time_us(lambda: world.match(pages))  # noqa: B023
             choose_us, (choice, demand) = _time_us(lambda: world.choose(policy, prompt, turn / 100))  # noqa: B023

@@ -5,11 +5,12 @@ Pure: time is passed in. The router's shell (`router.placement`) and the simulat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.types import WorkerId, WorkerLoad
-from router.cost_model import CostBook
+from router.cost_model import CostBook, WorkerCosts
 from router.inflight import InflightLedger, Work, WorkKey
 from router.replication import HotPrefixes
 from router.topology import LinkBook
@@ -18,6 +19,22 @@ from router.views import Choice, Demand, Limits, Links, WorkerView
 _OUTPUT_PRIOR = 128.0  # tokens
 _SMOOTHING = 0.02
 _MAX_VIEWS = 16384
+
+
+class Known(Protocol):
+    """A worker that takes work."""
+
+    @property
+    def worker_id(self) -> WorkerId: ...
+
+    @property
+    def load(self) -> WorkerLoad: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def limits(self) -> Limits: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +72,29 @@ class Appraisal:
         self._views: dict[WorkerId, WorkerView] = {}
         self._output_tokens = _OUTPUT_PRIOR
 
-    def view(self, worker_id: WorkerId, load: WorkerLoad, page_size: int, sent: Work, limits: Limits) -> WorkerView:
-        """The one made before, unless something of it has changed. `sent` is by this router and its peers."""
-        costs = self._costs.costs(worker_id)
-        view = self._views.get(worker_id)
-        if (
-            view is None
-            or view.load is not load
-            or (view.sent is not sent and view.sent != sent)
-            or view.costs is not costs
-            or view.limits is not limits
-        ):
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            view = self._views[worker_id] = WorkerView(worker_id, load, page_size, sent, costs, limits)
+    def views(self, workers: Sequence[Known], sent_to: Callable[[WorkerId], Work]) -> list[WorkerView]:
+        """Those made before, unless something of them has changed. `sent_to` counts this router and its peers."""
+        find, costs_of = self._views.get, self._costs.costs
+        views = []
+        for one in workers:
+            worker_id, load, limits = one.worker_id, one.load, one.limits
+            view, sent, costs = find(worker_id), sent_to(worker_id), costs_of(worker_id)
+            if (
+                view is None
+                or view.load is not load
+                or view.costs is not costs
+                or view.limits is not limits
+                or (view.sent is not sent and view.sent != sent)
+            ):
+                view = self._make(one, sent, costs)
+            views.append(view)
+        return views
+
+    def _make(self, one: Known, sent: Work, costs: WorkerCosts) -> WorkerView:
+        if len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+        view = WorkerView(one.worker_id, one.load, one.page_size, sent, costs, one.limits)
+        self._views[one.worker_id] = view
         return view
 
     def demand(

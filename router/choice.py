@@ -23,7 +23,7 @@ _MAX_PAIRS = 256  # priced for one request: reached only where links differ much
 _TIE_S = 1e-9
 _MANY_TEMPERATURES = 8  # a pair this much dearer than the best is never drawn
 _NUM_CONSIDERED = 8
-_NUM_RIVALS = 8  # prefill workers that may stand in for the chosen one
+_NUM_RIVALS = 5  # prefill workers that may stand in for the chosen one
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +146,13 @@ class KvAware:
             uncached = demand.uncached_on(view.worker_id)
             return Choice(view.worker_id, (), uncached, _score(demand, chosen), considered)
         rivals = [
-            (end[0] + prices.transfer_between_s(demand, end[2].worker_id, view), end[1], end[2])
+            (end[0] + prices.transfer_between_s(demand, end[2].worker_id, view), end[1], end)
             for end in senders[:_NUM_RIVALS]
             if end is not chosen.prefill
         ]
-        ranked = [chosen.prefill[2], *(one for _, _, one in sorted(rivals)[: MAX_CANDIDATES - 1])]
-        uncached = demand.uncached_on(ranked[0].worker_id)
-        estimates = tuple(estimate(demand, one) for one in ranked)
-        return Choice(view.worker_id, estimates, uncached, _score(demand, chosen), considered)
+        ranked = [chosen.prefill, *(end for _, _, end in sorted(rivals)[: MAX_CANDIDATES - 1])]
+        uncached = demand.uncached_on(chosen.prefill[2].worker_id)
+        return Choice(view.worker_id, tuple(map(_estimate, ranked)), uncached, _score(demand, chosen), considered)
 
 
 def estimate(demand: Demand, view: WorkerView) -> PrefillEstimate:
@@ -164,6 +163,11 @@ def _may_compute(view: WorkerView, num_tokens: int) -> bool:
     """Whether a decode worker takes so much of a prompt upon itself where there are prefill workers."""
     limit = view.limits.max_local_tokens
     return limit is None or max(1, num_tokens) <= limit
+
+
+def _estimate(end: _End) -> PrefillEstimate:
+    _, _, view, _, compute_s = end
+    return PrefillEstimate(view.worker_id, view.queue_s, compute_s)
 
 
 def _search(demand: Demand, senders: list[_End], receivers: list[_End], slack_s: float, found: list[_Pair]) -> None:

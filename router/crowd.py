@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from router import prices
 from router.views import Demand, WorkerView
 
 _SMOOTHING = 0.05  # weight of the newest request
@@ -43,5 +44,4 @@ class PrefillCrowd:
         if not waiting:
             return [0.0] * len(views)
         fastest = views[min(range(len(views)), key=computes_s.__getitem__)]
-        cost, total, chunk = fastest.costs.prefill, demand.num_tokens, fastest.chunk_tokens
-        return [waiting * cost.prefill_s(demand.uncached_on(view.worker_id), total, chunk) for view in views]
+        return [waiting * compute_s for compute_s in prices.all_prefill_s(demand, views, like=fastest)]

@@ -74,6 +74,10 @@ class Follower:
         return Epoch(self.description.epoch)
 
     @property
+    def page_size(self) -> int:
+        return self.description.page_size
+
+    @property
     def takes_work(self) -> bool:
         """Whether a request sent now would be served."""
         if self._retired or not self._heard:

@@ -5,6 +5,7 @@ Between dispatch, which owns the request's way, and the pure policy, which sees 
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from router.prefix_index import PrefixIndex
 from router.prefix_match import PrefixMatch
 from router.request import Request
 from router.topology import LinkBook, LinkCost
-from router.views import Choice, Policy, WorkerView
+from router.views import Choice, Policy
 
 _FIRST_HASHES = 32  # pages of a prompt hashed before the index is asked whether more are worth it
 _NAMING_PAGES = 4  # leading ones that name what a prompt begins with
@@ -150,9 +151,10 @@ class Placer:
             prompt, group.token_bytes, [one.worker_id for one in group.prefill], self._links, now_s
         )
         decode, prefill = self._usable(decode, now_s), self._usable(group.prefill, now_s)
-        choice = self._policy.choose(
-            demand, [self._view(one) for one in decode], [self._view(one) for one in prefill], self._rng
-        )
+        views, sent_to = self._appraisal.views, functools.partial(self._fleet.sent_to, now_s=now_s)
+        for one in (*decode, *prefill):
+            self._links.epochs[one.worker_id] = one.epoch
+        choice = self._policy.choose(demand, views(decode, sent_to), views(prefill, sent_to), self._rng)
         chosen = next(one for one in decode if one.worker_id == choice.decode)
         candidates = self._reaching(chosen, _candidates(choice, group), now_s)
         first = Epoch(candidates[0].epoch) if candidates else None
@@ -198,11 +200,6 @@ class Placer:
                 lying.append(computed_by)
         for worker_id in lying:
             self._fleet.distrust(worker_id)
-
-    def _view(self, one: Follower) -> WorkerView:
-        self._links.epochs[one.worker_id] = one.epoch
-        sent = self._fleet.sent_to(one.worker_id, self._links.now_s)
-        return self._appraisal.view(one.worker_id, one.load, one.description.page_size, sent, one.limits)
 
     def _usable(self, workers: Sequence[Follower], now_s: float) -> list[Follower]:
         """Without those that have failed of late."""

@@ -23,17 +23,21 @@ def prefill_s(demand: Demand, view: WorkerView) -> float:
     return seconds + copied * demand.token_bytes * _HOST_BYTE_S
 
 
-def all_prefill_s(demand: Demand, views: Sequence[WorkerView]) -> list[float]:
-    """`prefill_s` of each: written out, because it is reckoned for every worker of every request."""
+def all_prefill_s(demand: Demand, views: Sequence[WorkerView], like: WorkerView | None = None) -> list[float]:
+    """`prefill_s` of each, or what it were if each computed as `like` does.
+
+    Written out, because it is reckoned for every worker of every request.
+    """
     num_tokens, cached = demand.num_tokens, demand.cached_tokens.get
     copied, host_byte_s = demand.host_tokens, demand.token_bytes * _HOST_BYTE_S
     costs = []
     for view in views:
-        cost = view.costs.prefill
+        computer = like or view
+        cost = computer.costs.prefill
         uncached = max(1, num_tokens - cached(view.worker_id, 0))
-        steps = -(-uncached // (view.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS))
+        steps = -(-uncached // (computer.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS))
         seconds = steps * cost.fixed_s + uncached * (cost.token_s + cost.context_s * (num_tokens - uncached / 2))
-        if copied:
+        if copied and like is None:
             seconds += copied.get(view.worker_id, 0) * host_byte_s
         costs.append(seconds)
     return costs

@@ -9,12 +9,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.types import PageHash, WorkerId
+from penstock.types import PageHash, WorkerId, WorkerLoad
 from router.appraisal import Appraisal, Commitment, Prompt
 from router.inflight import InflightLedger
 from router.prefix_index import PrefixIndex
 from router.topology import LinkBook, LinkCost
-from router.views import Choice, Limits, Policy, WorkerView
+from router.views import Choice, Limits, Policy
 from simulator.follower_model import FollowerModel, Knowledge
 
 _NAMING_PAGES = 4  # leading ones that name what a prompt begins with
@@ -24,6 +24,14 @@ _NAMING_PAGES = 4  # leading ones that name what a prompt begins with
 class Placement:
     choice: Choice
     commitment: Commitment
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    worker_id: WorkerId
+    load: WorkerLoad
+    page_size: int
+    limits: Limits
 
 
 class LinkModel:
@@ -81,7 +89,10 @@ class PlacerModel:
         prompt = Prompt(num_tokens, max_tokens, cached, {}, prefix)
         names = [one.worker_id for one in prefill]
         demand = self._appraisal.demand(prompt, self._token_bytes, names, self._links, now_s)
-        views = [[self._view(one) for one in ends] for ends in (decode, prefill)]
+        views = [
+            self._appraisal.views([self._known(one) for one in ends], self._ledger.sent_to)
+            for ends in (decode, prefill)
+        ]
         choice = self._policy.choose(demand, views[0], views[1], self._rng)
         return Placement(choice, self._appraisal.commit(choice, demand, self._page_size, now_s))
 
@@ -91,6 +102,5 @@ class PlacerModel:
         if transfer_s is not None:
             self._appraisal.on_transfer(placement.choice, placement.commitment, transfer_s)
 
-    def _view(self, one: FollowerModel) -> WorkerView:
-        sent = self._ledger.sent_to(one.worker_id)
-        return self._appraisal.view(one.worker_id, one.load, one.page_size, sent, self._limits(one))
+    def _known(self, one: FollowerModel) -> _Known:
+        return _Known(one.worker_id, one.load, one.page_size, self._limits(one))

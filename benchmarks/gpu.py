@@ -1,7 +1,8 @@
 """Kernels and the engine's step on a CUDA device, beside what the device can do.
 
 Decode attention is held against the copy bandwidth measured in the same run and against one contiguous SDPA call over
-the same KV; chunked prefill against SDPA over contiguous tensors; the engine's step against its bare-torch floor.
+the same KV; chunked prefill against SDPA over contiguous tensors; the engine's step against its bare-torch floor;
+transfers between two processes on the device (gpu_transfer.py) against the same copy bandwidth.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu_transfer import transfer_rows
 from benchmarks.report import Row, publish
 from benchmarks.shapes import random_llama
 from engine.engine import Engine
@@ -150,6 +152,7 @@ def main() -> int:
     backend = select_backend("triton", torch.device("cuda"))
     rows = [Row("device copy", bytes_per_s / 1e9, "GB/s"), *attention_rows(backend, bytes_per_s)]
     rows += engine_rows(bytes_per_s)
+    rows += transfer_rows(bytes_per_s, seconds)
     publish("gpu", f"{name}; one layer of the 8B shape, page {PAGE_SIZE}, bf16; engine on the 135M shape", rows)
     return 0
 

@@ -13,11 +13,9 @@ import argparse
 import datetime
 import multiprocessing
 import os
-import random
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -27,14 +25,14 @@ import torch.distributed as dist
 from benchmarks.exposed import exposed
 from benchmarks.floor import step_floor
 from benchmarks.report import Row, publish
+from benchmarks.sending import SPARE, Sending, Timed, in_turns, sending
 from benchmarks.shapes import random_llama
-from benchmarks.transfer_peer import HOST, RECEIVER_EPOCH, SENDER_EPOCH, TIMEOUT_S, End, Process, layout
+from benchmarks.transfer_peer import HOST, RECEIVER_EPOCH, SENDER_EPOCH, TIMEOUT_S, End, Process
 from engine.model_config import ModelConfig
 from kv_transfer import nixl
 from kv_transfer.checksum import page_checksums
 from kv_transfer.nixl import NixlSender
 from kv_transfer.pages import PageBuffer
-from kv_transfer.sender import TransferSender
 from kv_transfer.torch_dist import SENDER, Group
 from kv_transfer.transport import MAX_PUSH_BYTES, Arrival
 from penstock.config import TransferConfig
@@ -43,71 +41,6 @@ from penstock.types import PageId, TransferId, TransferKey
 # name -> bytes a token (layers * 2 * KV heads * head dim * 2), prompt lengths
 SHAPES = {"135M": (30 * 2 * 3 * 64 * 2, (128, 1024, 8192)), "8B": (32 * 2 * 8 * 128 * 2, (128, 2048))}
 PAGE_SIZES = (16, 64)  # tokens
-Timed = Callable[[], float]  # seconds
-_SPARE = 1.25  # pages of a pool for each page that moves, so that those that move lie scattered
-
-
-class Sending:
-    """A sender over part of this process's memory, connected to a receiver over as much of the other's."""
-
-    def __init__(self, peer: Process, memory: torch.Tensor, wire: str, num_pages: int, page_bytes: int) -> None:
-        self._num_pages = num_pages
-        self._there = peer.start("paged", num_pages, page_bytes, wire)
-        self._done = threading.Event()
-        self._failure = ""
-        self._count = 0
-        config = TransferConfig.model_validate({"transport": wire, "timeout_s": TIMEOUT_S})
-        pool = memory[: num_pages * page_bytes].view(num_pages, page_bytes)
-        self._end = TransferSender(
-            pool, layout(page_bytes), SENDER_EPOCH, config, lambda key: self._done.set(), self._failed
-        )
-        self.transfer_s(1)  # connects, before another end is made over the same memory
-
-    def _failed(self, key: TransferKey, error: Exception) -> None:
-        self._failure = str(error)
-
-    def transfer_s(self, num_pages: int) -> float:
-        """Of so many pages, scattered where the pool has more."""
-        draw = random.Random(num_pages)
-        pages = [PageId(number) for number in range(self._num_pages)]
-        src, dst = (draw.sample(pages, num_pages) for _ in range(2))
-        key = TransferKey(TransferId(str(self._count)), SENDER_EPOCH, RECEIVER_EPOCH)
-        self._count += 1
-        self._done.clear()
-        self._there.call("open", key, dst)
-        self._end.open(key, self._there.offer)
-        started_s = time.monotonic()
-        self._end.push(key, 0, src, dst)
-        self._end.finish(key)
-        if not self._done.wait(TIMEOUT_S) or self._failure:
-            raise RuntimeError(self._failure or "the transfer does not end")
-        return float(self._there.call("landed", key, num_pages)) - started_s
-
-    def close(self) -> None:
-        self._end.shutdown()
-        self._there.call("close")
-
-
-@contextmanager
-def sending(peer: Process, memory: torch.Tensor, wire: str, num_pages: int, page_bytes: int) -> Iterator[Sending]:
-    made = Sending(peer, memory, wire, num_pages, page_bytes)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-def in_turns(calls: Mapping[str, Timed], num_bytes: int) -> dict[str, float]:
-    """The best of each, all taken in the same rounds: whatever else the machine does meets every one of them and only
-    ever adds time, and each finds the caches as the one before has left them. One round does not count."""
-    names = list(calls)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(1 + (31 if num_bytes < 32 << 20 else 11)):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            took_s = calls[name]()
-            if turn:
-                times[name].append(took_s)
-    return {name: min(found) for name, found in times.items()}
 
 
 def memcpy(memory: torch.Tensor, target: torch.Tensor, num_bytes: int) -> Timed:
@@ -223,17 +156,16 @@ def wake_row(rounds: int = 300) -> Row:
 def measure(wires: list[str], shapes: list[str]) -> list[Row]:
     rows = [wake_row()]  # before this process has threads
     largest = max(bytes_a_token * max(lengths) for bytes_a_token, lengths in SHAPES.values())
-    memory = torch.ones(int(largest * _SPARE) + (16 << 20), dtype=torch.uint8)
+    memory = torch.ones(int(largest * SPARE) + (16 << 20), dtype=torch.uint8)
     peer = Process(len(memory))
     try:
-        if peer.hear() != "ready":
-            raise RuntimeError("the receiving process did not start")
+        peer.expect_ready()
         machine = Machine(peer, memory, torch.zeros_like(memory))
         for shape in shapes:
             bytes_a_token, lengths = SHAPES[shape]
             for wire, page_size in ((wire, page_size) for wire in wires for page_size in PAGE_SIZES):
                 page_bytes = bytes_a_token * page_size
-                num_pages = int(_SPARE * max(lengths)) // page_size
+                num_pages = int(SPARE * max(lengths)) // page_size
                 cases = [(length, f"{shape} page {page_size}, {length} tokens") for length in lengths]
                 with sending(peer, memory, wire, num_pages, page_bytes) as end:
                     for length, name in cases:

@@ -27,6 +27,7 @@ from penstock.types import Epoch, PageId, TransferKey, WorkerId
 SENDER_EPOCH, RECEIVER_EPOCH = Epoch(1), Epoch(2)
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
+CPU = torch.device("cpu")
 _PEER = WorkerId("prefill")
 
 
@@ -38,10 +39,10 @@ def layout(page_bytes: int) -> KVLayout:
 class Process:
     """Starts the other process and calls into it; every answer has a deadline."""
 
-    def __init__(self, pool_bytes: int) -> None:
+    def __init__(self, pool_bytes: int, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, pool_bytes), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, pool_bytes, torch.device(device)), daemon=True)
         self._process.start()
 
     def tell(self, name: str, *arguments: Any) -> None:
@@ -60,6 +61,10 @@ class Process:
         """One of the receiving ends below, made from `arguments`."""
         number, offer = self.call(kind, *arguments)
         return End(self, number, offer)
+
+    def expect_ready(self) -> None:
+        if self.hear() != "ready":
+            raise RuntimeError("the receiving process did not start")
 
     def stop(self) -> None:
         self._process.kill()
@@ -176,9 +181,9 @@ class _BareGloo:
         self._group.abort()
 
 
-def _serve(pipe: Connection, pool_bytes: int) -> None:
+def _serve(pipe: Connection, pool_bytes: int, device: torch.device) -> None:
     torch.set_num_threads(1)
-    memory = allocate_pool((pool_bytes,), torch.uint8, torch.device("cpu")).fill_(0)  # every page of it is there
+    memory = allocate_pool((pool_bytes,), torch.uint8, CPU).fill_(0)  # every page of it is there
     ends: dict[int, Any] = {}
     kinds: dict[str, Callable[..., Any]] = {"paged": _Paged, "bare-nixl": _BareNixl, "bare-gloo": _BareGloo}
     pipe.send("ready")
@@ -186,7 +191,10 @@ def _serve(pipe: Connection, pool_bytes: int) -> None:
         name, arguments = pipe.recv()
         if name in kinds:
             num_pages, page_bytes, *rest = arguments
-            pool = memory[: num_pages * page_bytes].view(num_pages, page_bytes)
+            if device.type == "cpu":
+                pool = memory[: num_pages * page_bytes].view(num_pages, page_bytes)
+            else:  # a pool as an engine makes it
+                pool = allocate_pool((num_pages, page_bytes), torch.uint8, device)
             ends[number] = kinds[name](pool, *rest)
             pipe.send((number, ends[number].offer()))
             continue

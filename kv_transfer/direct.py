@@ -27,13 +27,26 @@ from kv_transfer.channel import Channel, dial
 from kv_transfer.handshake import take
 from kv_transfer.pages import PageBuffer
 from kv_transfer.pairing import JOIN_TIMEOUT_S, Pairing
-from kv_transfer.transport import WHOLE, Arrival, Details, Landing, Link, Part, Peer, Push, notice, parse_notice
+from kv_transfer.transport import (
+    MAX_PUSH_BYTES,
+    WHOLE,
+    Arrival,
+    Details,
+    Landing,
+    Link,
+    Part,
+    Peer,
+    Push,
+    notice,
+    parse_notice,
+)
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId
 
 MARK_BYTES = 32
 MAX_INLINE_BYTES = 4 << 20  # 0.25 ms of copying; waking the copying thread takes a fifth of that
+MAX_CUDA_PUSH_BYTES = 256 << 20  # a launch costs what copying this much on one device does, or a tenth over PCIe
 _OPENED: list[object] = ["open"]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -149,6 +162,7 @@ class DirectLink:
         self._name = name
         # A GPU computes on while pages move. A CPU moves a chunk's in half a percent of the time that it computes them.
         self.gains_from_parts = pages.is_cuda
+        self.max_push_bytes = MAX_CUDA_PUSH_BYTES if pages.is_cuda else MAX_PUSH_BYTES
         self._pages = pages
         self._target: MappedPool | None = target
         self._num_target_pages = target.num_pages

@@ -31,7 +31,7 @@ import torch
 from kv_transfer.handshake import take
 from kv_transfer.own_sockets import drop_at_close, listening_ports, reset, tcp_sockets
 from kv_transfer.pages import PageBuffer
-from kv_transfer.transport import WHOLE, Arrival, Details, Link, Part, Peer, Push, notice, parse_notice
+from kv_transfer.transport import MAX_PUSH_BYTES, WHOLE, Arrival, Details, Link, Part, Peer, Push, notice, parse_notice
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId
@@ -197,6 +197,7 @@ class _NixlPush:
 class NixlLink:
     """Writes into one receiver's pool."""
 
+    max_push_bytes = MAX_PUSH_BYTES
     takes_parts = gains_from_parts = False
     needs_polling = True
 

@@ -22,7 +22,7 @@ from penstock.aging import Aging
 from penstock.errors import TransferError
 from penstock.types import Lane, PageId, TransferKey
 
-MAX_INFLIGHT_BYTES = 64 << 20  # under way on one link; the rest waits here, as page numbers only
+MAX_INFLIGHT_BYTES = 64 << 20  # under way on a link of common speed; the rest waits here, as page numbers only
 MAX_BULK_BYTES = 16 << 20  # under way when a bulk push starts: enough to keep a link busy, and soon over
 # Bytes that may go out for later arrivals first: a second or so of a common link for bulk.
 HANDICAP_BYTES = {Lane.INTERACTIVE: 0, Lane.STANDARD: 128 << 20, Lane.BULK: 1 << 30}
@@ -98,9 +98,13 @@ class Outbox:
     def busy(self) -> bool:
         return bool(self._flights)
 
+    @property
+    def _max_push_bytes(self) -> int:
+        return self.link.max_push_bytes if self.link is not None and self.staging is None else MAX_PUSH_BYTES
+
     def add(self, item: Item) -> None:
         """Queues a push, in parts that a link takes. Within a transfer they keep their order: ranks only grow."""
-        step = max(1, MAX_PUSH_BYTES // self.page_bytes)
+        step = max(1, self._max_push_bytes // self.page_bytes)
         for start in range(0, len(item.src_pages), step):
             src, dst = item.src_pages[start : start + step], item.dst_pages[start : start + step]
             self._num_queued += 1
@@ -139,11 +143,12 @@ class Outbox:
 
     def _next_ready(self) -> Item | None:
         """The first one that there is room for and whose pages are complete."""
-        if self._bytes_in_flight >= MAX_INFLIGHT_BYTES:
+        scale = self._max_push_bytes // MAX_PUSH_BYTES
+        if self._bytes_in_flight >= MAX_INFLIGHT_BYTES * scale:
             return None
         not_ready = self._num_queued + 1  # chunks complete in the order in which they were queued
         for item in self._queue:
-            if item.transfer.lane is Lane.BULK and self._bytes_in_flight >= MAX_BULK_BYTES:
+            if item.transfer.lane is Lane.BULK and self._bytes_in_flight >= MAX_BULK_BYTES * scale:
                 continue
             if item.gate is None or (item.rank[1] < not_ready and item.gate.query()):
                 return item

@@ -72,6 +72,11 @@ class PageBuffer:
         src_rows, dst_rows = ([PageId(page * count + index) for page in pages] for pages in (src_pages, dst_pages))
         self.split(count).copy_from(source.split(count), src_rows, dst_rows)
 
+    def settle(self) -> None:
+        """Blocks until what the current stream was given is done; on a CPU it is."""
+        if self.is_cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+
     def scatter(self, pages: Sequence[PageId], staged: PageBuffer, rows: Sequence[PageId]) -> None:
         """Copies row rows[i] of `staged` into pages[i]."""
         self.copy_from(staged, rows, pages)

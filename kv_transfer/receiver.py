@@ -209,6 +209,7 @@ class TransferReceiver:
             fresh = [index for index in _indexes(arrival) if index in incoming.missing]
             offsets = [PageId(index - arrival.first_index) for index in fresh]
             self._pages.scatter([incoming.pages[index] for index in fresh], staged, offsets)
+            self._pages.settle()  # the engine's stream may read them as soon as they are reported
             with self._lock:
                 incoming.missing -= set(fresh)
                 incoming.last_progress_s = time.monotonic()

@@ -5,21 +5,25 @@ Headers and acknowledgements go over a `Channel`, page bytes over the group: so 
 push into one staging tensor; the receiver takes it into another and copies it into its pool only while the transfer
 is open there, so a transfer that was closed can never write. A push is done when the receiver has acknowledged it.
 
-No default group, no environment variables: each pair's group stands on its own store, which the receiver opens on
-TransferConfig.host for an authenticated peer only. Groups are torn down by the thread that uses them, so that nobody
-else ever waits for one.
+No default group: each pair's group stands on its own store, which the receiver opens on TransferConfig.host for an
+authenticated peer only. Groups are torn down by the thread that uses them, so that nobody else ever waits for one. What
+never ends is ended by time: by gloo itself; over NCCL, whose calls return before anything has moved, by an abort from a
+thread of its own, since NCCL's own watchdog would end the process.
 """
 
 from __future__ import annotations
 
 import datetime
 import logging
+import os
 import queue
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +53,7 @@ from penstock.types import Epoch, PageId
 
 NAME = "torch"
 RECEIVER, SENDER = 0, 1  # ranks
+NEVER = datetime.timedelta(days=365)
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +64,13 @@ class Group:
     def __init__(self, store: dist.Store, rank: int, pages: PageBuffer, host: str, config: TransferConfig) -> None:
         self._peer = SENDER if rank == RECEIVER else RECEIVER
         self._timeout = datetime.timedelta(seconds=config.timeout_s)
+        self._aborted = threading.Event()
         self._stream = torch.cuda.Stream(pages.device) if pages.is_cuda else None
         store.set_timeout(datetime.timedelta(seconds=config.connect_timeout_s))
         if pages.is_cuda:
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else a lost peer ends this process
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
+            options._timeout = NEVER  # for its watchdog; ours is `_watched`
             self._group: Any = dist.ProcessGroupNCCL(store, rank, 2, options)
         else:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stub
@@ -74,15 +81,37 @@ class Group:
 
     def send(self, staged: PageBuffer) -> None:
         """Blocks until the bytes are on their way and `staged` is free again. Raises RuntimeError."""
-        with self.copying():
-            self._group.send([staged.tensor], self._peer, 0).wait(self._timeout)
-        self.settle()
+        with self._watched():
+            self._wait(self._group.send([staged.tensor], self._peer, 0))
 
     def receive(self, staged: PageBuffer) -> None:
         """Blocks until `staged` is full. Raises RuntimeError."""
-        with self.copying():
-            self._group.recv([staged.tensor], self._peer, 0).wait(self._timeout)
-        self.settle()
+        with self._watched():
+            self._wait(self._group.recv([staged.tensor], self._peer, 0))
+
+    def _wait(self, work: Any) -> None:
+        if self._stream is None:
+            work.wait(self._timeout)
+        else:
+            work.wait()  # of the stream only: with a time-out NCCL's would look once a millisecond
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Blocks until what was started inside it is complete, at most the time-out. Raises RuntimeError."""
+        if self._stream is None:
+            yield  # gloo has completed it, or raised
+            return
+        watchdog = threading.Timer(self._timeout.total_seconds(), self.abort)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            with self.copying():
+                yield
+            self.settle()
+        finally:
+            watchdog.cancel()
+        if self._aborted.is_set():
+            raise RuntimeError("the group was aborted: its peer is gone, or silent for too long")
 
     def copying(self) -> torch.cuda.StreamContext:
         """Copies inside it run on the group's own stream, beside the engine's."""
@@ -94,9 +123,10 @@ class Group:
             self._stream.synchronize()
 
     def abort(self) -> None:
-        """Frees a hung NCCL communicator; gloo's pairs die with the group."""
-        if self._stream is not None:
-            self._group.abort()
+        """Frees whoever hangs in an NCCL communicator; gloo's pairs die with the group. From any thread; never blocks."""
+        if self._stream is not None and not self._aborted.is_set():
+            self._aborted.set()
+            threading.Thread(target=self._group.abort, name="kv-abort", daemon=True).start()
 
 
 class TorchReceiver:
@@ -178,6 +208,7 @@ class _TorchPush:
 class TorchLink:
     """One pair's sending end: a thread that packs and sends, and one that reads acknowledgements."""
 
+    max_push_bytes = MAX_PUSH_BYTES
     takes_parts = gains_from_parts = False
     needs_polling = False
 
@@ -186,9 +217,11 @@ class TorchLink:
         self._channel = channel
         self._wake = wake
         self._error: TransferError | None = None
+        self._group = weakref.ref(group)
         self._unsent: queue.SimpleQueue[_TorchPush | None] = queue.SimpleQueue()
         self._unacked: queue.SimpleQueue[_TorchPush] = queue.SimpleQueue()
         self.threads = [
+            # The thread alone keeps the group: it ends where it is used.
             threading.Thread(target=self._send_pushes, args=(group,), name="kv-send", daemon=True),
             threading.Thread(target=self._read_acks, name="kv-acks", daemon=True),
         ]
@@ -214,6 +247,8 @@ class TorchLink:
     def _fail(self, error: Exception) -> None:
         if self._error is None:
             self._error = TransferError(f"{NAME} link: {error}")
+        if self._pages.is_cuda and (group := self._group()) is not None:
+            group.abort()
         self._channel.close()
         self._unsent.put(None)
         self._wake()

@@ -15,7 +15,8 @@ from kv_transfer.pages import PageBuffer
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferId, TransferKey, WorkerId
 
-MAX_PUSH_BYTES = 8 << 20  # of one push: bounds staging buffers, and the call that posts a one-sided write
+# Of one push, unless a link takes more: bounds staging buffers, and the call that posts a one-sided write.
+MAX_PUSH_BYTES = 8 << 20
 
 Details = Mapping[str, object]  # one wire's part of an offer: msgpack-able
 
@@ -110,6 +111,7 @@ class Link(Protocol):
     """A connection to one receiver incarnation. Driven by the sender's thread."""
 
     needs_polling: bool  # whether a push ends only while `Push.done` is called; others call the sender's `wake`
+    max_push_bytes: int
     takes_parts: bool  # of pages. Needs pushes that are made in order: the last part announces the pages
     gains_from_parts: bool  # by the wire's own reckoning, where nobody has configured it
 

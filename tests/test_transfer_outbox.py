@@ -30,6 +30,9 @@ class FakePush:
 @dataclass
 class FakeLink:
     needs_polling: bool = True
+    max_push_bytes: int = MAX_PUSH_BYTES
+    takes_parts: bool = False
+    gains_from_parts: bool = False
     posted: list[tuple[Arrival, FakePush]] = field(default_factory=list)
     dead: TransferError | None = None
 

@@ -20,7 +20,7 @@ from penstock.types import RequestId, SamplingParams
 PAGE_SIZE = 16
 BYTES_A_TOKEN = 32 * 2 * 8 * 128 * 2  # 8B Llama, bf16
 CHUNK_TOKENS = 2048
-# A share of the 8B shape's layers, since prefill time is that of the layers; a small vocabulary, of which none is timed.
+# A share of the 8B shape's layers, since prefill time is that of the layers; a small vocabulary, as nothing is drawn.
 SHARE = 8
 LAYERS_OF_8B = {
     "hidden_size": 4096,

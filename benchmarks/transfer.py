@@ -29,11 +29,11 @@ from benchmarks.sending import SPARE, Sending, Timed, in_turns, sending
 from benchmarks.shapes import random_llama
 from benchmarks.transfer_peer import HOST, RECEIVER_EPOCH, SENDER_EPOCH, TIMEOUT_S, End, Process
 from engine.model_config import ModelConfig
-from kv_transfer import nixl
+from kv_transfer import nixl_agent
 from kv_transfer.checksum import page_checksums
 from kv_transfer.nixl import NixlSender
 from kv_transfer.pages import PageBuffer
-from kv_transfer.torch_dist import SENDER, Group
+from kv_transfer.torch_group import SENDER, Group
 from kv_transfer.transport import MAX_PUSH_BYTES, Arrival
 from penstock.config import TransferConfig
 from penstock.types import PageId, TransferId, TransferKey
@@ -212,7 +212,7 @@ def exposed_rows(wires: list[str], rows: list[Row], num_tokens: int = 1024) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wires", nargs="+", default=["shm", *nixl.is_installed() * ["nixl"], "torch"])
+    parser.add_argument("--wires", nargs="+", default=["shm", *nixl_agent.is_installed() * ["nixl"], "torch"])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from engine.shared_pool import allocate_pool
 from kv_transfer.nixl import NixlReceiver
 from kv_transfer.pages import PageBuffer
 from kv_transfer.receiver import TransferReceiver
-from kv_transfer.torch_dist import RECEIVER, Group
+from kv_transfer.torch_group import RECEIVER, Group
 from kv_transfer.transport import Peer
 from penstock.config import TransferConfig
 from penstock.types import Epoch, PageId, TransferKey, WorkerId

@@ -13,12 +13,7 @@ its own.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import ipaddress
 import logging
-import os
-import secrets
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -26,10 +21,10 @@ from typing import Any
 
 import msgpack
 import numpy as np
-import torch
 
 from kv_transfer.handshake import take
-from kv_transfer.own_sockets import drop_at_close, listening_ports, reset, tcp_sockets
+from kv_transfer.nixl_agent import Agent
+from kv_transfer.own_sockets import drop_at_close, reset, tcp_sockets
 from kv_transfer.pages import PageBuffer
 from kv_transfer.transport import MAX_PUSH_BYTES, WHOLE, Arrival, Details, Link, Part, Peer, Push, notice, parse_notice
 from penstock.config import TransferConfig
@@ -44,80 +39,6 @@ HELLO = "hello"
 log = logging.getLogger(__name__)
 
 
-def is_installed() -> bool:
-    return _module_name() is not None
-
-
-def _module_name() -> str | None:
-    """The build that fits torch's CUDA. Only one may be imported in a process."""
-    major = (torch.version.cuda or "12").split(".")[0]
-    for name in (f"nixl_cu{major}", "nixl_cu12", "nixl_cu13", "nixl"):
-        if importlib.util.find_spec(name) is not None:
-            return name
-    return None
-
-
-class _Agent:
-    """One NIXL agent with the pool registered. NIXL calls are made under `lock`: agents are not thread-safe."""
-
-    def __init__(self, pages: PageBuffer, config: TransferConfig) -> None:
-        name = _module_name()
-        if name is None:
-            raise TransferError("NIXL is not installed; pip install 'penstock[nixl]'")
-        _set_ucx_defaults(config.host)
-        try:
-            api = importlib.import_module(f"{name}._api")
-            bindings = importlib.import_module(f"{name}._bindings")
-        except ImportError as error:
-            raise TransferError(f"NIXL cannot be loaded: {error}") from error
-        own = [kind for kind in vars(bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-        self.errors: tuple[type[Exception], ...] = (TransferError, RuntimeError, *own)
-        self.name = f"penstock-{secrets.token_hex(16)}"
-        self.memory = "VRAM" if pages.is_cuda else "DRAM"
-        self.device = pages.device.index or 0 if pages.is_cuda else 0
-        self.lock = threading.Lock()
-        self._registered: list[Any] = []
-        try:
-            others = listening_ports()
-            settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-            self.api = api.nixl_agent(self.name, settings)
-            self.ports = sorted(listening_ports() - others)  # where UCX takes TCP connections, if it does
-            self.register(pages.tensor)
-        except self.errors as error:
-            raise TransferError(f"NIXL agent: {error}") from error
-
-    def register(self, tensor: torch.Tensor) -> None:
-        self._registered.append(self.api.register_memory(tensor))
-
-    def prepare(self, agent_name: str, address: int, device: int, num_pages: int, page_bytes: int) -> Any:
-        """A descriptor for every page, so that a push needs page numbers only."""
-        table_P3 = np.empty((num_pages, 3), dtype=np.uint64)
-        table_P3[:, 0] = np.uint64(address) + np.arange(num_pages, dtype=np.uint64) * np.uint64(page_bytes)
-        table_P3[:, 1] = page_bytes
-        table_P3[:, 2] = device
-        return self.api.prep_xfer_dlist(agent_name, table_P3, self.memory)
-
-    def close(self) -> None:
-        with self.lock:
-            while self._registered:
-                self.api.deregister_memory(self._registered.pop())
-
-
-def _set_ucx_defaults(host: str) -> None:
-    """Only what the user has not set. Must run before UCX is loaded."""
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # a dead peer is our error to report, not a line on stderr
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # its Python part logs to stdout
-    if host == "localhost" or _is_loopback(host):
-        os.environ.setdefault("UCX_NET_DEVICES", "lo")  # else UCX listens on every interface
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name
-
-
 class NixlReceiver:
     """Lets peers write into the pool, and hears what they wrote."""
 
@@ -126,7 +47,7 @@ class NixlReceiver:
 
     def __init__(self, pages: PageBuffer, config: TransferConfig) -> None:
         self._pages = pages
-        self._agent = _Agent(pages, config)
+        self._agent = Agent(pages, config)
         self._metadata: bytes = self._agent.api.get_agent_metadata()
         self._heard: set[Epoch] = set()
 
@@ -201,7 +122,7 @@ class NixlLink:
     takes_parts = gains_from_parts = False
     needs_polling = True
 
-    def __init__(self, agent: _Agent, local: Any, remote_name: str, remote: Any, num_remote_pages: int) -> None:
+    def __init__(self, agent: Agent, local: Any, remote_name: str, remote: Any, num_remote_pages: int) -> None:
         self._agent = agent
         self._local = local
         self._remote_name = remote_name
@@ -306,7 +227,7 @@ class NixlSender:
         self._pages = pages
         self._config = config
         self._epoch = epoch
-        self._agent = _Agent(pages, config)
+        self._agent = Agent(pages, config)
         self._scratch_buffer = PageBuffer.staging(1, pages.page_bytes, pages.device)
         self._agent.register(self._scratch_buffer.tensor)
         self._local = self._prepare_local(pages)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from kv_transfer import cuda_ipc, nixl, shared_memory, torch_dist
+from kv_transfer import cuda_ipc, nixl, nixl_agent, shared_memory, torch_dist
 from kv_transfer.pages import PageBuffer
 from kv_transfer.transport import Landing, ReceivingTransport, SendingTransport
 from penstock.config import TransferConfig
@@ -46,7 +46,12 @@ def _make(
     makers: dict[str, Callable[[], WireT]], config: TransferConfig, can_ipc: bool, can_share: bool
 ) -> list[WireT]:
     """Best first: where both ends share memory nothing needs to be driven or staged."""
-    has = {cuda_ipc.NAME: can_ipc, shared_memory.NAME: can_share, nixl.NAME: nixl.is_installed(), torch_dist.NAME: True}
+    has = {
+        cuda_ipc.NAME: can_ipc,
+        shared_memory.NAME: can_share,
+        nixl.NAME: nixl_agent.is_installed(),
+        torch_dist.NAME: True,
+    }
     names = [name for name in has if has[name]] if config.transport == "auto" else [config.transport]
     made: list[WireT] = []
     for name in names:

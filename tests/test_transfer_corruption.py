@@ -10,7 +10,7 @@ import pytest
 from decode_worker.server import DecodeServer
 from engine.engine import Engine
 from engine.generate import generate
-from kv_transfer import nixl
+from kv_transfer import nixl_agent
 from penstock.config import EngineConfig
 from penstock.types import Role
 from tests.checkpoints import make_checkpoint
@@ -21,7 +21,7 @@ PAUSE_S = 0.0002
 WIRES = [
     "shm",
     "torch",
-    pytest.param("nixl", marks=pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed")),
+    pytest.param("nixl", marks=pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")),
 ]
 
 

@@ -20,7 +20,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kv_transfer import nixl
+from kv_transfer import nixl_agent
 from kv_transfer.handshake import parse_offer
 from kv_transfer.receiver import TransferReceiver
 from penstock.types import Epoch, PageId, TransferKey, WorkerId
@@ -34,7 +34,7 @@ NUM_TRANSFERS = 100  # of each test; each wire sees them from both ends
 WIRES = [
     "shm",
     "torch",
-    pytest.param("nixl", marks=pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed")),
+    pytest.param("nixl", marks=pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")),
 ]
 LONGEST_PAUSE_S = 0.004  # before a fault: some transfers are over by then, most are under way
 BOUND_S = 10.0  # for any transfer's end on a busy machine; time-outs are 2 s
@@ -275,7 +275,7 @@ def test_a_sender_frozen_beyond_its_lease_touches_its_own_pages_alone(wire: str)
         end.shutdown()
 
 
-@pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed")
+@pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")
 def test_a_receiver_frozen_beyond_its_lease_reads_everything_before_its_pages_are_reused() -> None:
     """UCX over TCP: the receiver itself writes what it finds in its socket when it wakes, which may be long after the
     sender has given up and said so. Once the receiver says that it is quiet, no page changes any more."""

@@ -1,4 +1,4 @@
-"""The NCCL branch of the torch.distributed wire: a peer that is silent or gone frees whoever waits, and ends nothing else.
+"""The NCCL branch of the torch.distributed wire: a peer that is silent or gone frees whoever waits.
 
 NCCL and the stream are played here: calls return at once, the stream comes to rest when the peer answers or the
 communicator is aborted, which is how the real ones behave.
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kv_transfer.pages import PageBuffer
-from kv_transfer.torch_dist import SENDER, Group
+from kv_transfer.torch_group import SENDER, Group
 
 WAIT_S = 10.0
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kv_transfer import nixl
+from kv_transfer import nixl_agent
 from kv_transfer.receiver import TransferReceiver
 from penstock.types import Epoch, PageId
 from tests import cuda_double
@@ -23,7 +23,7 @@ WIRES = [
     "shm",
     "cuda_ipc",  # over the double
     "torch",
-    pytest.param("nixl", marks=pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed")),
+    pytest.param("nixl", marks=pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")),
 ]
 
 

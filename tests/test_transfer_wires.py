@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.shared_pool import allocate_pool
-from kv_transfer import nixl
+from kv_transfer import nixl_agent
 from kv_transfer.handshake import parse_offer
 from kv_transfer.nixl import NixlReceiver
 from kv_transfer.receiver import TransferReceiver
@@ -28,7 +28,7 @@ WIRES = [
     "shm",
     "cuda_ipc",  # over the double
     "torch",
-    pytest.param("nixl", marks=pytest.mark.skipif(not nixl.is_installed(), reason="NIXL is not installed")),
+    pytest.param("nixl", marks=pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")),
 ]
 
 
@@ -150,7 +150,7 @@ def test_a_transfer_without_pushes_is_done_when_finished(pair: Pair) -> None:
 
 def test_connecting_needs_no_open_transfer() -> None:
     """A prefill worker connects when it is asked, the receiver opens the transfer when the prefill is due."""
-    for wire in nixl.is_installed() * ["nixl"] + ["shm", "torch"]:
+    for wire in nixl_agent.is_installed() * ["nixl"] + ["shm", "torch"]:
         source, target = make_pools()
         arrivals, pushes = Log(), Log()
         to, origin = receiver(target, arrivals, config(wire)), sender(source, pushes, config(wire))
@@ -300,7 +300,7 @@ def test_auto_falls_back_when_wires_do_not_connect(broken: int) -> None:
     to, origin = receiver(target, arrivals, config("auto")), sender(source, pushes, config("auto"))
     spoiled: dict[str, Details] = {"shm": {"token": b"?" * 32}, "nixl": {"metadata": b"none"}, "torch": {}}
     try:
-        assert to.transports == origin.transports == ["shm", *nixl.is_installed() * ["nixl"], "torch"]
+        assert to.transports == origin.transports == ["shm", *nixl_agent.is_installed() * ["nixl"], "torch"]
         broken = min(broken, len(to.transports) - 1)
         to.open(key(1), pages([3]))
         offer = parse_offer(to.offer(PREFILL, Epoch(1)))
@@ -360,7 +360,7 @@ def test_an_unknown_token_gets_no_connection() -> None:
 
 
 def test_a_configured_wire_that_is_missing_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl, "_module_name", lambda: None)
+    monkeypatch.setattr(nixl_agent, "module_name", lambda: None)
     source, _ = make_pools()
     with pytest.raises(ConfigError, match=r"transfer.transport = 'nixl'.*penstock\[nixl\]"):
         sender(source, Log(), config("nixl"))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kv_transfer import nixl
+from kv_transfer import nixl_agent
 from penstock.types import PageId
 from tests.test_transfer_faults import NUM_MOVED, cut_up, draw_pages
 from tests.transfer_child import OWN_NETWORK, Child, make_source
@@ -24,7 +24,7 @@ NUM_PAGES, PAGE_BYTES = 64, 1 << 20
 NOBODY = "02:00:00:00:00:99"
 HOSTS = {"receiver": "10.77.0.1", "sender": "10.77.0.2"}
 AFTER_S = 1.0  # for bytes that a kernel still holds to come, once the link is whole again
-NEEDED = nixl.is_installed() and os.geteuid() == 0 and shutil.which("ip") and shutil.which("nsenter")
+NEEDED = nixl_agent.is_installed() and os.geteuid() == 0 and shutil.which("ip") and shutil.which("nsenter")
 
 pytestmark = pytest.mark.skipif(not NEEDED, reason="NIXL, root, ip and nsenter are needed")
 

@@ -1,4 +1,7 @@
-"""NIXL's agent with the pool registered, and how it is loaded and set up. Beneath nixl.py."""
+"""NIXL's agent with the pool registered: how it is loaded and set up.
+
+Beneath nixl.py. NIXL calls are made under `Agent.lock`.
+"""
 
 from __future__ import annotations
 

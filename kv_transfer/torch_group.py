@@ -1,7 +1,7 @@
 """A process group of two ranks: gloo between CPU pools, NCCL between CUDA pools.
 
-Beneath torch_dist.py. What never ends is ended by time: by gloo itself; over NCCL, whose calls return before anything has moved, by an abort
-from a thread of its own, since NCCL's own watchdog would end the process.
+Beneath torch_dist.py. What never ends is ended by time: by gloo itself; over NCCL, whose calls return before anything
+has moved, by an abort from a thread of its own, since NCCL's own watchdog would end the process.
 """
 
 from __future__ import annotations

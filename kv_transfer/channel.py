@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import select
 import socket
 import struct
 import threading
@@ -47,6 +48,12 @@ class Channel:
                 self._socket.sendall(_LENGTH.pack(len(payload)) + payload)
         except OSError as error:
             raise ChannelClosed(f"connection to the peer is gone ({error})") from error
+
+    def has_room(self) -> bool:
+        """Whether a frame of common size can be sent without waiting for the peer to read."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        return bool(poll.poll(0))
 
     def receive(self) -> list[object]:
         """Blocks until a frame comes, or for the time of `set_timeout`. Raises ChannelClosed, or TransferError."""

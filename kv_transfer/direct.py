@@ -188,13 +188,18 @@ class DirectLink:
         if max(dst_pages) >= self._num_target_pages:
             raise TransferError(f"destination page {max(dst_pages)}: the receiver has {self._num_target_pages}")
         started = _DirectPush(self, arrival, src_pages, dst_pages, part)
-        # Only the caller's thread adds pushes, so a small one that finds none before it can be made here and now.
-        if self._num_queued == self._num_made and len(src_pages) * self._pages.page_bytes <= self._max_inline_bytes:
+        if self._may_inline(len(src_pages)):
             _ = self._copy(started) and self._announce([started])
         else:
             self._num_queued += 1
             self._waiting.put(started)
         return started
+
+    def _may_inline(self, num_pages: int) -> bool:
+        """Only the caller's thread adds pushes, so a small one that finds none before it can be made here and now. Not
+        so where the receiver has stopped reading: for that only the copying thread may wait."""
+        small = num_pages * self._pages.page_bytes <= self._max_inline_bytes
+        return small and self._num_queued == self._num_made and self._channel.has_room()
 
     def check(self) -> None:
         if self._error is not None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.shared_pool import FILE_NAME, allocate_pool, shared_file
+from kv_transfer.channel import Channel
 from kv_transfer.direct import DirectLink, DirectReceiver
 from kv_transfer.handshake import parse_offer
 from kv_transfer.pages import PageBuffer
@@ -226,3 +231,45 @@ def test_a_killed_process_leaves_no_memory_behind() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
     assert done.returncode == -9
     assert not [name for name in set(os.listdir("/dev/shm")) - set(before) if FILE_NAME in name]
+
+
+def test_a_channel_has_room_until_its_peer_stops_reading() -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    ours = socket.create_connection(listening.getsockname())
+    theirs, _ = listening.accept()
+    with listening, ours, theirs:
+        channel = Channel(ours)
+        assert channel.has_room()
+        ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                ours.send(bytes(1 << 16))
+        assert not channel.has_room()
+
+
+def test_a_receiver_that_stops_reading_blocks_the_copying_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender's own thread goes on to serve others: a small push is left to the link's thread."""
+    source, target = torch.ones(4, 512), allocate_pool((4, 512), torch.float32, CPU)
+    arrivals, pushes = Log(), Log()
+    to, origin = receiver(target, arrivals, config("shm")), sender(source, pushes, config("shm"))
+    copied_by: list[str] = []
+    copy = PageBuffer.copy_from
+
+    def noted(self: PageBuffer, *arguments: Any) -> None:
+        copied_by.append(threading.current_thread().name)
+        copy(self, *arguments)
+
+    monkeypatch.setattr(PageBuffer, "copy_from", noted)
+    try:
+        for number, has_room in enumerate((True, False)):
+            monkeypatch.setattr(Channel, "has_room", lambda self, has_room=has_room: has_room)
+            to.open(key(number), [PageId(number)])
+            origin.open(key(number), to.offer(PREFILL, Epoch(1)))
+            origin.push(key(number), 0, [PageId(0)], [PageId(number)])
+            origin.finish(key(number))
+            pushes.wait(lambda: len(pushes.done) == number + 1)  # noqa: B023
+        assert copied_by == ["kv-sender", "kv-copy"]
+        assert torch.equal(target[:2], source[:2])
+    finally:
+        origin.shutdown()
+        to.shutdown()

@@ -196,13 +196,13 @@ def test_a_decode_worker_is_drained_under_load_and_no_request_fails(
     """Running sequences move with their KV; the tokens are those of an undisturbed run."""
 
     def ask_long(seed: int) -> Result:
-        return client.complete(PROMPT, max_tokens=500, temperature=0.8, seed=seed, ignore_eos=True)
+        return client.complete(PROMPT, max_tokens=900, temperature=0.8, seed=seed, ignore_eos=True)
 
     undisturbed = {seed: ask_long(seed).token_ids for seed in range(2)}
     _decode_workers(deployment, busy=0)
     with ThreadPoolExecutor() as pool:
         asked = {index: pool.submit(ask_long, index % 2) for index in range(8)}
-        victim = _decode_workers(deployment, busy=2)[-1]
+        victim = _busiest_decode_worker(deployment)
         assert (
             cli.main(["drain", victim.member.worker_id, "--replace", "--json", "--admin", deployment.admin_address])
             == 0
@@ -239,6 +239,18 @@ def test_strangers_are_refused_and_no_log_holds_a_prompt_or_a_secret(deployment:
     assert len(logs) > 5
     for hidden in (marker, deployment._secret.reveal(), deployment.admin_token, deployment._secret.token(PEER)):
         assert not any(hidden.encode() in log for log in logs)
+
+
+def _busiest_decode_worker(deployment: RayDeployment) -> admin_pb2.WorkerStatus:
+    """Once one runs a few sequences."""
+    deadline_s = time.monotonic() + 10
+    while time.monotonic() < deadline_s:
+        decode = [one for one in deployment.status().workers if one.member.role == "decode"]
+        busiest = max(decode, key=lambda one: one.load.num_running)
+        if busiest.load.num_running >= 2:
+            return busiest
+        time.sleep(0.01)
+    raise AssertionError("no decode worker runs two sequences")
 
 
 def test_stop_leaves_no_process(deployment: RayDeployment) -> None:

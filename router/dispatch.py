@@ -24,6 +24,7 @@ from penstock.errors import (
     Unavailable,
     from_status,
 )
+from penstock.outputs import TokenDelta
 from penstock.retry import RetryBudget
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2, worker_pb2
@@ -33,7 +34,7 @@ from router.leg import Leg
 from router.membership import Fleet, Group
 from router.placement import Placer, PromptPages
 from router.quarantine import Quarantine
-from router.request import Request, TokenDelta
+from router.request import Request
 
 log = logging.getLogger(__name__)
 

@@ -11,15 +11,16 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
 
 from penstock import sampling
+from penstock.completion_text import CompletionText
 from penstock.config import RouterConfig
 from penstock.errors import Cancelled, InvalidInput, ModelNotFound, PenstockError, Quarantined, Unavailable
 from penstock.hints import NO_HINTS, Hints
+from penstock.outputs import Output, TokenDelta
 from penstock.secret import ClusterSecret
 from penstock.types import Lane, RequestId, WorkerId
 from penstock.v1 import common_pb2, inference_pb2
 from router.accounts import Limits
 from router.choice import Weights
-from router.completion_text import CompletionText
 from router.dispatch import TokenStream
 from router.gate import Gate, Passage
 from router.identity import Tenant, Tenants
@@ -31,7 +32,7 @@ from router.placement import Placer
 from router.policies import make_policy
 from router.predictions import WorkerErrors
 from router.quarantine import Quarantine
-from router.request import Output, Request, TokenDelta
+from router.request import Request
 from router.resumed import check_emitted
 from router.tokenizer import Tokenizer
 from router.verdicts import Used
@@ -194,7 +195,7 @@ class Generator:
         with self._counted_errors():
             async with self.gate.pass_through(request) as passage:
                 request = passage.request
-                texts = [CompletionText(self.tokenizer, request.sampling) for _ in range(request.sampling.n)]
+                texts = [CompletionText(self.tokenizer.spelling, request.sampling) for _ in range(request.sampling.n)]
                 for index, before in request.emitted.items():
                     texts[index].resume(index, before)
                 passage.num_tokens = lambda: sum(text.num_tokens for text in texts)

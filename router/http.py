@@ -29,6 +29,7 @@ from penstock.errors import (
     Unavailable,
 )
 from penstock.hints import read_hints
+from penstock.outputs import Output
 from penstock.security_config import LimitsConfig
 from penstock.v1 import common_pb2
 from router import request as stages
@@ -45,7 +46,7 @@ from router.openai_headers import GRANTED_TOKENS, read_lane, read_timeout_s
 log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-Outputs = AsyncGenerator[tuple[int, stages.Output], None]  # choice, and what is new of it
+Outputs = AsyncGenerator[tuple[int, Output], None]  # choice, and what is new of it
 
 
 def make_app(generator: Generator, fleet: Fleet, metrics: RouterMetrics, metrics_token: str = "") -> FastAPI:
@@ -170,13 +171,13 @@ async def _whole(outputs: Outputs, answer: Answer) -> tuple[Json, dict[str, str]
     return whole | ({"penstock": {"decisions": decisions}} if decisions else {}), headers
 
 
-def _told(output: stages.Output) -> dict[str, str]:
+def _told(output: Output) -> dict[str, str]:
     """What the router did differently from what was asked."""
     return {} if output.granted_tokens is None else {GRANTED_TOKENS: str(output.granted_tokens)}
 
 
 async def _events(
-    first: tuple[int, stages.Output], outputs: Outputs, answer: Answer, includes_usage: bool
+    first: tuple[int, Output], outputs: Outputs, answer: Answer, includes_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events, `[DONE]` last; after a failure an `error` event and no `[DONE]`."""
     usages: list[common_pb2.Usage] = []
@@ -216,7 +217,7 @@ async def _merged(generator: Generator, requests: Sequence[stages.Request]) -> O
             async for output in outputs:
                 yield output.index, output
         return
-    ready: asyncio.Queue[tuple[int, stages.Output] | Exception | None] = asyncio.Queue()
+    ready: asyncio.Queue[tuple[int, Output] | Exception | None] = asyncio.Queue()
 
     async def pump(rank: int, request: stages.Request) -> None:
         try:

@@ -14,8 +14,8 @@ from penstock.errors import (
     PermissionDenied,
     Unauthenticated,
 )
+from penstock.outputs import Output
 from penstock.v1 import common_pb2
-from router.request import Output
 from router.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -165,7 +165,7 @@ class ChatAnswer(_Answer):
         return {"content": [{**self._token(one), "top_logprobs": [*map(self._token, one.top)]} for one in logprobs]}
 
     def _token(self, one: common_pb2.TokenLogprob | common_pb2.TopLogprob) -> Json:
-        spelt = list(self._tokenizer.token_bytes(one.token_id))
+        spelt = list(self._tokenizer.spelling.token_bytes(one.token_id))
         return {"token": one.token, "logprob": one.logprob, "bytes": spelt}
 
 

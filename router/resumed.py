@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from penstock.errors import InvalidInput
+from penstock.outputs import Emitted
 from penstock.types import SamplingParams
 from penstock.v1 import inference_pb2
-from router.request import Emitted
 
 
 def check_emitted(

@@ -14,13 +14,14 @@ from penstock import wire
 from penstock.errors import InvalidInput
 from penstock.grpc_server import credentials, typed_errors
 from penstock.hints import DECISION, read_hints
+from penstock.outputs import Output
 from penstock.v1 import inference_pb2
 from router.decision import to_json
 from router.generation import Generator
 from router.identity import Tenant
 from router.limits import check_prompt, check_tokens
 from router.membership import Fleet
-from router.request import Output, Request
+from router.request import Request
 from router.tolerant_decode import tolerant
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -113,7 +114,7 @@ class InferenceService:
                 raise InvalidInput("text", "give exactly one of text and messages")
             token_ids = await self._generator.encode(request, tenant)
             check_tokens(len(token_ids), self._generator.limits)
-            tokens = [self._generator.tokenizer.token_text(token_id) for token_id in token_ids]
+            tokens = [self._generator.tokenizer.spelling.token_text(token_id) for token_id in token_ids]
             return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
 
     async def list_models(

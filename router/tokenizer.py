@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +11,8 @@ from pathlib import Path
 import tokenizers
 
 from penstock.errors import CheckpointError, InvalidInput
+from penstock.spelling import Spelling
 from router.chat_template import ChatTemplate, load_chat_template
-from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
 from router.segments import AddedToken, Cutter, SegmentCache
 
 _INLINE_CHARACTERS = 4096  # encoded in about a millisecond; longer texts would delay every other stream
@@ -32,11 +31,7 @@ class Tokenizer:
         self._cutter = Cutter([_as_added(token) for token in added.values()])
         self._cache = SegmentCache(_CACHE_BYTES)
         self._around = self._find_around()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._bytes_by_id: dict[int, bytes] | None = None
-        if (json.loads(tokenizer.to_str()).get("decoder") or {}).get("type") == "ByteLevel":
-            self._bytes_by_id = byte_table(tokenizer.get_vocab(with_added_tokens=True), self._special_ids)
-        self._token_texts: dict[int, str] = {}
+        self.spelling = Spelling(tokenizer)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
         self._template_thread = ThreadPoolExecutor(1, thread_name_prefix="template")  # one talks to one process
 
@@ -109,30 +104,6 @@ class Tokenizer:
                 return None
             found.add((tuple(whole[: starts[0]]), tuple(whole[starts[0] + len(bare) :])))
         return found.pop() if len(found) == 1 else None
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The whole text, special tokens left out."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
-
-    def detokenizer(self) -> Detokenizer:
-        """For one completion."""
-        if self._bytes_by_id is not None:
-            return ByteDetokenizer(self._bytes_by_id)
-        return WindowDetokenizer(self.decode, self._special_ids)
-
-    def token_text(self, token_id: int) -> str:
-        """Text of one token by itself, special ones by name; part of a character shows as U+FFFD."""
-        text = self._token_texts.get(token_id)
-        if text is None:
-            text = self._tokenizer.decode([token_id], skip_special_tokens=False)
-            self._token_texts[token_id] = text  # at most as many as the vocabulary has
-        return text
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes behind `token_text`, exact for byte-level vocabularies."""
-        if self._bytes_by_id is not None and token_id in self._bytes_by_id:
-            return self._bytes_by_id[token_id]
-        return self.token_text(token_id).encode()
 
     def start(self) -> None:
         """Gets ready for chats, off the loop; the first one would else wait for that."""

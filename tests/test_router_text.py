@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from router.detokenizer import WindowDetokenizer
-from router.stop import StopMatcher
-from router.tokenizer import Tokenizer
+from penstock.detokenizer import WindowDetokenizer
+from penstock.spelling import Spelling
+from penstock.stop import StopMatcher
 
 _CORPUS = ["the cat sat on the mat", "naïve café: 日本語 and emoji 🙂🙂 again", "日本語 🙂 the end"]
 
@@ -45,8 +45,9 @@ def _byte_fallback() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-BYTE_LEVEL = Tokenizer(_byte_level(), None)
-BYTE_FALLBACK = Tokenizer(_byte_fallback(), None)
+_COMPILED = _byte_level()
+BYTE_LEVEL = Spelling(_COMPILED)
+BYTE_FALLBACK = Spelling(_byte_fallback())
 BYTE_LEVEL_IDS = st.lists(st.integers(0, 320), max_size=40)
 
 
@@ -67,7 +68,7 @@ def test_pieces_of_byte_level_text_make_the_whole(token_ids, borders):
 @settings(max_examples=200, deadline=None)
 def test_no_piece_of_valid_text_holds_half_a_character(text, borders):
     text = text.replace("\ufffd", "?")
-    token_ids = BYTE_LEVEL._encode([text], False)[0].tolist()
+    token_ids = _COMPILED.encode(text, add_special_tokens=False).ids
     for detokenizer in (BYTE_LEVEL.detokenizer(), WindowDetokenizer(BYTE_LEVEL.decode, frozenset({0, 1}))):
         pieces = [detokenizer.add(part) for part in _cut(token_ids, borders)]
         assert not any("\ufffd" in piece for piece in pieces)
@@ -97,7 +98,7 @@ def test_bytes_that_are_no_text_cannot_grow_the_window():
 
 
 def test_an_unfinished_character_waits_and_shows_at_the_end():
-    smile = BYTE_LEVEL._encode(["🙂"], False)[0].tolist()
+    smile = _COMPILED.encode("🙂", add_special_tokens=False).ids
     detokenizer = BYTE_LEVEL.detokenizer()
     first = BYTE_LEVEL.token_bytes(smile[0])
     assert detokenizer.add(smile[:1]) == first.decode(errors="ignore")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from penstock.outputs import Emitted, Output, TokenDelta
+from penstock.spelling import Spelling
+from penstock.stop import StopMatcher
 from penstock.types import FinishReason, SamplingParams
 from penstock.v1 import common_pb2
-from router.request import Emitted, Output, TokenDelta
-from router.stop import StopMatcher
-from router.tokenizer import Tokenizer
 
 
 class CompletionText:
     """Feed it deltas in order; after `stopped` the completion is over, whatever its worker still sends."""
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
-        self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer()
+    def __init__(self, spelling: Spelling, sampling: SamplingParams) -> None:
+        self._spelling = spelling
+        self._detokenizer = spelling.detokenizer()
         self._matcher = StopMatcher(sampling.stop)
         self._min_tokens = sampling.min_tokens
         self._has_stops = bool(sampling.stop)
@@ -75,7 +75,7 @@ class CompletionText:
     def _spell(self, logprobs: Iterable[common_pb2.TokenLogprob]) -> Sequence[common_pb2.TokenLogprob]:
         spelt = list(logprobs)
         for one in spelt:
-            one.token = self._tokenizer.token_text(one.token_id)
+            one.token = self._spelling.token_text(one.token_id)
             for other in one.top:
-                other.token = self._tokenizer.token_text(other.token_id)
+                other.token = self._spelling.token_text(other.token_id)
         return spelt

@@ -70,7 +70,7 @@ async def test_a_stream_has_every_token_once_and_ends_with_usage_and_timing():
         assert list(submit.token_ids) == TOKENIZER._encode(["Hello there"], True)[0].tolist()
         assert submit.num_prompt_tokens == len(submit.token_ids)
         assert token_ids == expected_tokens(submit, 20)
-        assert "".join(message.text for message in messages) == TOKENIZER.decode(token_ids)
+        assert "".join(message.text for message in messages) == TOKENIZER.spelling.decode(token_ids)
         last = messages[-1]
         assert finish_of(last) == "length"
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(submit.token_ids), 20)
@@ -162,9 +162,9 @@ async def test_log_probabilities_carry_the_tokens_texts():
         logprobs = [one for message in messages for one in message.logprobs]
         tokens = [token for message in messages for token in message.token_ids]
         assert [one.token_id for one in logprobs] == tokens
-        assert [one.token for one in logprobs] == [TOKENIZER.token_text(token) for token in tokens]
+        assert [one.token for one in logprobs] == [TOKENIZER.spelling.token_text(token) for token in tokens]
         assert [top.token_id for top in logprobs[0].top] == [300, 301]
-        assert logprobs[0].top[0].token == TOKENIZER.token_text(300)
+        assert logprobs[0].top[0].token == TOKENIZER.spelling.token_text(300)
 
 
 async def test_a_chat_is_rendered_by_the_models_template():

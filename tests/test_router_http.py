@@ -42,7 +42,7 @@ MODEL = "penstock-tiny"
 
 
 def text_of(worker, rank=0, count=16):
-    return TOKENIZER.decode(expected_tokens(worker.submits[rank], count))
+    return TOKENIZER.spelling.decode(expected_tokens(worker.submits[rank], count))
 
 
 async def test_a_completion(client, worker):
@@ -91,7 +91,7 @@ async def test_a_streamed_chat_with_two_choices(client, worker):
             reasons[choice.index] = choice.finish_reason
     assert reasons == {0: "length", 1: "length"}
     by_seed = {submit.sampling.seed: submit for submit in worker.submits}
-    assert texts == {rank: TOKENIZER.decode(expected_tokens(by_seed[40 + rank], 6)) for rank in range(2)}
+    assert texts == {rank: TOKENIZER.spelling.decode(expected_tokens(by_seed[40 + rank], 6)) for rank in range(2)}
 
 
 async def test_a_chat_goes_to_the_end_of_the_context_where_no_limit_is_given(http, worker):
@@ -116,7 +116,7 @@ async def test_every_form_of_prompt(http, worker, prompt, encoded):
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(encoded)))
     for rank, token_ids in enumerate(encoded):
         for index in range(2):
-            expected = TOKENIZER.decode(expected_tokens(submits[tuple(token_ids), 5 + index], 4))
+            expected = TOKENIZER.spelling.decode(expected_tokens(submits[tuple(token_ids), 5 + index], 4))
             assert answer["choices"][2 * rank + index]["text"] == expected
     assert answer["usage"]["prompt_tokens"] == sum(map(len, encoded))
     assert answer["usage"]["completion_tokens"] == 8 * len(encoded)
@@ -160,16 +160,21 @@ async def test_stop_strings_and_the_end_token():
 async def test_log_probabilities_in_both_shapes(client, worker):
     completion = await client.completions.create(model=MODEL, prompt=[300], logprobs=2, max_tokens=3)
     logprobs = completion.choices[0].logprobs
-    tokens = [TOKENIZER.token_text(token) for token in expected_tokens(worker.submits[0], 3)]
+    tokens = [TOKENIZER.spelling.token_text(token) for token in expected_tokens(worker.submits[0], 3)]
     assert logprobs.tokens == tokens
     assert logprobs.token_logprobs == [-0.5] * 3
     assert logprobs.text_offset == [0, len(tokens[0]), len(tokens[0] + tokens[1])]
-    assert logprobs.top_logprobs[0] == {TOKENIZER.token_text(300): -1.0, TOKENIZER.token_text(301): -2.0}
+    assert logprobs.top_logprobs[0] == {
+        TOKENIZER.spelling.token_text(300): -1.0,
+        TOKENIZER.spelling.token_text(301): -2.0,
+    }
     chat = await client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "Hi"}], logprobs=True, top_logprobs=1, max_tokens=2
     )
     content = chat.choices[0].logprobs.content
-    assert [one.token for one in content] == [TOKENIZER.token_text(t) for t in expected_tokens(worker.submits[1], 2)]
+    assert [one.token for one in content] == [
+        TOKENIZER.spelling.token_text(t) for t in expected_tokens(worker.submits[1], 2)
+    ]
     assert bytes(content[0].bytes).decode(errors="replace") == content[0].token
     assert [top.logprob for top in content[0].top_logprobs] == [-1.0]
 

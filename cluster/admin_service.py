@@ -8,6 +8,7 @@ import grpc.aio
 
 from cluster.controller import Controller
 from cluster.drain import TIMEOUT_S, Progress
+from cluster.events import Event
 from penstock.grpc_server import GrpcServer, typed_errors
 from penstock.trust import ADMIN, PEER, Trust
 from penstock.v1 import admin_pb2, admin_pb2_grpc
@@ -44,6 +45,25 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             async for progress in drain.follow():
                 yield _progress_to_wire(request.worker_id, progress)
 
+    async def Scale(
+        self, request: admin_pb2.ScaleRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ScaleResponse:
+        async with typed_errors(context):
+            before = self._controller.replicas(request.pool)
+            draining = self._controller.scale(request.pool, request.replicas, request.timeout_s or TIMEOUT_S)
+        return admin_pb2.ScaleResponse(replicas_before=before, replicas=request.replicas, draining=draining)
+
+    async def Events(
+        self, request: admin_pb2.EventsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.ClusterEvent]:
+        events = self._controller.events
+        if request.follow:
+            async for event in events.follow(request.after):
+                yield _event_to_wire(event)
+        else:
+            for event in events.after(request.after):
+                yield _event_to_wire(event)
+
 
 def _progress_to_wire(worker_id: str, progress: Progress) -> admin_pb2.DrainProgress:
     return admin_pb2.DrainProgress(
@@ -55,6 +75,17 @@ def _progress_to_wire(worker_id: str, progress: Progress) -> admin_pb2.DrainProg
         num_cut_short=progress.num_cut_short,
         elapsed_s=progress.elapsed_s,
         detail=progress.detail,
+    )
+
+
+def _event_to_wire(event: Event) -> admin_pb2.ClusterEvent:
+    return admin_pb2.ClusterEvent(
+        number=event.number,
+        unix_time_s=event.unix_time_s,
+        subject=event.subject,
+        epoch=event.epoch,
+        what=event.what,
+        reason=event.reason,
     )
 
 

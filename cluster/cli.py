@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cluster import commands
+from cluster import commands, operations
 from cluster.terminal import StartProgress, changes, how_to_call
 from penstock import log
 from penstock.config import ServeConfig, parse, read
@@ -54,11 +54,16 @@ def make_parser() -> argparse.ArgumentParser:
     drain.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="default: %(default)s")
     drain.add_argument("--replace", action="store_true", help="start a new worker in its place")
     drain.add_argument("--json", action="store_true", help="print each step as a line of JSON")
-    for one, run in ((status, commands.status), (stop, commands.stop), (drain, commands.drain)):
+    for one, command in (
+        (status, commands.status),
+        (stop, commands.stop),
+        (drain, commands.drain),
+        *operations.add_parsers(subparsers),
+    ):
         one.add_argument("--admin", default="localhost:50052", metavar="HOST:PORT", help="default: %(default)s")
         one.add_argument("--secret-file", metavar="FILE", help="the deployment's secret, where another account runs it")
         _add_tls(one)
-        one.set_defaults(run=run)
+        one.set_defaults(run=command)
     key = subparsers.add_parser("key", help="make API keys for tenants")
     new = key.add_subparsers(required=True, metavar="COMMAND").add_parser("new", help="make one and show it, once")
     new.add_argument("tenant", help="the tenant's name in the configuration")

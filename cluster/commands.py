@@ -136,7 +136,7 @@ def new_key(arguments: Namespace) -> int:
 
 
 def status(arguments: Namespace) -> int:
-    answer = _admin(arguments, "Status", admin_pb2.StatusRequest(), _STATUS_TIMEOUT_S)
+    answer = admin_call(arguments, "Status", admin_pb2.StatusRequest(), _STATUS_TIMEOUT_S)
     if arguments.json:
         fields = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         print(json.dumps(fields, indent=2))
@@ -146,7 +146,7 @@ def status(arguments: Namespace) -> int:
 
 
 def stop(arguments: Namespace) -> int:
-    _admin(arguments, "Stop", admin_pb2.StopRequest(), _STOP_TIMEOUT_S)
+    admin_call(arguments, "Stop", admin_pb2.StopRequest(), _STOP_TIMEOUT_S)
     print("stopped")
     return 0
 
@@ -157,7 +157,7 @@ def drain(arguments: Namespace) -> int:
         raise InvalidInput("timeout", f"is {arguments.timeout:g}; give a number of seconds above 0")
     request = admin_pb2.DrainRequest(worker_id=arguments.worker, timeout_s=arguments.timeout, replace=arguments.replace)
 
-    with _admin_stub(arguments) as (stub, metadata):
+    with admin_stub(arguments) as (stub, metadata):
         for progress in stub.Drain(request, timeout=arguments.timeout + _STOP_TIMEOUT_S, metadata=metadata):
             if arguments.json:
                 fields = MessageToDict(
@@ -169,14 +169,14 @@ def drain(arguments: Namespace) -> int:
     return 0
 
 
-def _admin(arguments: Namespace, method: str, request: Message, timeout_s: float) -> Any:
+def admin_call(arguments: Namespace, method: str, request: Message, timeout_s: float) -> Any:
     """One call to the Admin service, for one answer."""
-    with _admin_stub(arguments) as (stub, metadata):
+    with admin_stub(arguments) as (stub, metadata):
         return getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
 
 
 @contextlib.contextmanager
-def _admin_stub(arguments: Namespace) -> Iterator[tuple[admin_pb2_grpc.AdminStub, Any]]:
+def admin_stub(arguments: Namespace) -> Iterator[tuple[admin_pb2_grpc.AdminStub, Any]]:
     """The Admin service, and the token that the deployment left for this account, or the secret's."""
     address = arguments.admin
     if arguments.secret_file:

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.drain import TIMEOUT_S, Drain
+from cluster.events import SCALED, EventLog
 from cluster.pool import Incarnation, Pool, Slot, Start, Stop, WorkerState
+from cluster.victims import choose_victims
 from penstock import wire
 from penstock.config import ServeConfig
 from penstock.errors import CheckpointError, ConfigError, InvalidInput, PenstockError, Unavailable
@@ -95,6 +97,7 @@ class Controller:
         self._endpoints: dict[WorkerId, tuple[str, str]] = {}  # of each router
         self._proven: set[Incarnation] = set()  # routers whose canary succeeded
         self._reported: dict[Epoch, asyncio.Event] = {}  # of members whose next report is awaited
+        self.events = EventLog(time.time)
         self._drains: dict[Incarnation, Drain] = {}
         self._drain_tasks: set[asyncio.Task[None]] = set()
         self._canary_task: asyncio.Task[None] | None = None
@@ -213,6 +216,7 @@ class Controller:
 
     def _publish(self) -> None:
         """Counts the change and wakes everyone who follows."""
+        self.events.observe(slot for pool in self._pools.values() for slot in pool.slots)
         members = tuple(self._current_members())
         if members != self._members:
             self._members = members
@@ -291,6 +295,29 @@ class Controller:
         finally:
             drain.end()
             del self._drains[incarnation]
+
+    def replicas(self, pool_name: str) -> int:
+        """How many workers a pool should have. Raises InvalidInput."""
+        if pool_name not in list(Role):
+            raise InvalidInput("pool", f"is {pool_name!r}; give one of {', '.join(Role)}")
+        return self._pools[pool_name].replicas
+
+    def scale(self, pool_name: str, replicas: int, timeout_s: float = TIMEOUT_S) -> list[WorkerId]:
+        """Sets how many workers a pool should have; returns those that are drained for it. Raises InvalidInput."""
+        before = self.replicas(pool_name)
+        if pool_name == Role.DECODE and replicas < 1:
+            raise InvalidInput("replicas", "is 0 for the decode pool; without a decode worker nothing is served")
+        pool = self._pools[pool_name]
+        loads = {incarnation.worker_id: load for incarnation, load in self._loads.items()}
+        draining = []
+        for slot in choose_victims(pool.slots, loads, before - replicas):
+            if slot.state is WorkerState.READY:
+                self.drain(slot.worker_id, timeout_s)
+                draining.append(slot.worker_id)
+        pool.set_replicas(replicas)  # of those that are left, the pool lets go of none that is ready
+        self.events.note(pool_name, SCALED, f"from {before} to {replicas} workers by an operator")
+        self._publish()
+        return draining
 
     def _find_worker(self, worker_id: str) -> Slot:
         workers = {slot.worker_id: slot for role in Role for slot in self._pools[role.value].slots}
@@ -382,6 +409,7 @@ class Controller:
             await asyncio.gather(*tasks, return_exceptions=True)
         self._stopped = True
         self._publish()
+        self.events.close()
 
 
 async def _stop_in_order(process: SupervisedProcess) -> None:

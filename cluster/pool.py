@@ -130,9 +130,10 @@ class Pool:
         return actions
 
     def _choose_places(self, count: int) -> list[WorkerId]:
-        """Those that are held go on being held, lowest numbers first; then the lowest that are free."""
-        leaving = {worker_id for worker_id, slot in self._slots.items() if slot.is_leaving}
-        staying = sorted((one for one in self._slots if one not in leaving), key=_place)
+        """Those that are held go on being held, ready ones and lowest numbers first; then the lowest that are free."""
+        held = [slot for slot in self._slots.values() if not slot.is_leaving]
+        held.sort(key=lambda slot: (slot.state is not WorkerState.READY, slot.incarnation.place))
+        staying = [slot.worker_id for slot in held]
         places = (WorkerId(f"{self.name}-{number}") for number in itertools.count())
         free = (one for one in places if one not in self._slots)
         return [*staying[:count], *itertools.islice(free, max(0, count - len(staying)))]
@@ -185,10 +186,6 @@ class Pool:
     def _current(self, incarnation: Incarnation) -> Slot | None:
         slot = self._slots.get(incarnation.worker_id)
         return slot if slot and slot.incarnation == incarnation else None
-
-
-def _place(worker_id: WorkerId) -> int:
-    return int(worker_id.rpartition("-")[2])
 
 
 def _backoff_s(failures: int) -> float:

@@ -106,3 +106,67 @@ class DrainProgress(_message.Message):
     elapsed_s: float
     detail: str
     def __init__(self, worker_id: _Optional[str] = ..., stage: _Optional[str] = ..., num_left: _Optional[int] = ..., num_moved: _Optional[int] = ..., num_failed_moves: _Optional[int] = ..., num_cut_short: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("pool", "replicas", "timeout_s")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    replicas: int
+    timeout_s: float
+    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class ScaleResponse(_message.Message):
+    __slots__ = ("replicas_before", "replicas", "draining")
+    REPLICAS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    replicas_before: int
+    replicas: int
+    draining: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replicas_before: _Optional[int] = ..., replicas: _Optional[int] = ..., draining: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class EventsRequest(_message.Message):
+    __slots__ = ("after", "follow")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    follow: bool
+    def __init__(self, after: _Optional[int] = ..., follow: _Optional[bool] = ...) -> None: ...
+
+class ClusterEvent(_message.Message):
+    __slots__ = ("number", "unix_time_s", "subject", "epoch", "what", "reason")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    unix_time_s: float
+    subject: str
+    epoch: int
+    what: str
+    reason: str
+    def __init__(self, number: _Optional[int] = ..., unix_time_s: _Optional[float] = ..., subject: _Optional[str] = ..., epoch: _Optional[int] = ..., what: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DoctorRequest(_message.Message):
+    __slots__ = ("transfers",)
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    transfers: bool
+    def __init__(self, transfers: _Optional[bool] = ...) -> None: ...
+
+class Finding(_message.Message):
+    __slots__ = ("check", "subject", "verdict", "text", "advice")
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    ADVICE_FIELD_NUMBER: _ClassVar[int]
+    check: str
+    subject: str
+    verdict: str
+    text: str
+    advice: str
+    def __init__(self, check: _Optional[str] = ..., subject: _Optional[str] = ..., verdict: _Optional[str] = ..., text: _Optional[str] = ..., advice: _Optional[str] = ...) -> None: ...

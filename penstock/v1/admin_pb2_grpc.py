@@ -54,6 +54,21 @@ class AdminStub:
                 request_serializer=penstock_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.DrainProgress.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/penstock.v1.Admin/Scale',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
+                _registered_method=True)
+        self.Events = channel.unary_stream(
+                '/penstock.v1.Admin/Events',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.EventsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.ClusterEvent.FromString,
+                _registered_method=True)
+        self.Doctor = channel.unary_stream(
+                '/penstock.v1.Admin/Doctor',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.DoctorRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.Finding.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -86,6 +101,27 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Changes how many workers a pool should have; workers too many are drained. Answers at once; Events tells the rest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Events(self, request, context):
+        """What happened, oldest first: the last few thousand transitions, then, if asked, each new one as it comes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Doctor(self, request, context):
+        """Looks at every worker and every way between two of them. Sends a finding as soon as it is made.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -108,6 +144,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.DrainProgress.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.ScaleRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.ScaleResponse.SerializeToString,
+            ),
+            'Events': grpc.unary_stream_rpc_method_handler(
+                    servicer.Events,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.EventsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.ClusterEvent.SerializeToString,
+            ),
+            'Doctor': grpc.unary_stream_rpc_method_handler(
+                    servicer.Doctor,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.DoctorRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.Finding.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,6 +269,87 @@ class Admin:
             '/penstock.v1.Admin/Drain',
             penstock_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             penstock_dot_v1_dot_admin__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.Admin/Scale',
+            penstock_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.ScaleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Events(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.Admin/Events',
+            penstock_dot_v1_dot_admin__pb2.EventsRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.ClusterEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Doctor(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.Admin/Doctor',
+            penstock_dot_v1_dot_admin__pb2.DoctorRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.Finding.FromString,
             options,
             channel_credentials,
             insecure,

@@ -547,3 +547,41 @@ class AdoptEvent(_message.Message):
     refused: AdoptRefused
     heartbeat: Heartbeat
     def __init__(self, destination: _Optional[_Union[AdoptDestination, _Mapping]] = ..., landed: _Optional[_Union[AdoptLanded, _Mapping]] = ..., adopted: _Optional[_Union[AdoptAdopted, _Mapping]] = ..., refused: _Optional[_Union[AdoptRefused, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class CheckupRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CheckupResponse(_message.Message):
+    __slots__ = ("unix_time_s", "host", "python", "torch", "penstock", "device", "device_fault", "device_free_bytes", "device_total_bytes", "memory_free_bytes", "memory_total_bytes", "shm_free_bytes", "disk_path", "disk_free_bytes", "model_fault")
+    UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_FIELD_NUMBER: _ClassVar[int]
+    TORCH_FIELD_NUMBER: _ClassVar[int]
+    PENSTOCK_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FAULT_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHM_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_PATH_FIELD_NUMBER: _ClassVar[int]
+    DISK_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FAULT_FIELD_NUMBER: _ClassVar[int]
+    unix_time_s: float
+    host: str
+    python: str
+    torch: str
+    penstock: str
+    device: str
+    device_fault: str
+    device_free_bytes: int
+    device_total_bytes: int
+    memory_free_bytes: int
+    memory_total_bytes: int
+    shm_free_bytes: int
+    disk_path: str
+    disk_free_bytes: int
+    model_fault: str
+    def __init__(self, unix_time_s: _Optional[float] = ..., host: _Optional[str] = ..., python: _Optional[str] = ..., torch: _Optional[str] = ..., penstock: _Optional[str] = ..., device: _Optional[str] = ..., device_fault: _Optional[str] = ..., device_free_bytes: _Optional[int] = ..., device_total_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., shm_free_bytes: _Optional[int] = ..., disk_path: _Optional[str] = ..., disk_free_bytes: _Optional[int] = ..., model_fault: _Optional[str] = ...) -> None: ...

@@ -50,6 +50,11 @@ class WorkerStub:
                 request_serializer=penstock_dot_v1_dot_worker__pb2.TransferStateRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_worker__pb2.TransferStateResponse.FromString,
                 _registered_method=True)
+        self.Checkup = channel.unary_unary(
+                '/penstock.v1.Worker/Checkup',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.CheckupRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.CheckupResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -76,6 +81,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Checkup(self, request, context):
+        """What `penstock doctor` asks: the state of the machine that the worker runs on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.TransferState,
                     request_deserializer=penstock_dot_v1_dot_worker__pb2.TransferStateRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_worker__pb2.TransferStateResponse.SerializeToString,
+            ),
+            'Checkup': grpc.unary_unary_rpc_method_handler(
+                    servicer.Checkup,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.CheckupRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.CheckupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -177,6 +194,33 @@ class Worker:
             '/penstock.v1.Worker/TransferState',
             penstock_dot_v1_dot_worker__pb2.TransferStateRequest.SerializeToString,
             penstock_dot_v1_dot_worker__pb2.TransferStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Checkup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.Worker/Checkup',
+            penstock_dot_v1_dot_worker__pb2.CheckupRequest.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.CheckupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,78 @@
+"""The commands that operators type besides `status` and `drain`: scale and events. Calls, and what they print."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from cluster.commands import admin_call, admin_stub
+from penstock.errors import InvalidInput
+from penstock.v1 import admin_pb2
+
+_CALL_TIMEOUT_S = 10.0
+
+Command = Callable[[Namespace], int]
+
+
+def add_parsers(subparsers: Any) -> list[tuple[ArgumentParser, Command]]:
+    """Each command's parser without the flags that all of them share, and what runs it."""
+    scale_parser = subparsers.add_parser("scale", help="change how many workers a pool has")
+    scale_parser.add_argument("pool", help="prefill or decode")
+    scale_parser.add_argument("replicas", type=int, metavar="N", help="workers that it should have")
+    scale_parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="of each drain; default: %(default)s"
+    )
+    events_parser = subparsers.add_parser("events", help="what happened to the workers, and why")
+    events_parser.add_argument("-f", "--follow", action="store_true", help="go on with what happens next")
+    events_parser.add_argument("--after", type=int, default=0, metavar="NUMBER", help="of the last event that you have")
+    for one in (scale_parser, events_parser):
+        one.add_argument("--json", action="store_true", help="print JSON, a line each")
+    return [(scale_parser, scale), (events_parser, events)]
+
+
+def scale(arguments: Namespace) -> int:
+    if arguments.replicas < 0:
+        raise InvalidInput("replicas", f"is {arguments.replicas}; give 0 or more")
+    if arguments.timeout <= 0:
+        raise InvalidInput("timeout", f"is {arguments.timeout:g}; give a number of seconds above 0")
+    request = admin_pb2.ScaleRequest(pool=arguments.pool, replicas=arguments.replicas, timeout_s=arguments.timeout)
+    answer = admin_call(arguments, "Scale", request, _CALL_TIMEOUT_S)
+    if arguments.json:
+        print(to_json(answer))
+        return 0
+    workers = "worker" if answer.replicas == 1 else "workers"
+    print(f"{arguments.pool}: {answer.replicas_before} -> {answer.replicas} {workers}")
+    if answer.draining:
+        print(f"drained, then ended: {', '.join(answer.draining)}; their streams go on elsewhere")
+    elif answer.replicas > answer.replicas_before:
+        print("new ones are starting; `penstock events -f` tells when they are ready")
+    return 0
+
+
+def events(arguments: Namespace) -> int:
+    """Without --follow what is kept; with it until Ctrl-C, or the end of the deployment."""
+    request = admin_pb2.EventsRequest(after=max(0, arguments.after), follow=arguments.follow)
+    with admin_stub(arguments) as (stub, metadata):
+        timeout_s = None if arguments.follow else _CALL_TIMEOUT_S
+        for event in stub.Events(request, timeout=timeout_s, metadata=metadata):
+            print(to_json(event) if arguments.json else format_event(event), flush=True)
+    return 0
+
+
+def format_event(event: admin_pb2.ClusterEvent) -> str:
+    """One line: local time, who, what, why."""
+    when = datetime.fromtimestamp(event.unix_time_s).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    why = f": {event.reason}" if event.reason else ""
+    return f"{when}  {event.subject} {event.what}{why}"
+
+
+def to_json(message: Message) -> str:
+    return json.dumps(
+        MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    )

@@ -1,0 +1,202 @@
+"""What operators change and are told: scaling over processes that the test plays, events, the commands. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.admin_service import start_admin_server
+from cluster.cli import main
+from cluster.events import EventLog
+from cluster.pool import Incarnation, Pool, Slot, WorkerState
+from cluster.victims import choose_victims
+from penstock.errors import InvalidInput
+from penstock.types import Epoch, WorkerId
+from penstock.v1 import worker_pb2
+from tests.test_cluster_controller import World, worker
+from tests.test_cluster_pool import make_ready, started
+
+# The event log.
+
+
+def told(log: EventLog, after: int = 0) -> list[tuple[str, str, str]]:
+    return [(event.subject, event.what, event.reason) for event in log.after(after)]
+
+
+async def test_each_transition_is_told_once_with_its_reason() -> None:
+    now_s = 100.0
+    pool, log = Pool("decode", 1), EventLog(lambda: now_s)
+    (first,) = started(pool)
+    log.observe(pool.slots)
+    log.observe(pool.slots)
+    make_ready(pool, first)
+    log.observe(pool.slots)
+    now_s = 200.0
+    pool.on_lost(first, "its process died")
+    log.observe(pool.slots)
+    pool.on_removed(first, 0.0)
+    (second,) = started(pool)
+    log.observe(pool.slots)
+    pool.set_replicas(0)
+    pool.reconcile(0.0)
+    log.observe(pool.slots)
+    assert told(log) == [
+        ("decode-0", "starting", ""),
+        ("decode-0", "ready", ""),
+        ("decode-0", "lost", "its process died"),
+        ("decode-0", "starting", "in place of the one that was lost; restart 1"),
+        ("decode-0", "gone", ""),
+    ]
+    events = log.after(0)
+    assert [event.number for event in events] == [1, 2, 3, 4, 5]
+    assert [event.unix_time_s for event in events] == [100.0, 100.0, 200.0, 200.0, 200.0]
+    assert events[1].epoch == events[2].epoch > 0 == events[0].epoch
+    assert second.number == 2
+
+
+async def test_a_follower_gets_what_is_kept_then_what_comes_and_ends_with_the_log() -> None:
+    log = EventLog(lambda: 0.0, max_events=3)
+    for number in range(5):
+        log.note("decode", "scaled", str(number))
+    assert [reason for _, _, reason in told(log)] == ["2", "3", "4"]  # bounded; the oldest go
+    follower = log.follow(4)
+    assert (await anext(follower)).reason == "4"
+    waiting = asyncio.ensure_future(anext(follower))
+    await asyncio.sleep(0)
+    log.note("decode", "scaled", "5")
+    assert (await asyncio.wait_for(waiting, 5)).number == 6
+    log.close()
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(anext(follower), 5)
+
+
+# Who leaves.
+
+
+def slot(place: int, state: WorkerState) -> Slot:
+    return Slot(Incarnation(WorkerId(f"decode-{place}"), 1), state)
+
+
+def load(used_pages: int, num_open: int = 0) -> worker_pb2.Load:
+    return worker_pb2.Load(free_pages=100 - used_pages, total_pages=100, num_open=num_open)
+
+
+def test_those_that_serve_nobody_leave_first_then_those_with_least_to_move() -> None:
+    slots = [
+        slot(0, WorkerState.READY),
+        slot(1, WorkerState.READY),
+        slot(2, WorkerState.STARTING),
+        slot(3, WorkerState.LOST),
+        slot(4, WorkerState.READY),
+    ]
+    loads = {WorkerId("decode-0"): load(5), WorkerId("decode-1"): load(50), WorkerId("decode-4"): load(5)}
+    order = [one.incarnation.place for one in choose_victims(slots, loads, 5)]
+    assert order == [3, 2, 4, 0, 1]
+    slots[3].is_leaving = True
+    assert [one.incarnation.place for one in choose_victims(slots, loads, 2)] == [2, 4]
+    assert choose_victims(slots, loads, -1) == []
+
+
+@given(
+    states=st.lists(st.sampled_from([WorkerState.STARTING, WorkerState.READY]), max_size=6), wanted=st.integers(0, 6)
+)
+def test_a_smaller_pool_stops_no_ready_worker_while_others_could_go(states: list[WorkerState], wanted: int) -> None:
+    pool = Pool("decode", len(states))
+    for incarnation, state in zip(started(pool), states, strict=True):
+        if state is WorkerState.READY:
+            make_ready(pool, incarnation)
+    num_ready = states.count(WorkerState.READY)
+    pool.set_replicas(wanted)
+    pool.reconcile(0.0)
+    assert sum(1 for _ in pool.ready()) == min(num_ready, wanted)
+    assert len(pool.slots) == wanted
+
+
+# The controller.
+
+
+async def test_a_pool_grows_at_once_and_shrinks_by_draining_the_idlest() -> None:
+    world = World()
+    await world.ready()
+    world.processes["decode-0", 1].report(worker_pb2.Load(num_open=0, free_pages=100, total_pages=100))
+    world.processes["decode-1", 1].report(worker_pb2.Load(num_open=3, free_pages=10, total_pages=100))
+    assert world.controller.scale("decode", 3) == []
+    await world.until(lambda status: worker(status, "decode-2").state == "ready" if len(status.workers) == 5 else False)
+    world.processes["decode-2", 1].report(worker_pb2.Load(num_open=1, free_pages=10, total_pages=100))
+    numbers = [event.number for event in world.controller.events.after(0)]
+    assert world.controller.scale("decode", 2) == ["decode-0"]
+    assert world.controller.replicas("decode") == 2
+    status = world.controller.status()
+    assert worker(status, "decode-0").state == "draining"
+    assert {worker(status, name).state for name in ("decode-1", "decode-2")} == {"ready"}
+    assert told(world.controller.events, numbers[-1]) == [
+        ("decode-0", "draining", "leaves the pool"),
+        ("decode", "scaled", "from 3 to 2 workers by an operator"),
+    ]
+    await world.controller.stop()
+
+
+async def test_what_cannot_be_scaled_is_refused_with_the_fix() -> None:
+    world = World()
+    await world.ready()
+    with pytest.raises(InvalidInput, match="pool: is 'router'; give one of prefill, decode"):
+        world.controller.scale("router", 2)
+    with pytest.raises(InvalidInput, match="is 0 for the decode pool; without a decode worker nothing is served"):
+        world.controller.scale("decode", 0)
+    assert world.controller.scale("prefill", 0) == ["prefill-0"]  # decode workers then compute prompts themselves
+    await world.controller.stop()
+
+
+# The commands.
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[tuple[World, str]]:
+    world = World()
+    await world.ready()
+    server, address = await start_admin_server(world.controller, "127.0.0.1", 0)
+    try:
+        yield world, address
+    finally:
+        await world.controller.stop()
+        await server.stop(0)
+
+
+async def command(*argv: str) -> int:
+    return await asyncio.wait_for(asyncio.to_thread(main, list(argv)), 20)
+
+
+async def test_scale_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    async with served() as (world, address):
+        assert await command("scale", "decode", "3", "--admin", address) == 0
+        assert capsys.readouterr().out.splitlines()[0] == "decode: 2 -> 3 workers"
+        await world.until(lambda status: len(status.workers) == 5 and status.workers[3].state == "ready")
+        assert await command("scale", "decode", "1", "--json", "--admin", address) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["replicas_before"], answer["replicas"], len(answer["draining"])) == (3, 1, 2)
+        assert await command("scale", "decode", "0", "--admin", address) == 2
+        assert "without a decode worker nothing is served" in capsys.readouterr().err
+        assert await command("scale", "decode", "-1", "--admin", address) == 2
+        assert "replicas: is -1" in capsys.readouterr().err
+
+
+async def test_events_are_printed_with_time_subject_and_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    async with served() as (world, address):
+        world.processes["decode-0", 1].lose("its process died")
+        await world.until(lambda status: worker(status, "decode-0").num_restarts == 1)
+        assert await command("events", "--admin", address) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert any(line.endswith("  decode-0 lost: its process died") for line in lines)
+        following = asyncio.create_task(command("events", "-f", "--json", "--admin", address))
+        await world.controller.stop()
+        assert await following == 0
+        events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [int(event["number"]) for event in events] == list(range(1, len(events) + 1))
+        assert events[-1]["what"] == "gone"
+        assert Epoch(int(events[-1]["epoch"])) > 0

@@ -19,6 +19,15 @@ from router.views import Choice, Demand, Limits, Links, WorkerView
 _OUTPUT_PRIOR = 128.0  # tokens
 _SMOOTHING = 0.02
 _MAX_VIEWS = 16384
+_NAMING_TOKENS = 2048  # that name what a long prompt begins with: many share their first few hundred
+_NAMING_PAGES = 4  # of a shorter one
+
+
+def num_naming_pages(num_tokens: int, page_size: int) -> int:
+    """How many leading pages name what a prompt begins with, by the hash of the last of them; 0: less than a page."""
+    num_full = num_tokens // page_size
+    named = _NAMING_TOKENS // page_size
+    return max(1, named) if num_full >= max(1, named) else min(_NAMING_PAGES, num_full)
 
 
 class Known(Protocol):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from penstock.page_hash import hash_pages
 from penstock.types import Epoch, PageHash, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
-from router.appraisal import Appraisal, Commitment, Prompt
+from router.appraisal import Appraisal, Commitment, Prompt, num_naming_pages
 from router.follower import Follower
 from router.health import FleetHealth
 from router.inflight import InflightLedger
@@ -27,7 +27,6 @@ from router.topology import LinkBook, LinkCost
 from router.views import Choice, Policy
 
 _FIRST_HASHES = 32  # pages of a prompt hashed before the index is asked whether more are worth it
-_NAMING_PAGES = 4  # leading ones that name what a prompt begins with
 _BROKEN = LinkCost(1e6, 0.0)  # so dear that any other way is taken
 
 
@@ -42,8 +41,9 @@ class PromptPages:
     @property
     def prefix(self) -> bytes:
         """Names what the prompt begins with; empty where that is less than a page."""
-        hashes = next((one for one in self._hashes.values() if one), None)
-        return bytes(hashes[min(_NAMING_PAGES, len(hashes)) - 1]) if hashes else b""
+        size = next((size for size, hashes in self._hashes.items() if hashes), None)
+        count = num_naming_pages(len(self._token_ids), size) if size else 0
+        return bytes(self._first(count, size)[count - 1]) if size and count else b""
 
     def cached_tokens(self, index: PrefixIndex, group: Group) -> tuple[dict[WorkerId, int], dict[WorkerId, int]]:
         """Leading tokens of the prompt whose pages each worker holds, and of these, those below its device.
@@ -60,23 +60,24 @@ class PromptPages:
         return found, below
 
     def _cached_pages(self, index: PrefixIndex, size: int) -> Mapping[WorkerId, PrefixMatch]:
-        token_ids = self._token_ids
-        hashes = self._hashes.get(size, [])
-        num_full = len(token_ids) // size
+        num_full = len(self._token_ids) // size
         count = min(_FIRST_HASHES, num_full)
         while True:
-            if len(hashes) < count:
-                hashes = self._hashes[size] = hash_pages(token_ids[: count * size], size, self._salt, hashes)
+            hashes = self._first(count, size)
             cached = index.match(hashes[:count])
             if count == num_full or all(held.num_pages < count for held in cached.values()):
                 return cached
             count = min(2 * count, num_full)
 
+    def _first(self, count: int, size: int) -> list[PageHash]:
+        hashes = self._hashes.get(size, [])
+        if len(hashes) < count:
+            hashes = self._hashes[size] = hash_pages(self._token_ids[: count * size], size, self._salt, hashes)
+        return hashes
+
     def whole(self, size: int) -> list[PageHash]:
         """Hashes of all full pages of that size."""
-        hashes = self._hashes.get(size, [])
-        self._hashes[size] = hash_pages(self._token_ids, size, self._salt, hashes)
-        return self._hashes[size]
+        return self._first(len(self._token_ids) // size, size)
 
 
 @dataclass(frozen=True, slots=True)

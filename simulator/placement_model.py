@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.types import PageHash, WorkerId, WorkerLoad
-from router.appraisal import Appraisal, Commitment, Prompt
+from router.appraisal import Appraisal, Commitment, Prompt, num_naming_pages
 from router.inflight import InflightLedger
 from router.prefix_index import PrefixIndex
 from router.topology import LinkBook, LinkCost
 from router.views import Choice, Limits, Policy
 from simulator.follower_model import FollowerModel, Knowledge
-
-_NAMING_PAGES = 4  # leading ones that name what a prompt begins with
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,8 @@ class PlacerModel:
         """`decode` is not empty; `num_tokens` of KV are wanted, whose first pages have these hashes."""
         matches = self._index.match(hashes)
         cached = {worker_id: held.num_pages * self._page_size for worker_id, held in matches.items()}
-        prefix = bytes(hashes[min(_NAMING_PAGES, len(hashes)) - 1]) if hashes else b""
+        num_naming = num_naming_pages(len(hashes) * self._page_size, self._page_size)
+        prefix = bytes(hashes[num_naming - 1]) if num_naming else b""
         prompt = Prompt(num_tokens, max_tokens, cached, {}, prefix)
         names = [one.worker_id for one in prefill]
         demand = self._appraisal.demand(prompt, self._token_bytes, names, self._links, now_s)

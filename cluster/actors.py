@@ -10,6 +10,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Protocol
 
 import ray
@@ -18,8 +20,12 @@ from ray.actor import ActorHandle
 from cluster.addresses import LOOPBACK, callable_host
 from cluster.admin_service import start_admin_server
 from cluster.controller import ROUTER, Controller, Started
+from cluster.demand import Demand
 from cluster.pool import Incarnation
-from cluster.ray_process import ActorSpec, RayProcess, StartReport
+from cluster.ray_process import ActorSpec, Host, RayProcess, StartReport
+from cluster.ray_record import RecordWriter, load_record
+from cluster.record import FIRST_RECORD, Record
+from cluster.recovery import find_running, remove_everything
 from cluster.shares import FRONT_SHARE, Share
 from penstock import log as logs
 from penstock.async_client import AsyncClient
@@ -34,6 +40,7 @@ from router.identity import CANARY
 
 log = logging.getLogger(__name__)
 
+_NUM_THREADS = 64  # that may block on Ray's head at once while it is away
 _PROGRESS_STEP = 0.05  # of the weights, between two reports
 # The canary outlasts the moment in which the router has not heard of the workers yet; its deadline is the caller's.
 _CANARY_RETRY = RetryPolicy(max_attempts=1000, initial_s=0.05, max_s=0.5)
@@ -117,9 +124,15 @@ class ServerActor:
         self._config = at_node_address(config) if use_node_address else config
         self._server: Server | None = None
         self._made = asyncio.Event()
+        self._starting: asyncio.Task[StartReport] | None = None
 
     async def start(self, controller: ActorHandle, incarnation: Incarnation) -> StartReport:
-        """Returns once a request would succeed, or with the error."""
+        """Returns once a request would succeed, or with the error. Asked again, by the next controller, the same."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start(controller, incarnation))
+        return await asyncio.shield(self._starting)
+
+    async def _start(self, controller: ActorHandle, incarnation: Incarnation) -> StartReport:
         node_id = ray.get_runtime_context().get_node_id()
         loop = asyncio.get_running_loop()
         reported = -1.0
@@ -169,7 +182,10 @@ def at_node_address(config: Mapping[str, object]) -> dict[str, object]:
 
 
 class ControllerActor:
-    """Hosts the controller and its Admin service."""
+    """Hosts the controller and its Admin service.
+
+    Ray makes it anew when its process dies; the new one takes over what the old one left running.
+    """
 
     def __init__(
         self, config: Mapping[str, object], secret: str, shares: Mapping[str, Share], python_path: str, embedded: bool
@@ -180,25 +196,66 @@ class ControllerActor:
         self._config = parse(ServeConfig, with_secret(config, self._secret))
         self._trust = Trust(self._config.security)
         self._shares = shares
-        self._python_path = python_path
         self._embedded = embedded  # the Ray cluster is ours and on this machine alone
-        self._controller = Controller(self._config, self._spawn, self._send_canary, self._trust.channel)
+        context = ray.get_runtime_context()
+        self._host = Host(ray.remote(ServerActor), python_path, context.current_actor, self._trust.channel)
+        self._node_id = context.get_node_id()
+        self._controller: Controller
+        self._records = RecordWriter()
+        self._demand = Demand() if not embedded else None
         self._admin: GrpcServer | None = None
         self._admin_address = ""
+        self._began = asyncio.Event()
+        self._beginning: asyncio.Task[bytes] | None = None
+        self._is_successor = context.was_current_actor_reconstructed
+        if self._is_successor:
+            # Nobody else may be there to say it: who launched the deployment may have left.
+            context.current_actor.start.remote()
+            context.current_actor.live.remote()
 
     async def start(self) -> tuple[str, bytes]:
         """Begins to start everything. Returns the Admin service's host:port, or a google.rpc.Status."""
+        if self._beginning is None:
+            self._beginning = asyncio.create_task(self._begin())
+        failure = await asyncio.shield(self._beginning)
+        return self._admin_address, failure
+
+    async def _begin(self) -> bytes:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "ray calls"))
+        earlier = await load_record() if self._is_successor else None
+        if earlier is None or earlier.stopping:
+            await remove_everything()
+        record = replace(earlier, generation=earlier.generation + 1) if earlier else FIRST_RECORD
+        self._records.save(record)
+        self._controller = Controller(
+            self._config, self._spawn, self._send_canary, self._trust.channel, record, self._on_record
+        )
+        # Routers keep the last membership until the service is back, hence it comes back knowing every member.
+        self._admin_address = f"{LOOPBACK}:{self._config.admin_port}"
+        if earlier and not earlier.stopping:
+            self._controller.adopt(await find_running(self._process))
         try:
             self._admin, self._admin_address = await start_admin_server(
                 self._controller, LOOPBACK, self._config.admin_port, self._trust
             )
         except PenstockError as error:
-            return "", to_status(error).SerializeToString()
-        self._controller.start()
-        return self._admin_address, b""
+            return to_status(error).SerializeToString()
+        self._began.set()
+        if earlier and earlier.stopping:
+            await self._controller.stop()
+        else:
+            self._controller.start()
+        return b""
+
+    def _on_record(self, record: Record) -> None:
+        self._records.save(record)
+        if self._demand is not None:
+            self._demand.want([self._shares[role] for role in Role for _ in range(record.replicas[role])])
 
     def _spawn(self, incarnation: Incarnation) -> RayProcess:
-        context = ray.get_runtime_context()
+        return self._process(incarnation)
+
+    def _process(self, incarnation: Incarnation, found: ActorHandle | None = None) -> RayProcess:
         kind = incarnation.pool_name
         if kind == ROUTER:
             # Beside the controller: its ports are the ones that the user was told.
@@ -206,13 +263,13 @@ class ControllerActor:
             peer_host = LOOPBACK if self._embedded else ray.util.get_node_ip_address()
             config = router.model_copy(update={"peer_host": peer_host}).model_dump(mode="json")
             config = with_secret(config, self._secret)
-            spec = ActorSpec(kind, incarnation, config, FRONT_SHARE, node_id=context.get_node_id())
+            spec = ActorSpec(kind, incarnation, config, FRONT_SHARE, node_id=self._node_id)
         else:
             share = self._shares[kind]
             config = _worker_config(self._config, incarnation, share).model_dump(mode="json")
             config = with_secret(config, self._secret)
             spec = ActorSpec(kind, incarnation, config, share, use_node_address=not self._embedded)
-        return RayProcess(ray.remote(ServerActor), spec, self._python_path, context.current_actor, self._trust.channel)
+        return RayProcess(spec, self._host, lambda why: self._controller.on_unplaced(incarnation, why), found)
 
     async def _send_canary(self, address: str) -> None:
         """One real token through the router, which is nobody's tenant. The deadline is the caller's."""
@@ -220,22 +277,30 @@ class ControllerActor:
             await client.complete("Hello", max_tokens=1, temperature=0.0)
 
     async def on_progress(self, incarnation: Incarnation, detail: str) -> None:
+        await self._began.wait()
         self._controller.on_progress(incarnation, detail)
 
     async def wait(self, version: int, timeout_s: float) -> tuple[int, bytes, bytes, bool]:
         """`Controller.wait` as bytes: version, StatusResponse, google.rpc.Status of a failure or nothing, stopped."""
+        await self._began.wait()
         snapshot = await self._controller.wait(version, timeout_s)
         failure = to_status(snapshot.failure).SerializeToString() if snapshot.failure else b""
         return snapshot.version, snapshot.status.SerializeToString(), failure, snapshot.stopped
 
     async def stop(self) -> None:
         """Ends the router and every worker, then the Admin service."""
+        if not self._began.is_set():
+            return  # it failed, or never began
         await self._controller.stop()
+        await self._records.delete()
+        if self._demand is not None:
+            await self._demand.withdraw()
         if self._admin is not None:
             await self._admin.stop()
 
     async def live(self) -> None:
         """Returns once the deployment was stopped; a detached controller then ends itself."""
+        await self._began.wait()
         version = 0
         while not (snapshot := await self._controller.wait(version, timeout_s=3600.0)).stopped:
             version = snapshot.version

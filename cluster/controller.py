@@ -10,13 +10,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.drain import TIMEOUT_S, Drain
 from cluster.events import SCALED, EventLog
+from cluster.heartbeats import OnDoubt
 from cluster.pool import Incarnation, Pool, Slot, Start, Stop, WorkerState
+from cluster.record import FIRST_RECORD, Record
 from cluster.victims import choose_victims
 from penstock import wire
 from penstock.config import ServeConfig
@@ -49,12 +51,16 @@ class Started:
 class SupervisedProcess(Protocol):
     """One incarnation of a worker or a router, wherever it runs."""
 
+    async def place(self) -> None:
+        """Returns once it has what it needs to run, however long that takes."""
+        ...
+
     async def start(self) -> Started:
         """Returns once a request would succeed. Raises PenstockError."""
         ...
 
-    async def watch(self, on_load: Callable[[worker_pb2.Load], None]) -> str:
-        """Returns the reason once the process is dead or no longer answers."""
+    async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
+        """Returns the reason once the process is dead or no longer answers; while that is not sure, it is in doubt."""
         ...
 
     async def stop(self) -> None:
@@ -66,7 +72,17 @@ class SupervisedProcess(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A process that an earlier controller made."""
+
+    incarnation: Incarnation
+    process: SupervisedProcess
+    started: Started | None  # what it says of itself; None: it is not ready, or does not answer
+
+
 Spawn = Callable[[Incarnation], SupervisedProcess]
+Save = Callable[[Record], None]  # must not block
 Canary = Callable[[str], Awaitable[None]]  # one real request to the router at this address; raises PenstockError
 
 
@@ -81,16 +97,29 @@ class Snapshot:
 
 
 class Controller:
-    def __init__(self, config: ServeConfig, spawn: Spawn, canary: Canary, dial: Dial = make_channel) -> None:
-        """`dial` opens channels to workers."""
+    def __init__(
+        self,
+        config: ServeConfig,
+        spawn: Spawn,
+        canary: Canary,
+        dial: Dial = make_channel,
+        record: Record = FIRST_RECORD,
+        save: Save = lambda record: None,
+    ) -> None:
+        """`dial` opens channels to workers. `record` is what the controller before this one left, one generation up;
+        `save` gets each later one."""
         self._config = config
+        self._record, self._save = record, save
         self._spawn = spawn
         self._canary = canary
         self._dial = dial
         self._pools = {
-            Role.PREFILL.value: Pool(Role.PREFILL.value, config.prefill_pool.replicas),
-            Role.DECODE.value: Pool(Role.DECODE.value, config.decode_pool.replicas),
-            ROUTER: Pool(ROUTER, config.routers),
+            name: Pool(name, record.replicas.get(name, replicas), record.numbers_of(name))
+            for name, replicas in (
+                (Role.PREFILL.value, config.prefill_pool.replicas),
+                (Role.DECODE.value, config.decode_pool.replicas),
+                (ROUTER, config.routers),
+            )
         }
         self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._loads: dict[Incarnation, worker_pb2.Load] = {}
@@ -103,13 +132,38 @@ class Controller:
         self._canary_task: asyncio.Task[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._started_s = time.monotonic()
-        self._version = 0
+        self._version = record.first_version
         self._members: tuple[Member, ...] = ()
         self._routers: Counter[str] = Counter()  # watches of each router's peer address
-        self._membership_version = 1
+        self._membership_version = record.first_version + 1
+        self._was_ready = record.was_ready
         self._changed = asyncio.Event()
         self._failure: PenstockError | None = None
         self._stopping = self._stopped = False
+
+    def adopt(self, found: Sequence[Found]) -> None:
+        """Before `start`: takes over what runs already. What was ready is a member at once, so that no router sees a
+        membership without it."""
+        for one in found:
+            pool = self._pools[one.incarnation.pool_name]
+            pool.adopt(one.incarnation, self._record.num_restarts.get(one.incarnation.worker_id, 0))
+            if one.started is not None:
+                self._note_ready(pool, one.incarnation, one.started)
+                if pool.name == ROUTER and self._was_ready:
+                    self._proven.add(one.incarnation)
+            self._tasks[one.incarnation] = asyncio.create_task(self._supervise(one.incarnation, one))
+        self._members = tuple(self._current_members())
+        for worker_id, replaced in self._record.leaving.items():
+            self._resume_drain(WorkerId(worker_id), replaced=replaced)
+
+    def _resume_drain(self, worker_id: WorkerId, *, replaced: bool) -> None:
+        pool = self._pools[Incarnation(worker_id, 0).pool_name]
+        if any(slot.worker_id == worker_id for slot in pool.ready()):
+            pool.set_replicas(pool.replicas + (not replaced))  # as it was before the drain began
+            try:
+                self.drain(worker_id, replaced=replaced)
+            except InvalidInput as error:
+                log.warning("a drain that was under way does not go on: %s", error.message)
 
     def start(self) -> None:
         """Begins to bring the pools to their size; returns at once."""
@@ -136,24 +190,22 @@ class Controller:
             except TimeoutError:
                 continue
 
-    async def _supervise(self, incarnation: Incarnation) -> None:
+    async def _supervise(self, incarnation: Incarnation, found: Found | None = None) -> None:
         """One incarnation from start to loss. Cancelled: stops it in order."""
         pool = self._pools[incarnation.pool_name]
-        process = self._spawn(incarnation)
+        process = found.process if found else self._spawn(incarnation)
         reason = "stopped"
         try:
-            async with asyncio.timeout(self._config.start_timeout_s):
-                started = await process.start()
-            pool.on_ready(incarnation, started.epoch, started.address, started.pid)
-            if pool.name == ROUTER:
-                schemes = ("grpcs", "https") if started.encrypted else ("grpc", "http")
-                self._endpoints[incarnation.worker_id] = (
-                    f"{schemes[0]}://{started.public_address or started.address}",
-                    f"{schemes[1]}://{started.http_address}",
-                )
-            self._publish()
-            log.info("%s is ready at %s, epoch %d", incarnation.worker_id, started.address, started.epoch)
-            reason = await process.watch(lambda load: self._take_report(incarnation, load))
+            if found is None or found.started is None:
+                await process.place()
+                async with asyncio.timeout(self._config.start_timeout_s):
+                    started = await process.start()
+                self._note_ready(pool, incarnation, started)
+                self._publish()
+                log.info("%s is ready at %s, epoch %d", incarnation.worker_id, started.address, started.epoch)
+            reason = await process.watch(
+                lambda load: self._take_report(incarnation, load), lambda doubt: self._on_doubt(incarnation, doubt)
+            )
         except asyncio.CancelledError:
             await _stop_in_order(process)
             raise
@@ -161,7 +213,7 @@ class Controller:
             reason = f"not ready within start_timeout_s = {self._config.start_timeout_s:g} s"
         except PenstockError as error:
             reason = error.message
-            if not self._proven and isinstance(error, _HOPELESS):
+            if not self._was_ready and isinstance(error, _HOPELESS):
                 self._failure = error
         except Exception as error:
             log.exception("%s: supervision failed", incarnation.worker_id)
@@ -177,10 +229,24 @@ class Controller:
             pool.on_removed(incarnation, time.monotonic())
             self._publish()
 
+    def _note_ready(self, pool: Pool, incarnation: Incarnation, started: Started) -> None:
+        pool.on_ready(incarnation, started.epoch, started.address, started.pid)
+        if pool.name == ROUTER:
+            schemes = ("grpcs", "https") if started.encrypted else ("grpc", "http")
+            self._endpoints[incarnation.worker_id] = (
+                f"{schemes[0]}://{started.public_address or started.address}",
+                f"{schemes[1]}://{started.http_address}",
+            )
+
+    def _on_doubt(self, incarnation: Incarnation, reason: str) -> None:
+        if self._pools[incarnation.pool_name].on_doubt(incarnation, reason):
+            log.info("%s: %s", incarnation.worker_id, reason or "it answers again")
+            self._publish()
+
     def _give_up_if_hopeless(self, pool: Pool, incarnation: Incarnation) -> None:
         """A process that never comes up ends a deployment that was never ready; later on it is tried for ever."""
         for slot in pool.slots:
-            if slot.incarnation == incarnation and slot.failures_in_a_row >= MAX_START_FAILURES and not self._proven:
+            if slot.incarnation == incarnation and slot.failures_in_a_row >= MAX_START_FAILURES and not self._was_ready:
                 failures = f"{slot.worker_id} failed {slot.failures_in_a_row} times to start"
                 self._failure = self._failure or Unavailable(f"{failures}; the last time: {slot.detail}")
 
@@ -188,10 +254,9 @@ class Controller:
         """Sends a real request through every new router before the deployment calls itself ready."""
         unproven = [slot for slot in self._pools[ROUTER].ready() if slot.incarnation not in self._proven]
         idle = self._canary_task is None or self._canary_task.done()
-        if not self._proven:
-            can_answer = all(pool.is_complete for pool in self._pools.values())
-        else:
-            can_answer = any(self._pools[Role.DECODE.value].ready())
+        can_answer = any(self._pools[Role.DECODE.value].ready())
+        if not self._was_ready:
+            can_answer = can_answer and all(pool.is_complete for pool in self._pools.values())
         if unproven and can_answer and idle and not self._stopping:
             router = unproven[0]
             self._canary_task = asyncio.create_task(self._run_canary(router.incarnation, router.address))
@@ -203,11 +268,16 @@ class Controller:
         except (PenstockError, TimeoutError) as error:
             reason = f"its first request failed: {error or 'no answer in time'}"
             log.warning("%s: %s", router.worker_id, reason)
-            if not self._proven:
+            if not self._was_ready:
                 self._failure = Unavailable(f"the deployment started, but {reason}")
             await asyncio.sleep(CANARY_PAUSE_S)
         else:
             self._proven.add(router)
+            self._was_ready = True
+        self._publish()
+
+    def on_unplaced(self, incarnation: Incarnation, reason: str) -> None:
+        self._pools[incarnation.pool_name].on_unplaced(incarnation, reason)
         self._publish()
 
     def on_progress(self, incarnation: Incarnation, detail: str) -> None:
@@ -224,6 +294,23 @@ class Controller:
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
+        self._keep_record()
+
+    def _keep_record(self) -> None:
+        if self._stopping:
+            return
+        slots = [slot for pool in self._pools.values() for slot in pool.slots]
+        record = replace(
+            self._record,
+            was_ready=self._was_ready,
+            replicas={pool.name: pool.replicas for pool in self._pools.values()},
+            last_numbers={one: number for pool in self._pools.values() for one, number in pool.last_numbers.items()},
+            num_restarts={slot.worker_id: slot.num_restarts for slot in slots},
+            leaving={slot.worker_id: slot.is_replaced for slot in slots if slot.is_leaving},
+        )
+        if record != self._record:
+            self._record = record
+            self._save(record)
 
     def _current_members(self) -> list[Member]:
         return [
@@ -396,6 +483,7 @@ class Controller:
                 await self._changed.wait()
             return
         self._stopping = True
+        self._save(replace(self._record, stopping=True))  # a successor would go on with it
         for task in (self._main, self._canary_task, *self._drain_tasks):
             if task:
                 task.cancel()

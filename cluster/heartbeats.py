@@ -1,7 +1,8 @@
 """Whether a worker or a router still answers, seen from outside over gRPC: what Ray cannot tell of a frozen process.
 
-A worker sends its load at least once a second on its event stream, and that stream is its lease. Silence or a broken
-stream is not yet a loss: one direct question, with its own deadline, decides.
+A worker sends its load at least once a second on its event stream, and that stream is its lease. Silence comes in two
+degrees. One that is *doubted* gets no new work, which costs little when it was only busy, and is trusted again with
+its next sign of life; only one that stays silent, or whose port refuses, counts as lost.
 """
 
 from __future__ import annotations
@@ -17,25 +18,73 @@ from penstock.grpc_server import Dial, make_channel
 from penstock.types import Epoch
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
-LEASE_S = 3.0  # of a worker's silence
-PROBE_TIMEOUT_S = 3.0  # of the question that follows it
-PROBE_INTERVAL_S = 1.0  # between two questions to a router
+ASK_AFTER_S = 1.5  # of a worker's silence it is asked directly
+DOUBT_AFTER_S = 2.3  # of silence: two reports are overdue
+LOST_AFTER_S = 6.0  # of silence
+PROBE_INTERVAL_S = 0.4  # between two questions to a router
+
+OnDoubt = Callable[[str], None]  # the reason; "" once it is trusted again
+
+
+class _Lease:
+    """One process's signs of life. Its owner must `close` it."""
+
+    def __init__(self, on_doubt: OnDoubt) -> None:
+        self._on_doubt = on_doubt
+        self._loop = asyncio.get_running_loop()
+        self._doubted = False
+        self._heard_s = self._loop.time()
+        self._timer = self._loop.call_later(DOUBT_AFTER_S, self._doubt)
+
+    def hear(self) -> None:
+        self._timer.cancel()
+        self._heard_s = self._loop.time()
+        self._timer = self._loop.call_later(DOUBT_AFTER_S, self._doubt)
+        if self._doubted:
+            self._doubted = False
+            self._on_doubt("")
+
+    def _doubt(self) -> None:
+        self._doubted = True
+        self._on_doubt(f"no sign of life for {DOUBT_AFTER_S:g} s")
+
+    @property
+    def left_s(self) -> float:
+        """Until the silence is a loss; never so little that a question could not be answered."""
+        return max(0.1, self._heard_s + LOST_AFTER_S - self._loop.time())
+
+    def close(self) -> None:
+        self._timer.cancel()
 
 
 async def follow_worker(
-    address: str, epoch: Epoch, on_load: Callable[[worker_pb2.Load], None], dial: Dial = make_channel
+    address: str,
+    epoch: Epoch,
+    on_load: Callable[[worker_pb2.Load], None],
+    on_doubt: OnDoubt,
+    dial: Dial = make_channel,
 ) -> str:
     """Runs while this incarnation answers at `address`; returns the reason when it no longer does."""
-    async with dial(address) as channel:
-        stub = worker_pb2_grpc.WorkerStub(channel)
-        while True:
-            reason = await _read_loads(stub, epoch, on_load)
-            try:
-                answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=PROBE_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                return f"{reason}, and then {_say(error)}"
-            if answer.epoch != epoch:
-                return f"another incarnation answers at {address}: epoch {answer.epoch}, not {epoch}"
+    lease = _Lease(on_doubt)
+
+    def hear(load: worker_pb2.Load) -> None:
+        lease.hear()
+        on_load(load)
+
+    try:
+        async with dial(address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            while True:
+                reason = await _read_loads(stub, epoch, hear)
+                try:
+                    answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=lease.left_s)
+                except grpc.aio.AioRpcError as error:
+                    return f"{reason}, and then {_say(error)}"
+                if answer.epoch != epoch:
+                    return f"another incarnation answers at {address}: epoch {answer.epoch}, not {epoch}"
+                lease.hear()
+    finally:
+        lease.close()
 
 
 async def _read_loads(
@@ -46,7 +95,7 @@ async def _read_loads(
     call = stub.WatchEvents(worker_pb2.WatchEventsRequest(epoch=epoch, next_seq=1))
     try:
         while True:
-            async with asyncio.timeout(LEASE_S):
+            async with asyncio.timeout(ASK_AFTER_S):
                 batch = await call.read()
             if batch is grpc.aio.EOF:
                 return "it ended its event stream"
@@ -54,27 +103,32 @@ async def _read_loads(
                 return f"epoch {batch.epoch} answers in place of {epoch}"
             on_load(batch.load)
     except TimeoutError:
-        return f"no sign of life for {LEASE_S:g} s"
+        return f"no sign of life for {ASK_AFTER_S:g} s"
     except grpc.aio.AioRpcError as error:
         return f"its event stream broke: {_say(error)}"
     finally:
         call.cancel()
 
 
-async def follow_router(address: str) -> str:
+async def follow_router(address: str, on_doubt: OnDoubt) -> str:
     """Runs while a router's health service answers, whatever it says; returns the reason when it no longer does."""
-    async with make_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        failures = 0
-        while failures < 2:
-            try:
-                await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
-            except grpc.aio.AioRpcError as error:
-                failures, reason = failures + 1, _say(error)
-                continue
-            failures = 0
-            await asyncio.sleep(PROBE_INTERVAL_S)
+    lease = _Lease(on_doubt)
+    failures = 0
+    try:
+        async with make_channel(address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while failures < 2:
+                try:
+                    await stub.Check(health_pb2.HealthCheckRequest(), timeout=lease.left_s)
+                except grpc.aio.AioRpcError as error:
+                    failures, reason = failures + 1, _say(error)
+                    continue
+                failures = 0
+                lease.hear()
+                await asyncio.sleep(PROBE_INTERVAL_S)
         return f"its health service does not answer: {reason}"
+    finally:
+        lease.close()
 
 
 def _say(error: grpc.aio.AioRpcError) -> str:

@@ -173,6 +173,8 @@ class RayDeployment:
             "name": CONTROLLER,
             "namespace": NAMESPACE,
             "num_cpus": 0,
+            "max_restarts": -1,
+            "max_task_retries": -1,  # a call waits for the successor
             "lifetime": None if embedded else "detached",
             "runtime_env": {"env_vars": {**FRONT_SHARE.environment(), "PYTHONPATH": python_path}},
             # Here, where the user looks for the ports.

@@ -7,22 +7,33 @@ Every report names the incarnation it speaks of, so that news of a dead one cann
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from penstock.types import Epoch, WorkerId
 
 NO_EPOCH = Epoch(0)
 FIRST_RETRY_S = 1.0  # after the second loss in a row that never became ready; the first is replaced at once
 MAX_RETRY_S = 30.0
+FIRST_QUARANTINE_S = 10.0  # doubled each time
+MAX_QUARANTINE_S = 600.0
 
 
 class WorkerState(StrEnum):
+    UNPLACED = "unplaced"  # waits for a node that can hold it
     STARTING = "starting"
     READY = "ready"
+    SILENT = "silent"  # was ready and gives no sign of life: no new work, until it answers or counts as lost
     DRAINING = "draining"  # gets no new work; what it has ends, or moves away
     LOST = "lost"  # to be replaced
+    QUARANTINED = "quarantined"  # gave wrong answers: it was ended, and a successor waits a while
+
+
+_UP = (WorkerState.READY, WorkerState.SILENT)
+_COMING = (WorkerState.UNPLACED, WorkerState.STARTING)
+_GONE = (WorkerState.LOST, WorkerState.QUARANTINED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,7 @@ class Slot:
     detail: str = ""  # progress while starting, the reason when lost
     failures_in_a_row: int = 0  # losses since it was last ready
     num_restarts: int = 0
+    num_quarantines: int = 0
     retry_at_s: float | None = None  # None: what is left of the lost one is not removed yet
     is_leaving: bool = False  # once it is gone, its place in the pool is too
     is_replaced: bool = False  # a leaving one counts until then: its resources are its successor's
@@ -79,11 +91,14 @@ class Slot:
 class Pool:
     """Workers `NAME-0`, `NAME-1` and so on, one a replica. Owns which incarnation of each is the current one."""
 
-    def __init__(self, name: str, replicas: int) -> None:
+    def __init__(self, name: str, replicas: int, last_numbers: Mapping[WorkerId, int] = MappingProxyType({})) -> None:
+        """`last_numbers` of incarnations that an earlier controller made."""
         self.name = name
         self._replicas = replicas
         self._slots: dict[WorkerId, Slot] = {}
-        self._last_number: dict[WorkerId, int] = {}  # never reused, also when the pool shrank in between
+        self._last_number: dict[WorkerId, int] = dict(
+            last_numbers
+        )  # never reused, also when the pool shrank in between
 
     @property
     def replicas(self) -> int:
@@ -102,8 +117,19 @@ class Pool:
 
     @property
     def is_complete(self) -> bool:
-        """Every worker that the pool should have is ready, and no other is left."""
-        return len(self._slots) == self._replicas == sum(1 for _ in self.ready())
+        """Every worker that the pool should have and that the cluster can hold is ready, and no other is left."""
+        num_unplaced = sum(slot.state is WorkerState.UNPLACED for slot in self._slots.values())
+        return len(self._slots) == self._replicas == num_unplaced + sum(1 for _ in self.ready())
+
+    @property
+    def last_numbers(self) -> Mapping[WorkerId, int]:
+        return MappingProxyType(self._last_number)
+
+    def adopt(self, incarnation: Incarnation, num_restarts: int = 0) -> None:
+        """One that was running before this controller was; it reports as one that starts."""
+        number = max(incarnation.number, self._last_number.get(incarnation.worker_id, 0))
+        self._last_number[incarnation.worker_id] = number
+        self._slots[incarnation.worker_id] = Slot(incarnation, num_restarts=num_restarts)
 
     def reconcile(self, now_s: float) -> list[Action]:
         """What to do now. The pool takes each action as begun: it is not named again."""
@@ -112,17 +138,18 @@ class Pool:
         actions: list[Action] = []
         for worker_id in [one for one, slot in self._slots.items() if one not in wanted and not slot.is_leaving]:
             slot = self._slots.pop(worker_id)
-            if slot.state is not WorkerState.LOST:
+            if slot.state not in _GONE:
                 actions.append(Stop(slot.incarnation))
         for worker_id in wanted:
             held = self._slots.get(worker_id)
             if held is None:
                 self._slots[worker_id] = Slot(self._next_incarnation(worker_id))
-            elif held.state is WorkerState.LOST and held.retry_at_s is not None and held.retry_at_s <= now_s:
+            elif held.state in _GONE and held.retry_at_s is not None and held.retry_at_s <= now_s:
                 self._slots[worker_id] = Slot(
                     self._next_incarnation(worker_id),
                     failures_in_a_row=held.failures_in_a_row,
                     num_restarts=held.num_restarts + 1,
+                    num_quarantines=held.num_quarantines,
                 )
             else:
                 continue
@@ -142,7 +169,7 @@ class Pool:
         """A ready one gets no more work; the owner ends it when it is empty. Its place goes to a new worker where it is
         `replaced`, else the pool is one smaller from now on."""
         slot = self._current(incarnation)
-        if slot and slot.state is WorkerState.READY:
+        if slot and slot.state in _UP:
             slot.state, slot.is_leaving, slot.is_replaced = WorkerState.DRAINING, True, replaced
             self._replicas -= not replaced
 
@@ -152,26 +179,48 @@ class Pool:
 
     def next_retry_s(self) -> float | None:
         """When `reconcile` will have something to start; None: not before something else happens."""
-        due_s = [slot.retry_at_s for slot in self._slots.values() if slot.state is WorkerState.LOST]
+        due_s = [slot.retry_at_s for slot in self._slots.values() if slot.state in _GONE]
         return min((one_s for one_s in due_s if one_s is not None), default=None)
 
     def on_progress(self, incarnation: Incarnation, detail: str) -> None:
         slot = self._current(incarnation)
-        if slot and slot.state is WorkerState.STARTING:
-            slot.detail = detail
+        if slot and slot.state in _COMING:
+            slot.state, slot.detail = WorkerState.STARTING, detail
+
+    def on_unplaced(self, incarnation: Incarnation, reason: str) -> None:
+        """No node can hold it now; any progress ends this."""
+        slot = self._current(incarnation)
+        if slot and slot.state in _COMING:
+            slot.state, slot.detail = WorkerState.UNPLACED, reason
 
     def on_ready(self, incarnation: Incarnation, epoch: Epoch, address: str, pid: int) -> None:
         slot = self._current(incarnation)
-        if slot and slot.state is WorkerState.STARTING:
+        if slot and slot.state in _COMING:
             slot.state, slot.detail = WorkerState.READY, ""
             slot.epoch, slot.address, slot.pid = epoch, address, pid
             slot.failures_in_a_row = 0
 
+    def on_doubt(self, incarnation: Incarnation, reason: str) -> bool:
+        """It takes no new work while there is a `reason`; "" ends the doubt. Returns whether that changed anything."""
+        slot = self._current(incarnation)
+        wanted = WorkerState.SILENT if reason else WorkerState.READY
+        if slot is None or slot.state not in _UP or slot.state is wanted:
+            return False
+        slot.state, slot.detail = wanted, reason
+        return True
+
+    def on_poisoned(self, incarnation: Incarnation, reason: str) -> None:
+        """It answered wrongly and must be ended; `on_removed` must follow. Its place stays empty for a while."""
+        slot = self._current(incarnation)
+        if slot and slot.state not in _GONE:
+            slot.state, slot.detail, slot.retry_at_s = WorkerState.QUARANTINED, reason, None
+            slot.num_quarantines += 1
+
     def on_lost(self, incarnation: Incarnation, reason: str) -> None:
         """It takes no more work, whatever it was doing. `on_removed` must follow."""
         slot = self._current(incarnation)
-        if slot and slot.state is not WorkerState.LOST:
-            slot.failures_in_a_row += slot.state is WorkerState.STARTING
+        if slot and slot.state not in _GONE:
+            slot.failures_in_a_row += slot.state in _COMING
             slot.state, slot.detail, slot.retry_at_s = WorkerState.LOST, reason, None
 
     def on_removed(self, incarnation: Incarnation, now_s: float) -> None:
@@ -179,6 +228,9 @@ class Pool:
         slot = self._current(incarnation)
         if slot and slot.is_leaving:
             del self._slots[incarnation.worker_id]
+        elif slot and slot.state is WorkerState.QUARANTINED:
+            wait_s = FIRST_QUARANTINE_S * 2.0 ** (slot.num_quarantines - 1)
+            slot.retry_at_s = now_s + min(MAX_QUARANTINE_S, wait_s)
         elif slot and slot.state is WorkerState.LOST:
             # What was ready is replaced at once; what never gets that far is tried ever less often.
             slot.retry_at_s = now_s + _backoff_s(slot.failures_in_a_row)

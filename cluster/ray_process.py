@@ -1,12 +1,15 @@
-"""One supervised process as a Ray actor: made, watched and removed. The controller's hands; it decides nothing."""
+"""One supervised process as a Ray actor: made, found again, watched and removed. The controller's hands; it decides
+nothing.
+
+Actors and their reservations are detached: they outlive the controller that made them, and its successor finds them by
+name. What blocks on Ray's head runs on threads, so that leases go on being watched while the head is away.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +17,13 @@ import ray
 from google.rpc import status_pb2
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from cluster import ray_placement
 from cluster.controller import Started
-from cluster.heartbeats import follow_router, follow_worker
+from cluster.heartbeats import OnDoubt, follow_router, follow_worker
 from cluster.pool import Incarnation
+from cluster.ray_kill import kill_process
 from cluster.shares import Share
 from penstock.errors import Unavailable, from_status
 from penstock.grpc_server import Dial
@@ -27,6 +33,7 @@ log = logging.getLogger(__name__)
 
 NAMESPACE = "penstock"
 _REMOVE_TIMEOUT_S = 5.0  # until Ray has confirmed that a killed actor is gone
+_WORKER_REMOVE_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +44,13 @@ class ActorSpec:
     incarnation: Incarnation
     config: Mapping[str, object]  # of the worker or router, plain data
     share: Share
-    node_id: str | None = None  # a node that it must run on
+    node_id: str | None = None  # a node that it must run on, without a reservation
     use_node_address: bool = False  # listen on the node's address and not on loopback
+
+    @property
+    def name(self) -> str:
+        """A new one for each incarnation: the old one's may still be held when its successor is made."""
+        return f"{self.incarnation.worker_id}.{self.incarnation.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,42 +62,65 @@ class StartReport:
     error: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What surrounds every actor of a deployment."""
+
+    actor_class: Any
+    python_path: str
+    controller: ActorHandle
+    dial: Dial
+
+
 def actor_options(spec: ActorSpec, python_path: str) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        # A new name for each incarnation: the old one's may still be held when its successor is made.
-        "name": f"{spec.incarnation.worker_id}.{spec.incarnation.number}",
+    return {
+        "name": spec.name,
         "namespace": NAMESPACE,
+        "lifetime": "detached",
         "num_cpus": spec.share.num_cpus,
         "num_gpus": spec.share.num_gpus,
         "resources": dict(spec.share.resources),
         "max_restarts": 0,  # the controller replaces it, with a new epoch
         "runtime_env": {"env_vars": {**spec.share.environment(), "PYTHONPATH": python_path}},
     }
-    if spec.node_id:
-        options["scheduling_strategy"] = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            spec.node_id, soft=False
-        )
-    return options
 
 
 class RayProcess:
     """Implements `controller.SupervisedProcess`. Runs on the controller's event loop."""
 
     def __init__(
-        self, actor_class: Any, spec: ActorSpec, python_path: str, controller: ActorHandle, dial: Dial
+        self, spec: ActorSpec, host: Host, on_unplaced: Callable[[str], None], found: ActorHandle | None = None
     ) -> None:
+        """`found` is the actor of an incarnation that an earlier controller made."""
         self._spec = spec
-        self._dial = dial
-        self._controller = controller
-        self._actor = actor_class.options(**actor_options(spec, python_path)).remote(
-            spec.kind, spec.incarnation.worker_id, dict(spec.config), spec.use_node_address
-        )
-        self._life = self._actor.live.remote()  # ends when the server or its process does
+        self._host = host
+        self._on_unplaced = on_unplaced
+        self._actor = found
+        self._life: Any = found.live.remote() if found is not None else None  # ends when the server or its process does
         self._report: StartReport | None = None
 
+    async def place(self) -> None:
+        if self._actor is not None:
+            return
+        spec, options = self._spec, actor_options(self._spec, self._host.python_path)
+        if spec.node_id:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(spec.node_id, soft=False)
+        else:
+            group = await ray_placement.place(spec.name, spec.share, self._on_unplaced)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        self._actor = await asyncio.to_thread(self._make, options)
+        self._life = self._actor.live.remote()
+
+    def _make(self, options: Mapping[str, Any]) -> ActorHandle:
+        spec = self._spec
+        made = self._host.actor_class.options(**options)
+        return made.remote(spec.kind, spec.incarnation.worker_id, dict(spec.config), spec.use_node_address)
+
     async def start(self) -> Started:
+        """Of one that was found, too: it tells again what it told, or goes on starting."""
+        assert self._actor is not None, "place first"
         try:
-            report: StartReport = await self._actor.start.remote(self._controller, self._spec.incarnation)
+            report: StartReport = await self._actor.start.remote(self._host.controller, self._spec.incarnation)
         except RayError as error:
             raise Unavailable(f"its process died while starting: {_first_line(error)}") from error
         self._report = report
@@ -93,14 +128,15 @@ class RayProcess:
             raise from_status(status_pb2.Status.FromString(report.error))
         return report.started
 
-    async def watch(self, on_load: Callable[[worker_pb2.Load], None]) -> str:
+    async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
         assert self._report is not None
         assert self._report.started is not None
         started = self._report.started
         if self._spec.kind == "router":
-            answering = asyncio.create_task(follow_router(started.address))
+            following = follow_router(started.address, on_doubt)
         else:
-            answering = asyncio.create_task(follow_worker(started.address, started.epoch, on_load, self._dial))
+            following = follow_worker(started.address, started.epoch, on_load, on_doubt, self._host.dial)
+        answering = asyncio.create_task(following)
         living = asyncio.create_task(self._outlive())
         try:
             done, _ = await asyncio.wait([living, answering], return_when=asyncio.FIRST_COMPLETED)
@@ -116,30 +152,33 @@ class RayProcess:
             return f"its process died: {_first_line(error)}"
 
     async def stop(self) -> None:
+        if self._actor is None:
+            return
         try:
             await self._actor.stop.remote()
         except RayError as error:
             raise Unavailable(f"its process died while stopping: {_first_line(error)}") from error
 
     async def kill(self) -> None:
-        ray.kill(self._actor, no_restart=True)
-        try:
-            async with asyncio.timeout(_REMOVE_TIMEOUT_S):
-                await self._outlive()
-        except TimeoutError:
-            self._kill_frozen()
+        if self._actor is not None:
+            await self._kill_actor(self._actor)
+        if self._spec.node_id is None:
+            await ray_placement.release(self._spec.name)
 
-    def _kill_frozen(self) -> None:
-        """Ray asks a process to end; one that is stopped by a signal cannot hear it."""
-        report = self._report
-        name = self._spec.incarnation.worker_id
-        if report is None or report.started is None or report.node_id != ray.get_runtime_context().get_node_id():
-            log.warning("%s: Ray did not confirm its end within %g s", name, _REMOVE_TIMEOUT_S)
-            return
+    async def _kill_actor(self, actor: ActorHandle) -> None:
+        """Ray asks a process to end; one that is stopped by a signal cannot hear it, hence the signal.
+
+        A successor on another port need not wait for long until Ray has noticed.
+        """
+        patience_s = _REMOVE_TIMEOUT_S if self._spec.node_id else _WORKER_REMOVE_TIMEOUT_S
         try:
-            os.kill(report.started.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            log.info("%s: process %d was gone already", name, report.started.pid)
+            async with asyncio.timeout(patience_s):
+                ending: list[Awaitable[object]] = [asyncio.to_thread(ray.kill, actor, no_restart=True), self._outlive()]
+                if self._report is not None and self._report.started is not None:
+                    ending.append(kill_process(self._report.node_id, self._report.started.pid))
+                await asyncio.gather(*ending)
+        except TimeoutError:
+            log.info("%s: Ray did not confirm its end within %g s", self._spec.name, patience_s)
 
 
 def _first_line(error: RayError) -> str:

@@ -30,6 +30,15 @@ class Share:
     num_threads: int  # of the math libraries
     num_gpus: float = 0.0
     resources: dict[str, float] = field(default_factory=dict)  # custom Ray resources
+    accelerator_type: str = ""  # as Ray names it, such as H100
+    node_labels: dict[str, str] = field(default_factory=dict)  # that the node must have, in Ray's selector syntax
+
+    def bundle(self) -> dict[str, float]:
+        """What Ray must reserve for one rank."""
+        amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        if self.accelerator_type:
+            amounts[f"accelerator_type:{self.accelerator_type}"] = 0.001  # of the one that each such node has
+        return {name: amount for name, amount in amounts.items() if amount}
 
     def environment(self) -> dict[str, str]:
         """Variables that bound the libraries' threads; they must be set before the process loads them."""
@@ -63,6 +72,8 @@ def _share(pool: PoolConfig, even_cpus: float, even_gpus: float) -> Share:
         num_threads=max(1, int(num_cpus)),
         num_gpus=pool.num_gpus or even_gpus,
         resources=dict(pool.resources),
+        accelerator_type=pool.accelerator_type,
+        node_labels=dict(pool.node_labels),
     )
 
 

@@ -174,6 +174,8 @@ class PoolConfig(_Frozen):
     num_gpus: float = Field(0, ge=0)
     num_cpus: float | None = Field(None, gt=0)  # default: an even share of the machine's cores
     resources: dict[str, float] = Field(default_factory=dict)  # custom Ray resources
+    accelerator_type: str = ""  # that its nodes must have, as Ray names it, such as H100; empty: any
+    node_labels: dict[str, str] = Field(default_factory=dict)  # that its nodes must have; Ray's selectors: !a, in(a, b)
     engine: dict[str, object] = Field(default_factory=dict)  # what differs from the deployment's `engine` here
     labels: LabelsConfig = LabelsConfig()
 

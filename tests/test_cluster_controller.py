@@ -10,6 +10,7 @@ import pytest
 
 from cluster.admin_service import start_admin_server
 from cluster.controller import Controller, Started
+from cluster.heartbeats import OnDoubt
 from cluster.pool import Incarnation
 from penstock.config import PoolConfig, ServeConfig
 from penstock.errors import CheckpointError, PenstockError, Unavailable
@@ -27,6 +28,11 @@ class FakeProcess:
         self.reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.stopped = self.killed = False
 
+    async def place(self) -> None:
+        if reason := self.world.unplaced.get(self.incarnation.worker_id):
+            self.world.controller.on_unplaced(self.incarnation, reason)
+            await asyncio.get_running_loop().create_future()
+
     async def start(self) -> Started:
         await self.world.may_start.wait()
         if self.incarnation.worker_id == self.world.never_starts:
@@ -37,8 +43,8 @@ class FakeProcess:
         self.world.num_started += 1
         return Started(Epoch(self.world.num_started), f"{self.incarnation.worker_id}:1", 4000, "router:2")
 
-    async def watch(self, on_load: Callable[[worker_pb2.Load], None]) -> str:
-        self.report = on_load
+    async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
+        self.report, self.doubt = on_load, on_doubt
         on_load(worker_pb2.Load(num_running=3))
         return await self.reason
 
@@ -56,6 +62,7 @@ class FakeProcess:
 class World:
     def __init__(self) -> None:
         self.processes: dict[tuple[str, int], FakeProcess] = {}
+        self.unplaced: dict[str, str] = {}  # why, by worker
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.start_errors: dict[str, PenstockError] = {}

@@ -180,6 +180,29 @@ def test_a_killed_router_comes_back_at_the_same_address(deployment: RayDeploymen
     assert ask(client).token_ids == undisturbed.token_ids
 
 
+def test_a_killed_controller_comes_back_and_disturbs_nobody(deployment: RayDeployment, client: Client) -> None:
+    before = until(deployment, lambda status: all(one.state == "ready" for one in status.workers))
+    undisturbed = ask(client, max_tokens=300)
+    (controller,) = [one for one in deployment.processes() if "ControllerActor" in " ".join(one.cmdline())]
+    with client.generate(PROMPT, max_tokens=300, temperature=0.8, seed=5, ignore_eos=True) as stream:
+        builder = ResultBuilder()
+        builder.add(next(stream))
+        controller.kill()
+        for chunk in stream:
+            builder.add(chunk)
+    assert builder.result().token_ids == undisturbed.token_ids
+    assert builder.result().timing.num_redispatches == 0
+    after = until(deployment, lambda status: status.ready)
+    assert after.uptime_s < before.uptime_s  # another one speaks
+    assert [(one.member.epoch, one.pid, one.num_restarts) for one in after.workers] == [
+        (one.member.epoch, one.pid, one.num_restarts) for one in before.workers
+    ]
+    assert ask(client).usage.completion_tokens == 60
+    victim = worker(after, "prefill-0")
+    os.kill(victim.pid, signal.SIGKILL)
+    assert until_replaced(deployment, victim).member.epoch > victim.member.epoch  # it replaces what dies
+
+
 def test_a_frozen_decode_worker_is_replaced(deployment: RayDeployment, client: Client) -> None:
     victim = worker(deployment.status(), "decode-1")
     os.kill(victim.pid, signal.SIGSTOP)

@@ -17,8 +17,9 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 @pytest.fixture(autouse=True)
 def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeats, "LEASE_S", 0.5)
-    monkeypatch.setattr(heartbeats, "PROBE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(heartbeats, "ASK_AFTER_S", 0.5)
+    monkeypatch.setattr(heartbeats, "DOUBT_AFTER_S", 0.7)
+    monkeypatch.setattr(heartbeats, "LOST_AFTER_S", 1.2)
     monkeypatch.setattr(heartbeats, "PROBE_INTERVAL_S", 0.05)
 
 
@@ -56,12 +57,15 @@ class Followed:
     def __init__(self) -> None:
         self.worker = FakeWorker()
         self.loads: asyncio.Queue[worker_pb2.Load] = asyncio.Queue()
+        self.doubts: asyncio.Queue[str] = asyncio.Queue()
 
     async def __aenter__(self) -> Followed:
         self.server = GrpcServer([worker_pb2.DESCRIPTOR.services_by_name["Worker"]])
         worker_pb2_grpc.add_WorkerServicer_to_server(self.worker, self.server.server)
         port = await self.server.start("127.0.0.1", 0)
-        self.task = asyncio.create_task(follow_worker(f"127.0.0.1:{port}", Epoch(5), self.loads.put_nowait))
+        self.task = asyncio.create_task(
+            follow_worker(f"127.0.0.1:{port}", Epoch(5), self.loads.put_nowait, self.doubts.put_nowait)
+        )
         await self.load_of(stream=1)
         return self
 
@@ -93,7 +97,21 @@ async def test_a_frozen_worker_is_lost() -> None:
     async with Followed() as followed:
         followed.worker.speaks.clear()
         followed.worker.answers.clear()
+        assert await asyncio.wait_for(followed.doubts.get(), 10) == "no sign of life for 0.7 s"
+        assert not followed.task.done()
         assert await followed.reason() == "no sign of life for 0.5 s, and then DEADLINE_EXCEEDED: Deadline Exceeded"
+
+
+async def test_a_frozen_worker_that_wakes_in_time_is_trusted_again() -> None:
+    async with Followed() as followed:
+        followed.worker.speaks.clear()
+        followed.worker.answers.clear()
+        assert await asyncio.wait_for(followed.doubts.get(), 10)
+        followed.worker.speaks.set()
+        followed.worker.answers.set()
+        assert await asyncio.wait_for(followed.doubts.get(), 10) == ""
+        await followed.load_of(stream=2)
+        assert not followed.task.done()
 
 
 async def test_a_dead_worker_is_lost_at_once() -> None:
@@ -111,9 +129,9 @@ async def test_another_incarnation_on_the_same_port_is_a_loss() -> None:
 
 
 async def test_a_router_is_followed_whatever_its_health_says_until_it_is_gone() -> None:
-    server = GrpcServer([])
+    server, doubts = GrpcServer([]), list[str]()
     port = await server.start("127.0.0.1", 0)
-    task = asyncio.create_task(follow_router(f"127.0.0.1:{port}"))
+    task = asyncio.create_task(follow_router(f"127.0.0.1:{port}", doubts.append))
     await asyncio.sleep(0.3)
     await server.set_serving(True)
     await asyncio.sleep(0.1)

@@ -1,0 +1,166 @@
+"""A controller dies, and its successor takes over what runs. Processes are played by the test; no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from cluster.controller import Controller, Found, Started
+from cluster.feasibility import Node, why_unplaced
+from cluster.pool import Incarnation
+from cluster.record import FIRST_RECORD, Record
+from cluster.recovery import parse_name
+from cluster.shares import Share
+from penstock.types import Epoch, WorkerId
+from tests.test_cluster_controller import CONFIG, World, worker
+
+RECORD = replace(
+    FIRST_RECORD,
+    generation=2,
+    was_ready=True,
+    replicas={"prefill": 1, "decode": 2, "router": 1},
+    last_numbers={"prefill-0": 1, "decode-0": 4, "decode-1": 1, "router-0": 1},
+    num_restarts={"decode-0": 3},
+)
+
+
+class Successor(World):
+    """The first controller is gone; of its processes those named here still run, ready unless said otherwise."""
+
+    def __init__(self, *running: tuple[str, int], record: Record = RECORD, starting: str = "") -> None:
+        super().__init__()
+        self.num_started = 100
+        self.records: list[Record] = []
+        self.controller = Controller(CONFIG, self.spawn, self.canary, record=record, save=self.records.append)
+        found = []
+        for number, (name, life) in enumerate(running):
+            incarnation = Incarnation(WorkerId(name), life)
+            process = self.spawn(incarnation)
+            started = Started(Epoch(number + 1), f"{name}:1", 4000, "router:2") if name != starting else None
+            found.append(Found(incarnation, process, started))
+        self.controller.adopt(found)
+
+    @property
+    def everything(self) -> set[tuple[str, int]]:
+        return set(self.processes)
+
+
+ALL = (("prefill-0", 1), ("decode-0", 4), ("decode-1", 1), ("router-0", 1))
+
+
+async def test_what_runs_is_taken_over_before_anybody_hears_of_the_successor() -> None:
+    world = Successor(*ALL)
+    first = await anext(world.controller.watch_membership())
+    assert [(one.worker_id, one.epoch) for one in first.members] == [("prefill-0", 1), ("decode-0", 2), ("decode-1", 3)]
+    assert world.controller.status().ready  # the router has proven itself under the first one
+    world.controller.start()
+    status = await world.until(lambda status: worker(status, "decode-1").load.num_running == 3)
+    assert world.everything == set(ALL)  # nothing was started beside them
+    assert worker(status, "decode-0").num_restarts == 3
+    assert list(status.endpoints) == ["grpc://router-0:1", "http://router:2"]
+    await world.controller.stop()
+    assert sorted(world.stop_order) == sorted(name for name, _ in ALL)
+
+
+async def test_versions_rise_from_controller_to_controller() -> None:
+    first = World()
+    await first.ready()
+    before = await anext(first.controller.watch_membership())
+    version = (await first.controller.wait(-1, 0)).version
+    after = Successor(*ALL)
+    assert (await anext(after.controller.watch_membership())).version > before.version
+    assert (await after.controller.wait(-1, 0)).version > version
+    await first.controller.stop()
+    await after.controller.stop()
+
+
+async def test_what_died_meanwhile_is_replaced_under_a_fresh_number() -> None:
+    world = Successor(*(one for one in ALL if one[0] != "decode-0"))
+    world.controller.start()
+    await world.until(lambda status: [one.state for one in status.workers].count("ready") == 4)
+    assert world.everything == {*ALL, ("decode-0", 5)} - {("decode-0", 4)}
+    assert world.records[-1].last_numbers["decode-0"] == 5
+    await world.controller.stop()
+
+
+async def test_what_was_starting_goes_on_starting() -> None:
+    world = Successor(*ALL, starting="decode-1")
+    assert worker(world.controller.status(), "decode-1").state == "starting"
+    world.controller.start()
+    await world.until(lambda status: worker(status, "decode-1").state == "ready")
+    assert world.everything == set(ALL)
+    await world.controller.stop()
+
+
+async def test_a_pool_that_was_made_smaller_stays_so() -> None:
+    world = Successor(*ALL, record=replace(RECORD, replicas={"prefill": 1, "decode": 1, "router": 1}))
+    world.controller.start()
+    await world.until(lambda status: len(status.workers) == 3)
+    await world.until(lambda status: world.stop_order == ["decode-1"])
+    await world.controller.stop()
+
+
+async def test_a_silent_worker_takes_no_new_work_until_it_speaks() -> None:
+    world = World()
+    await world.ready()
+    watch = world.controller.watch_membership()
+    await anext(watch)
+    silent = world.processes["decode-1", 1]
+    silent.doubt("no sign of life for 2.3 s")
+    assert [one.worker_id for one in (await anext(watch)).members] == ["prefill-0", "decode-0"]
+    status = worker(world.controller.status(), "decode-1")
+    assert (status.state, status.detail) == ("silent", "no sign of life for 2.3 s")
+    silent.doubt("")
+    assert len((await anext(watch)).members) == 3
+    assert worker(world.controller.status(), "decode-1").num_restarts == 0
+    await world.controller.stop()
+
+
+async def test_a_worker_that_no_node_can_hold_is_told_and_the_others_serve() -> None:
+    world = World()
+    world.unplaced["prefill-0"] = "needs GPU 1, and no node has more than 0"
+    status = await world.ready()
+    assert worker(status, "prefill-0").state == "unplaced"
+    assert worker(status, "prefill-0").detail == "needs GPU 1, and no node has more than 0"
+    assert worker(status, "decode-0").state == "ready"
+    await world.controller.stop()
+    assert world.processes["prefill-0", 1].killed
+
+
+def test_a_record_survives_its_own_writing_and_what_it_does_not_know() -> None:
+    assert Record.from_json(RECORD.to_json()) == RECORD
+    assert Record.from_json(b'{"generation": 7, "unheard_of": 1}') == replace(FIRST_RECORD, generation=7)
+
+
+def test_ours_are_told_by_their_names() -> None:
+    assert parse_name("decode-12.3") == Incarnation(WorkerId("decode-12"), 3)
+    assert parse_name("router-0.1") == Incarnation(WorkerId("router-0"), 1)
+    assert [parse_name(name) for name in ("controller", "decode-1", "xdecode-1.2", "decode-1.2.3")] == [None] * 4
+
+
+def test_why_a_worker_is_not_placed() -> None:
+    small = Node({"CPU": 4.0}, {"zone": "a"})
+    large = Node({"CPU": 2.0, "GPU": 8.0, "accelerator_type:H100": 1.0}, {"zone": "b"})
+
+    def say(share: Share) -> str:
+        return why_unplaced(share, [small, large])
+
+    assert say(Share(8.0, 1)) == "needs CPU 8, and no node has more than 4; add such a node, or ask for less"
+    assert "needs accelerator_type:A100" in say(Share(1.0, 1, accelerator_type="A100"))
+    assert say(Share(4.0, 1, num_gpus=1.0)).startswith("no single node has all of CPU 4, GPU 1")
+    assert say(Share(4.0, 1, node_labels={"zone": "b"})).startswith("needs CPU 4, and no node has more than 2")
+    assert say(Share(1.0, 1, node_labels={"zone": "c"})).startswith("no node has the labels zone=c")
+    assert say(Share(1.0, 1, node_labels={"zone": "!in(a, b)"})).startswith("no node has the labels")
+    assert say(Share(1.0, 1, node_labels={"zone": "in(b, c)"})).startswith("waits for CPU 1")
+    assert why_unplaced(Share(1.0, 1), []) == "there is no node"
+
+
+async def test_a_drain_that_was_under_way_goes_on() -> None:
+    record = replace(RECORD, replicas={"prefill": 1, "decode": 1, "router": 1}, leaving={"decode-1": False})
+    world = Successor(*ALL, record=record)
+    world.controller.start()
+    status = await world.until(lambda status: worker(status, "decode-1").state == "draining")
+    assert len(status.workers) == 4
+    world.processes["decode-1", 1].lose()
+    await world.until(lambda status: len(status.workers) == 3)
+    await asyncio.wait_for(world.controller.stop(), 10)

@@ -17,6 +17,7 @@ from penstock.types import StepTotals, WorkerId, WorkerLoad
 _FORGETTING = 0.95  # an observation counts half after 13 more
 _VARIANCE = 25.0  # of a coefficient over its prior's, before anything is known
 _NOISE_VARIANCE = 0.05  # of a measured time over the predicted one
+_MAX_TOLD = 1e6  # times what was predicted
 _MAX_RATIO = 1e4  # of a coefficient to its prior
 _OUTLIER = 3.0  # mean deviations; what lies beyond counts the less, the further it is
 _MAX_STEP = 4.0  # times a coefficient, that one observation may raise it
@@ -57,7 +58,9 @@ class LinearCost:
         if predicted_s <= 0.0:
             return
         row = [one * prior / predicted_s for one, prior in zip(quantities, self._prior, strict=True)]
-        error = seconds / predicted_s - sum(a * b for a, b in zip(row, self._ratios, strict=True))
+        # Beyond that it is a liar's figure, whatever it is; and what is infinite spoils all that follows.
+        told = seconds / predicted_s if seconds < _MAX_TOLD * predicted_s else _MAX_TOLD
+        error = told - sum(a * b for a, b in zip(row, self._ratios, strict=True))
         limit = _OUTLIER * self._deviation
         self._deviation += _SMOOTHING * (min(abs(error), 2 * limit) - self._deviation)
         self._deviation = min(max(self._deviation, _MIN_DEVIATION), _MAX_DEVIATION)

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.types import Labels, StepTotals, WorkerId, WorkerLoad
@@ -129,6 +129,7 @@ _ANYTHING = st.floats(allow_nan=True, allow_infinity=True) | st.floats(0, 1e6)
     rows=st.lists(st.tuples(st.tuples(_ANYTHING, _ANYTHING, _ANYTHING), _ANYTHING), max_size=60),
     prior=st.sampled_from([PREFILL_PRIOR, DECODE_PRIOR]),
 )
+@example(rows=[((0.0, 0.0, 2.220446049250313e-16), 3.99168061906944e284)], prior=PREFILL_PRIOR)
 @settings(max_examples=300, deadline=None)
 def test_no_measurement_makes_a_model_absurd(rows, prior):
     model = LinearCost((prior.fixed_s, prior.token_s, prior.context_s))

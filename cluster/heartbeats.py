@@ -77,7 +77,7 @@ async def follow_worker(
             while True:
                 reason = await _read_loads(stub, epoch, hear)
                 try:
-                    answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=lease.left_s)
+                    answer = await _describe(stub, lease)
                 except grpc.aio.AioRpcError as error:
                     return f"{reason}, and then {_say(error)}"
                 if answer.epoch != epoch:
@@ -85,6 +85,17 @@ async def follow_worker(
                 lease.hear()
     finally:
         lease.close()
+
+
+async def _describe(stub: worker_pb2_grpc.WorkerStub, lease: _Lease) -> worker_pb2.WorkerDescription:
+    """Asks twice: the first question may break with a connection whose pings a frozen process left unanswered. The
+    second waits on a fresh one, for as long as the silence may last; where nobody listens both fail at once."""
+    try:
+        return await stub.Describe(worker_pb2.DescribeRequest(), timeout=lease.left_s)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+    return await stub.Describe(worker_pb2.DescribeRequest(), timeout=lease.left_s)
 
 
 async def _read_loads(

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -17,17 +18,25 @@ log = logging.getLogger(__name__)
 _TIMEOUT_S = 3.0
 
 
-async def kill_process(node_id: str, pid: int) -> None:
-    """SIGKILL, which a stopped process cannot put off. Of a node that is gone there is nothing to end."""
+async def kill_process(node_id: str, pid: int) -> bool:
+    """SIGKILL, which a stopped process cannot put off. Returns whether it is certain to end; of a node that is gone
+    nothing is."""
     if node_id == ray.get_runtime_context().get_node_id():
         _kill(pid)
-        return
-    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return True
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            await ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)
+            await (await asyncio.to_thread(_kill_there, node_id, pid))
     except (RayError, TimeoutError) as error:
         log.info("process %d of node %s was not signalled: %s", pid, node_id, type(error).__name__)
+        return False
+    return True
+
+
+def _kill_there(node_id: str, pid: int) -> Any:
+    """Blocks on Ray's head, which may be away."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)
 
 
 def _kill(pid: int) -> None:

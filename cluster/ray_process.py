@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 NAMESPACE = "penstock"
 _REMOVE_TIMEOUT_S = 5.0  # until Ray has confirmed that a killed actor is gone
-_WORKER_REMOVE_TIMEOUT_S = 1.0
+_WORKER_REMOVE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class RayProcess:
         assert self._report is not None
         assert self._report.started is not None
         started = self._report.started
-        if self._spec.kind == "router":
+        if self._is_router:
             following = follow_router(started.address, on_doubt)
         else:
             following = follow_worker(started.address, started.epoch, on_load, on_doubt, self._host.dial)
@@ -168,17 +168,25 @@ class RayProcess:
     async def _kill_actor(self, actor: ActorHandle) -> None:
         """Ray asks a process to end; one that is stopped by a signal cannot hear it, hence the signal.
 
-        A successor on another port need not wait for long until Ray has noticed.
+        A router's successor wants its ports. A worker's may come as soon as the process is sure to end, and where
+        nothing is sure (its node does not answer) soon all the same: the epoch tells the two apart.
         """
-        patience_s = _REMOVE_TIMEOUT_S if self._spec.node_id else _WORKER_REMOVE_TIMEOUT_S
-        try:
-            async with asyncio.timeout(patience_s):
-                ending: list[Awaitable[object]] = [asyncio.to_thread(ray.kill, actor, no_restart=True), self._outlive()]
-                if self._report is not None and self._report.started is not None:
-                    ending.append(kill_process(self._report.node_id, self._report.started.pid))
-                await asyncio.gather(*ending)
-        except TimeoutError:
-            log.info("%s: Ray did not confirm its end within %g s", self._spec.name, patience_s)
+        gone: set[asyncio.Task[Any]] = {asyncio.create_task(self._outlive())}
+        if self._report is not None and self._report.started is not None and not self._is_router:
+            gone.add(asyncio.create_task(kill_process(self._report.node_id, self._report.started.pid)))
+        elif self._report is not None and self._report.started is not None:
+            await kill_process(self._report.node_id, self._report.started.pid)
+        await asyncio.to_thread(ray.kill, actor, no_restart=True)
+        patience_s = _REMOVE_TIMEOUT_S if self._is_router else _WORKER_REMOVE_TIMEOUT_S
+        done, pending = await asyncio.wait(gone, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            log.info("%s: nothing confirmed its end within %g s", self._spec.name, patience_s)
+        for one in pending:
+            one.cancel()
+
+    @property
+    def _is_router(self) -> bool:
+        return self._spec.kind == "router"
 
 
 def _first_line(error: RayError) -> str:

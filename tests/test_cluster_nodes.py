@@ -67,9 +67,10 @@ def client(deployment: RayDeployment) -> Iterator[Client]:
         yield one
 
 
-def until(
-    deployment: RayDeployment, condition: Callable[[dict[str, admin_pb2.WorkerStatus]], bool]
-) -> dict[str, admin_pb2.WorkerStatus]:
+Workers = dict[str, admin_pb2.WorkerStatus]
+
+
+def until(deployment: RayDeployment, condition: Callable[[Workers], bool]) -> Workers:
     """The workers by name, once the condition holds of them."""
     deadline_s = time.monotonic() + WITHIN_S
     version, status = -1, admin_pb2.StatusResponse()

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import ray
 from ray.actor import ActorHandle
@@ -26,16 +26,17 @@ from cluster.ray_process import ActorSpec, Host, RayProcess, StartReport
 from cluster.ray_record import RecordWriter, load_record
 from cluster.record import FIRST_RECORD, Record
 from cluster.recovery import find_running, remove_everything
+from cluster.role_host import RoleHost
 from cluster.shares import FRONT_SHARE, Share
 from penstock import log as logs
 from penstock.async_client import AsyncClient
 from penstock.config import RouterConfig, ServeConfig, WorkerConfig, parse
-from penstock.errors import InternalError, PenstockError, to_status
+from penstock.errors import InternalError, InvalidInput, PenstockError, to_status
 from penstock.grpc_server import GrpcServer
 from penstock.retry import RetryPolicy
 from penstock.secret import ClusterSecret, with_secret
 from penstock.trust import Trust
-from penstock.types import Epoch, Role
+from penstock.types import Epoch, Role, WorkerId
 from router.identity import CANARY
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,10 @@ class Server(Protocol):
 
     async def start(self, on_progress: Callable[[float], None]) -> Started: ...
 
+    async def flip(self, worker_id: WorkerId, role: Role) -> Started:
+        """Serves in the other role from now on."""
+        ...
+
     async def fail(self) -> str:
         """Returns the reason once the server cannot go on by itself."""
         ...
@@ -62,29 +67,28 @@ class WorkerHost:
     """A prefill or decode worker; the same server that `python -m decode_worker` runs."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        # Imported here: only a worker's process pays for torch, after its thread bounds are set.
-        if config.role is Role.PREFILL:
-            from prefill_worker.server import PrefillServer
-
-            self._server: Any = PrefillServer(config)
-        else:
-            from decode_worker.server import DecodeServer
-
-            self._server = DecodeServer(config)
+        self._host = RoleHost(config)
 
     async def start(self, on_progress: Callable[[float], None]) -> Started:
-        await self._server.start(on_progress)
-        return Started(self._server.epoch, self._server.address, os.getpid())
+        await self._host.start(on_progress)
+        return self._started()
+
+    def _started(self) -> Started:
+        return Started(self._host.epoch, self._host.address, os.getpid())
+
+    async def flip(self, worker_id: WorkerId, role: Role) -> Started:
+        await self._host.flip(worker_id, role)
+        return self._started()
 
     async def fail(self) -> str:
         try:
-            await self._server.failed
+            await self._host.failed
         except Exception as error:
             return f"its step loop died: {type(error).__name__}: {error}"
         return "its step loop ended"
 
     async def stop(self) -> None:
-        await self._server.stop()
+        await self._host.stop()
 
 
 class RouterHost:
@@ -110,6 +114,9 @@ class RouterHost:
     async def fail(self) -> str:
         await asyncio.get_running_loop().create_future()  # nothing of a router fails by itself
         raise AssertionError("unreachable")
+
+    async def flip(self, worker_id: WorkerId, role: Role) -> Started:
+        raise InvalidInput("worker_id", "is a router's, which has no other role")
 
     async def stop(self) -> None:
         await self._server.stop()
@@ -153,6 +160,23 @@ class ServerActor:
             return StartReport(None, node_id, to_status(error).SerializeToString())
         except Exception as error:
             log.exception("start failed")
+            fault = InternalError(f"{type(error).__name__}: {error}")
+            return StartReport(None, node_id, to_status(fault).SerializeToString())
+
+    async def flip(self, incarnation: Incarnation) -> StartReport:
+        """The same process serves as this incarnation from now on, in its pool's role, and says so when asked again."""
+        self._starting = asyncio.create_task(self._flip(incarnation))
+        return await asyncio.shield(self._starting)
+
+    async def _flip(self, incarnation: Incarnation) -> StartReport:
+        assert self._server is not None
+        node_id = ray.get_runtime_context().get_node_id()
+        try:
+            return StartReport(await self._server.flip(incarnation.worker_id, Role(incarnation.pool_name)), node_id)
+        except PenstockError as error:
+            return StartReport(None, node_id, to_status(error).SerializeToString())
+        except Exception as error:
+            log.exception("the flip failed")
             fault = InternalError(f"{type(error).__name__}: {error}")
             return StartReport(None, node_id, to_status(fault).SerializeToString())
 

@@ -10,12 +10,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.drain import TIMEOUT_S, Drain
 from cluster.events import SCALED, EventLog
+from cluster.flip import Flip
 from cluster.heartbeats import OnDoubt
 from cluster.pool import Incarnation, Pool, Slot, Start, Stop, WorkerState
 from cluster.record import FIRST_RECORD, Record
@@ -61,6 +62,10 @@ class SupervisedProcess(Protocol):
 
     async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
         """Returns the reason once the process is dead or no longer answers; while that is not sure, it is in doubt."""
+        ...
+
+    async def flip(self, incarnation: Incarnation) -> Started:
+        """Serves in the other role from now on, as this incarnation. Raises PenstockError; it is of no use then."""
         ...
 
     async def stop(self) -> None:
@@ -129,6 +134,8 @@ class Controller:
         self.events = EventLog(time.time)
         self._drains: dict[Incarnation, Drain] = {}
         self._drain_tasks: set[asyncio.Task[None]] = set()
+        self._flips: dict[Incarnation, Flip] = {}  # by what comes of it, until that is ready or lost
+        self._handed: dict[Incarnation, asyncio.Future[SupervisedProcess]] = {}  # processes that somebody else takes on
         self._canary_task: asyncio.Task[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._started_s = time.monotonic()
@@ -193,21 +200,27 @@ class Controller:
     async def _supervise(self, incarnation: Incarnation, found: Found | None = None) -> None:
         """One incarnation from start to loss. Cancelled: stops it in order."""
         pool = self._pools[incarnation.pool_name]
-        process = found.process if found else self._spawn(incarnation)
+        flip = self._flips.get(incarnation)
+        process = found.process if found else flip or self._spawn(incarnation)
         reason = "stopped"
         try:
             if found is None or found.started is None:
                 await process.place()
-                async with asyncio.timeout(self._config.start_timeout_s):
+                async with asyncio.timeout(self._config.start_timeout_s + (flip.patience_s if flip else 0.0)):
                     started = await process.start()
                 self._note_ready(pool, incarnation, started)
+                self._flips.pop(incarnation, None)
                 self._publish()
                 log.info("%s is ready at %s, epoch %d", incarnation.worker_id, started.address, started.epoch)
             reason = await process.watch(
                 lambda load: self._take_report(incarnation, load), lambda doubt: self._on_doubt(incarnation, doubt)
             )
         except asyncio.CancelledError:
-            await _stop_in_order(process)
+            if incarnation in self._handed:
+                self._handed[incarnation].set_result(process.process if isinstance(process, Flip) else process)
+                reason = "serves in another role"
+            else:
+                await _stop_in_order(process)
             raise
         except TimeoutError:
             reason = f"not ready within start_timeout_s = {self._config.start_timeout_s:g} s"
@@ -224,7 +237,10 @@ class Controller:
             pool.on_lost(incarnation, reason)
             self._give_up_if_hopeless(pool, incarnation)
             self._publish()  # routers hear of it first, then the corpse is removed, then it is replaced
-            await process.kill()
+            if incarnation not in self._handed:
+                await process.kill()
+            if (flip := self._flips.pop(incarnation, None)) is not None:
+                flip.fail(reason)
             self._tasks.pop(incarnation, None)
             pool.on_removed(incarnation, time.monotonic())
             self._publish()
@@ -354,22 +370,37 @@ class Controller:
         slot = self._find_worker(worker_id)
         if slot.incarnation in self._drains:
             return self._drains[slot.incarnation]
-        role = Role(slot.incarnation.pool_name)
+        self._check_drain(slot)
+        return self._drain_and_end(slot, timeout_s, replaced=replaced)
+
+    def _check_drain(self, slot: Slot) -> None:
+        """Raises InvalidInput."""
+        worker_id, role = slot.worker_id, Role(slot.incarnation.pool_name)
         if slot.state is not WorkerState.READY:
             raise InvalidInput("worker_id", f"{worker_id} is {slot.state.value}; only a ready worker can be drained")
         if role is Role.DECODE and sum(1 for _ in self._pools[role.value].ready()) == 1:
             raise InvalidInput(
                 "worker_id", f"{worker_id} is the only decode worker that is ready; without one nothing is served"
             )
+
+    def _drain_and_end(self, slot: Slot, timeout_s: float, *, replaced: bool, at_once: bool = False) -> Drain:
+        drain = self._begin_drain(slot, timeout_s, replaced=replaced, at_once=at_once)
+        self._keep(self._end_when_empty(drain, slot.incarnation))
+        return drain
+
+    def _begin_drain(self, slot: Slot, timeout_s: float, *, replaced: bool, at_once: bool = False) -> Drain:
+        role = Role(slot.incarnation.pool_name)
         member = Member(slot.worker_id, slot.epoch, role, slot.address)
         drain = Drain(member, timeout_s, self._config.decode.max_batch_sequences, self, self._dial)
         self._drains[slot.incarnation] = drain
-        self._pools[role.value].drain(slot.incarnation, replaced=replaced)
+        self._pools[role.value].drain(slot.incarnation, replaced=replaced, at_once=at_once)
         self._publish()  # routers choose it no more
-        task = asyncio.create_task(self._end_when_empty(drain, slot.incarnation))
+        return drain
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._drain_tasks.add(task)
         task.add_done_callback(self._drain_tasks.discard)
-        return drain
 
     async def _end_when_empty(self, drain: Drain, incarnation: Incarnation) -> None:
         log.info("%s is drained", incarnation.worker_id)
@@ -406,6 +437,47 @@ class Controller:
         self._publish()
         return draining
 
+    def flip(self, worker_id: str, role: Role, timeout_s: float = TIMEOUT_S) -> Flip:
+        """Begins to empty a worker that then serves in the other role, or joins in where that is under way: one replica
+        goes from pool to pool. Raises InvalidInput."""
+        slot = self._find_worker(worker_id)
+        known = next((one for one in self._flips.values() if one.source.epoch == slot.epoch), None)
+        if known is not None and slot.epoch:
+            return known
+        if role.value == slot.incarnation.pool_name:
+            raise InvalidInput("role", f"is {role.value}, which {worker_id} has already; give the other one")
+        if self._config.engine_config(Role.PREFILL) != self._config.engine_config(Role.DECODE):
+            raise InvalidInput(
+                "role",
+                "cannot change: the pools' engines differ; make their `engine` tables alike",
+            )
+        self._check_drain(slot)
+        source = slot.incarnation
+        drain = self._begin_drain(slot, timeout_s, replaced=False)
+        target = self._pools[role.value].take_over(f"comes from {worker_id} once that is empty")
+
+        async def take() -> SupervisedProcess | None:
+            try:
+                return await self._take_process(source)
+            finally:
+                self._drains.pop(source, None)
+
+        flip = self._flips[target] = Flip(target, drain, timeout_s, take)
+        self._tasks[target] = asyncio.create_task(self._supervise(target))
+        self._publish()
+        return flip
+
+    async def _take_process(self, incarnation: Incarnation) -> SupervisedProcess | None:
+        """Out of its supervision, alive; None where it is gone already."""
+        supervision = self._tasks.get(incarnation)
+        if supervision is None or incarnation in self._handed:
+            return None
+        handed = self._handed[incarnation] = asyncio.get_running_loop().create_future()
+        supervision.cancel()
+        await asyncio.wait([supervision])
+        del self._handed[incarnation]
+        return handed.result() if handed.done() else None
+
     def _find_worker(self, worker_id: str) -> Slot:
         workers = {slot.worker_id: slot for role in Role for slot in self._pools[role.value].slots}
         if worker_id not in workers:
@@ -438,7 +510,11 @@ class Controller:
         else:
             self._loads.pop(incarnation, None)
         slots = self._pools[incarnation.pool_name].slots
-        epoch = next((slot.epoch for slot in slots if slot.incarnation == incarnation), None)
+        slot = next((slot for slot in slots if slot.incarnation == incarnation), None)
+        if slot is not None and load is not None and load.leaving and slot.state is WorkerState.READY:
+            log.info("%s was told to end: it is emptied and replaced", incarnation.worker_id)
+            self._drain_and_end(slot, self._config.drain_s, replaced=True, at_once=True)
+        epoch = slot.epoch if slot is not None else None
         if epoch is not None and (waiting := self._reported.pop(epoch, None)) is not None:
             waiting.set()
 

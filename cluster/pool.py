@@ -165,13 +165,21 @@ class Pool:
         free = (one for one in places if one not in self._slots)
         return [*staying[:count], *itertools.islice(free, max(0, count - len(staying)))]
 
-    def drain(self, incarnation: Incarnation, *, replaced: bool) -> None:
+    def drain(self, incarnation: Incarnation, *, replaced: bool, at_once: bool = False) -> None:
         """A ready one gets no more work; the owner ends it when it is empty. Its place goes to a new worker where it is
-        `replaced`, else the pool is one smaller from now on."""
+        `replaced`, once it is gone or `at_once`; else the pool is one smaller from now on."""
         slot = self._current(incarnation)
         if slot and slot.state in _UP:
-            slot.state, slot.is_leaving, slot.is_replaced = WorkerState.DRAINING, True, replaced
+            slot.state, slot.is_leaving, slot.is_replaced = WorkerState.DRAINING, True, replaced and not at_once
             self._replicas -= not replaced
+
+    def take_over(self, detail: str) -> Incarnation:
+        """A place for a worker that comes from another pool, process and all: the pool is one larger."""
+        places = (WorkerId(f"{self.name}-{number}") for number in itertools.count())
+        worker_id = next(one for one in places if one not in self._slots)
+        self._replicas += 1
+        slot = self._slots[worker_id] = Slot(self._next_incarnation(worker_id), detail=detail)
+        return slot.incarnation
 
     def _next_incarnation(self, worker_id: WorkerId) -> Incarnation:
         self._last_number[worker_id] = number = self._last_number.get(worker_id, 0) + 1

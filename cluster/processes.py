@@ -115,7 +115,7 @@ class Deployment:
         """Ends every process: asked first, killed after a while."""
         for process in self._processes:
             process.signal(signal.SIGCONT)
-            process.signal(signal.SIGTERM)
+            process.signal(signal.SIGINT)  # SIGTERM would wait for what is under way
         for process in self._processes:
             try:
                 process.popen.wait(_STOP_TIMEOUT_S)

@@ -151,6 +151,17 @@ class RayProcess:
         except RayError as error:
             return f"its process died: {_first_line(error)}"
 
+    async def flip(self, incarnation: Incarnation) -> Started:
+        assert self._actor is not None, "place first"
+        try:
+            report: StartReport = await self._actor.flip.remote(incarnation)
+        except RayError as error:
+            raise Unavailable(f"its process died while changing its role: {_first_line(error)}") from error
+        if report.started is None:
+            raise from_status(status_pb2.Status.FromString(report.error))
+        self._report = report
+        return report.started
+
     async def stop(self) -> None:
         if self._actor is None:
             return

@@ -18,6 +18,7 @@ from decode_worker.service import DecodeService
 from decode_worker.transfers import Transfers
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
+from engine.replica import Replica
 from engine.step_loop import StepLoop
 from engine.worker_identity import describe
 from kv_transfer.lease import earliest
@@ -25,7 +26,6 @@ from kv_transfer.receiver import TransferReceiver
 from kv_transfer.sender import TransferSender
 from penstock.config import WorkerConfig
 from penstock.errors import ConfigError
-from penstock.kv_events import KvEventLog
 from penstock.trust import Trust
 from penstock.types import Epoch, Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
@@ -37,12 +37,14 @@ class DecodeServer:
 
     role = Role.DECODE
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, replica: Replica | None = None) -> None:
+        """`replica`: loaded already, and nobody else works with it any more."""
         if config.role is not Role.DECODE:
             raise ConfigError(f"role = {config.role.value}: this is a decode worker; set role = 'decode'")
         self._config = config
         self.epoch = Epoch(time.time_ns())
         self.address = ""
+        self.replica = replica
         self._running = asyncio.get_running_loop()
         self.worker: DecodeWorker
         self._loop: StepLoop
@@ -50,10 +52,11 @@ class DecodeServer:
 
     async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
         """Raises CheckpointError or ConfigError; `on_progress` hears the share of the weights loaded, 0 to 1."""
-        config, events = self._config, KvEventLog()
+        config = self._config
         trust = Trust(config.security)
-        engine = await asyncio.to_thread(Engine.load, config.engine, on_progress, events)
-        await asyncio.to_thread(engine.warm_up)
+        if self.replica is None:
+            self.replica = await asyncio.to_thread(Replica.load, config.engine, on_progress)
+        engine, events = self.replica.engine, self.replica.events
         self._open_transfers(engine)
         transfers = Transfers(engine, self._receiver, self.epoch, config.transfer, lambda call: self._loop.post(call))
         description = describe(engine, config, self.epoch)
@@ -131,9 +134,19 @@ class DecodeServer:
 
         self._running.call_soon_threadsafe(fail)
 
+    async def leave(self) -> None:
+        """Tells routers to send nothing more; what is here goes on."""
+        self._service.leave()
+        await self._grpc.set_serving(False)
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Until there is no request, and no page is held or fenced; False when time is up."""
+        return await self._service.wait_idle(timeout_s)
+
     async def stop(self) -> None:
         """Ends every request, then closes what carries them."""
         await self._grpc.set_serving(False)
+        self._service.close()
         await self._grpc.stop()
         await self._fences.close()
         await self._calls.close()

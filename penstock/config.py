@@ -123,6 +123,7 @@ class WorkerConfig(_Frozen):
     transfer: TransferConfig = TransferConfig()
     security: SecurityConfig = SecurityConfig()
     labels: LabelsConfig = LabelsConfig()
+    drain_s: float = Field(30.0, ge=0)  # after SIGTERM, for what is under way to end or to move away
 
 
 class IndexConfig(_Frozen):
@@ -149,6 +150,7 @@ class RouterConfig(_Frozen):
     max_timeout_s: float = Field(3600.0, gt=0)
     max_inflight: int = Field(4096, ge=1)  # requests; more are refused with RESOURCE_EXHAUSTED
     max_redispatches: int = Field(3, ge=0)  # of one request whose decode worker was lost
+    drain_s: float = Field(30.0, ge=0)  # after SIGTERM, for streams under way to end
     admission: AdmissionConfig = AdmissionConfig()
     index: IndexConfig = IndexConfig()
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)  # by name; none: callers are not told apart
@@ -211,6 +213,7 @@ class ServeConfig(_Frozen):
     tls: TlsConfig | None = None  # of the gRPC and the HTTP port
     security: SecurityConfig = SecurityConfig()  # without a secret, one is made for the deployment
     start_timeout_s: float = Field(300.0, gt=0)  # until the deployment must be ready
+    drain_s: float = Field(30.0, ge=0)  # of a process that is told to end by SIGTERM
 
     @model_validator(mode="after")
     def _parts_are_valid(self) -> ServeConfig:
@@ -250,6 +253,7 @@ class ServeConfig(_Frozen):
             "tenants": self.tenants,
             "tls": self.tls,
             "security": self.security,
+            "drain_s": self.drain_s,
         }
         return RouterConfig.model_validate({**shared, **self.router})
 
@@ -264,6 +268,7 @@ class ServeConfig(_Frozen):
             decode=self.decode,
             transfer=self.transfer,
             security=self.security,
+            drain_s=self.drain_s,
             labels=(self.prefill_pool if role is Role.PREFILL else self.decode_pool).labels,
         )
 

@@ -36,6 +36,7 @@ StartT = TypeVar("StartT", worker_pb2.PrefillCommand, worker_pb2.AdoptCommand)
 
 _PING_INTERVAL_MS = 1000
 _PING_TIMEOUT_MS = 1000  # a frozen peer is noticed within about 2 s; grpc's default is 60 s
+LIVE = "live"  # the health service's name for whether the process answers at all; "" is whether it takes work
 _START_TIMEOUT_S = 10.0  # from opening a call to its first command
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -107,6 +108,7 @@ class GrpcServer:
         except RuntimeError as error:
             raise ConfigError(f"{key} = {port}: cannot listen on {host}:{port}; free it or choose another") from error
         await self.set_serving(False)
+        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         await self.server.start()
         return self.port
 
@@ -125,6 +127,7 @@ class GrpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float = 0.5) -> None:
+        """New calls are refused at once; those under way have `grace_s` to end."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 

@@ -163,3 +163,4 @@ class WorkerLoad:
     prefill_steps: StepTotals = StepTotals()  # in which prompts were computed, perhaps beside decoding
     decode_steps: StepTotals = StepTotals()  # in which each sequence got one token and nothing else was done
     num_open: int = 0  # requests held, whatever their state
+    leaving: bool = False  # its process was told to end: it wants no new work

@@ -138,6 +138,7 @@ def load_to_wire(load: WorkerLoad) -> worker_pb2.Load:
         prefill_steps=worker_pb2.StepTotals(**asdict(load.prefill_steps)),
         decode_steps=worker_pb2.StepTotals(**asdict(load.decode_steps)),
         num_open=load.num_open,
+        leaving=load.leaving,
     )
 
 
@@ -154,6 +155,7 @@ def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
         prefill_steps=_totals_from_wire(wire.prefill_steps),
         decode_steps=_totals_from_wire(wire.decode_steps),
         num_open=wire.num_open,
+        leaving=wire.leaving,
     )
 
 

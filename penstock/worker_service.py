@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import grpc.aio
 
@@ -34,6 +35,37 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._loop = asyncio.get_running_loop()
         self._watchers: set[asyncio.Event] = set()
         self._notified = False
+        self._leaving = False
+        self._closed = False
+
+    @property
+    def load(self) -> WorkerLoad:
+        return replace(self._load(), leaving=True) if self._leaving else self._load()
+
+    def leave(self) -> None:
+        """Tells watchers that this worker wants no new work."""
+        self._leaving = True
+        self._wake()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Until it holds no request, and no page of it is held or may be written; False when time is up."""
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not _is_idle(self._load()):
+                    await changed.wait()
+                    changed.clear()
+        except TimeoutError:
+            return _is_idle(self._load())
+        finally:
+            self._watchers.discard(changed)
+        return True
+
+    def close(self) -> None:
+        """Ends every watch, so that the server's end need not wait for them."""
+        self._closed = True
+        self._wake()
 
     def notify(self) -> None:
         """Load or cache changed: watchers are told soon."""
@@ -66,7 +98,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
-            while True:
+            while not self._closed:
                 batch = self._events.read(next_seq)
                 next_seq = batch.next_seq
                 for part in split_snapshot(batch, _SNAPSHOT_PAGES):
@@ -87,8 +119,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             part=batch.part,
             payload=encode_events(batch.events),
             num_strays=batch.num_strays,
-            load=wire.load_to_wire(self._load()),
+            load=wire.load_to_wire(self.load),
         )
+
+
+def _is_idle(load: WorkerLoad) -> bool:
+    return load.num_open == 0 and load.free_pages == load.total_pages
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from engine.engine import Engine
+from engine.replica import Replica
 from engine.step_loop import StepLoop
 from engine.worker_identity import describe
 from kv_transfer.sender import TransferSender
 from penstock.config import WorkerConfig
 from penstock.errors import ConfigError
-from penstock.kv_events import KvEventLog
 from penstock.trust import Trust
 from penstock.types import Epoch, Role
 from penstock.v1 import worker_pb2, worker_pb2_grpc
@@ -26,21 +25,24 @@ class PrefillServer:
 
     role = Role.PREFILL
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, replica: Replica | None = None) -> None:
+        """`replica`: loaded already, and nobody else works with it any more."""
         if config.role is not Role.PREFILL:
             raise ConfigError(f"role = {config.role.value}: this is a prefill worker; set role = 'prefill'")
         self._config = config
         self.epoch = Epoch(time.time_ns())
         self.address = ""
+        self.replica = replica
         self.worker: PrefillWorker
         self._loop: StepLoop
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
         """Raises CheckpointError or ConfigError; `on_progress` hears the share of the weights loaded, 0 to 1."""
-        events, trust = KvEventLog(), Trust(self._config.security)
-        engine = await asyncio.to_thread(Engine.load, self._config.engine, on_progress, events)
-        await asyncio.to_thread(engine.warm_up)
+        trust = Trust(self._config.security)
+        if self.replica is None:
+            self.replica = await asyncio.to_thread(Replica.load, self._config.engine, on_progress)
+        engine, events = self.replica.engine, self.replica.events
         self._sender = TransferSender(
             engine.kv_pages,
             engine.layout,
@@ -77,9 +79,19 @@ class PrefillServer:
 
         self._running.call_soon_threadsafe(fail)
 
+    async def leave(self) -> None:
+        """Tells routers to send nothing more; what is here goes on."""
+        self._service.leave()
+        await self._grpc.set_serving(False)
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Until there is no job and no page is held; False when time is up."""
+        return await self._service.wait_idle(timeout_s)
+
     async def stop(self) -> None:
         """Ends every prefill, waits until nothing is being written, then closes the port."""
         await self._grpc.set_serving(False)
+        self._service.close()
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._sender.shutdown)
         await self._grpc.stop()

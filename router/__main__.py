@@ -1,6 +1,7 @@
 """`python -m router --config FILE`: a router as a plain process.
 
-Prints one JSON line with its addresses once a request would succeed, and ends on SIGTERM or SIGINT.
+Prints one JSON line with its addresses once a request would succeed. SIGTERM ends it in good order: no new requests,
+and `drain_s` for the streams under way. SIGINT, or a second SIGTERM, ends it at once.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import sys
 
 import uvloop
 
 from penstock import log
 from penstock.config import RouterConfig, load, with_secret_file
+from penstock.ending import Ending
 from penstock.errors import PenstockError
 from router.server import RouterServer
 
@@ -37,19 +38,25 @@ def main() -> int:
 
 
 async def _serve(config: RouterConfig) -> None:
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    ending = Ending()
     server = RouterServer(config)
     await server.start()
     try:
-        if await _until_ready(server, stopped):
+        if await _until_ready(server, ending.asked):
             ports, host = server.ports, config.host
             ready = {"grpc": f"{host}:{ports.grpc}", "http": f"{host}:{ports.http}", "pid": os.getpid()}
             print(json.dumps(ready), flush=True)
-            await stopped.wait()
+            await ending.asked.wait()
+            await _leave(server, config.drain_s, ending.at_once)
     finally:
         await server.stop()
+
+
+async def _leave(server: RouterServer, drain_s: float, at_once: asyncio.Event) -> None:
+    leaving, hurried = asyncio.create_task(server.leave(drain_s)), asyncio.create_task(at_once.wait())
+    await asyncio.wait([leaving, hurried], return_when=asyncio.FIRST_COMPLETED)
+    for task in (leaving, hurried):
+        task.cancel()
 
 
 async def _until_ready(server: RouterServer, stopped: asyncio.Event) -> bool:

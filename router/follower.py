@@ -80,7 +80,7 @@ class Follower:
     @property
     def takes_work(self) -> bool:
         """Whether a request sent now would be served."""
-        if self._retired or not self._heard:
+        if self._retired or not self._heard or self.load.leaving:
             return False
         return self.description.role == Role.PREFILL or (self.link is not None and self.link.is_open)
 
@@ -212,12 +212,13 @@ class Follower:
             return False
         load = wire.load_from_wire(message.load)
         self._listen_for_silence(load)
+        changed = load.leaving != self.load.leaving
         self.load = load
         self._ledger.on_report(self.worker_id, time.monotonic())
         self._costs.on_load(self.worker_id, self.load, self.description.page_size)
         self._on_load()
-        if not self._heard and not message.more:
-            self._heard = True
+        if changed or (not self._heard and not message.more):
+            self._heard = self._heard or not message.more
             self._on_change()
         return True
 

@@ -54,6 +54,7 @@ class Generator:
         self._config = config
         self._fleet = fleet
         self._metrics = metrics
+        self.leaving = False  # this router ends: what is under way goes on, nothing new is taken
         self._quarantine = Quarantine()
         weights = Weights(
             config.decode_weight, config.temperature_s, config.affinity_s, config.replica_s, config.crowd_weight
@@ -66,7 +67,7 @@ class Generator:
     @property
     def ready(self) -> bool:
         """Whether a request sent now would be served."""
-        return self._fleet.group() is not None
+        return not self.leaving and self._fleet.group() is not None
 
     def _current_predictions(self) -> Mapping[WorkerId, WorkerErrors]:
         predictions = self._placer.predictions
@@ -94,6 +95,8 @@ class Generator:
         """
         accepted_s = time.monotonic()
         with self._counted_errors():
+            if self.leaving:
+                raise Unavailable("this router ends; ask another", _RETRY_AFTER_S)
             check_request(wire, self.limits)
             self.check_model(wire.model)
             lane = tenant.lane(wire.lane)

@@ -93,9 +93,16 @@ def make_app(generator: Generator, fleet: Fleet, metrics: RouterMetrics, metrics
         return model_json()
 
     @app.get("/health")
+    @app.get("/health/ready")
     async def health() -> Response:
         ready = generator.ready
-        return JSONResponse({"status": "ready" if ready else "no decode worker"}, 200 if ready else 503)
+        reason = "leaving" if generator.leaving else "no decode worker"
+        return JSONResponse({"status": "ready" if ready else reason}, 200 if ready else 503)
+
+    @app.get("/health/live")
+    async def live() -> Response:
+        """The process answers, whether or not a request would be served: no reason to restart it."""
+        return JSONResponse({"status": "live"})
 
     @app.get("/metrics")
     async def scrape(http: Request) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import time
 from dataclasses import dataclass
@@ -126,9 +127,18 @@ class RouterServer:
         """Whether a request would be served, within this time."""
         return await self.fleet.wait_for(self.fleet.group, timeout_s) is not None
 
+    async def leave(self, drain_s: float) -> None:
+        """Takes no new request, and returns once those under way have ended or time is up. `stop` must follow."""
+        self.generator.leaving = True
+        await self._grpc.set_serving(False)
+        self._http.config.timeout_graceful_shutdown = math.ceil(drain_s)
+        self._http.should_exit = True
+        await asyncio.gather(self._grpc.stop(drain_s), asyncio.wait([self._http_task], timeout=drain_s))
+
     async def stop(self) -> None:
         """Ends both fronts and lets go of every worker; requests under way are cut off."""
         await self._grpc.set_serving(False)
+        self._http.config.timeout_graceful_shutdown = math.ceil(_HTTP_STOP_S)
         self._http.should_exit = True
         await asyncio.gather(self._grpc.stop(), asyncio.wait([self._http_task], timeout=2 * _HTTP_STOP_S))
         for task in (*self._tasks, self._http_task):

@@ -170,3 +170,27 @@ class Finding(_message.Message):
     text: str
     advice: str
     def __init__(self, check: _Optional[str] = ..., subject: _Optional[str] = ..., verdict: _Optional[str] = ..., text: _Optional[str] = ..., advice: _Optional[str] = ...) -> None: ...
+
+class FlipRequest(_message.Message):
+    __slots__ = ("worker_id", "role", "timeout_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: str
+    timeout_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class FlipProgress(_message.Message):
+    __slots__ = ("worker_id", "stage", "drain", "flip_s", "detail")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    FLIP_S_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    stage: str
+    drain: DrainProgress
+    flip_s: float
+    detail: str
+    def __init__(self, worker_id: _Optional[str] = ..., stage: _Optional[str] = ..., drain: _Optional[_Union[DrainProgress, _Mapping]] = ..., flip_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...

@@ -69,6 +69,11 @@ class AdminStub:
                 request_serializer=penstock_dot_v1_dot_admin__pb2.DoctorRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.Finding.FromString,
                 _registered_method=True)
+        self.Flip = channel.unary_stream(
+                '/penstock.v1.Admin/Flip',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.FlipRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.FlipProgress.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -122,6 +127,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Flip(self, request, context):
+        """Empties a worker and lets it serve in the other role, over the same weights and cached pages: one replica moves from
+        pool to pool. Tells how far it is until the worker serves again; goes on without a caller. A second call joins in.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -159,6 +172,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Doctor,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.DoctorRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.Finding.SerializeToString,
+            ),
+            'Flip': grpc.unary_stream_rpc_method_handler(
+                    servicer.Flip,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.FlipRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.FlipProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -350,6 +368,33 @@ class Admin:
             '/penstock.v1.Admin/Doctor',
             penstock_dot_v1_dot_admin__pb2.DoctorRequest.SerializeToString,
             penstock_dot_v1_dot_admin__pb2.Finding.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Flip(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.Admin/Flip',
+            penstock_dot_v1_dot_admin__pb2.FlipRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.FlipProgress.FromString,
             options,
             channel_credentials,
             insecure,

@@ -516,3 +516,79 @@ class DecodeWorker:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class WorkerHostStub:
+    """A process that holds one engine and one role at a time, besides the services of that role.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Flip = channel.unary_unary(
+                '/penstock.v1.WorkerHost/Flip',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.HostFlipRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.HostFlipResponse.FromString,
+                _registered_method=True)
+
+
+class WorkerHostServicer:
+    """A process that holds one engine and one role at a time, besides the services of that role.
+    """
+
+    def Flip(self, request, context):
+        """The same engine serves in the other role from then on, at another address. The worker must have been drained.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WorkerHostServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Flip': grpc.unary_unary_rpc_method_handler(
+                    servicer.Flip,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.HostFlipRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.HostFlipResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'penstock.v1.WorkerHost', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('penstock.v1.WorkerHost', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class WorkerHost:
+    """A process that holds one engine and one role at a time, besides the services of that role.
+    """
+
+    @staticmethod
+    def Flip(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.WorkerHost/Flip',
+            penstock_dot_v1_dot_worker__pb2.HostFlipRequest.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.HostFlipResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

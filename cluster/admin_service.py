@@ -9,8 +9,11 @@ import grpc.aio
 from cluster.controller import Controller
 from cluster.drain import TIMEOUT_S, Progress
 from cluster.events import Event
+from cluster.flip import Flip, FlipProgress
+from penstock.errors import InvalidInput
 from penstock.grpc_server import GrpcServer, typed_errors
 from penstock.trust import ADMIN, PEER, Trust
+from penstock.types import Role
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 _SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
@@ -45,6 +48,16 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             async for progress in drain.follow():
                 yield _progress_to_wire(request.worker_id, progress)
 
+    async def Flip(
+        self, request: admin_pb2.FlipRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.FlipProgress]:
+        async with typed_errors(context):
+            if request.role not in list(Role):
+                raise InvalidInput("role", f"is {request.role!r}; give {' or '.join(Role)}")
+            flip = self._controller.flip(request.worker_id, Role(request.role), request.timeout_s or TIMEOUT_S)
+            async for progress in flip.follow():
+                yield _flip_to_wire(flip, progress)
+
     async def Scale(
         self, request: admin_pb2.ScaleRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ScaleResponse:
@@ -74,6 +87,16 @@ def _progress_to_wire(worker_id: str, progress: Progress) -> admin_pb2.DrainProg
         num_failed_moves=progress.num_failed_moves,
         num_cut_short=progress.num_cut_short,
         elapsed_s=progress.elapsed_s,
+        detail=progress.detail,
+    )
+
+
+def _flip_to_wire(flip: Flip, progress: FlipProgress) -> admin_pb2.FlipProgress:
+    return admin_pb2.FlipProgress(
+        worker_id=flip.target.worker_id,
+        stage=progress.stage.value,
+        drain=_progress_to_wire(flip.source.worker_id, progress.drain),
+        flip_s=progress.flip_s,
         detail=progress.detail,
     )
 

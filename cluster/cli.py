@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cluster import commands, operations
+from cluster import change_commands, commands, operations
 from cluster.terminal import StartProgress, changes, how_to_call
 from penstock import log
 from penstock.config import ServeConfig, parse, read
@@ -59,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
         (stop, commands.stop),
         (drain, commands.drain),
         *operations.add_parsers(subparsers),
+        *change_commands.add_parsers(subparsers),
     ):
         one.add_argument("--admin", default="localhost:50052", metavar="HOST:PORT", help="default: %(default)s")
         one.add_argument("--secret-file", metavar="FILE", help="the deployment's secret, where another account runs it")

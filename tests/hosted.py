@@ -61,6 +61,9 @@ class HostedWorker:
         await self.host.flip(incarnation.worker_id, Role(incarnation.pool_name))
         return self._started()
 
+    def lose(self) -> None:
+        self._lost.set_result("it was killed")
+
     async def stop(self) -> None:
         await self.kill()
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.flip import FlipStage
+from cluster.role_host import RoleHost
 from engine.engine import Engine
 from engine.generate import generate
 from penstock.config import EngineConfig, ServeConfig
+from penstock.errors import InvalidInput, Unavailable
 from penstock.grpc_server import make_channel
-from penstock.types import Role, SamplingParams
+from penstock.types import Role, SamplingParams, WorkerId
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 from tests.hosted import PROMPTS, SAMPLING, Hosted, Load, hosted
 from tests.test_faults import MODEL
 
-MAX_TOKENS = 120
+MAX_TOKENS = 80
 ENGINE = {"num_pages": 256, "num_threads": 1, "dtype": "float32"}
 
 
@@ -57,7 +60,7 @@ async def test_roles_flip_to_and_fro_under_load(undisturbed: list[list[int]]) ->
         engines = {name: one.host.server.replica.engine for name, one in deployment.workers.items()}
         async with Load(deployment, max_tokens=MAX_TOKENS) as load:
             await load.more(4)
-            for _ in range(3):
+            for _ in range(2):
                 for worker_id, role, successor in (
                     ("prefill-1", Role.DECODE, "decode-2"),
                     ("decode-2", Role.PREFILL, "prefill-1"),
@@ -72,3 +75,82 @@ async def test_roles_flip_to_and_fro_under_load(undisturbed: list[list[int]]) ->
         assert deployment.workers["prefill-1"].host.server.replica.engine is engines["prefill-1"]
         assert len(deployment.workers) == 4  # none was started anew
     assert deployment.pinned == [0, 0, 0, 0]
+
+
+async def test_pools_shrink_and_workers_are_restarted_under_load(undisturbed: list[list[int]]) -> None:
+    async with hosted(config(prefill=1, decode=2)) as deployment:
+        controller = deployment.controller
+        async with Load(deployment, max_tokens=MAX_TOKENS) as load:
+            await load.more(4)
+            for replicas in (1, 2):
+                controller.scale("decode", replicas)
+                await deployment.until(lambda status: count(status, "decode") == replicas)  # noqa: B023
+                await load.more(4)
+            for worker_id in ("decode-0", "decode-1", "prefill-0"):
+                before = deployment.members()[worker_id].epoch
+                controller.drain(worker_id, replaced=True)
+                await deployment.until(lambda _: deployment.members().get(worker_id, NOBODY).epoch > before)  # noqa: B023
+                await load.more(2)
+        check(load, undisturbed)
+        assert sum(one.num_migrations for one in load.answered) > 0
+    assert set(deployment.pinned) == {0}
+
+
+NOBODY = admin_pb2.Member()
+
+
+def count(status: admin_pb2.StatusResponse, pool: str) -> int:
+    """Workers of a pool, once each of them is ready."""
+    workers = [one for one in status.workers if one.member.role == pool]
+    return len(workers) if all(one.state == "ready" for one in workers) else -1
+
+
+async def test_a_worker_that_is_told_to_end_is_replaced_at_once_and_its_streams_go_on(
+    undisturbed: list[list[int]],
+) -> None:
+    """As after a spot notice: the process hears it, and the controller by its next report."""
+    async with hosted(config(prefill=1, decode=2)) as deployment:
+        async with Load(deployment, max_tokens=MAX_TOKENS) as load:
+            await load.more(2)
+            leaving = deployment.workers[WorkerId("decode-0")]
+            await leaving.host.leave()
+            await deployment.until(
+                lambda _: "decode-0" not in deployment.members() and "decode-2" in deployment.members()
+            )
+            await load.more(2)
+        check(load, undisturbed)
+        assert deployment.controller.replicas("decode") == 2
+
+
+async def test_a_flip_that_cannot_be_made_is_refused_with_the_reason() -> None:
+    async with hosted(
+        config(prefill=0, decode=2, decode_pool={"replicas": 2, "engine": {"page_size": 32}})
+    ) as deployment:
+        flip = deployment.controller.flip
+        with pytest.raises(InvalidInput, match="decode-1 has already"):
+            flip("decode-1", Role.DECODE)
+        with pytest.raises(InvalidInput, match="the pools' engines differ"):
+            flip("decode-1", Role.PREFILL)
+        with pytest.raises(InvalidInput, match="the workers are decode-0, decode-1"):
+            flip("prefill-0", Role.DECODE)
+
+
+async def test_a_worker_that_dies_while_it_is_emptied_is_started_afresh_in_its_new_role() -> None:
+    async with hosted(config(prefill=1, decode=1)) as deployment:
+        deployment.workers[WorkerId("prefill-0")].lose()
+        told = [one async for one in deployment.controller.flip("prefill-0", Role.DECODE).follow()]
+        assert told[-1].stage is FlipStage.FAILED
+        assert "has ended while it was emptied" in told[-1].detail
+        await deployment.until(lambda status: count(status, "decode") == 2)
+        assert deployment.controller.replicas("prefill") == 0
+
+
+async def test_a_worker_whose_pages_may_still_be_written_does_not_flip() -> None:
+    host = RoleHost(config(prefill=1, decode=1).worker_config("decode-0", Role.DECODE))
+    await host.start()
+    pages = host.server.worker.scheduler._pool.allocate(2)
+    assert pages
+    with pytest.raises(Unavailable, match="2 of its pages may still be written"):
+        await host.flip(WorkerId("prefill-0"), Role.PREFILL)
+    with pytest.raises(InvalidInput, match="decode-0 has already"):
+        await host.flip(WorkerId("decode-1"), Role.DECODE)

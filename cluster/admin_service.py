@@ -9,7 +9,9 @@ import grpc.aio
 from cluster.controller import Controller
 from cluster.drain import TIMEOUT_S, Progress
 from cluster.events import Event
+from cluster.findings import Finding
 from cluster.flip import Flip, FlipProgress
+from cluster.ray_checks import examine_ray
 from penstock.errors import InvalidInput
 from penstock.grpc_server import GrpcServer, typed_errors
 from penstock.trust import ADMIN, PEER, Trust
@@ -66,6 +68,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             draining = self._controller.scale(request.pool, request.replicas, request.timeout_s or TIMEOUT_S)
         return admin_pb2.ScaleResponse(replicas_before=before, replicas=request.replicas, draining=draining)
 
+    async def Doctor(
+        self, request: admin_pb2.DoctorRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.Finding]:
+        async with typed_errors(context):
+            for finding in examine_ray("the controller's Ray"):
+                yield _finding_to_wire(finding)
+            async for finding in self._controller.examine(transfers=request.transfers):
+                yield _finding_to_wire(finding)
+
     async def Events(
         self, request: admin_pb2.EventsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[admin_pb2.ClusterEvent]:
@@ -98,6 +109,16 @@ def _flip_to_wire(flip: Flip, progress: FlipProgress) -> admin_pb2.FlipProgress:
         drain=_progress_to_wire(flip.source.worker_id, progress.drain),
         flip_s=progress.flip_s,
         detail=progress.detail,
+    )
+
+
+def _finding_to_wire(finding: Finding) -> admin_pb2.Finding:
+    return admin_pb2.Finding(
+        check=finding.check,
+        subject=finding.subject,
+        verdict=finding.verdict.value,
+        text=finding.text,
+        advice=finding.advice,
     )
 
 

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from cluster.drain import TIMEOUT_S, Drain
 from cluster.events import SCALED, EventLog
+from cluster.examination import examine
+from cluster.findings import Finding
 from cluster.flip import Flip
 from cluster.heartbeats import OnDoubt
 from cluster.pool import Incarnation, Pool, Slot, Start, Stop, WorkerState
@@ -477,6 +479,10 @@ class Controller:
         await asyncio.wait([supervision])
         del self._handed[incarnation]
         return handed.result() if handed.done() else None
+
+    def examine(self, *, transfers: bool) -> AsyncIterator[Finding]:
+        """What is wrong with the workers that are members now, and with the ways between them."""
+        return examine(self._members, self._dial, transfers=transfers)
 
     def _find_worker(self, worker_id: str) -> Slot:
         workers = {slot.worker_id: slot for role in Role for slot in self._pools[role.value].slots}

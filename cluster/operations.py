@@ -1,4 +1,4 @@
-"""The commands that operators type besides `status` and `drain`: scale and events. Calls, and what they print."""
+"""The commands that operators type besides `status` and `drain`: scale, events, doctor. Calls, and what they print."""
 
 from __future__ import annotations
 
@@ -33,7 +33,24 @@ def add_parsers(subparsers: Any) -> list[tuple[ArgumentParser, Command]]:
     events_parser.add_argument("--after", type=int, default=0, metavar="NUMBER", help="of the last event that you have")
     for one in (scale_parser, events_parser):
         one.add_argument("--json", action="store_true", help="print JSON, a line each")
-    return [(scale_parser, scale), (events_parser, events)]
+    return [(scale_parser, scale), (events_parser, events), (_add_doctor(subparsers), doctor)]
+
+
+def _add_doctor(subparsers: Any) -> ArgumentParser:
+    parser: ArgumentParser = subparsers.add_parser(
+        "doctor", help="look for what is wrong, and say what to do; exit status 1 with problems"
+    )
+    parser.add_argument("--model", metavar="DIR", help="a checkpoint folder that is to be served")
+    parser.add_argument("--config", metavar="FILE", help="the configuration that is to be served")
+    parser.add_argument("--no-transfers", action="store_true", help="move no pages between the workers")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def doctor(arguments: Namespace) -> int:
+    from cluster.doctor import doctor as run  # imports Ray, which takes seconds
+
+    return run(arguments)
 
 
 def scale(arguments: Namespace) -> int:

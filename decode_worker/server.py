@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 from decode_worker.adopt_client import AdoptClient
 from decode_worker.adopt_service import AdoptService
@@ -17,6 +18,7 @@ from decode_worker.prefill_client import PrefillClient
 from decode_worker.service import DecodeService
 from decode_worker.transfers import Transfers
 from decode_worker.worker import DecodeWorker
+from engine.checkup import check_up
 from engine.engine import Engine
 from engine.replica import Replica
 from engine.step_loop import StepLoop
@@ -71,7 +73,13 @@ class DecodeServer:
         self._calls = PrefillClient(self._loop, worker, self._receiver.offer, self._channels, self._fences)
         transfers.calls = self._calls
         moves = self._join_peers(engine, transfers)
-        self._service = WorkerService(description, events, lambda: worker.load, self._adopt_calls.is_open)
+        self._service = WorkerService(
+            description,
+            events,
+            lambda: worker.load,
+            self._adopt_calls.is_open,
+            partial(check_up, engine, config.engine),
+        )
         names = worker_pb2.DESCRIPTOR.services_by_name
         self._grpc = trust.server([names["Worker"], names["DecodeWorker"]])
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._grpc.server)

@@ -27,7 +27,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         events: KvEventLog,
         load: Callable[[], WorkerLoad],
         is_transfer_open: Callable[[TransferKey], bool],
+        check_up: Callable[[], worker_pb2.CheckupResponse] = worker_pb2.CheckupResponse,
     ) -> None:
+        """`check_up` blocks, and runs in a thread."""
+        self._check_up = check_up
         self._description = description
         self._events = events
         self._load = load
@@ -88,6 +91,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.TransferStateResponse:
         key = wire.transfer_key_from_wire(request.transfer)
         return worker_pb2.TransferStateResponse(epoch=self._description.epoch, open=self._is_transfer_open(key))
+
+    async def Checkup(
+        self, request: worker_pb2.CheckupRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.CheckupResponse:
+        return await asyncio.to_thread(self._check_up)
 
     async def WatchEvents(
         self, request: worker_pb2.WatchEventsRequest, context: grpc.aio.ServicerContext

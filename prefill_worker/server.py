@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
+from engine.checkup import check_up
 from engine.replica import Replica
 from engine.step_loop import StepLoop
 from engine.worker_identity import describe
@@ -56,7 +58,9 @@ class PrefillServer:
         description.chunk_tokens = self._config.prefill.max_batch_tokens or engine.saturating_tokens
         worker = self.worker = PrefillWorker(engine, self._sender, self._config, description.context_length)
         self._loop = StepLoop(self._config.worker_id, self._step, self._on_fatal, worker.sweep)
-        self._service = WorkerService(description, events, lambda: worker.load, worker.is_open)
+        self._service = WorkerService(
+            description, events, lambda: worker.load, worker.is_open, partial(check_up, engine, self._config.engine)
+        )
         names = worker_pb2.DESCRIPTOR.services_by_name
         self._grpc = trust.server([names["Worker"], names["PrefillWorker"]])
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._grpc.server)

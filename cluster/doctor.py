@@ -40,10 +40,8 @@ _MIN_DISK_SHARE = 0.06  # Ray stops at 5 % of the disk that it logs to
 _MIN_FILES = 4096  # a router holds a socket for each client
 _MIB = 1 << 20
 _MARKS = {Verdict.OK: "ok", Verdict.WARNING: "WARN", Verdict.PROBLEM: "FAIL", Verdict.SKIPPED: "--"}
-_NVIDIA_SMI = (
-    "nvidia-smi",
-    "--query-gpu=name,memory.used,memory.total,temperature.gpu,ecc.errors.uncorrected.volatile.total",
-)
+_GPU_FIELDS = "name,memory.used,memory.total,temperature.gpu,ecc.errors.uncorrected.volatile.total"
+_NVIDIA_SMI = ("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
 
 
 def doctor(arguments: Namespace) -> int:
@@ -116,13 +114,10 @@ def _gpus_here() -> Iterator[Finding]:
         yield Finding("gpu", _HERE, Verdict.SKIPPED, "no nvidia-smi here: workers compute on the CPU")
         return
     try:
-        answer = subprocess.run(
-            [*_NVIDIA_SMI, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30, check=True
-        )
+        answer = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        yield Finding(
-            "gpu", _HERE, Verdict.PROBLEM, f"nvidia-smi failed: {error}", "look at the driver: dmesg | grep NVRM"
-        )
+        advice = "look at the driver: dmesg | grep NVRM"
+        yield Finding("gpu", _HERE, Verdict.PROBLEM, f"nvidia-smi failed: {error}", advice)
         return
     for index, line in enumerate(answer.stdout.strip().splitlines()):
         yield judge_gpu(index, [cell.strip() for cell in line.split(",")])

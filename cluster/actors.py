@@ -198,11 +198,15 @@ def _make_server(kind: str, config: Mapping[str, object]) -> Server:
 
 
 def at_node_address(config: Mapping[str, object]) -> dict[str, object]:
-    """A worker's config for a cluster of several machines: it listens where the others can reach it, and only there."""
+    """A worker's config for a cluster of several machines: it listens where the others, and with
+    lookaside its clients, can reach it, and only there."""
     address = ray.util.get_node_ip_address()
     transfer = config["transfer"]
     assert isinstance(transfer, Mapping)
-    return {**config, "host": address, "transfer": {**transfer, "host": address}}
+    lookaside = config["lookaside"]
+    if isinstance(lookaside, Mapping):
+        lookaside = {**lookaside, "host": address}
+    return {**config, "host": address, "transfer": {**transfer, "host": address}, "lookaside": lookaside}
 
 
 class ControllerActor:

@@ -84,6 +84,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--grpc-port", type=int, metavar="PORT", help="default 50051; 0 takes a free one")
     add("--admin-port", type=int, metavar="PORT", help="default 50052; 0 takes a free one; always on loopback")
     add("--address", help="a Ray cluster to join, such as auto; default: start one here")
+    add("--lookaside", action="store_true", default=None, help="decode workers stream to clients that ask for it")
     add("--dtype", help="auto, bfloat16, float16 or float32")
     add("--transport", help="how KV pages travel: auto, cuda_ipc or shm (one host), nixl or torch")
     parser.set_defaults(run=serve)
@@ -109,6 +110,7 @@ def _add_client(parser: argparse.ArgumentParser, name: str, run: object) -> None
     add("--server", default="localhost:50051", metavar="HOST:PORT", help="default: %(default)s")
     add("--api-key", metavar="KEY", help="default: $PENSTOCK_API_KEY, which other users of the machine cannot read")
     _add_tls(parser)
+    add("--lookaside", action="store_true", help="read the answer at its decode worker, if the deployment lets you")
     add("--timeout", type=float, metavar="SECONDS", help="of one answer")
     add("--lane", choices=[lane.value for lane in Lane], help="what it competes with; default: the caller's own")
     add("--max-tokens", type=int, metavar="N")
@@ -123,7 +125,7 @@ def _add_client(parser: argparse.ArgumentParser, name: str, run: object) -> None
 def serve_config(arguments: argparse.Namespace) -> ServeConfig:
     """The config file's values with the flags over them. Raises ConfigError."""
     data = read(arguments.config) if arguments.config else {}
-    for key in ("model", "host", "http_port", "grpc_port", "admin_port", "address"):
+    for key in ("model", "host", "http_port", "grpc_port", "admin_port", "address", "lookaside"):
         _set(data, (key,), getattr(arguments, key))
     _set(data, ("engine", "dtype"), arguments.dtype)
     _set(data, ("transfer", "transport"), arguments.transport)

@@ -76,7 +76,8 @@ def chat(arguments: Namespace) -> int:
 
 def _client(arguments: Namespace) -> Client:
     api_key, tls = arguments.api_key, client_tls(arguments)
-    return Client(arguments.server, timeout_s=arguments.timeout, api_key=api_key, tls=tls)
+    lookaside = getattr(arguments, "lookaside", False)
+    return Client(arguments.server, timeout_s=arguments.timeout, api_key=api_key, tls=tls, lookaside=lookaside)
 
 
 def client_tls(arguments: Namespace) -> ClientTls | None:

@@ -13,6 +13,8 @@ from decode_worker.adoptions import LEASE_S, Adoptions
 from decode_worker.channels import Channels
 from decode_worker.departures import Departures
 from decode_worker.fence_keeper import FenceKeeper
+from decode_worker.intake import Intake
+from decode_worker.lookaside import LookasidePort, LookasideService, load_spelling, lookaside_secret
 from decode_worker.placement import describe_limits
 from decode_worker.prefill_client import PrefillClient
 from decode_worker.service import DecodeService
@@ -28,6 +30,7 @@ from kv_transfer.receiver import TransferReceiver
 from kv_transfer.sender import TransferSender
 from penstock.config import WorkerConfig
 from penstock.errors import ConfigError
+from penstock.ticket_log import TicketLog
 from penstock.trust import Trust
 from penstock.types import Epoch, Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
@@ -49,12 +52,15 @@ class DecodeServer:
         self.replica = replica
         self._running = asyncio.get_running_loop()
         self.worker: DecodeWorker
+        self._lookaside: LookasidePort | None = None
         self._loop: StepLoop
         self.failed: asyncio.Future[None] = self._running.create_future()
 
     async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
         """Raises CheckpointError or ConfigError; `on_progress` hears the share of the weights loaded, 0 to 1."""
         config = self._config
+        if config.lookaside is not None:
+            lookaside_secret(config)  # before weights are loaded for nothing
         trust = Trust(config.security)
         if self.replica is None:
             self.replica = await asyncio.to_thread(Replica.load, config.engine, on_progress)
@@ -73,22 +79,35 @@ class DecodeServer:
         self._calls = PrefillClient(self._loop, worker, self._receiver.offer, self._channels, self._fences)
         transfers.calls = self._calls
         moves = self._join_peers(engine, transfers)
+        tickets = TicketLog()
         self._service = WorkerService(
             description,
             events,
             lambda: worker.load,
             self._adopt_calls.is_open,
             partial(check_up, engine, config.engine),
+            tickets,
         )
         names = worker_pb2.DESCRIPTOR.services_by_name
         self._grpc = trust.server([names["Worker"], names["DecodeWorker"]])
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._grpc.server)
-        decode_service = DecodeService(worker, self.adoptions, moves, self._loop)
-        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(decode_service, self._grpc.server)
+        intake = Intake(worker, self.adoptions, self._loop)
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(DecodeService(intake, moves), self._grpc.server)
         self._loop.start()
+        if config.lookaside is not None:
+            description.lookaside_address = await self._open_lookaside(intake, tickets)
         port = await self._grpc.start(config.host, config.port)
         self.address = f"{config.host}:{port}"
         await self._grpc.set_serving(True)
+
+    async def _open_lookaside(self, intake: Intake, tickets: TicketLog) -> str:
+        """The address that clients are told."""
+        config = self._config
+        spelling = await asyncio.to_thread(load_spelling, config.engine.model)
+        worker_id = WorkerId(config.worker_id)
+        service = LookasideService(lookaside_secret(config), worker_id, self.epoch, intake, spelling, tickets)
+        self._lookaside = LookasidePort(config, service)
+        return await self._lookaside.start()
 
     def _open_transfers(self, engine: Engine) -> None:
         """Both ends: prompts come from prefill workers, running sequences come from and go to decode workers."""
@@ -154,6 +173,8 @@ class DecodeServer:
     async def stop(self) -> None:
         """Ends every request, then closes what carries them."""
         await self._grpc.set_serving(False)
+        if self._lookaside is not None:
+            await self._lookaside.stop()
         self._service.close()
         await self._grpc.stop()
         await self._fences.close()

@@ -38,6 +38,8 @@ from penstock.continuation import Continuation
 from penstock.errors import Cancelled, InternalError, InvalidInput, from_rpc_error
 from penstock.hints import hints_metadata, read_decision
 from penstock.retry import DEFAULT_RETRY, Attempts, RetryBudget, RetryPolicy
+from penstock.routed_call import WorkerChannels, channel_options
+from penstock.routed_call_async import AsyncRoutedCall
 from penstock.types import Lane
 from penstock.v1 import inference_pb2, inference_pb2_grpc
 
@@ -146,6 +148,7 @@ class AsyncClient:
         api_key: str | None = None,
         tls: ClientTls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        lookaside: bool = False,
     ) -> None:
         """`target` is a router's host:port, or those of several: calls and streams of a lost one go on at another.
 
@@ -153,6 +156,9 @@ class AsyncClient:
 
         `api_key` is read from PENSTOCK_API_KEY where it is not given. `tls` turns encryption on; `credentials` do so
         too, for whoever has made their own.
+
+        With `lookaside` streams come from the decode workers themselves, where the deployment has that on: routers
+        choose and admit, and are off the tokens' way. What breaks off goes on through them.
         """
         self._timeout_s = timeout_s
         self._retry = retry
@@ -170,6 +176,12 @@ class AsyncClient:
         ]
         self._stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in self._channels]
         self._turn = 0  # the target that calls begin with
+        self._targets = targets
+        self._lookaside = lookaside
+        near = channel_options(options)
+        self._workers = WorkerChannels(
+            lambda one: secure(one, credentials, options=near) if credentials else insecure(one, options=near)
+        )
 
     def generate(
         self,
@@ -192,7 +204,8 @@ class AsyncClient:
         """
         request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane)
         attempts = self._attempts(timeout_s, self._timeout_s)
-        begin = self._begin(lambda stub: stub.Generate, hints_metadata(session, explain))
+        hints = hints_metadata(session, explain)
+        begin = self._begin_routed(hints) if self._lookaside else self._begin(lambda stub: stub.Generate, hints)
         return AsyncGenerateStream(begin, request, attempts)
 
     async def complete(
@@ -250,6 +263,23 @@ class AsyncClient:
 
         return attempt
 
+    def _begin_routed(
+        self, hints: tuple[tuple[str, str], ...]
+    ) -> Callable[[inference_pb2.GenerateRequest, float | None], Any]:
+        """As `_begin`. What ends without a token is not tried there again: the worker may be out of our reach."""
+        metadata, last = (*self._metadata, *hints), None
+
+        def attempt(request: inference_pb2.GenerateRequest, left_s: float | None) -> Any:
+            nonlocal last
+            self._turn += last is not None
+            number = self._turn % len(self._stubs)
+            if last is not None and last.has_failed_there:
+                return self._stubs[number].Generate(request, timeout=left_s, metadata=metadata)
+            last = AsyncRoutedCall(self._targets[number], self._stubs[number], self._workers, request, left_s, metadata)
+            return last
+
+        return attempt
+
     async def _call(
         self, start: Callable[[RequestT, float | None], Awaitable[AnswerT]], request: RequestT, timeout_s: float | None
     ) -> AnswerT:
@@ -270,7 +300,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends every call of this client."""
-        for channel in self._channels:
+        for channel in (*self._channels, *self._workers.take_all()):
             await channel.close()
 
     async def __aenter__(self) -> AsyncClient:

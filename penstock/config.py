@@ -109,6 +109,15 @@ class LabelsConfig(_Frozen):
     zone: str = ""
 
 
+class LookasideConfig(_Frozen):
+    """Where a decode worker streams to clients that bring a ticket. A public port, unlike the worker's own."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)  # 0: any free port
+    address: str = ""  # host:port that clients are told; default: where it listens
+    tls: TlsConfig | None = None
+
+
 class WorkerConfig(_Frozen):
     """One worker process."""
 
@@ -124,6 +133,7 @@ class WorkerConfig(_Frozen):
     security: SecurityConfig = SecurityConfig()
     labels: LabelsConfig = LabelsConfig()
     drain_s: float = Field(30.0, ge=0)  # after SIGTERM, for what is under way to end or to move away
+    lookaside: LookasideConfig | None = None  # while it decodes; None: clients get their tokens from routers alone
 
 
 class IndexConfig(_Frozen):
@@ -149,6 +159,7 @@ class RouterConfig(_Frozen):
     default_timeout_s: float = Field(600.0, gt=0)  # of a request that names none
     max_timeout_s: float = Field(3600.0, gt=0)
     max_inflight: int = Field(4096, ge=1)  # requests; more are refused with RESOURCE_EXHAUSTED
+    ticket_lifetime_s: float = Field(5.0, gt=0, le=60)  # from Route to the client's call of the decode worker
     max_redispatches: int = Field(3, ge=0)  # of one request whose decode worker was lost
     drain_s: float = Field(30.0, ge=0)  # after SIGTERM, for streams under way to end
     admission: AdmissionConfig = AdmissionConfig()
@@ -201,6 +212,7 @@ class ServeConfig(_Frozen):
     admin_port: int = Field(50052, ge=0, le=65535)
     routers: int = Field(1, ge=1)  # the first at grpc_port and http_port
     more_router_ports: tuple[tuple[int, int], ...] = ()  # gRPC and HTTP, of each other one; default: any free ones
+    lookaside: bool = False  # decode workers stream to clients that ask for it, at ports of their own on `host`
     address: str = ""  # a Ray cluster to join; empty: start one here
     prefill_pool: PoolConfig = PoolConfig()
     decode_pool: PoolConfig = PoolConfig()
@@ -270,6 +282,7 @@ class ServeConfig(_Frozen):
             security=self.security,
             drain_s=self.drain_s,
             labels=(self.prefill_pool if role is Role.PREFILL else self.decode_pool).labels,
+            lookaside=LookasideConfig(host=self.host, tls=self.tls) if self.lookaside else None,
         )
 
 

@@ -115,6 +115,12 @@ class Overloaded(Unavailable):
     reason = "OVERLOADED"
 
 
+class SequenceMoved(Unavailable):
+    """What was running here runs elsewhere: going on costs nobody anything, and is no second attempt."""
+
+    reason = "MOVED"
+
+
 class Quarantined(PenstockError):
     """The request ends worker processes; it is not tried again."""
 
@@ -152,6 +158,7 @@ _TYPES: tuple[type[PenstockError], ...] = (
     Cancelled,
     Unavailable,
     Overloaded,
+    SequenceMoved,
     Quarantined,
     TransferError,
     TransferRefused,

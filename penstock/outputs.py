@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock import wire
 from penstock.types import FinishReason
-from penstock.v1 import common_pb2
+from penstock.v1 import common_pb2, inference_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +43,17 @@ class Output:
     usage: common_pb2.Usage | None = None  # on the last of the stream
     granted_tokens: int | None = None  # max_tokens, where overload allows fewer than were asked for
     decision: dict[str, Any] | None = None  # with usage, where it was asked for
+
+
+def to_response(output: Output, request_id: str, model: str) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        model=model,
+        index=output.index,
+        text=output.text,
+        token_ids=output.token_ids,
+        logprobs=output.logprobs,
+        finish_reason=wire.finish_reason_to_wire(output.finish_reason),
+        usage=output.usage,
+        timing=output.timing,
+    )

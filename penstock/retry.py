@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from penstock.errors import PenstockError, Unavailable
+from penstock.errors import PenstockError, SequenceMoved, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,9 @@ class Attempts:
 
     def next_delay_s(self, error: PenstockError, now_s: float, draw: Callable[[], float]) -> float:
         """Counts one more attempt and says how long to wait for it. Raises `error` where there is none."""
+        if isinstance(error, SequenceMoved) and self.number == 1 and self.has_succeeded:
+            self.number += 1  # a second one in a row, without a token between, is a failure
+            return 0.0
         delay_s = self.policy.delay_s(self.number, error, draw)
         if delay_s is None or (self.deadline_s is not None and now_s + delay_s >= self.deadline_s):
             raise error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 import grpc.aio
 
 from penstock import wire
 from penstock.kv_events import KvEventBatch, KvEventLog, encode_events, split_snapshot
+from penstock.ticket_log import TicketLog
 from penstock.types import TransferKey, WorkerLoad
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
@@ -28,6 +29,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         load: Callable[[], WorkerLoad],
         is_transfer_open: Callable[[TransferKey], bool],
         check_up: Callable[[], worker_pb2.CheckupResponse] = worker_pb2.CheckupResponse,
+        tickets: TicketLog | None = None,
     ) -> None:
         """`check_up` blocks, and runs in a thread."""
         self._check_up = check_up
@@ -35,6 +37,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._events = events
         self._load = load
         self._is_transfer_open = is_transfer_open
+        self._tickets = TicketLog() if tickets is None else tickets
+        self._tickets.on_change = self._wake
         self._loop = asyncio.get_running_loop()
         self._watchers: set[asyncio.Event] = set()
         self._notified = False
@@ -103,21 +107,27 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         epoch = self._description.epoch
         # Sequence number 0 is never held, so a watcher of an earlier incarnation starts with a snapshot.
         next_seq = request.next_seq if request.epoch == epoch else 0
+        told = 0  # of the watcher's tickets
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
-            while not self._closed:
+            while True:
+                closed = self._closed  # what has changed until then is told
                 batch = self._events.read(next_seq)
                 next_seq = batch.next_seq
+                tickets, told = self._tickets.since(request.router, told)
                 for part in split_snapshot(batch, _SNAPSHOT_PAGES):
-                    yield self._message(part)
+                    yield self._message(part, tickets)
+                    tickets = []
+                if closed:
+                    return
                 await asyncio.sleep(_MIN_INTERVAL_S)
                 await _wait(changed, _HEARTBEAT_S)
                 changed.clear()
         finally:
             self._watchers.discard(changed)
 
-    def _message(self, batch: KvEventBatch) -> worker_pb2.EventBatch:
+    def _message(self, batch: KvEventBatch, tickets: Sequence[worker_pb2.TicketState]) -> worker_pb2.EventBatch:
         return worker_pb2.EventBatch(
             epoch=self._description.epoch,
             first_seq=batch.first_seq,
@@ -128,6 +138,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             payload=encode_events(batch.events),
             num_strays=batch.num_strays,
             load=wire.load_to_wire(self.load),
+            tickets=tickets,
         )
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator
 from types import TracebackType
 
-from penstock import wire
+from penstock import legs, wire
 from penstock.errors import (
     DeadlineExceeded,
     InternalError,
@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 _WAIT_TO_START_S = 5.0  # for a decode worker; a client that is told soon may go elsewhere
 _WAIT_TO_RESUME_S = 30.0  # with tokens out already: a dead worker's successor loads its weights first
 _RETRY_AFTER_S = 1.0
-_STAGGER_TOKENS = 64  # longer prompts are computed once, before the other completions start
 
 
 class TokenStream:
@@ -120,9 +119,7 @@ class TokenStream:
         self._arrived.set()
 
     async def _send_first(self) -> None:
-        """One completion goes ahead of the others, which then find the prompt's pages cached."""
-        ahead = 1 if len(self._request.token_ids) >= _STAGGER_TOKENS else len(self._waiting)
-        await self._send_waiting(ahead)
+        await self._send_waiting(legs.num_ahead(len(self._request.token_ids), len(self._waiting)))
 
     async def _send_waiting(self, count: int) -> None:
         going, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -275,7 +272,7 @@ class TokenStream:
         self, leg: Leg, candidates: list[worker_pb2.PrefillCandidate], timeout_s: float
     ) -> worker_pb2.DecodeSubmit:
         return worker_pb2.DecodeSubmit(
-            request_id=self._request.request_id if len(self._legs) == 1 else f"{self._request.request_id}-{leg.index}",
+            request_id=legs.id_of(self._request.request_id, leg.index, len(self._legs)),
             token_ids=self._request.token_ids + leg.emitted,
             num_prompt_tokens=len(self._request.token_ids),
             sampling=wire.sampling_to_wire(leg.sampling),
@@ -287,17 +284,17 @@ class TokenStream:
 
     def _timing(self, leg: Leg, told: common_pb2.Timing) -> common_pb2.Timing:
         """The worker's account, with the times that only the router sees."""
-        timing = common_pb2.Timing()
-        timing.CopyFrom(told)
-        now_s, accepted_s = time.monotonic(), self._request.accepted_s
-        first_token_s = leg.first_token_s or now_s
-        if not leg.num_redispatches:
-            timing.queue_ms += (leg.sent_s - accepted_s) * 1e3
-        timing.first_token_ms = (first_token_s - accepted_s) * 1e3
-        timing.decode_ms = (now_s - first_token_s) * 1e3
-        timing.decode_worker = leg.decode_worker
+        accepted_s = self._request.accepted_s
+        timing = legs.whole_timing(
+            told,
+            waited_s=0.0 if leg.num_redispatches else leg.sent_s - accepted_s,
+            accepted_s=accepted_s,
+            first_token_s=leg.first_token_s,
+            now_s=time.monotonic(),
+            decode_worker=leg.decode_worker,
+            num_prompt_tokens=len(self._request.token_ids),
+        )
         timing.num_redispatches = leg.num_redispatches
-        timing.cached_tokens = min(timing.cached_tokens, len(self._request.token_ids))
         leg.timing = timing
         return timing
 

@@ -23,6 +23,7 @@ from router.health import FleetHealth
 from router.inflight import InflightLedger
 from router.link import Link
 from router.prefix_index import PrefixIndex
+from router.tickets import Tickets
 from router.topology import LinkBook
 from router.views import Limits
 
@@ -44,6 +45,7 @@ class Follower:
         health: FleetHealth,
         costs: CostBook,
         links: LinkBook,
+        tickets: Tickets,
         on_change: Callable[[], None],
         dial: Dial,
         on_load: Callable[[], None],
@@ -61,6 +63,7 @@ class Follower:
         self._health = health
         self._costs = costs
         self._links = links
+        self._tickets = tickets
         self._on_change = on_change
         self._dial = dial
         self._on_load = on_load
@@ -108,6 +111,7 @@ class Follower:
     async def _finish(self) -> None:
         if self.link is not None:
             await self.link.wait_idle()
+            await self._tickets.wait_idle(self.epoch)
         await self.stop()
 
     async def _run(self) -> None:
@@ -156,6 +160,7 @@ class Follower:
         try:
             await self.link.run(worker_pb2_grpc.DecodeWorkerStub(channel))
         finally:
+            self._tickets.on_away(self.epoch)
             watcher.cancel()
             await asyncio.wait([watcher])
 
@@ -177,7 +182,8 @@ class Follower:
         """Applies event batches; after a gap asks again from there. Raises when the stream breaks or falls silent."""
         stub = worker_pb2_grpc.WorkerStub(channel)
         while True:
-            wanted = worker_pb2.WatchEventsRequest(epoch=self.epoch, next_seq=self._index.next_seq(self.worker_id))
+            next_seq = self._index.next_seq(self.worker_id)
+            wanted = worker_pb2.WatchEventsRequest(epoch=self.epoch, next_seq=next_seq, router=self._tickets.epoch)
             call = stub.WatchEvents(wanted)
             try:
                 while (batch := await _read(call)) is not None:
@@ -192,6 +198,7 @@ class Follower:
 
     def _apply(self, message: worker_pb2.EventBatch) -> bool:
         """False on a gap."""
+        self._tickets.on_states(self.epoch, message.tickets)
         if self._retired:
             return True
         if self._doubts:

@@ -180,6 +180,11 @@ class Passage:
         self.num_tokens: Callable[[], int] = lambda: 0  # of its output so far
 
     async def __aenter__(self) -> Passage:
+        await self.enter()
+        return self
+
+    async def enter(self) -> None:
+        """Waits for its turn; `leave` must follow. Raises Overloaded, DeadlineExceeded or InvalidInput."""
         answer = await self._gate.enter(self._ask)
         # One that was begun elsewhere was promised its length there.
         if answer.max_tokens < self._ask.max_tokens and not self.request.emitted:
@@ -189,11 +194,14 @@ class Passage:
                 sampling, max_tokens=answer.max_tokens, min_tokens=min(sampling.min_tokens, answer.max_tokens)
             )
             self.request = replace(self.request, sampling=shorter)
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Once."""
         self._gate.leave(self._ask, self.used or Used(self.num_tokens(), whole=False))
 
     def start(self) -> None:

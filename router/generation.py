@@ -25,6 +25,7 @@ from router.dispatch import TokenStream
 from router.gate import Gate, Passage
 from router.identity import Tenant, Tenants
 from router.limits import check_request, check_tokens
+from router.lookaside import Lookaside, Route
 from router.membership import Fleet, Group
 from router.metrics import RouterMetrics
 from router.model_card import ModelCard
@@ -34,8 +35,8 @@ from router.predictions import WorkerErrors
 from router.quarantine import Quarantine
 from router.request import Request
 from router.resumed import check_emitted
+from router.tally import Tally
 from router.tokenizer import Tokenizer
-from router.verdicts import Used
 
 _WAIT_FOR_WORKER_S = 5.0
 _RETRY_AFTER_S = 1.0
@@ -63,6 +64,8 @@ class Generator:
         self._placer = Placer(fleet, policy, random.Random(), config.max_replicas, metrics.mispredicted)
         metrics.watch_predictions(self._current_predictions)
         self.gate = Gate(config, fleet, metrics.admission, random.Random(), self._limits)
+        self._tally = Tally(metrics, self.gate.retries)
+        self._lookaside = Lookaside(config, card.name, fleet, self._placer, self.gate, self._tally)
 
     @property
     def ready(self) -> bool:
@@ -219,6 +222,11 @@ class Generator:
                             if output.text or output.token_ids or output.finish_reason is not None:
                                 yield output
 
+    async def route(self, request: Request, tenant: Tenant) -> Route:
+        """In the place of `outputs`, for a client that reads them at the worker. Raises ConfigError where it cannot."""
+        with self._counted_errors():
+            return await self._lookaside.route(request, tenant)
+
     def _token_stream(self, request: Request) -> TokenStream:
         return TokenStream(
             request, self._fleet, self._placer, self._quarantine, self._config.max_redispatches, self.gate.retries
@@ -263,25 +271,14 @@ class Generator:
         passage: Passage,
     ) -> None:
         """Counts an ended completion; the last of all gets the usage."""
-        metrics, timing = self._metrics, output.timing
+        timing = output.timing
         assert output.finish_reason is not None
         assert timing is not None
-        metrics.succeeded(output.finish_reason.value)
-        metrics.preemptions.inc(timing.num_preemptions)
-        metrics.migrations.inc(timing.num_migrations)
-        metrics.redispatches.inc(timing.num_redispatches)
-        metrics.queue_s.observe(timing.queue_ms / 1e3)
+        self._tally.completion(output.finish_reason, timing)
         if output.index == 0:
             usage.cached_tokens = timing.cached_tokens
         if not all(text.ended for text in texts):
             return
         usage.completion_tokens = sum(text.num_tokens for text in texts)
         output.usage = usage
-        passage.used = Used(usage.completion_tokens, usage.cached_tokens, timing.decode_ms / 1e3)
-        self.gate.retries.succeed(time.monotonic())
-        metrics.request_s.observe(time.monotonic() - request.accepted_s)
-        metrics.prompt_size.observe(usage.prompt_tokens)
-        metrics.prompt_tokens.inc(usage.prompt_tokens)
-        metrics.generation_tokens.inc(usage.completion_tokens)
-        metrics.cache_queries.inc(usage.prompt_tokens)
-        metrics.cache_hits.inc(usage.cached_tokens)
+        passage.used = self._tally.request(usage, request.accepted_s, timing.decode_ms)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from penstock.admission_config import TenantLimits
 from penstock.errors import ConfigError, PermissionDenied, Unauthenticated
-from penstock.page_hash import make_salt
 from penstock.secret import ClusterSecret, digest_of
 from penstock.security_config import TenantConfig
+from penstock.ticket import page_salt
 from penstock.types import Lane
 from penstock.v1 import common_pb2
 from penstock.wire import lane_from_wire
@@ -61,8 +61,7 @@ class Tenants:
             _claim(self._by_digest, tenant, tenant.config.keys, "keys")
             _claim(self._by_subject, tenant, tenant.config.subjects, "subjects")
         self._controller = digest_of(secret.token(CANARY)) if secret is not None else None
-        # Without a cluster secret salts differ by tenant all the same, but whoever knows the names can compute them.
-        self._salt_key = secret.key("page salts") if secret is not None else b""
+        self._secret = secret
 
     @property
     def told_apart(self) -> bool:
@@ -118,7 +117,7 @@ class Tenants:
 
     def salt(self, model_revision: str, tenant: Tenant) -> bytes:
         """The root of its requests' page hashes."""
-        return make_salt(model_revision, tenant=tenant.cache_scope, key=self._salt_key)
+        return page_salt(self._secret, model_revision, tenant.cache_scope)
 
 
 def _key(authorization: str) -> str:

@@ -48,14 +48,16 @@ class WorkKey(NamedTuple):
 
 @dataclass(slots=True)
 class _Account:
-    total: Work = NO_WORK  # invariant: the sum of `entries`
+    total: Work = NO_WORK  # invariant: the sum of `entries` and `pinned`
     entries: dict[int, tuple[float, Work]] = field(default_factory=dict)  # in order of time sent
+    pinned: dict[int, Work] = field(default_factory=dict)  # not sent yet
 
 
 class InflightLedger:
     """An entry leaves when its request shows progress or ends (`settle`), or its worker has reported since.
 
-    Bytes on links are in no report: they leave when settled.
+    Bytes on links are in no report: they leave when settled. What a client has yet to send is
+    pinned until then.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,11 @@ class InflightLedger:
     def totals(self) -> list[tuple[WorkerId, Work]]:
         """Of each worker that something is under way to."""
         accounts = self._accounts.items()
-        return [(owner, one.total) for owner, one in accounts if one.entries and not isinstance(owner, tuple)]
+        return [
+            (owner, one.total)
+            for owner, one in accounts
+            if (one.entries or one.pinned) and not isinstance(owner, tuple)
+        ]
 
     def sent_to(self, worker_id: WorkerId) -> Work:
         account = self._accounts.get(worker_id)
@@ -89,12 +95,29 @@ class InflightLedger:
         """Twice is once."""
         for key in keys:
             account = self._accounts.get(key.owner)
-            entry = account.entries.pop(key.number, None) if account else None
-            if account and entry:
-                account.total += -entry[1]
-                if not account.entries and isinstance(key.owner, tuple):
+            if account is None:
+                continue
+            _, work = account.entries.pop(key.number, (0.0, None))
+            work = work or account.pinned.pop(key.number, None)
+            if work is not None:
+                account.total += -work
+                if not (account.entries or account.pinned) and isinstance(key.owner, tuple):
                     del self._accounts[key.owner]
                 self.on_change()
+
+    def pin(self, keys: Iterable[WorkKey]) -> None:
+        """Recorded, but somebody else sends it later: until `unpin` no report can show it."""
+        for key in keys:
+            account = self._accounts[key.owner]
+            account.pinned[key.number] = account.entries.pop(key.number)[1]
+
+    def unpin(self, keys: Iterable[WorkKey], now_s: float) -> None:
+        """It has been sent. Twice is once."""
+        for key in keys:
+            account = self._accounts.get(key.owner)
+            work = account.pinned.pop(key.number, None) if account else None
+            if account and work is not None:
+                account.entries[key.number] = (now_s, work)
 
     def on_report(self, worker_id: WorkerId, now_s: float) -> None:
         """The worker has said its load: what it got well before is in it."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
+from penstock import legs
 from penstock.errors import PenstockError
 from penstock.types import Epoch
 from penstock.v1 import common_pb2, worker_pb2
@@ -20,9 +20,8 @@ class Leg:
     """A `link.Sink` of its present submission."""
 
     def __init__(self, index: int, request: Request, deliver: Callable[[Leg, object], None]) -> None:
-        seed = (request.sampling.seed + index) % (1 << 64)
         self.index = index
-        self.sampling = replace(request.sampling, n=1, seed=seed, stop=())  # stop strings are matched here
+        self.sampling = legs.sampling_of(request.sampling, index)
         before = request.emitted.get(index)
         self.emitted = list(before.token_ids) if before else []
         self.num_redispatches = 0

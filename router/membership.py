@@ -31,6 +31,7 @@ from router.inflight import NO_WORK, InflightLedger, Work
 from router.peer_load import PeerLoad
 from router.peers import Peers
 from router.prefix_index import DEFAULT_CONFIG, PrefixIndex
+from router.tickets import Tickets
 from router.topology import LinkBook
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Fleet:
         self.ledger = InflightLedger()
         self.peer_load = PeerLoad()
         self.peers = Peers(self.ledger, self.peer_load, trust)
+        self.tickets = Tickets(self.peers.epoch)
         self.health = FleetHealth()
         self.costs = CostBook()
         self.links = LinkBook()
@@ -166,6 +168,7 @@ class Fleet:
             self.health,
             self.costs,
             self.links,
+            self.tickets,
             self._on_change,
             self.dial,
             self._on_load,
@@ -195,6 +198,7 @@ class Fleet:
         for task in self._retiring:
             task.cancel()
         await self.peers.stop()
+        self.tickets.close()
         await asyncio.gather(*(one.stop() for one in self._followers.values()))
         self._followers.clear()
         self._groups.clear()

@@ -74,8 +74,8 @@ class Peers:
     """Owns this router's peer service and one task for each other router."""
 
     def __init__(self, ledger: InflightLedger, load: PeerLoad, trust: Trust) -> None:
-        self._epoch = Epoch(time.time_ns())
-        self._service = PeerService(ledger, self._epoch)
+        self.epoch = Epoch(time.time_ns())
+        self._service = PeerService(ledger, self.epoch)
         self._load = load
         self._trust = trust
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -10,18 +10,17 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from penstock import wire
 from penstock.errors import InvalidInput
 from penstock.grpc_server import credentials, typed_errors
 from penstock.hints import DECISION, read_hints
-from penstock.outputs import Output
+from penstock.outputs import Output, to_response
 from penstock.v1 import inference_pb2
 from router.decision import to_json
 from router.generation import Generator
 from router.identity import Tenant
 from router.limits import check_prompt, check_tokens
+from router.lookaside import Route
 from router.membership import Fleet
-from router.request import Request
 from router.tolerant_decode import tolerant
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
@@ -50,6 +49,11 @@ class InferenceService:
                 request_deserializer=tolerant(inference_pb2.GenerateRequest),
                 response_serializer=inference_pb2.GenerateResponse.SerializeToString,
             ),
+            "Route": grpc.unary_unary_rpc_method_handler(
+                self.route,
+                request_deserializer=tolerant(inference_pb2.GenerateRequest),
+                response_serializer=inference_pb2.RouteResponse.SerializeToString,
+            ),
             "Tokenize": grpc.unary_unary_rpc_method_handler(
                 self.tokenize,
                 request_deserializer=tolerant(inference_pb2.TokenizeRequest),
@@ -72,9 +76,25 @@ class InferenceService:
             async with contextlib.aclosing(self._generator.outputs(request)) as outputs:
                 async for output in outputs:
                     self._tell(output, context)
-                    yield self._response(request, output)
+                    yield to_response(output, request.request_id, self._generator.card.name)
 
-    def _tell(self, output: Output, context: grpc.aio.ServicerContext) -> None:
+    async def route(
+        self, message: inference_pb2.GenerateRequest | InvalidInput, context: grpc.aio.ServicerContext
+    ) -> inference_pb2.RouteResponse:
+        async with typed_errors(context):
+            tenant = self._caller(context)
+            hints = read_hints(dict(context.invocation_metadata() or ()))
+            request = await self._generator.prepare(_valid(message), tenant, context.time_remaining(), hints=hints)
+            route = await self._generator.route(request, tenant)
+            self._tell(route, context)
+            return inference_pb2.RouteResponse(
+                request_id=route.request_id,
+                address=route.address,
+                ticket=route.ticket,
+                expires_ms=int(route.lifetime_s * 1e3),
+            )
+
+    def _tell(self, output: Output | Route, context: grpc.aio.ServicerContext) -> None:
         """In the trailers, of which the last word counts."""
         told = [] if output.granted_tokens is None else [(GRANTED_TOKENS, str(output.granted_tokens))]
         if output.decision is not None:
@@ -88,19 +108,6 @@ class InferenceService:
         if self._wants_tls and not shown.encrypted:
             return tenants.identify_controller(shown.authorization)
         return tenants.identify(shown.authorization, shown.subjects)
-
-    def _response(self, request: Request, output: Output) -> inference_pb2.GenerateResponse:
-        return inference_pb2.GenerateResponse(
-            request_id=request.request_id,
-            model=self._generator.card.name,
-            index=output.index,
-            text=output.text,
-            token_ids=output.token_ids,
-            logprobs=output.logprobs,
-            finish_reason=wire.finish_reason_to_wire(output.finish_reason),
-            usage=output.usage,
-            timing=output.timing,
-        )
 
     async def tokenize(
         self, message: inference_pb2.TokenizeRequest | InvalidInput, context: grpc.aio.ServicerContext

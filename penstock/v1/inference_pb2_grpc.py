@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=penstock_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Route = channel.unary_unary(
+                '/penstock.v1.Inference/Route',
+                request_serializer=penstock_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_inference__pb2.RouteResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/penstock.v1.Inference/Tokenize',
                 request_serializer=penstock_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -57,6 +62,14 @@ class InferenceServicer:
     def Generate(self, request, context):
         """Streams tokens as they are made. The last message of each completion carries finish_reason, the last of
         the stream usage and timing. Cancelling the call frees everything that the request holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Route(self, request, context):
+        """For clients that read their tokens at the decode worker: all that Generate does before the first token, then a
+        ticket. FAILED_PRECONDITION where the deployment has no lookaside: call Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,6 +94,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=penstock_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Route': grpc.unary_unary_rpc_method_handler(
+                    servicer.Route,
+                    request_deserializer=penstock_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_inference__pb2.RouteResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -120,6 +138,33 @@ class Inference:
             '/penstock.v1.Inference/Generate',
             penstock_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             penstock_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Route(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.Inference/Route',
+            penstock_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            penstock_dot_v1_dot_inference__pb2.RouteResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -174,6 +219,83 @@ class Inference:
             '/penstock.v1.Inference/ListModels',
             penstock_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             penstock_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class LookasideStub:
+    """Served by decode workers where lookaside is on, at a port of its own.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Stream = channel.unary_stream(
+                '/penstock.v1.Lookaside/Stream',
+                request_serializer=penstock_dot_v1_dot_inference__pb2.StreamRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+
+
+class LookasideServicer:
+    """Served by decode workers where lookaside is on, at a port of its own.
+    """
+
+    def Stream(self, request, context):
+        """What Generate would have answered. UNAVAILABLE, with tokens out or without, means: go on with Route and `emitted`.
+        Cancelling the call frees everything that the request holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LookasideServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Stream': grpc.unary_stream_rpc_method_handler(
+                    servicer.Stream,
+                    request_deserializer=penstock_dot_v1_dot_inference__pb2.StreamRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'penstock.v1.Lookaside', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('penstock.v1.Lookaside', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Lookaside:
+    """Served by decode workers where lookaside is on, at a port of its own.
+    """
+
+    @staticmethod
+    def Stream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.Lookaside/Stream',
+            penstock_dot_v1_dot_inference__pb2.StreamRequest.SerializeToString,
+            penstock_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,7 +39,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens")
+    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens", "lookaside_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,7 @@ class WorkerDescription(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     MAX_LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOOKASIDE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: str
@@ -74,7 +75,8 @@ class WorkerDescription(_message.Message):
     chunk_tokens: int
     max_running: int
     max_local_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ...) -> None: ...
+    lookaside_address: str
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ..., lookaside_address: _Optional[str] = ...) -> None: ...
 
 class Labels(_message.Message):
     __slots__ = ("host", "rack", "zone")
@@ -87,12 +89,14 @@ class Labels(_message.Message):
     def __init__(self, host: _Optional[str] = ..., rack: _Optional[str] = ..., zone: _Optional[str] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
-    __slots__ = ("epoch", "next_seq")
+    __slots__ = ("epoch", "next_seq", "router")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NEXT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     next_seq: int
-    def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ...) -> None: ...
+    router: int
+    def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ..., router: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open", "leaving")
@@ -159,7 +163,7 @@ class CacheStats(_message.Message):
     def __init__(self, queries: _Optional[int] = ..., device_hits: _Optional[int] = ..., host_hits: _Optional[int] = ..., disk_hits: _Optional[int] = ..., evictions: _Optional[int] = ..., spoiled_pages: _Optional[int] = ..., host_pages: _Optional[int] = ..., total_host_pages: _Optional[int] = ..., disk_pages: _Optional[int] = ..., total_disk_pages: _Optional[int] = ...) -> None: ...
 
 class EventBatch(_message.Message):
-    __slots__ = ("epoch", "first_seq", "num_events", "snapshot", "payload", "load", "more", "num_strays", "part")
+    __slots__ = ("epoch", "first_seq", "num_events", "snapshot", "payload", "load", "more", "num_strays", "part", "tickets")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_SEQ_FIELD_NUMBER: _ClassVar[int]
     NUM_EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +173,7 @@ class EventBatch(_message.Message):
     MORE_FIELD_NUMBER: _ClassVar[int]
     NUM_STRAYS_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     first_seq: int
     num_events: int
@@ -178,7 +183,86 @@ class EventBatch(_message.Message):
     more: bool
     num_strays: int
     part: int
-    def __init__(self, epoch: _Optional[int] = ..., first_seq: _Optional[int] = ..., num_events: _Optional[int] = ..., snapshot: _Optional[bool] = ..., payload: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., more: _Optional[bool] = ..., num_strays: _Optional[int] = ..., part: _Optional[int] = ...) -> None: ...
+    tickets: _containers.RepeatedCompositeFieldContainer[TicketState]
+    def __init__(self, epoch: _Optional[int] = ..., first_seq: _Optional[int] = ..., num_events: _Optional[int] = ..., snapshot: _Optional[bool] = ..., payload: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., more: _Optional[bool] = ..., num_strays: _Optional[int] = ..., part: _Optional[int] = ..., tickets: _Optional[_Iterable[_Union[TicketState, _Mapping]]] = ...) -> None: ...
+
+class Ticket(_message.Message):
+    __slots__ = ("id", "router", "worker_id", "epoch", "issued_unix_ms", "lifetime_ms", "timeout_ms", "request_id", "model", "model_revision", "cache_scope", "token_ids", "sampling", "completions", "lane", "waited_ms")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ISSUED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    LIFETIME_MS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SCOPE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    WAITED_MS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    router: int
+    worker_id: str
+    epoch: int
+    issued_unix_ms: int
+    lifetime_ms: int
+    timeout_ms: int
+    request_id: str
+    model: str
+    model_revision: str
+    cache_scope: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _common_pb2.SamplingParams
+    completions: _containers.RepeatedCompositeFieldContainer[TicketCompletion]
+    lane: _common_pb2.Lane
+    waited_ms: float
+    def __init__(self, id: _Optional[str] = ..., router: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., issued_unix_ms: _Optional[int] = ..., lifetime_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., cache_scope: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., completions: _Optional[_Iterable[_Union[TicketCompletion, _Mapping]]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., waited_ms: _Optional[float] = ...) -> None: ...
+
+class TicketCompletion(_message.Message):
+    __slots__ = ("index", "token_ids", "finished", "prefill_candidates")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finished: bool
+    prefill_candidates: _containers.RepeatedCompositeFieldContainer[PrefillCandidate]
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ...) -> None: ...
+
+class TicketState(_message.Message):
+    __slots__ = ("id", "started", "ended", "prefill", "over", "error", "num_tokens")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    started: bool
+    ended: _containers.RepeatedCompositeFieldContainer[TicketEnd]
+    prefill: _containers.RepeatedCompositeFieldContainer[PrefillOutcome]
+    over: bool
+    error: _status_pb2.Status
+    num_tokens: int
+    def __init__(self, id: _Optional[str] = ..., started: _Optional[bool] = ..., ended: _Optional[_Iterable[_Union[TicketEnd, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[PrefillOutcome, _Mapping]]] = ..., over: _Optional[bool] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class TicketEnd(_message.Message):
+    __slots__ = ("index", "finish_reason", "num_tokens", "timing")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    finish_reason: _common_pb2.FinishReason
+    num_tokens: int
+    timing: _common_pb2.Timing
+    def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., num_tokens: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ...) -> None: ...
 
 class TransferKey(_message.Message):
     __slots__ = ("transfer_id", "sender_epoch", "receiver_epoch")

@@ -1,0 +1,38 @@
+"""Counts what completions and requests came to, whichever way their tokens went to the client."""
+
+from __future__ import annotations
+
+import time
+
+from penstock.retry import RetryBudget
+from penstock.types import FinishReason
+from penstock.v1 import common_pb2
+from router.metrics import RouterMetrics
+from router.verdicts import Used
+
+
+class Tally:
+    def __init__(self, metrics: RouterMetrics, retries: RetryBudget) -> None:
+        self.metrics = metrics
+        self._retries = retries
+
+    def completion(self, reason: FinishReason, timing: common_pb2.Timing) -> None:
+        """One has ended."""
+        metrics = self.metrics
+        metrics.succeeded(reason.value)
+        metrics.preemptions.inc(timing.num_preemptions)
+        metrics.migrations.inc(timing.num_migrations)
+        metrics.redispatches.inc(timing.num_redispatches)
+        metrics.queue_s.observe(timing.queue_ms / 1e3)
+
+    def request(self, usage: common_pb2.Usage, accepted_s: float, decode_ms: float) -> Used:
+        """All of its completions have ended; `decode_ms` is what the last of them took."""
+        metrics, now_s = self.metrics, time.monotonic()
+        self._retries.succeed(now_s)
+        metrics.request_s.observe(now_s - accepted_s)
+        metrics.prompt_size.observe(usage.prompt_tokens)
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.generation_tokens.inc(usage.completion_tokens)
+        metrics.cache_queries.inc(usage.prompt_tokens)
+        metrics.cache_hits.inc(usage.cached_tokens)
+        return Used(usage.completion_tokens, usage.cached_tokens, decode_ms / 1e3)

@@ -1,0 +1,271 @@
+"""Lookaside over real workers and routers in this process: answers alike, everything given back, everything counted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from decode_worker.server import DecodeServer
+from penstock import AsyncClient, Client
+from penstock.completions import Result
+from penstock.config import LookasideConfig, RouterConfig, WorkerConfig
+from penstock.errors import ConfigError, DeadlineExceeded, PermissionDenied, Unauthenticated, from_rpc_error
+from penstock.grpc_server import make_channel
+from penstock.secret import digest_of
+from penstock.security_config import SecurityConfig
+from penstock.trust import Trust
+from penstock.types import Role
+from penstock.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
+from prefill_worker.server import PrefillServer
+from router.capacity import Outstanding
+from router.server import RouterServer
+from tests.router_fakes import all_followed, until
+from tests.serving import wait_until_empty, worker_config, workers
+
+MODEL = Path(__file__).resolve().parent.parent / "models" / "penstock-tiny"
+SECRET = SecurityConfig.model_validate({"secret": "s" * 32})
+LONG = [(7 * i) % 900 + 20 for i in range(150)]
+SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}
+
+
+def config(role: Role, name: str, *, lookaside: bool = True, **parts: Any) -> WorkerConfig:
+    made = worker_config(role, MODEL, name, engine={"num_pages": 256, "dtype": "float32"}, **parts)
+    public = LookasideConfig() if lookaside and role is Role.DECODE else None
+    return made.model_copy(update={"security": SECRET, "lookaside": public})
+
+
+class Setting:
+    def __init__(self, router: RouterServer, servers: list[PrefillServer | DecodeServer]) -> None:
+        self.router = router
+        self.servers = servers
+        self.address = f"127.0.0.1:{router.ports.grpc}"
+
+    @property
+    def num_tickets(self) -> int:
+        return len(self.router.fleet.tickets)
+
+    @property
+    def tickets_used(self) -> int:
+        services = [one._lookaside._service for one in self.servers if isinstance(one, DecodeServer) and one._lookaside]
+        return sum(one.turnstile.num_remembered for one in services)
+
+    def counted(self, name: str) -> float:
+        text = self.router._metrics.render().decode()
+        return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+    async def nothing_is_held(self) -> None:
+        """At the workers at once, at the router once it has heard of it."""
+        await wait_until_empty(*self.servers)
+        admission = self.router.generator.gate.admission
+        await until(lambda: self.num_tickets == 0)
+        assert admission.num_inside == 0
+        assert admission.out == Outstanding()
+        assert admission.inflight_tokens("") == 0
+        ledger = self.router.fleet.ledger
+        assert not any(account.pinned for account in ledger._accounts.values())
+        await until(lambda: not any(account.entries for account in ledger._accounts.values()))
+
+
+@contextlib.asynccontextmanager
+async def setting(*configs: WorkerConfig, **settings: Any) -> AsyncIterator[Setting]:
+    async with workers(*configs) as servers:
+        base = {"model": str(MODEL), "grpc_port": 0, "http_port": 0, "security": SECRET}
+        router = RouterServer(
+            RouterConfig.model_validate(base | {"workers": tuple(one.address for one in servers)} | settings)
+        )
+        await router.start()
+        try:
+            await until(lambda: all_followed(router, len(servers)))
+            yield Setting(router, servers)
+        finally:
+            await router.stop()
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Setting]:
+    async with setting(config(Role.PREFILL, "prefill-0"), config(Role.DECODE, "decode-0")) as made:
+        yield made
+
+
+async def route(made: Setting, token_ids: list[int], timeout_s: float = 20, **sampling: Any) -> Any:
+    request = inference_pb2.GenerateRequest(token_ids=token_ids, sampling=common_pb2.SamplingParams(**sampling))
+    async with make_channel(made.address) as channel:
+        return await inference_pb2_grpc.InferenceStub(channel).Route(request, timeout=timeout_s)
+
+
+def essence(result: Result) -> list[Any]:
+    parts = [(one.text, one.token_ids, one.finish_reason, one.logprobs) for one in result.completions]
+    return [parts, result.usage.prompt_tokens, result.usage.completion_tokens]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ("Once upon a time", {"temperature": 0.0, "max_tokens": 24}),
+        (LONG, {**SEEDED, "max_tokens": 20, "n": 2, "logprobs": 2}),
+        ("The cat", {"temperature": 0.0, "max_tokens": 24, "n": 2, "stop": ["a", " the"]}),
+        ([{"role": "user", "content": "Tell me a story"}], {"temperature": 0.0, "max_tokens": 24}),
+    ],
+    ids=["greedy", "seeded-n2", "stop", "chat"],
+)
+async def test_the_answer_is_generates_own(pair: Setting, prompt: Any, options: dict[str, Any]) -> None:
+    async with AsyncClient(pair.address) as through, AsyncClient(pair.address, lookaside=True) as aside:
+        wanted = await through.complete(prompt, **options)
+        assert pair.tickets_used == 0
+        found = await aside.complete(prompt, **options)
+    assert pair.tickets_used == 1
+    assert essence(found) == essence(wanted)
+    assert (found.model, found.timing.decode_worker) == (wanted.model, "decode-0")
+    assert found.timing.first_token_ms > 0
+    await pair.nothing_is_held()
+    assert pair.counted("vllm:generation_tokens_total") == 2 * wanted.usage.completion_tokens
+    assert pair.counted("vllm:prompt_tokens_total") == 2 * wanted.usage.prompt_tokens
+    assert pair.counted("vllm:request_success_total") == 2 * len(wanted.completions)
+    assert pair.counted("vllm:e2e_request_latency_seconds_count") == 2
+    assert pair.counted("vllm:time_to_first_token_seconds_count") == 2 * len(wanted.completions)
+    assert pair.counted("vllm:request_errors_total") == 0
+
+
+async def test_the_blocking_client_and_its_reasons(pair: Setting) -> None:
+    def ask(lookaside: bool) -> Result:
+        with Client(pair.address, lookaside=lookaside) as client:
+            return client.complete("Once upon a time", max_tokens=12, temperature=0.0, explain=True)
+
+    wanted, found = [await asyncio.to_thread(ask, lookaside) for lookaside in (False, True)]
+    assert essence(found) == essence(wanted)
+    assert pair.tickets_used == 1
+    assert found.decision is not None
+    (leg,) = found.decision["completions"]
+    assert leg["attempts"][0]["predicted"]["decode"] == "decode-0"
+
+
+async def test_closing_the_stream_frees_everything(pair: Setting) -> None:
+    async with AsyncClient(pair.address, lookaside=True) as client:
+        stream = client.generate(LONG, max_tokens=1500, n=2, **SEEDED)
+        await anext(stream)
+        assert (pair.num_tickets, pair.router.generator.gate.admission.num_inside) == (1, 1)
+        stream.close()
+        await pair.nothing_is_held()
+    assert pair.counted('vllm:request_errors_total{model_name="penstock-tiny",reason="CANCELLED"}') == 1
+
+
+async def test_an_unused_ticket_holds_nothing_at_the_worker_and_its_place_until_it_expires() -> None:
+    only = config(Role.DECODE, "decode-0", decode={"placement": "local"})
+    async with setting(only, ticket_lifetime_s=0.01) as made:
+        await route(made, LONG, max_tokens=8)
+        await wait_until_empty(*made.servers)
+        assert made.router.generator.gate.admission.num_inside == 1
+        credited = made.router.fleet.ledger.sent_to(made.router.fleet.followers[0].worker_id)
+        assert (credited.num_requests, credited.prefill_tokens) == (1, len(LONG))
+        await made.nothing_is_held()
+        assert made.counted("vllm:request_errors_total") == 1
+
+
+async def stream(address: str, ticket: bytes) -> list[inference_pb2.GenerateResponse]:
+    async with make_channel(address) as channel:
+        call = inference_pb2_grpc.LookasideStub(channel).Stream(inference_pb2.StreamRequest(ticket=ticket), timeout=20)
+        return [message async for message in call]
+
+
+async def failure(address: str, ticket: bytes) -> Exception:
+    with pytest.raises(grpc.RpcError) as raised:
+        await stream(address, ticket)
+    return from_rpc_error(raised.value)
+
+
+async def test_the_port_takes_a_ticket_once_and_nothing_else(pair: Setting) -> None:
+    routed = await route(pair, LONG, max_tokens=4, temperature=0.0)
+    changed = bytearray(routed.ticket)
+    changed[40] ^= 1
+    assert isinstance(await failure(routed.address, bytes(changed)), Unauthenticated)
+    messages = await stream(routed.address, routed.ticket)
+    assert sum(len(one.token_ids) for one in messages) == 4
+    assert messages[-1].usage.completion_tokens == 4
+    assert isinstance(await failure(routed.address, routed.ticket), PermissionDenied)
+    async with make_channel(routed.address) as channel:  # the worker's own services are not there
+        for method in ("penstock.v1.Worker/Describe", "penstock.v1.DecodeWorker/ListSequences"):
+            with pytest.raises(grpc.RpcError) as raised:
+                await channel.unary_unary(f"/{method}")(b"", timeout=10)
+            assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    await pair.nothing_is_held()
+
+
+async def test_the_requests_deadline_bounds_the_stream(pair: Setting) -> None:
+    routed = await route(pair, LONG, timeout_s=0.4, max_tokens=1800, ignore_eos=True)
+    assert isinstance(await failure(routed.address, routed.ticket), DeadlineExceeded)
+    await pair.nothing_is_held()
+
+
+async def test_without_lookaside_the_client_gets_its_tokens_from_the_router() -> None:
+    only = config(Role.DECODE, "decode-0", lookaside=False, decode={"placement": "local"})
+    async with setting(only) as made:
+        with pytest.raises(grpc.RpcError) as raised:
+            await route(made, LONG, max_tokens=4)
+        assert isinstance(from_rpc_error(raised.value), ConfigError)
+        async with AsyncClient(made.address, lookaside=True) as client:
+            assert len((await client.complete(LONG, max_tokens=4, ignore_eos=True)).token_ids) == 4
+        await made.nothing_is_held()
+
+
+async def test_a_port_that_the_client_cannot_reach_costs_an_attempt_and_no_request() -> None:
+    only = config(Role.DECODE, "decode-0", decode={"placement": "local"})
+    unreachable = only.model_copy(update={"lookaside": LookasideConfig(address="127.0.0.1:1")})
+    async with setting(unreachable, ticket_lifetime_s=0.01) as made:
+        async with AsyncClient(made.address, lookaside=True) as client:
+            assert len((await client.complete(LONG, max_tokens=4, ignore_eos=True)).token_ids) == 4
+        await made.nothing_is_held()
+
+
+async def test_a_moved_sequence_goes_on_through_the_router_with_the_same_tokens() -> None:
+    local = {"placement": "local"}
+    both = [config(Role.DECODE, f"decode-{number}", decode=local) for number in range(2)]
+    async with setting(*both) as made, AsyncClient(made.address, lookaside=True) as client:
+        wanted = (await AsyncClient(made.address).complete(LONG, max_tokens=400, **SEEDED)).token_ids
+        running = client.generate(LONG, max_tokens=400, **SEEDED)
+        first = await anext(running)
+        source = next(one for one in made.servers if list(one.worker.requests))
+        target = next(one for one in made.servers if one is not source)
+        await move_all(source, target)
+        rest = await running.complete()
+    assert first.token_ids + rest.token_ids == wanted
+    assert made.tickets_used == 2
+
+
+async def move_all(source: DecodeServer, target: DecodeServer) -> None:
+    request = worker_pb2.MigrateRequest(worker_id=target._config.worker_id, epoch=target.epoch, address=target.address)
+    async with Trust(SECRET).channel(source.address) as channel:
+        answer = await worker_pb2_grpc.DecodeWorkerStub(channel).Migrate(request, timeout=20)
+    assert len(answer.moved) == 1, answer
+
+
+async def test_tenants_share_no_page_and_their_budgets_are_settled() -> None:
+    keys = {"acme": "psk-acme", "other": "psk-other"}
+    tenants = {name: {"keys": [digest_of(key)], "max_requests": 1} for name, key in keys.items()}
+    only = config(Role.DECODE, "decode-0", decode={"placement": "local"})
+    async with setting(only, tenants=tenants) as made:
+        cached = {}
+        for name, way in (("acme", False), ("other", True), ("acme", True), ("other", False)):
+            async with AsyncClient(made.address, api_key=keys[name], lookaside=way) as client:
+                result = await client.complete(LONG, max_tokens=4, temperature=0.0)
+                cached.setdefault(name, []).append(result.usage.cached_tokens)
+            await until(lambda: made.num_tickets == 0)
+        assert cached["acme"][0] == cached["other"][0] == 0
+        assert cached["acme"][1] == cached["other"][1] == len(LONG) // 16 * 16 - (0 if len(LONG) % 16 else 16)
+        await made.nothing_is_held()
+        assert made.router.generator.gate.admission.inflight_tokens("acme") == 0
+
+
+def test_a_worker_without_a_secret_does_not_start_with_lookaside() -> None:
+    async def start() -> None:
+        made = config(Role.DECODE, "decode-0").model_copy(update={"security": SecurityConfig()})
+        await DecodeServer(made).start()
+
+    with pytest.raises(ConfigError, match="secret_file"):
+        asyncio.run(start())

@@ -1,4 +1,4 @@
-"""The commands that operators type besides `status` and `drain`: scale, events, doctor. Calls, and what they print."""
+"""The commands that operators type besides `status` and `drain`: scale, events, doctor, top. Calls, and what they print."""
 
 from __future__ import annotations
 
@@ -33,7 +33,22 @@ def add_parsers(subparsers: Any) -> list[tuple[ArgumentParser, Command]]:
     events_parser.add_argument("--after", type=int, default=0, metavar="NUMBER", help="of the last event that you have")
     for one in (scale_parser, events_parser):
         one.add_argument("--json", action="store_true", help="print JSON, a line each")
-    return [(scale_parser, scale), (events_parser, events), (_add_doctor(subparsers), doctor)]
+    return [
+        (scale_parser, scale),
+        (events_parser, events),
+        (_add_doctor(subparsers), doctor),
+        (_add_top(subparsers), top),
+    ]
+
+
+def _add_top(subparsers: Any) -> ArgumentParser:
+    parser: ArgumentParser = subparsers.add_parser("top", help="watch pools, workers, pages, tokens/s and latencies")
+    add = parser.add_argument
+    add("--interval", type=float, default=2.0, metavar="SECONDS", help="between two views; default: %(default)s")
+    add("-n", "--count", type=int, metavar="N", help="views, then end; default: until Ctrl-C")
+    add("--metrics-token-file", metavar="FILE", help="what the routers' /metrics wants; without it no TTFT and ITL")
+    add("--json", action="store_true", help="print a line of JSON for each view")
+    return parser
 
 
 def _add_doctor(subparsers: Any) -> ArgumentParser:
@@ -70,6 +85,12 @@ def scale(arguments: Namespace) -> int:
     elif answer.replicas > answer.replicas_before:
         print("new ones are starting; `penstock events -f` tells when they are ready")
     return 0
+
+
+def top(arguments: Namespace) -> int:
+    from cluster.top import top as run  # imports what the other commands need not
+
+    return run(arguments)
 
 
 def events(arguments: Namespace) -> int:

@@ -1,0 +1,91 @@
+"""`penstock top`: what two looks at a deployment say, over played status and metrics. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import pytest
+
+from cluster.cli import main
+from cluster.rates import RouterCounts, Sample, rates, read_counts
+from cluster.top import format_rates
+from penstock.types import FinishReason
+from penstock.v1 import admin_pb2, worker_pb2
+from router.metrics import RouterMetrics
+from tests.test_cluster_operations import served
+
+
+def worker(number: int, tokens: int, *, epoch: int = 1, queries: int = 0, hits: int = 0) -> admin_pb2.WorkerStatus:
+    load = worker_pb2.Load(
+        num_running=2,
+        free_pages=25,
+        total_pages=100,
+        step_s=0.004,
+        decode_steps=worker_pb2.StepTotals(tokens=tokens),
+        cache=worker_pb2.CacheStats(queries=queries, device_hits=hits),
+    )
+    member = admin_pb2.Member(worker_id=f"decode-{number}", epoch=epoch, role="decode")
+    return admin_pb2.WorkerStatus(member=member, state="ready", load=load)
+
+
+def sample(at_s: float, *workers: admin_pb2.WorkerStatus, **routers: RouterCounts) -> Sample:
+    return Sample(at_s, admin_pb2.StatusResponse(model="m", ready=True, workers=workers), routers)
+
+
+def test_rates_are_what_grew_between_two_looks() -> None:
+    before = sample(10.0, worker(0, 100, queries=10, hits=5), worker(1, 500))
+    now = sample(12.0, worker(0, 300, queries=30, hits=20), worker(1, 7, epoch=2))
+    view = rates(before, now)
+    first, second = view.workers
+    assert (first.decode_tokens_per_s, first.hit_rate, first.pages_used, first.step_s) == (100.0, 0.75, 0.75, 0.004)
+    assert (second.decode_tokens_per_s, second.hit_rate) == (None, None)  # another incarnation, which counts anew
+    assert (view.tokens_per_s, view.ttft_s, view.num_queued) == (100.0, None, None)
+
+
+def metrics(first_tokens_s: list[float], tokens: int) -> RouterCounts:
+    counts = RouterMetrics("m")
+    for seconds in first_tokens_s:
+        counts.first_token_s.observe(seconds)
+    counts.inter_token_s.observe(0.004, tokens)
+    counts.generation_tokens.inc(tokens)
+    counts.cache_queries.inc(100)
+    counts.cache_hits.inc(tokens)
+    counts.succeeded(FinishReason.STOP)
+    return read_counts(counts.render().decode())
+
+
+def test_routers_histograms_become_percentiles_of_the_interval() -> None:
+    before = sample(0.0, a=metrics([9.0] * 50, 20), gone=metrics([9.0], 5))
+    now = sample(2.0, a=metrics([9.0] * 50 + [0.02] * 98 + [0.9] * 2, 60), new=metrics([9.0], 5))
+    view = rates(before, now)
+    assert view.ttft_s == (0.025, 1.0)  # what was before does not count
+    assert view.itl_s == (0.005, 0.005)
+    assert view.tokens_per_s == 20.0
+    beyond = rates(sample(0.0, a=metrics([], 0)), sample(1.0, a=metrics([99.0], 0)))
+    assert beyond.ttft_s == (math.inf, math.inf)
+
+
+def test_a_router_that_began_anew_counts_from_zero() -> None:
+    view = rates(sample(0.0, a=metrics([0.02] * 5, 90)), sample(1.0, a=metrics([0.02], 30)))
+    assert view.tokens_per_s == 30.0
+
+
+def test_the_view_names_pools_and_workers() -> None:
+    text = format_rates("m", rates(sample(0.0, worker(0, 0)), sample(1.0, worker(0, 50))))
+    lines = text.splitlines()
+    assert lines[0].startswith("m: ready   50 tokens/s   TTFT - ms")
+    assert lines[2] == "decode: 1 of 1 ready, 2 running, 0 waiting, pages 75%, 50 tokens/s"
+    assert lines[-1].split() == ["decode-0", "ready", "2", "0", "75%", "0", "50", "4.0", "-"]
+
+
+async def test_top_prints_as_many_views_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    async with served() as (_, address):
+        flags = ["top", "--interval", "0.05", "-n", "2", "--admin", address]
+        assert await asyncio.to_thread(main, [*flags, "--json"]) == 0
+        views = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [one["model"] for one in views] == ["some-model"] * 2
+        assert [one["worker_id"] for one in views[0]["workers"]] == ["prefill-0", "decode-0", "decode-1"]
+        assert await asyncio.to_thread(main, flags) == 0
+        assert capsys.readouterr().out.count("decode-1") == 2

@@ -1,4 +1,4 @@
-"""The commands that operators type besides `status` and `drain`: scale, events, doctor, top. Calls, and what they print."""
+"""The commands that operators type besides `status` and `drain`: their flags, their calls, and what they print."""
 
 from __future__ import annotations
 

@@ -116,10 +116,10 @@ def _worker(now: admin_pb2.WorkerStatus, before: admin_pb2.WorkerStatus | None, 
         num_running=load.num_running if load else 0,
         num_waiting=load.num_waiting if load else 0,
         pages_used=1 - load.free_pages / load.total_pages if load and load.total_pages else None,
-        prefill_tokens_per_s=_per_s(*(one.prefill_steps for one in spans), elapsed_s) if spans else None,
-        decode_tokens_per_s=_per_s(*(one.decode_steps for one in spans), elapsed_s) if spans else None,
+        prefill_tokens_per_s=_per_s(spans[0].prefill_steps, spans[1].prefill_steps, elapsed_s) if spans else None,
+        decode_tokens_per_s=_per_s(spans[0].decode_steps, spans[1].decode_steps, elapsed_s) if spans else None,
         step_s=load.step_s or None if load else None,
-        hit_rate=_hit_rate(*(one.cache for one in spans)) if spans else None,
+        hit_rate=_hit_rate(spans[0].cache, spans[1].cache) if spans else None,
     )
 
 

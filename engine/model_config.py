@@ -13,6 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint import CONFIG_FILE, checkpoint_revision
+from engine.expert_config import (
+    EXPERT_KEYS,
+    MIXTRAL,
+    QWEN3_MOE,
+    SPARSITY_KEYS,
+    ExpertConfig,
+    ExpertFamily,
+    parse_experts,
+)
 from engine.kv_layout import DTYPE_BYTES
 from engine.rope_config import RopeConfig, parse_rope
 from penstock.errors import CheckpointError
@@ -20,7 +29,7 @@ from penstock.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a dense decoder family differs from Llama. Defaults are those of its published configs."""
+    """How a decoder family differs from Llama. Defaults are those of its published configs."""
 
     architecture: str
     model_type: str
@@ -29,6 +38,8 @@ class Family:
     num_kv_heads: int | None = None  # None: as many as query heads
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     sliding_window: int | None = None
+    rope_theta: float = 10000.0
+    experts: ExpertFamily | None = None
     keys: frozenset[str] = frozenset()  # config keys that only this family reads
 
 
@@ -51,6 +62,24 @@ FAMILIES = (
         head_dim=128,
         sliding_window=4096,
         keys=_WINDOW_KEYS | {"attention_bias"},
+    ),
+    Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        num_kv_heads=8,
+        rope_theta=1e6,
+        experts=MIXTRAL,
+        keys=EXPERT_KEYS | {"sliding_window"},
+    ),
+    Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        qk_norm=True,
+        num_kv_heads=4,
+        sliding_window=4096,
+        experts=QWEN3_MOE,
+        # max_window_layers is in the published files, and nothing reads it: a window is all layers'.
+        keys=EXPERT_KEYS | SPARSITY_KEYS | (_WINDOW_KEYS - {"layer_types"}) | {"attention_bias"},
     ),
 )
 
@@ -78,7 +107,7 @@ _NO_EFFECT_ONLY_AS = {"rope_interleaved": False}  # any other value changes resu
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder: its shape, and what the folder says of generation."""
+    """A decoder: its shape, and what the folder says of generation."""
 
     family: Family
     num_layers: int
@@ -96,6 +125,7 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
+    experts: ExpertConfig | None
     dtype: str  # as config.json says; float32 where it says nothing
     eos_token_ids: frozenset[int]
     revision: str  # changes whenever the configuration or the weights do
@@ -138,12 +168,13 @@ class ModelConfig:
             vocab_size=_positive_int(data, "vocab_size", file),
             context_length=_positive_int(data, "max_position_embeddings", file),
             rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
-            rope=parse_rope(data, file),
+            rope=parse_rope(data, file, family.rope_theta),
             windows=_read_windows(data, family, num_layers, file),
             tie_embeddings=bool(data.get("tie_word_embeddings", False)),
             qkv_bias=family.qkv_bias or attention_bias,
             o_bias=attention_bias,
             mlp_bias=bool(data.get("mlp_bias", False)),
+            experts=parse_experts(data, family.experts, num_layers, file) if family.experts else None,
             dtype=_read_dtype(data, file),
             eos_token_ids=_read_token_ids(data, file) | _read_token_ids(generation, generation_file),
             revision=checkpoint_revision(folder),

@@ -53,7 +53,7 @@ class RopeConfig:
     truncate: bool = True  # yarn: the ramp's ends are whole dimensions
 
 
-def parse_rope(data: Mapping[str, Any], file: Path) -> RopeConfig:
+def parse_rope(data: Mapping[str, Any], file: Path, default_theta: float = _DEFAULT_THETA) -> RopeConfig:
     """Reads `rope_parameters`, or `rope_scaling` with `rope_theta`. Raises CheckpointError on what it cannot honour."""
     name = "rope_parameters" if data.get("rope_parameters") else "rope_scaling"
     rope = data.get(name) or {}
@@ -74,7 +74,7 @@ def parse_rope(data: Mapping[str, Any], file: Path) -> RopeConfig:
     partial = rope.get("partial_rotary_factor", data.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise CheckpointError(f"{file}: partial_rotary_factor = {partial!r}; only whole heads (1.0) can be rotated")
-    theta = rope.get("rope_theta") or data.get("rope_theta") or _DEFAULT_THETA
+    theta = rope.get("rope_theta") or data.get("rope_theta") or default_theta
     fields = _Fields(rope, f"{file}: {name}")
     if kind == "default":
         return RopeConfig("default", float(theta))

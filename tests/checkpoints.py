@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
 _BASE: dict[str, Any] = {
@@ -30,6 +30,16 @@ _BASE: dict[str, Any] = {
     "pad_token_id": None,
     "initializer_range": 0.3,  # wide, so that logits differ clearly and greedy choices are no ties
 }
+# A share of the experts is chosen, and few enough tokens are in a test that some expert has none.
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}
 
 
 def make_checkpoint(
@@ -41,7 +51,7 @@ def make_checkpoint(
     **overrides: Any,
 ) -> Path:
     """Writes a checkpoint with tokenizer.json into `folder` (made where missing) and returns it."""
-    config = AutoConfig.for_model(family, **{**_BASE, **overrides})
+    config = AutoConfig.for_model(family, **{**_BASE, **_OF_FAMILY.get(family, {}), **overrides})
     state = torch.random.get_rng_state()
     torch.manual_seed(len(family))
     model = AutoModelForCausalLM.from_config(config).to(dtype)

@@ -60,6 +60,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window-one-expert": ("mixtral", {"sliding_window": 10, "num_experts_per_tok": 1}),
+    "mixtral-all-experts-tied": ("mixtral", {"num_experts_per_tok": 5, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-plain-weights-window": (
+        "qwen3_moe",
+        {"norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 10, "attention_bias": True},
+    ),
+    "qwen3_moe-some-dense-layers": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
     "qwen3-yarn-scaled-attention": ("qwen3", {"rope_parameters": {**YARN, "attention_factor": 1.3}}),
 }
 
@@ -176,8 +188,16 @@ def test_half_precision_stays_near_float32(case: Case, dtype: str, tolerance: fl
     engine = load(case.folder, dtype=dtype)
     assert engine.kv_pages.dtype == getattr(torch, dtype)
     logits = run(engine, case.prompt, case.tokens, lambda _: 16).float()
-    error = (logits - case.logits).norm() / case.logits.norm()
-    assert error < tolerance
+    assert error_of(logits, case) < tolerance
+
+
+def error_of(logits: torch.Tensor, case: Case) -> float:
+    """Of all tokens together; where some experts are chosen, of the median token: two experts that are about equally
+    likely may change places by rounding, in `transformers` as here, and the token that they decide is then another."""
+    experts = case.engine.model.experts
+    if experts is None or experts.num_chosen == experts.num_experts:
+        return float((logits - case.logits).norm() / case.logits.norm())
+    return float(((logits - case.logits).norm(dim=1) / case.logits.norm(dim=1)).median())
 
 
 def test_warm_up_gives_its_pages_back(case: Case) -> None:

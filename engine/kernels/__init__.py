@@ -69,4 +69,8 @@ def select_ops(attention: AttentionBackend) -> LayerOps:
     from engine.kernels.cpu_native import NativeAttention, NativeOps
     from engine.layers.ops import TorchOps
 
+    if attention.name == "triton":
+        from engine.kernels.triton_backend import TritonOps
+
+        return TritonOps()
     return NativeOps(attention.kernels) if isinstance(attention, NativeAttention) else TorchOps()

@@ -1,16 +1,18 @@
-"""Paged attention in plain torch: the oracle of every other kernel, and the path of a CPU without a compiler.
+"""Paged attention and the experts' products in plain torch: the oracle of every other kernel, and a CPU's path.
 
-A whole batch at once: pages are gathered, and one scaled dot-product call serves all decodes, another all chunks.
-KV heads stand in the call's batch dimension and the query heads that share one in its row dimension, so K and V are
-copied once and never repeated per query head.
+Attention takes a whole batch at once: pages are gathered, and one scaled dot-product call serves all decodes, another
+all chunks. KV heads stand in the call's batch dimension and the query heads that share one in its row dimension, so K
+and V are copied once and never repeated per query head.
 
 Shapes: `T` tokens, `B` sequences, `Q` queries of the longest, `C` gathered context, `N` query heads, `K` KV heads,
-`G` = N / K, `H` head dim, `P` pages, `S` page size.
+`G` = N / K, `H` head dim, `P` pages, `S` page size; `E` experts, `X` rows that go to them, `I` in, `O` out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +72,22 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention over the paged context, [T, N, H]; the new K/V must be in the pool already."""
     return _attend(q_TNH, pool_layer, _plan(meta, pool_layer, window), scale)
+
+
+def grouped_gemm(
+    x_RI: torch.Tensor,
+    products: Sequence[Callable[[torch.Tensor], torch.Tensor]],
+    start_E1: torch.Tensor,
+    rows_X: torch.Tensor | None,
+) -> torch.Tensor:
+    """[X, O]: places start[e] to start[e + 1] go through `products[e]`, one call for each expert that has any.
+    Place i is row `rows_X[i]` of `x_RI`, or row i. Waits for the device."""
+    x_XI = x_RI if rows_X is None else x_RI.index_select(0, rows_X)
+    starts = start_E1.tolist()
+    parts = [
+        products[expert](x_XI[start:stop]) for expert, (start, stop) in enumerate(pairwise(starts)) if start < stop
+    ]
+    return torch.cat(parts) if parts else products[0](x_XI)
 
 
 def _plan(meta: AttentionMetadata, pool_layer: torch.Tensor, window: int | None) -> list[_Part]:

@@ -1,17 +1,20 @@
-"""The attention backend made of Triton kernels: what CUDA devices run.
+"""The attention backend and the layer operations made of Triton kernels: what CUDA devices run.
 
-Chosen by `engine.kernels.select_backend`; importing it needs Triton. Holds no state. Decodes and chunks of a mixed
-batch go to their own kernels, side by side in one output.
+Chosen by `engine.kernels.select_backend` and `select_ops`; importing it needs Triton. Holds no state. Decodes and
+chunks of a mixed batch go to their own kernels, side by side in one output.
 """
 
 from __future__ import annotations
 
 import torch
 
+from engine.kernels.grouped_gemm import grouped_gemm
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.write_kv import write_kv
+from engine.layers.linear import GroupedLinear
+from engine.layers.ops import TorchOps
 
 
 class TritonAttention:
@@ -58,3 +61,14 @@ class TritonAttention:
                 max_query_len=meta.max_query_len,
             )
         return o_TNH
+
+
+class TritonOps(TorchOps):
+    """`LayerOps` with the experts' products in one launch, and no wait for where their rows end."""
+
+    def grouped_gemm(
+        self, x_RI: torch.Tensor, weight: GroupedLinear, start_E1: torch.Tensor, rows_X: torch.Tensor | None
+    ) -> torch.Tensor:
+        if weight.weight_EOI is None:  # packed for a CPU
+            return super().grouped_gemm(x_RI, weight, start_E1, rows_X)
+        return grouped_gemm(x_RI, weight.weight_EOI, start_E1, rows_X)

@@ -3,7 +3,8 @@
 `TorchOps` is the plain implementation and the oracle of the others (`engine.kernels.cpu_native` fuses them on CPU).
 None of them changes its arguments, except that `add_rms_norm` may put its results into them.
 
-Shapes: `T` tokens, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `F` intermediate.
+Shapes: `T` tokens, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `F` intermediate, `E` experts, `I` in,
+`O` out, `X` rows that go to experts, `R` rows that these are read from.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.reference import grouped_gemm
+from engine.layers.linear import GroupedLinear
 from engine.layers.rope import apply_rope
 
 
@@ -35,6 +38,13 @@ class LayerOps(Protocol):
         """Rotates every head by its token's angles; `cos_sin_T2H` is float32 [T, 2, H / 2]."""
         ...
 
+    def grouped_gemm(
+        self, x_RI: torch.Tensor, weight: GroupedLinear, start_E1: torch.Tensor, rows_X: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[X, O]: places start[e] to start[e + 1] are multiplied with expert e's weight. Place i is row `rows_X[i]` of
+        `x_RI`, or row i."""
+        ...
+
 
 class TorchOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -52,3 +62,8 @@ class TorchOps:
 
     def rope(self, x_TNH: torch.Tensor, cos_sin_T2H: torch.Tensor) -> torch.Tensor:
         return apply_rope(x_TNH, cos_sin_T2H.to(x_TNH.dtype))
+
+    def grouped_gemm(
+        self, x_RI: torch.Tensor, weight: GroupedLinear, start_E1: torch.Tensor, rows_X: torch.Tensor | None
+    ) -> torch.Tensor:
+        return grouped_gemm(x_RI, weight.experts, start_E1, rows_X)

@@ -1,10 +1,10 @@
-"""The dense decoder of the Llama, Mistral, Qwen2 and Qwen3 families, parametrised by `ModelConfig`.
+"""The decoder of the Llama, Mistral and Qwen families, with experts too, parametrised by `ModelConfig`.
 
 Runs in the middle of a step: `engine.runner` gives token ids and metadata and takes logits. It owns the weights; the KV
 pages are the engine's, and only the attention backend writes them.
 
-Shapes: `T` tokens of the batch, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `F` intermediate,
-`V` vocabulary, `R` rows that draw.
+Shapes: `T` tokens of the batch, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `V` vocabulary,
+`R` rows that draw.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch.nn.functional as F
 
 from engine.kernels import AttentionBackend
 from engine.kernels.metadata import AttentionMetadata
+from engine.layers.feed_forward import DenseFeedForward, ExpertFeedForward, FeedForward
 from engine.layers.linear import Linear
 from engine.layers.ops import LayerOps
 from engine.layers.rope import build_rope_table
 from engine.model_config import ModelConfig
+from engine.models.shapes import EMBEDDING, FINAL_NORM, HEAD, LAYERS_PREFIX
 from engine.weights import WeightReader
-
-_PREFIX = "model.layers."
 
 
 class Decoder:
@@ -30,29 +30,11 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, reader: WeightReader, max_context: int, device: torch.device) -> None:
         self._eps = config.rms_norm_eps
-        self._embedding_VD = reader.read("model.embed_tokens.weight")
+        self._embedding_VD = reader.read(EMBEDDING)
         self._layers = [_Layer(config, reader, layer) for layer in range(config.num_layers)]
-        self._norm_D = reader.read("model.norm.weight")
-        self._head = Linear(self._embedding_VD if config.tie_embeddings else reader.read("lm_head.weight"))
+        self._norm_D = reader.read(FINAL_NORM)
+        self._head = Linear(self._embedding_VD if config.tie_embeddings else reader.read(HEAD))
         self._rope_C2H = build_rope_table(config.rope, config.head_dim, max_context).to(device)
-
-    @staticmethod
-    def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor that the weights must hold."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-            "model.norm.weight": (config.hidden_size,),
-        }
-        if not config.tie_embeddings:
-            shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-        for layer in range(config.num_layers):
-            shapes.update({f"{_PREFIX}{layer}.{name}": shape for name, shape in _layer_shapes(config).items()})
-        return shapes
-
-    @staticmethod
-    def optional_tensors(config: ModelConfig) -> frozenset[str]:
-        """Tensors that may be stored and are not read: a tied head is the embedding, whatever the file repeats."""
-        return frozenset({"lm_head.weight"}) if config.tie_embeddings else frozenset()
 
     def forward(
         self,
@@ -82,7 +64,7 @@ class Decoder:
             else:
                 next_norm_D = self._layers[index + 1].input_norm_D
             x_TD, residual_TD = ops.add_rms_norm(layer.out(mixed_TA), residual_TD, layer.mlp_norm_D, self._eps)
-            x_TD = layer.down(ops.silu_and_mul(layer.gate_up(x_TD)))
+            x_TD = layer.feed_forward(x_TD, ops)
             x_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, next_norm_D, self._eps)
         return self._head(x_TD)
 
@@ -94,7 +76,7 @@ class _Layer:
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim, self._window = config.head_dim, config.windows[layer]
         self._scale, self._eps = config.head_dim**-0.5, config.rms_norm_eps
-        prefix = f"{_PREFIX}{layer}."
+        prefix = f"{LAYERS_PREFIX}{layer}."
 
         def fused(block: str, names: Sequence[str], has_bias: bool) -> Linear:
             paths = [f"{prefix}{block}.{name}_proj" for name in names]
@@ -109,8 +91,12 @@ class _Layer:
             self._qk_norms_H = (q_norm_H, k_norm_H)
         self.out = fused("self_attn", "o", config.o_bias)
         self.mlp_norm_D = reader.read(f"{prefix}post_attention_layernorm.weight")
-        self.gate_up = fused("mlp", ("gate", "up"), config.mlp_bias)
-        self.down = fused("mlp", ("down",), config.mlp_bias)
+        self.feed_forward: FeedForward
+        if config.experts is not None and layer in config.experts.layers:
+            self.feed_forward = ExpertFeedForward(config.experts, lambda name: reader.read(prefix + name))
+        else:
+            gate_up = fused("mlp", ("gate", "up"), config.mlp_bias)
+            self.feed_forward = DenseFeedForward(gate_up, fused("mlp", ("down",), config.mlp_bias))
 
     def attend(
         self,
@@ -134,28 +120,3 @@ class _Layer:
             k_TKH = ops.rope(ops.rms_norm(k_TKH, k_norm_H, self._eps), cos_sin_T2H)
         attention.write_kv(k_TKH, qkv_TXH[:, num_heads + num_kv_heads :], pool_layer, meta)
         return attention.paged_attention(q_TNH, pool_layer, meta, self._scale, self._window).flatten(1)
-
-
-def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    products = {
-        "self_attn.q_proj": (q_width, hidden, config.qkv_bias),
-        "self_attn.k_proj": (kv_width, hidden, config.qkv_bias),
-        "self_attn.v_proj": (kv_width, hidden, config.qkv_bias),
-        "self_attn.o_proj": (hidden, q_width, config.o_bias),
-        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.mlp_bias),
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-    for name, (rows, columns, has_bias) in products.items():
-        shapes[f"{name}.weight"] = (rows, columns)
-        if has_bias:
-            shapes[f"{name}.bias"] = (rows,)
-    if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
-    return shapes

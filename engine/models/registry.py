@@ -9,9 +9,10 @@ import torch
 
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.shapes import optional_tensors, tensor_shapes
 from engine.weights import WeightReader
 
-_MODELS = {"llama": Decoder, "mistral": Decoder, "qwen2": Decoder, "qwen3": Decoder}
+_MODELS = dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), Decoder)
 
 
 def load_model(
@@ -28,7 +29,7 @@ def load_model(
     Raises CheckpointError where they do not fit the configuration.
     """
     model = _MODELS[config.family.model_type]
-    expected, optional = model.tensor_shapes(config), model.optional_tensors(config)
+    expected, optional = tensor_shapes(config), optional_tensors(config)
     with WeightReader(
         folder, expected, dtype=dtype, device=device, optional=optional, on_progress=on_progress
     ) as reader:

@@ -1,0 +1,102 @@
+"""What `config.json` says of a mixture of experts: how many, how many of them a token takes, and in which layers.
+
+Read once while a model loads (`engine.model_config`). Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How a family calls an expert layer's tensors below `model.layers.N.`."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+    def of(self, expert: int) -> tuple[str, str, str]:
+        prefix = f"{self.block}.experts.{expert}"
+        return f"{prefix}.{self.gate}.weight", f"{prefix}.{self.up}.weight", f"{prefix}.{self.down}.weight"
+
+    @property
+    def router(self) -> str:
+        return f"{self.block}.gate.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFamily:
+    """How one family with experts differs from the other. Defaults are those of its published configs."""
+
+    names: ExpertNames
+    num_experts: int
+    num_chosen: int
+    inner_key: str
+    normalize: Literal["always", "as told"]  # the chosen experts' weights to a sum of 1
+
+
+# Either name may stand in a Qwen3-MoE's file: `transformers` writes the first since its version 5.
+_COUNT_KEYS = ("num_local_experts", "num_experts")
+_COMMON_KEYS = frozenset({*_COUNT_KEYS, "num_experts_per_tok"})
+# Of training alone: an auxiliary loss, and noise on the router's input.
+_TRAINING_KEYS = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+EXPERT_KEYS = _COMMON_KEYS | _TRAINING_KEYS
+SPARSITY_KEYS = frozenset({"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob"})
+
+MIXTRAL = ExpertFamily(ExpertNames("block_sparse_moe", "w1", "w3", "w2"), 8, 2, "intermediate_size", "always")
+QWEN3_MOE = ExpertFamily(
+    ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"), 128, 8, "moe_intermediate_size", "as told"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    names: ExpertNames
+    num_experts: int
+    num_chosen: int  # experts of each token
+    intermediate_size: int  # of one expert
+    normalize: bool  # the chosen experts' weights sum to 1
+    layers: frozenset[int]  # those with experts; the others have one dense block
+
+
+def parse_experts(data: Mapping[str, Any], family: ExpertFamily, num_layers: int, file: Path) -> ExpertConfig:
+    """Raises CheckpointError on what makes no sense."""
+    counts = {key: data[key] for key in _COUNT_KEYS if data.get(key) is not None}
+    if len(set(counts.values())) > 1:
+        raise CheckpointError(f"{file}: {' and '.join(f'{k} = {v!r}' for k, v in counts.items())} differ; keep one")
+    num_experts = _positive(next(iter(counts), _COUNT_KEYS[0]), data, family.num_experts, file)
+    num_chosen = _positive("num_experts_per_tok", data, family.num_chosen, file)
+    if num_chosen > num_experts:
+        raise CheckpointError(
+            f"{file}: num_experts_per_tok = {num_chosen} is more than the {num_experts} experts; give at most that"
+        )
+    return ExpertConfig(
+        names=family.names,
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=_positive(family.inner_key, data, 768, file),
+        normalize=family.normalize == "always" or bool(data.get("norm_topk_prob", False)),
+        layers=_expert_layers(data, num_layers, file),
+    )
+
+
+def _expert_layers(data: Mapping[str, Any], num_layers: int, file: Path) -> frozenset[int]:
+    dense = data.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in dense):
+        raise CheckpointError(f"{file}: mlp_only_layers = {dense!r}: a list of layers below {num_layers} is needed")
+    step = _positive("decoder_sparse_step", data, 1, file)
+    return frozenset(layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense)
+
+
+def _positive(key: str, data: Mapping[str, Any], default: int, file: Path) -> int:
+    value = default if data.get(key) is None else data[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{file}: {key} = {value!r}: a positive whole number is needed")
+    return value

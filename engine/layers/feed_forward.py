@@ -1,0 +1,74 @@
+"""The two feed-forward blocks of a layer: one dense product, or a few of many experts for each token.
+
+Experts (Shazeer et al. 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088): a router gives each token the `C` experts
+of the highest probability, and their outputs are added up by those. No expert has a capacity, so none drops a token,
+and whom a token goes to is for its own values alone to say, as is the order in which its experts' outputs are added:
+who else is in the batch changes a token's result by no more than the rounding of a matrix product.
+
+Shapes: `T` tokens, `D` hidden, `F` intermediate, `E` experts, `C` experts of a token, `X` = T * C pairs of the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from engine.expert_config import ExpertConfig
+from engine.layers.linear import GroupedLinear, Linear
+from engine.layers.ops import LayerOps
+
+
+class FeedForward(Protocol):
+    def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor: ...
+
+
+class DenseFeedForward:
+    """`down(silu(gate(x)) * up(x))`, gate and up in one product."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self._gate_up, self._down = gate_up, down
+
+    def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor:
+        return self._down(ops.silu_and_mul(self._gate_up(x_TD)))
+
+
+class ExpertFeedForward:
+    """The same with weights of each token's own choice."""
+
+    def __init__(self, config: ExpertConfig, read: Callable[[str], torch.Tensor]) -> None:
+        """`read` gives a tensor of this layer by name."""
+        self._config = config
+        names = config.names
+        self._router = Linear(read(names.router))
+        self._gate_up = GroupedLinear(
+            config.num_experts, lambda expert: torch.cat([read(name) for name in names.of(expert)[:2]])
+        )
+        self._down = GroupedLinear(config.num_experts, lambda expert: read(names.of(expert)[2]))
+
+    def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor:
+        chosen_TC, weight_TC = choose_experts(self._router(x_TD), self._config.num_chosen, self._config.normalize)
+        num_tokens, num_chosen = chosen_TC.shape
+        pair_X, start_E1 = group_by_expert(chosen_TC, self._config.num_experts)
+        gate_up_X2F = ops.grouped_gemm(x_TD, self._gate_up, start_E1, pair_X // num_chosen)
+        out_XD = ops.grouped_gemm(ops.silu_and_mul(gate_up_X2F), self._down, start_E1, None)
+        by_pair_XD = torch.empty_like(out_XD).index_copy_(0, pair_X, out_XD)
+        by_token_TCD = by_pair_XD.view(num_tokens, num_chosen, out_XD.shape[1])
+        return (by_token_TCD * weight_TC[:, :, None]).sum(dim=1).to(x_TD.dtype)
+
+
+def choose_experts(logits_TE: torch.Tensor, num_chosen: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts [T, C], the likeliest first, and what their outputs count, float32 [T, C]."""
+    weight_TC, chosen_TC = logits_TE.float().softmax(dim=-1).topk(num_chosen, dim=-1)
+    if normalize:
+        weight_TC = weight_TC / weight_TC.sum(dim=-1, keepdim=True)
+    return chosen_TC, weight_TC
+
+
+def group_by_expert(chosen_TC: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pairs (token * C + choice) with those of one expert side by side, int64 [X], and where each expert's
+    begin, int32 [E + 1]. Nothing waits for the device."""
+    expert_X, pair_X = chosen_TC.flatten().sort(stable=True)
+    bounds_E1 = torch.arange(num_experts + 1, device=expert_X.device)
+    return pair_X, torch.searchsorted(expert_X, bounds_E1, out_int32=True)

@@ -1,0 +1,68 @@
+"""Name and shape of every tensor of a model, as its checkpoint must store them. Torch-free.
+
+Read by whoever loads the weights (`engine.models.registry`) and by who only counts them (`engine.memory_plan`).
+"""
+
+from __future__ import annotations
+
+from engine.model_config import ModelConfig
+
+LAYERS_PREFIX = "model.layers."
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def tensor_shapes(config: ModelConfig) -> Shapes:
+    """Every tensor that the weights must hold."""
+    shapes: Shapes = {
+        EMBEDDING: (config.vocab_size, config.hidden_size),
+        FINAL_NORM: (config.hidden_size,),
+    }
+    if not config.tie_embeddings:
+        shapes[HEAD] = (config.vocab_size, config.hidden_size)
+    for layer in range(config.num_layers):
+        of_layer = {**_attention_shapes(config), **_feed_forward_shapes(config, layer)}
+        shapes.update({f"{LAYERS_PREFIX}{layer}.{name}": shape for name, shape in of_layer.items()})
+    return shapes
+
+
+def optional_tensors(config: ModelConfig) -> frozenset[str]:
+    """Tensors that may be stored and are not read: a tied head is the embedding, whatever the file repeats."""
+    return frozenset({HEAD}) if config.tie_embeddings else frozenset()
+
+
+def _attention_shapes(config: ModelConfig) -> Shapes:
+    hidden = config.hidden_size
+    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    _add_product(shapes, "self_attn.q_proj", q_width, hidden, config.qkv_bias)
+    _add_product(shapes, "self_attn.k_proj", kv_width, hidden, config.qkv_bias)
+    _add_product(shapes, "self_attn.v_proj", kv_width, hidden, config.qkv_bias)
+    _add_product(shapes, "self_attn.o_proj", hidden, q_width, config.o_bias)
+    if config.qk_norm:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+def _feed_forward_shapes(config: ModelConfig, layer: int) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: Shapes = {}
+    experts = config.experts
+    if experts is None or layer not in experts.layers:
+        _add_product(shapes, "mlp.gate_proj", inner, hidden, config.mlp_bias)
+        _add_product(shapes, "mlp.up_proj", inner, hidden, config.mlp_bias)
+        _add_product(shapes, "mlp.down_proj", hidden, inner, config.mlp_bias)
+        return shapes
+    shapes[experts.names.router] = (experts.num_experts, hidden)
+    for expert in range(experts.num_experts):
+        gate, up, down = experts.names.of(expert)
+        shapes[gate] = shapes[up] = (experts.intermediate_size, hidden)
+        shapes[down] = (hidden, experts.intermediate_size)
+    return shapes
+
+
+def _add_product(shapes: Shapes, name: str, rows: int, columns: int, has_bias: bool) -> None:
+    shapes[f"{name}.weight"] = (rows, columns)
+    if has_bias:
+        shapes[f"{name}.bias"] = (rows,)

@@ -1,0 +1,129 @@
+"""Which experts a token takes, what its batch has to do with that, and what config.json may say of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.expert_config import MIXTRAL, ExpertConfig
+from engine.layers.feed_forward import ExpertFeedForward, choose_experts, group_by_expert
+from engine.layers.ops import TorchOps
+from engine.model_config import ModelConfig
+from penstock.errors import CheckpointError
+from tests.checkpoints import make_checkpoint
+
+
+@given(st.integers(1, 9), st.data())
+@settings(max_examples=60, deadline=None)
+def test_grouping_keeps_every_pair_once_and_experts_together(num_experts: int, data: st.DataObject) -> None:
+    rows = st.lists(st.permutations(range(num_experts)), min_size=0, max_size=12)
+    num_chosen = data.draw(st.integers(1, num_experts))
+    chosen = [row[:num_chosen] for row in data.draw(rows)]
+    chosen_TC = torch.tensor(chosen, dtype=torch.int64).view(len(chosen), num_chosen)
+    pair_X, start_E1 = group_by_expert(chosen_TC, num_experts)
+    assert sorted(pair_X.tolist()) == list(range(len(chosen) * num_chosen))
+    assert (start_E1[0], start_E1[-1]) == (0, len(pair_X))
+    for expert in range(num_experts):
+        mine = pair_X[start_E1[expert] : start_E1[expert + 1]].tolist()
+        assert mine == [pair for pair, owner in enumerate(chosen_TC.flatten().tolist()) if owner == expert]
+
+
+def test_the_likeliest_experts_are_chosen_and_weighed() -> None:
+    logits_TE = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    chosen_TC, weight_TC = choose_experts(logits_TE, 2, normalize=False)
+    assert chosen_TC.tolist() == [[1, 3]]
+    torch.testing.assert_close(weight_TC, logits_TE.softmax(-1)[:, [1, 3]])
+    _, normalized_TC = choose_experts(logits_TE, 2, normalize=True)
+    torch.testing.assert_close(normalized_TC, logits_TE[:, [1, 3]].softmax(-1))
+
+
+def make_block(num_experts: int = 6, num_chosen: int = 2) -> ExpertFeedForward:
+    config = ExpertConfig(MIXTRAL.names, num_experts, num_chosen, 24, normalize=True, layers=frozenset({0}))
+
+    def read(name: str) -> torch.Tensor:
+        rows = num_experts if name == MIXTRAL.names.router else 32 if name.endswith("w2.weight") else 24
+        return torch.randn(rows, 24 if rows == 32 else 32) * 0.3
+
+    return ExpertFeedForward(config, read)
+
+
+def test_company_changes_a_token_by_the_rounding_of_a_product_alone() -> None:
+    """Alone, in a crowd, and in a crowd that goes to the same experts: nobody is dropped, nobody is sent elsewhere."""
+    torch.manual_seed(3)
+    block, ops = make_block(), TorchOps()
+    crowd_TD = torch.randn(64, 32)
+    together_TD = block(crowd_TD, ops)
+    for token in range(64):
+        alone_1D = block(crowd_TD[token : token + 1], ops)
+        torch.testing.assert_close(alone_1D[0], together_TD[token], rtol=1e-5, atol=1e-6)
+    same_TD = crowd_TD[:1].repeat(50, 1)
+    torch.testing.assert_close(block(same_TD, ops), together_TD[:1].expand(50, -1), rtol=1e-5, atol=1e-6)
+
+
+def test_company_of_the_same_number_changes_not_a_bit() -> None:
+    """The order of a token's sum is its own: who stands beside it, and which experts those take, does not count."""
+    torch.manual_seed(4)
+    block, ops = make_block(num_experts=2), TorchOps()  # both experts of each token: groups of one size
+    x_TD = torch.randn(16, 32)
+    others_TD = torch.randn(16, 32)
+    others_TD[5] = x_TD[5]
+    assert torch.equal(block(x_TD, ops)[5], block(others_TD, ops)[5])
+
+
+def test_no_tokens_go_to_no_experts() -> None:
+    assert make_block()(torch.empty(0, 32), TorchOps()).shape == (0, 32)
+
+
+def edit(folder: Path, **changes: Any) -> Path:
+    file = folder / "config.json"
+    data = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in data.items() if value is not ...}))
+    return folder
+
+
+def test_layers_with_experts_are_those_that_the_file_says(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[1])
+    experts = ModelConfig.from_folder(folder).experts
+    assert experts is not None
+    assert experts.layers == {3, 5}
+    assert (experts.num_experts, experts.num_chosen, experts.intermediate_size, experts.normalize) == (8, 3, 24, True)
+
+
+def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
+    """As the published Qwen3-MoE files spell it, with a key that nothing reads."""
+    folder = make_checkpoint("qwen3_moe", tmp_path)
+    before = ModelConfig.from_folder(folder).experts
+    edit(folder, num_local_experts=..., num_experts=8, max_window_layers=48, router_aux_loss_coef=0.001)
+    assert ModelConfig.from_folder(folder).experts == before
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok = 6 is more than the 5 experts; give at most"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts = 0: a positive whole number"),
+        ("mixtral", {"num_experts": 7}, "num_local_experts = 5 and num_experts = 7 differ; keep one"),
+        ("mixtral", {"norm_topk_prob": True}, "norm_topk_prob = True is unknown for MixtralForCausalLM"),
+        ("qwen3_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers = \[2\]: a list of layers below 2"),
+        ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers = 'all': a list"),
+        ("qwen3_moe", {"decoder_sparse_step": -1}, "decoder_sparse_step = -1: a positive whole number"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64 is unknown"),
+    ],
+)
+def test_experts_that_make_no_sense_are_refused(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = edit(make_checkpoint(family, tmp_path), **changes)
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_folder(folder)
+
+
+def test_a_mixtral_without_a_theta_has_that_of_its_family(tmp_path: Path) -> None:
+    folder = edit(make_checkpoint("mixtral", tmp_path), rope_parameters=...)
+    assert ModelConfig.from_folder(folder).rope.theta == 1e6

@@ -1,0 +1,111 @@
+{{- define "penstock.labels" -}}
+app.kubernetes.io/name: penstock
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "penstock.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag }}
+{{- end }}
+
+{{- /* The Secret with serve.json. */}}
+{{- define "penstock.configSecret" -}}
+{{- if .Values.existingConfigSecret }}{{ .Values.existingConfigSecret }}{{ else }}{{ .Release.Name }}-config{{ end }}
+{{- end }}
+
+{{- define "penstock.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 1000
+runAsGroup: 1000
+fsGroup: 1000
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "penstock.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+{{- end }}
+
+{{- /* Places to write: Ray's sessions, and caches of kernels and of the account. */}}
+{{- define "penstock.scratchMounts" -}}
+- name: tmp
+  mountPath: /tmp
+- name: home
+  mountPath: /home/penstock
+{{- end }}
+
+{{- define "penstock.scratchVolumes" -}}
+- name: tmp
+  emptyDir: {}
+- name: home
+  emptyDir: {}
+{{- end }}
+
+{{- define "penstock.modelMounts" -}}
+{{- if .Values.model.claim }}
+- name: model
+  mountPath: {{ .Values.model.mountPath }}
+  readOnly: true
+{{- else if .Values.model.download.repo }}
+- name: model
+  mountPath: {{ .Values.model.mountPath }}
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- define "penstock.modelVolumes" -}}
+{{- if .Values.model.claim }}
+- name: model
+  persistentVolumeClaim:
+    claimName: {{ .Values.model.claim }}
+    readOnly: true
+{{- else if .Values.model.download.repo }}
+- name: model
+  emptyDir:
+    sizeLimit: {{ .Values.model.download.diskSize }}
+{{- end }}
+{{- end }}
+
+{{- /* Fetches the model before Ray starts, where it is not on a volume. */}}
+{{- define "penstock.download" -}}
+- name: download-model
+  image: {{ include "penstock.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: ["hf", "download", {{ toJson .Values.model.download.repo }}]
+  args: ["--revision", {{ toJson .Values.model.download.revision }}, "--local-dir", {{ toJson .Values.model.path }}]
+  {{- if .Values.model.download.tokenSecret }}
+  env:
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef:
+          name: {{ .Values.model.download.tokenSecret }}
+          key: HF_TOKEN
+  {{- end }}
+  resources:
+    requests: {cpu: "1", memory: 2Gi}
+    limits: {cpu: "2", memory: 4Gi}
+  securityContext:
+    {{- include "penstock.containerSecurity" . | nindent 4 }}
+    capabilities: {drop: [ALL]}
+  volumeMounts:
+    - name: model
+      mountPath: {{ .Values.model.mountPath }}
+    {{- include "penstock.scratchMounts" . | nindent 4 }}
+{{- end }}
+
+{{- /* One pool, as `ServeConfig` wants it; of a pool's own values and its name. */}}
+{{- define "penstock.pool" -}}
+{"replicas": {{ .pool.replicas }}, "num_gpus": {{ .pool.numGpus }}, "num_cpus": {{ .pool.numCpus }}, "resources": {"penstock_{{ .name }}": 1}, "labels": {{ toJson .pool.labels }}, "engine": {{ toJson .pool.engine }}}
+{{- end }}
+
+{{- /* The router's own settings, and where its metrics token lies. */}}
+{{- define "penstock.router" -}}
+{{- if .Values.metrics.tokenSecret -}}
+{{ toJson (merge (dict "metrics_token_file" "/etc/penstock/metrics/token") .Values.config.router) }}
+{{- else -}}
+{{ toJson .Values.config.router }}
+{{- end }}
+{{- end }}

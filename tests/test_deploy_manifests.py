@@ -1,0 +1,292 @@
+"""Every manifest under deploy/ fits its published schema, and says the same as penstock/config.py and docs/security.md.
+
+The chart is rendered by helm where that is installed, and always by tests/helm_render.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from penstock.config import ServeConfig, load, parse
+from tests import helm_render
+from tests.helm_render import CHART, DEPLOY, KUBERAY, PLAIN, RenderError, manifests, overlay
+
+ROOT = DEPLOY.parent
+SCHEMAS = {
+    kind: json.loads((ROOT / "tests" / "schemas" / f"{kind.lower()}.json").read_text())
+    for kind in ("RayCluster", "ServiceMonitor")
+}
+KUBERNETES = "1.31"
+GPU = yaml.safe_load((CHART / "values-gpu.yaml").read_text())
+DIGEST = "sha256:" + "0" * 64
+CASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "gpu": GPU,
+    "download": {
+        "model": {"path": "/models/m", "download": {"repo": "org/name", "revision": "0" * 40, "tokenSecret": "hub"}}
+    },
+    "secured": {
+        "tls": {"secretName": "front", "clientCa": True},
+        "security": {"secretName": "cluster"},
+        "metrics": {"tokenSecret": "scrape", "serviceMonitor": {"enabled": True}},
+        "tenants": {"acme": {"keys": [DIGEST]}},
+        "config": {"router": {"policy": "least-loaded", "limits": {"prompt_tokens": 1000}}},
+    },
+    "own-secret": {"existingConfigSecret": "mine", "networkPolicy": {"enabled": False}},
+    "no-budgets": {"podDisruptionBudget": {"enabled": False}, "autoscaling": {"enabled": True}},
+}
+
+
+def check(manifest: dict[str, Any]) -> None:
+    """Raises where a published schema says no, unknown fields included."""
+    if manifest["kind"] not in SCHEMAS:
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+        return
+    jsonschema.validate(manifest, SCHEMAS[manifest["kind"]])
+    for template in templates(manifest) if manifest["kind"] == "RayCluster" else []:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": template["metadata"], "spec": template["spec"]}
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+def templates(cluster: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pod templates: the head's, and each pool's."""
+    spec = cluster["spec"]
+    return [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+
+
+def find(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [one for one in objects if one["kind"] == kind]
+
+
+def serve_config(objects: list[dict[str, Any]]) -> ServeConfig:
+    (secret,) = find(objects, "Secret")
+    return parse(ServeConfig, json.loads(secret["stringData"]["serve.json"]), "serve.json")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_chart_fits_the_schemas(case: str) -> None:
+    objects = manifests(CASES[case])
+    assert find(objects, "RayCluster")
+    for one in objects:
+        check(one)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_chart_s_values_fit_their_own_schema(case: str) -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = overlay(yaml.safe_load((CHART / "values.yaml").read_text()), CASES[case])
+    jsonschema.validate(values, schema)
+    with pytest.raises(jsonschema.ValidationError, match="replica"):
+        jsonschema.validate(overlay(values, {"pools": {"decode": {"replica": 3}}}), schema)
+    with pytest.raises(jsonschema.ValidationError):  # an empty list would let everybody in
+        jsonschema.validate(overlay(values, {"networkPolicy": {"callers": []}}), schema)
+
+
+def test_the_checks_notice_what_is_wrong() -> None:
+    objects = manifests()
+    (cluster,), (service,) = find(objects, "RayCluster"), find(objects, "Service")
+    service["spec"]["ports"][0]["prot"] = "TCP"
+    with pytest.raises(Exception, match="prot"):
+        check(service)
+    templates(cluster)[1]["spec"]["containers"][0]["livenessprobe"] = {}
+    with pytest.raises(Exception, match="livenessprobe"):
+        check(cluster)
+    cluster["spec"]["workerGroupSpecs"][0]["rayStartParams"]["num-cpus"] = 2
+    with pytest.raises(jsonschema.ValidationError, match="2 is not of type 'string'"):
+        check(cluster)
+
+
+@pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
+@pytest.mark.parametrize("case", CASES)
+def test_helm_renders_the_same(case: str, tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(json.dumps(CASES[case]))
+    command = ["helm", "template", "penstock", str(CHART), "--namespace", "llm", "--values", str(values)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    theirs = [one for one in yaml.safe_load_all(printed) if one]
+
+    def order(one: dict[str, Any]) -> tuple[str, str]:
+        return one["kind"], one["metadata"]["name"]
+
+    assert sorted(theirs, key=order) == sorted(manifests(CASES[case]), key=order)
+
+
+def test_the_renderer_refuses_what_it_does_not_know() -> None:
+    renderer = helm_render.Renderer(CHART, {}, {"Name": "a"}, files={})
+    for source, problem in {
+        "{{ .Values.nothing }}": "there is no 'nothing'",
+        "{{ lookup .Release.Name }}": "no function",
+        "{{ .Release.Name | sha256sum }}": "no function",
+        "{{ .Release }}": "use toJson",
+        "{{ if .Release.Name }}": "an `end` is missing",
+        "{{ end }}": "without a beginning",
+        "{{ range .Values }}{{ end }}": "write `range",
+    }.items():
+        with pytest.raises(RenderError, match=problem):
+            renderer.render_text(source)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_manifests_are_the_chart_s(name: str) -> None:
+    text = (KUBERAY / name).read_text()
+    assert text == helm_render.plain(PLAIN[name]), "run `python -m tests.helm_render --write`"
+    for one in yaml.safe_load_all(text):
+        check(one)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "own-secret"])
+def test_the_deployment_fits_the_pods(case: str) -> None:
+    """Each pool's workers find a node that offers what Ray is asked for, and each node's pod holds as much."""
+    objects = manifests(CASES[case])
+    config = serve_config(objects)
+    (cluster,) = find(objects, "RayCluster")
+    groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]}
+    for name, pool in {"prefill": config.prefill_pool, "decode": config.decode_pool}.items():
+        group, params = groups[name], groups[name]["rayStartParams"]
+        offered = json.loads(json.loads(params["resources"]))  # a shell takes the outer quotes off
+        assert offered == pool.resources
+        assert pool.num_gpus <= float(params["num-gpus"])
+        assert pool.num_cpus is not None
+        assert pool.num_cpus <= float(params["num-cpus"])
+        assert pool.replicas <= group["maxReplicas"]
+        container = group["template"]["spec"]["containers"][0]
+        limits = container["resources"]["limits"]
+        assert float(params["num-cpus"]) <= float(limits["cpu"])
+        assert float(params["num-gpus"]) == float(limits.get("nvidia.com/gpu", 0))
+        minimum = pool.replicas if "autoscaling" not in CASES[case] else 0
+        assert (group["replicas"], group["minReplicas"]) == (pool.replicas, minimum)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_the_router_s_ports_are_open(case: str) -> None:
+    objects = manifests(CASES[case])
+    (service,), (cluster,) = find(objects, "Service"), find(objects, "RayCluster")
+    default = ServeConfig(model="m")
+    public = {default.http_port, default.grpc_port}
+    assert {port["port"] for port in service["spec"]["ports"]} == public
+    assert cluster["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
+    assert cluster["spec"]["authOptions"] == {"mode": "token"}
+    if CASES[case].get("networkPolicy", {}).get("enabled") is False:
+        return
+    for policy in find(objects, "NetworkPolicy"):
+        for rule in policy["spec"]["ingress"]:
+            assert rule["from"], "an empty list lets everybody in"
+            if "ports" in rule:
+                assert {port["port"] for port in rule["ports"]} <= public
+            else:
+                (peer,) = rule["from"]
+                assert peer["podSelector"] == policy["spec"]["podSelector"]
+    internal = find(objects, "NetworkPolicy")[0]["spec"]["podSelector"]["matchLabels"]
+    assert internal == {"ray.io/cluster": cluster["metadata"]["name"]}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pods_may_do_no_more_than_they_must(case: str) -> None:
+    (cluster,) = find(manifests(CASES[case]), "RayCluster")
+    for template in templates(cluster):
+        pod = template["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is (
+            template is templates(cluster)[0] and bool(cluster["spec"].get("enableInTreeAutoscaling"))
+        )
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"]["drop"] == ["ALL"]
+            assert set(context["capabilities"].get("add", [])) <= {"IPC_LOCK"}
+            assert container["resources"]["limits"]["memory"]
+        for volume in pod["volumes"]:
+            assert "hostPath" not in volume
+            if "secret" in volume:  # penstock.secret refuses what others may read
+                assert volume["secret"]["defaultMode"] & 0o007 == 0
+        known = {volume["name"] for volume in pod["volumes"]}
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            assert {mount["name"] for mount in container["volumeMounts"]} <= known
+
+
+def test_secrets_reach_the_configuration() -> None:
+    objects = manifests(CASES["secured"])
+    config = serve_config(objects)
+    (cluster,), (monitor,) = find(objects, "RayCluster"), find(objects, "ServiceMonitor")
+    head = templates(cluster)[0]["spec"]["containers"][0]
+    folders = [mount["mountPath"] for mount in head["volumeMounts"]]
+    assert config.tls is not None
+    router = config.router_config()
+    for file in (
+        config.tls.cert_file,
+        config.tls.key_file,
+        config.tls.ca_file,
+        config.security.secret_file,
+        router.metrics_token_file,
+    ):
+        assert str(Path(file).parent) in folders, file
+    assert router.policy == "least-loaded"
+    assert config.tenants["acme"].keys == (DIGEST,)
+    assert "tcpSocket" in head["readinessProbe"], "callers must show a certificate, and the kubelet has none"
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert (endpoint["scheme"], endpoint["authorization"]["credentials"]["name"]) == ("https", "scrape")
+
+
+def test_budgets_count_pods_in_whole_numbers_and_leave_room() -> None:
+    """Without a scale subresource Kubernetes takes nothing else, and a budget of all pods would stop every drain."""
+    for case in ("defaults", "gpu"):
+        objects = manifests(CASES[case])
+        config = serve_config(objects)
+        replicas = {"prefill": config.prefill_pool.replicas, "decode": config.decode_pool.replicas}
+        for budget in find(objects, "PodDisruptionBudget"):
+            assert "maxUnavailable" not in budget["spec"]
+            group = budget["spec"]["selector"]["matchLabels"].get("ray.io/group")
+            assert group is None or budget["spec"]["minAvailable"] < replicas[group]
+        assert not find(objects, "HorizontalPodAutoscaler")
+
+
+def test_versions_are_those_of_the_repository() -> None:
+    values, chart = (yaml.safe_load((CHART / name).read_text()) for name in ("values.yaml", "Chart.yaml"))
+    assert f"ray=={values['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
+    assert f'version = "{chart["appVersion"]}"' in (ROOT / "pyproject.toml").read_text()
+    assert values["image"]["tag"] == chart["appVersion"]
+
+
+@pytest.mark.parametrize("path", sorted((DEPLOY / "config").glob("*.toml")), ids=lambda path: path.name)
+def test_example_configurations_are_valid(path: Path) -> None:
+    config = load(ServeConfig, path)
+    assert config.host == "127.0.0.1" or config.address, "public ports without a cluster"
+
+
+def test_ray_up_fits_ray_s_schema_and_holds_the_deployment() -> None:
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    schema = json.loads((Path(spec.origin).parent / "autoscaler" / "ray-schema.json").read_text())
+    config = load(ServeConfig, DEPLOY / "config" / "cluster.toml")
+    for path in (DEPLOY / "ray").glob("*.yaml"):
+        cluster = yaml.safe_load(path.read_text())
+        jsonschema.validate(cluster, schema)
+        nodes = cluster["available_node_types"]
+        assert cluster["head_node_type"] in nodes
+        assert nodes["head"]["resources"] == {"CPU": 0, "GPU": 0}
+        for name, pool in {"prefill": config.prefill_pool, "decode": config.decode_pool}.items():
+            node = nodes[name]
+            wanted = {"CPU": pool.num_cpus, "GPU": pool.num_gpus, **pool.resources}
+            room = min(node["resources"][key] // amount for key, amount in wanted.items() if amount)
+            assert room * node["max_workers"] >= pool.replicas
+            others = [other for other in nodes if other != name]
+            assert not any(set(pool.resources) & set(nodes[other]["resources"]) for other in others)
+        assert cluster["max_workers"] >= sum(node.get("max_workers", 0) for node in nodes.values())
+        text = path.read_text()
+        assert "RAY_AUTH_MODE=token" in text
+        assert "/home/ubuntu/.ray/auth_token" in cluster["file_mounts"]
+        config_path = (ROOT / "deploy" / "config" / "cluster.toml").relative_to(ROOT)
+        assert f"penstock/{config_path}" in text

@@ -1,8 +1,8 @@
 """Renders the Helm chart where there is no helm: the few things that its templates use, and an error for all others.
 
-`python -m tests.helm_render [VALUES.yaml ...]` prints the manifests, `--write` puts them into deploy/kuberay/. Known are
-`if`, `else`, `else if`, `range`, `define`, paths, variables, literals, pipelines, and the functions of `Renderer`. A path
-that leads nowhere is an error, where helm would put an empty string into a manifest.
+`python -m tests.helm_render [VALUES.yaml ...]` prints the manifests, `--write` puts them into deploy/kuberay/. Known
+are `if`, `else`, `else if`, `range`, `define`, paths, variables, literals, pipelines, and the functions of `Renderer`.
+A path that leads nowhere is an error, where helm would put an empty string into a manifest.
 """
 
 from __future__ import annotations

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import tomllib
@@ -151,6 +153,11 @@ def head(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], ServeConfig,
     (bin_folder / "penstock").write_text(f'#!/bin/bash\nexec {sys.executable} -m cluster.cli "$@"\n')
     (bin_folder / "penstock").chmod(0o755)
     resources = json.dumps(json.dumps({"penstock_prefill": 1, "penstock_decode": 1}))
+    scratch = tempfile.mkdtemp(prefix="head-", dir="/tmp")  # a short path: Ray's sockets lie in it
+    start_ray = [
+        f"ray start --head --block --port={gcs} --temp-dir={scratch} --num-cpus=2 --num-gpus=0 --resources={resources}",
+        "--include-dashboard=false --disable-usage-stats --object-store-memory=100000000",
+    ]
     environment = {
         **os.environ,
         "PATH": f"{bin_folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -158,8 +165,10 @@ def head(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], ServeConfig,
         "XDG_RUNTIME_DIR": str(tmp_path),
         "PENSTOCK_GCS_PORT": str(gcs),
         "PENSTOCK_ADMIN_PORT": str(admin),
-        "KUBERAY_GEN_RAY_START_CMD": f"ray start --head --port={gcs} --num-cpus=2 --num-gpus=0 --include-dashboard=false"
-        f" --node-ip-address=127.0.0.1 --object-store-memory=100000000 --resources={resources} --block",
+        # As KubeRay sets them for `authOptions: {mode: token}`.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "KUBERAY_GEN_RAY_START_CMD": " ".join(start_ray),
     }
     log = tmp_path / "log"
     with log.open("wb") as output:
@@ -178,6 +187,7 @@ def head(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], ServeConfig,
             if one.is_running():
                 one.kill()
         process.wait(timeout=10)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @pytest.mark.cluster

@@ -27,6 +27,7 @@ FOLDERS = {
     "simulator/": "the same decisions in virtual time: trace replays, faults by seed",
     "benchmarks/": "each prints a table and writes results/NAME.json",
     "models/": "the bundled model, its draft, and the script that trains them",
+    "deploy/": "manifests: ray up, KubeRay, a Helm chart, the image, example configurations",
     "docs/": "architecture.md, lab-notes.md",
     "tests/": "unit, property, process and fault tests",
 }
@@ -37,7 +38,7 @@ def make_tree() -> str:
     lines = []
     for folder, note in FOLDERS.items():
         lines.append(_line(0, folder, note))
-        if folder not in ("benchmarks/", "models/", "docs/", "tests/"):
+        if folder not in ("benchmarks/", "models/", "deploy/", "docs/", "tests/"):
             lines += _children(ROOT / folder, 1)
     return "\n".join(["```tree", *lines, "```"])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from cluster.cli import make_parser
 from penstock.config import ServeConfig, load, parse
 from tests import helm_render
 from tests.helm_render import CHART, DEPLOY, KUBERAY, PLAIN, RenderError, manifests, overlay
@@ -290,3 +292,14 @@ def test_ray_up_fits_ray_s_schema_and_holds_the_deployment() -> None:
         assert "/home/ubuntu/.ray/auth_token" in cluster["file_mounts"]
         config_path = (ROOT / "deploy" / "config" / "cluster.toml").relative_to(ROOT)
         assert f"penstock/{config_path}" in text
+
+
+def test_commands_that_the_guides_tell_exist() -> None:
+    parser = make_parser()
+    told = [(ROOT / "docs" / "deploy.md").read_text(), *(path.read_text() for path in (DEPLOY / "ray").iterdir())]
+    commands = re.findall(
+        r"(?:^|[ '`/])penstock ((?:serve|status|stop|drain|key|generate)\b[^'`#\n]*)", "\n".join(told)
+    )
+    assert len(commands) >= 10
+    for command in commands:
+        parser.parse_args(command.split())  # exits where it takes none of that

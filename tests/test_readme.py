@@ -21,7 +21,7 @@ def test_the_tree_is_that_of_the_repository() -> None:
 
 def test_every_folder_is_in_the_tree() -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))}
-    ignored = {name for name in folders if not any((ROOT / name).rglob("*.*"))} | {"build", "dist", "deploy"}
+    ignored = {name for name in folders if not any((ROOT / name).rglob("*.*"))} | {"build", "dist"}
     packages = {name for name in folders - ignored if not name.endswith(".egg-info")}
     assert packages <= {name.rstrip("/") for name in FOLDERS}
 

@@ -19,9 +19,11 @@ from ray.actor import ActorHandle
 
 from cluster.addresses import LOOPBACK, callable_host
 from cluster.admin_service import start_admin_server
+from cluster.canary import Judge
 from cluster.controller import ROUTER, Controller, Started
 from cluster.demand import Demand
 from cluster.pool import Incarnation
+from cluster.proving import Proving
 from cluster.ray_process import ActorSpec, Host, RayProcess, StartReport
 from cluster.ray_record import RecordWriter, load_record
 from cluster.record import FIRST_RECORD, Record
@@ -256,7 +258,13 @@ class ControllerActor:
         record = replace(earlier, generation=earlier.generation + 1) if earlier else FIRST_RECORD
         self._records.save(record)
         self._controller = Controller(
-            self._config, self._spawn, self._send_canary, self._trust.channel, record, self._on_record
+            self._config,
+            self._spawn,
+            self._send_canary,
+            self._trust.channel,
+            record,
+            self._on_record,
+            Proving(Judge(record.canary), self._trust.channel),
         )
         # Routers keep the last membership until the service is back, hence it comes back knowing every member.
         self._admin_address = f"{LOOPBACK}:{self._config.admin_port}"

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from cluster.canary import Judge
 from cluster.drain import TIMEOUT_S, Drain
 from cluster.events import SCALED, EventLog
 from cluster.examination import examine
@@ -21,6 +22,7 @@ from cluster.findings import Finding
 from cluster.flip import Flip
 from cluster.heartbeats import OnDoubt
 from cluster.pool import Incarnation, Pool, Slot, Start, Stop, WorkerState
+from cluster.proving import Poisoned
 from cluster.record import FIRST_RECORD, Record
 from cluster.victims import choose_victims
 from penstock import wire
@@ -88,6 +90,16 @@ class Found:
     started: Started | None  # what it says of itself; None: it is not ready, or does not answer
 
 
+class Proves(Protocol):
+    """Asks a worker for an answer that is known."""
+
+    judge: Judge
+
+    async def prove(self, member: Member, decode: Sequence[Member], prefill: Sequence[Member]) -> None:
+        """Raises Poisoned where the answer is wrong, or Unavailable where there is none."""
+        ...
+
+
 Spawn = Callable[[Incarnation], SupervisedProcess]
 Save = Callable[[Record], None]  # must not block
 Canary = Callable[[str], Awaitable[None]]  # one real request to the router at this address; raises PenstockError
@@ -112,11 +124,13 @@ class Controller:
         dial: Dial = make_channel,
         record: Record = FIRST_RECORD,
         save: Save = lambda record: None,
+        proving: Proves | None = None,
     ) -> None:
-        """`dial` opens channels to workers. `record` is what the controller before this one left, one generation up;
-        `save` gets each later one."""
+        """`dial` opens channels to workers; `proving` asks each of them for an answer that is known. `record` is what
+        the controller before this one left, one generation up; `save` gets each later one."""
         self._config = config
         self._record, self._save = record, save
+        self._proving = proving
         self._spawn = spawn
         self._canary = canary
         self._dial = dial
@@ -210,13 +224,12 @@ class Controller:
                 await process.place()
                 async with asyncio.timeout(self._config.start_timeout_s + (flip.patience_s if flip else 0.0)):
                     started = await process.start()
+                await self._prove_first(incarnation, started)
                 self._note_ready(pool, incarnation, started)
                 self._flips.pop(incarnation, None)
                 self._publish()
                 log.info("%s is ready at %s, epoch %d", incarnation.worker_id, started.address, started.epoch)
-            reason = await process.watch(
-                lambda load: self._take_report(incarnation, load), lambda doubt: self._on_doubt(incarnation, doubt)
-            )
+            reason = await self._live(process, incarnation)
         except asyncio.CancelledError:
             if incarnation in self._handed:
                 self._handed[incarnation].set_result(process.process if isinstance(process, Flip) else process)
@@ -224,6 +237,9 @@ class Controller:
             else:
                 await _stop_in_order(process)
             raise
+        except Poisoned as error:
+            reason = error.message
+            pool.on_poisoned(incarnation, reason)
         except TimeoutError:
             reason = f"not ready within start_timeout_s = {self._config.start_timeout_s:g} s"
         except PenstockError as error:
@@ -246,6 +262,56 @@ class Controller:
             self._tasks.pop(incarnation, None)
             pool.on_removed(incarnation, time.monotonic())
             self._publish()
+
+    async def _prove_first(self, incarnation: Incarnation, started: Started) -> None:
+        """Before anybody else asks it anything."""
+        if self._proving is None or incarnation.pool_name == ROUTER:
+            return
+        self.on_progress(incarnation, "answers its first request")
+        role = Role(incarnation.pool_name)
+        while role is Role.PREFILL and not any(self._pools[Role.DECODE.value].ready()):
+            await self._changed.wait()  # it can only be asked through a decode worker
+        await self._prove(Member(incarnation.worker_id, started.epoch, role, started.address), self._proving)
+
+    async def _prove(self, member: Member, proving: Proves) -> None:
+        others = [one for one in self._current_members() if one.epoch != member.epoch]
+        decode, prefill = ([one for one in others if one.role is role] for role in (Role.DECODE, Role.PREFILL))
+        try:
+            await proving.prove(member, decode, prefill)
+        finally:
+            self._keep_record()
+
+    async def _live(self, process: SupervisedProcess, incarnation: Incarnation) -> str:
+        """Why it ended. Raises Poisoned when it begins to answer wrongly."""
+        watching = asyncio.create_task(
+            process.watch(
+                lambda load: self._take_report(incarnation, load), lambda doubt: self._on_doubt(incarnation, doubt)
+            )
+        )
+        proving = asyncio.create_task(self._prove_again(incarnation))
+        try:
+            await asyncio.wait([watching, proving], return_when=asyncio.FIRST_COMPLETED)
+            return watching.result() if watching.done() else await proving
+        finally:
+            watching.cancel()
+            proving.cancel()
+
+    async def _prove_again(self, incarnation: Incarnation) -> str:
+        """For ever. A question without an answer says nothing: leases tell whether it lives."""
+        if self._proving is None or incarnation.pool_name == ROUTER or not self._config.canary_interval_s:
+            await asyncio.get_running_loop().create_future()
+        assert self._proving is not None
+        while True:
+            await asyncio.sleep(self._config.canary_interval_s)
+            member = next((one for one in self._members if one.worker_id == incarnation.worker_id), None)
+            if member is None:
+                continue  # it is doubted, or drained
+            try:
+                await self._prove(member, self._proving)
+            except Poisoned:
+                raise
+            except PenstockError as error:
+                log.info("%s: %s", incarnation.worker_id, error.message)
 
     def _note_ready(self, pool: Pool, incarnation: Incarnation, started: Started) -> None:
         pool.on_ready(incarnation, started.epoch, started.address, started.pid)
@@ -324,6 +390,7 @@ class Controller:
             replicas={pool.name: pool.replicas for pool in self._pools.values()},
             last_numbers={one: number for pool in self._pools.values() for one, number in pool.last_numbers.items()},
             num_restarts={slot.worker_id: slot.num_restarts for slot in slots},
+            canary=self._proving.judge.to_json() if self._proving else "",
             leaving={slot.worker_id: slot.is_replaced for slot in slots if slot.is_leaving},
         )
         if record != self._record:

@@ -117,9 +117,10 @@ class Pool:
 
     @property
     def is_complete(self) -> bool:
-        """Every worker that the pool should have and that the cluster can hold is ready, and no other is left."""
-        num_unplaced = sum(slot.state is WorkerState.UNPLACED for slot in self._slots.values())
-        return len(self._slots) == self._replicas == num_unplaced + sum(1 for _ in self.ready())
+        """Every worker that the pool should have is ready, and no other is left; those do not count that wait for a
+        node or are quarantined, which may take any time."""
+        held = (WorkerState.READY, WorkerState.UNPLACED, WorkerState.QUARANTINED)
+        return len(self._slots) == self._replicas == sum(slot.state in held for slot in self._slots.values())
 
     @property
     def last_numbers(self) -> Mapping[WorkerId, int]:

@@ -224,6 +224,7 @@ class ServeConfig(_Frozen):
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)  # as in RouterConfig
     tls: TlsConfig | None = None  # of the gRPC and the HTTP port
     security: SecurityConfig = SecurityConfig()  # without a secret, one is made for the deployment
+    canary_interval_s: float = Field(60.0, ge=0)  # between two questions with a known answer; 0: only at its start
     start_timeout_s: float = Field(300.0, gt=0)  # until the deployment must be ready
     drain_s: float = Field(30.0, ge=0)  # of a process that is told to end by SIGTERM
 

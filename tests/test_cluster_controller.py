@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from cluster.admin_service import start_admin_server
-from cluster.controller import Controller, Started
+from cluster.controller import Controller, Proves, Started
 from cluster.heartbeats import OnDoubt
 from cluster.pool import Incarnation
 from penstock.config import PoolConfig, ServeConfig
@@ -60,7 +60,7 @@ class FakeProcess:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, proving: Proves | None = None, canary_interval_s: float = 60.0) -> None:
         self.processes: dict[tuple[str, int], FakeProcess] = {}
         self.unplaced: dict[str, str] = {}  # why, by worker
         self.may_start = asyncio.Event()
@@ -71,7 +71,8 @@ class World:
         self.num_started = 0
         self.num_canaries = 0
         self.stop_order: list[str] = []
-        self.controller = Controller(CONFIG, self.spawn, self.canary)
+        config = CONFIG.model_copy(update={"canary_interval_s": canary_interval_s})
+        self.controller = Controller(config, self.spawn, self.canary, proving=proving)
 
     def spawn(self, incarnation: Incarnation) -> FakeProcess:
         process = FakeProcess(self, incarnation)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -22,6 +23,8 @@ ASK_AFTER_S = 1.5  # of a worker's silence it is asked directly
 DOUBT_AFTER_S = 2.3  # of silence: two reports are overdue
 LOST_AFTER_S = 6.0  # of silence
 PROBE_INTERVAL_S = 0.4  # between two questions to a router
+_CONNECT_TIMEOUT_S = 0.3
+_RETRY_S = 0.1
 
 OnDoubt = Callable[[str], None]  # the reason; "" once it is trusted again
 
@@ -53,6 +56,10 @@ class _Lease:
         """Until the silence is a loss; never so little that a question could not be answered."""
         return max(0.1, self._heard_s + LOST_AFTER_S - self._loop.time())
 
+    @property
+    def is_over(self) -> bool:
+        return self._loop.time() >= self._heard_s + LOST_AFTER_S
+
     def close(self) -> None:
         self._timer.cancel()
 
@@ -77,7 +84,7 @@ async def follow_worker(
             while True:
                 reason = await _read_loads(stub, epoch, hear)
                 try:
-                    answer = await _describe(stub, lease)
+                    answer = await _ask(stub.Describe, worker_pb2.DescribeRequest(), address, lease)
                 except grpc.aio.AioRpcError as error:
                     return f"{reason}, and then {_say(error)}"
                 if answer.epoch != epoch:
@@ -87,15 +94,33 @@ async def follow_worker(
         lease.close()
 
 
-async def _describe(stub: worker_pb2_grpc.WorkerStub, lease: _Lease) -> worker_pb2.WorkerDescription:
-    """Asks twice: the first question may break with a connection whose pings a frozen process left unanswered. The
-    second waits on a fresh one, for as long as the silence may last; where nobody listens both fail at once."""
+async def _ask(method: Any, request: object, address: str, lease: _Lease) -> Any:
+    """The answer, for as long as the silence may last. Raises AioRpcError, at once where nobody listens any more.
+
+    A frozen process breaks connections too, by the pings that it leaves unanswered: that alone is no loss.
+    """
+    while True:
+        waits = not await _refuses(address)
+        try:
+            return await method(request, timeout=lease.left_s, wait_for_ready=waits)
+        except grpc.aio.AioRpcError as error:
+            if not waits or lease.is_over or error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+        await asyncio.sleep(_RETRY_S)
+
+
+async def _refuses(address: str) -> bool:
+    """Whether the machine is there and nobody listens: the process is gone. A frozen one's port still connects."""
+    host, _, port = address.rpartition(":")
     try:
-        return await stub.Describe(worker_pb2.DescribeRequest(), timeout=lease.left_s)
-    except grpc.aio.AioRpcError as error:
-        if error.code() is not grpc.StatusCode.UNAVAILABLE:
-            raise
-    return await stub.Describe(worker_pb2.DescribeRequest(), timeout=lease.left_s)
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False
 
 
 async def _read_loads(
@@ -124,20 +149,16 @@ async def _read_loads(
 async def follow_router(address: str, on_doubt: OnDoubt) -> str:
     """Runs while a router's health service answers, whatever it says; returns the reason when it no longer does."""
     lease = _Lease(on_doubt)
-    failures = 0
     try:
         async with make_channel(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            while failures < 2:
+            while True:
                 try:
-                    await stub.Check(health_pb2.HealthCheckRequest(), timeout=lease.left_s)
+                    await _ask(stub.Check, health_pb2.HealthCheckRequest(), address, lease)
                 except grpc.aio.AioRpcError as error:
-                    failures, reason = failures + 1, _say(error)
-                    continue
-                failures = 0
+                    return f"its health service does not answer: {_say(error)}"
                 lease.hear()
                 await asyncio.sleep(PROBE_INTERVAL_S)
-        return f"its health service does not answer: {reason}"
     finally:
         lease.close()
 

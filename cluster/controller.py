@@ -283,12 +283,13 @@ class Controller:
 
     async def _live(self, process: SupervisedProcess, incarnation: Incarnation) -> str:
         """Why it ended. Raises Poisoned when it begins to answer wrongly."""
-        watching = asyncio.create_task(
-            process.watch(
-                lambda load: self._take_report(incarnation, load), lambda doubt: self._on_doubt(incarnation, doubt)
-            )
+        life = process.watch(
+            lambda load: self._take_report(incarnation, load), lambda doubt: self._on_doubt(incarnation, doubt)
         )
-        proving = asyncio.create_task(self._prove_again(incarnation))
+        if self._proving is None or incarnation.pool_name == ROUTER or not self._config.canary_interval_s:
+            return await life
+        watching = asyncio.create_task(life)
+        proving = asyncio.create_task(self._prove_again(incarnation, self._proving))
         try:
             await asyncio.wait([watching, proving], return_when=asyncio.FIRST_COMPLETED)
             return watching.result() if watching.done() else await proving
@@ -296,18 +297,15 @@ class Controller:
             watching.cancel()
             proving.cancel()
 
-    async def _prove_again(self, incarnation: Incarnation) -> str:
+    async def _prove_again(self, incarnation: Incarnation, proving: Proves) -> str:
         """For ever. A question without an answer says nothing: leases tell whether it lives."""
-        if self._proving is None or incarnation.pool_name == ROUTER or not self._config.canary_interval_s:
-            await asyncio.get_running_loop().create_future()
-        assert self._proving is not None
         while True:
             await asyncio.sleep(self._config.canary_interval_s)
             member = next((one for one in self._members if one.worker_id == incarnation.worker_id), None)
             if member is None:
                 continue  # it is doubted, or drained
             try:
-                await self._prove(member, self._proving)
+                await self._prove(member, proving)
             except Poisoned:
                 raise
             except PenstockError as error:

@@ -15,7 +15,7 @@ import pytest
 from decode_worker.server import DecodeServer
 from penstock import AsyncClient, Client
 from penstock.completions import Result
-from penstock.config import LookasideConfig, RouterConfig, WorkerConfig
+from penstock.config import LookasideConfig, RouterConfig, ServeConfig, WorkerConfig
 from penstock.errors import ConfigError, DeadlineExceeded, PermissionDenied, Unauthenticated, from_rpc_error
 from penstock.grpc_server import make_channel
 from penstock.secret import digest_of
@@ -28,6 +28,7 @@ from router.capacity import Outstanding
 from router.server import RouterServer
 from tests.router_fakes import all_followed, until
 from tests.serving import wait_until_empty, worker_config, workers
+from tests.test_cluster_trust import Authority, client_tls
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "penstock-tiny"
 SECRET = SecurityConfig.model_validate({"secret": "s" * 32})
@@ -269,3 +270,72 @@ def test_a_worker_without_a_secret_does_not_start_with_lookaside() -> None:
 
     with pytest.raises(ConfigError, match="secret_file"):
         asyncio.run(start())
+
+
+async def test_a_worker_that_stops_hands_its_streams_on() -> None:
+    both = [config(Role.DECODE, f"decode-{number}", decode={"placement": "local"}) for number in range(2)]
+    async with setting(*both, ticket_lifetime_s=0.01) as made, AsyncClient(made.address, lookaside=True) as client:
+        wanted = (await AsyncClient(made.address).complete(LONG, max_tokens=400, **SEEDED)).token_ids
+        running = client.generate(LONG, max_tokens=400, **SEEDED)
+        first = await anext(running)
+        source = next(one for one in made.servers if list(one.worker.requests))
+        assert isinstance(source, DecodeServer)
+        assert source._lookaside is not None
+        await source._lookaside.stop()
+        rest = await running.complete()
+        assert first.token_ids + rest.token_ids == wanted
+        await made.nothing_is_held()
+
+
+async def test_a_prompt_that_a_worker_was_lost_with_is_streamed_by_the_router(pair: Setting) -> None:
+    """There it can be told from those that were beside it."""
+    routed = await route(pair, LONG, max_tokens=4)
+    tickets = pair.router.fleet.tickets
+    ticket = worker_pb2.Ticket.FromString(routed.ticket[:-32])
+    tickets.on_states(ticket.epoch, [worker_pb2.TicketState(id=ticket.id)])
+    tickets._give_up(ticket.id)  # as when its worker stays away
+    with pytest.raises(grpc.RpcError) as raised:
+        await route(pair, LONG, max_tokens=4)
+    assert isinstance(from_rpc_error(raised.value), ConfigError)
+    async with AsyncClient(pair.address, lookaside=True) as client:
+        await client.complete(LONG, max_tokens=4)
+    assert pair.tickets_used == 0
+    await route(pair, LONG[1:], max_tokens=4)  # another prompt is not meant
+
+
+async def test_events_that_break_off_lose_no_account() -> None:
+    only = config(Role.DECODE, "decode-0", decode={"placement": "local"})
+    async with setting(only) as made, AsyncClient(made.address, lookaside=True) as client:
+        running = client.generate(LONG, max_tokens=300, **SEEDED)
+        await anext(running)
+        (follower,) = made.router.fleet.followers
+        follower.ask_anew()  # the next batch ends the call, and what it told is told again
+        result = await running.complete()
+        await made.nothing_is_held()
+    assert made.counted("vllm:generation_tokens_total") == result.usage.completion_tokens == 300
+    assert made.counted("vllm:e2e_request_latency_seconds_count") == 1
+
+
+async def test_the_port_speaks_tls_as_the_routers_does(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    server = authority.issue("router", "IP:127.0.0.1").model_copy(update={"ca_file": authority.ca})
+    shown = authority.issue("acme", "DNS:acme.example")
+    only = config(Role.DECODE, "decode-0", decode={"placement": "local"})
+    public = only.model_copy(update={"lookaside": LookasideConfig(tls=server)})
+    tenants = {"acme": {"subjects": ["acme.example"]}}
+    async with setting(public, tls=server.model_dump(), tenants=tenants) as made:
+        async with AsyncClient(made.address, tls=client_tls(authority, shown), lookaside=True) as client:
+            await client.complete(LONG, max_tokens=4)
+        assert made.tickets_used == 1
+        (follower,) = made.router.fleet.followers
+        with pytest.raises(grpc.RpcError) as raised:
+            await stream(follower.description.lookaside_address, b"")
+        assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_deployment_turns_it_on_for_every_worker_that_decodes() -> None:
+    tls = {"cert_file": "a", "key_file": "b"}
+    whole = ServeConfig.model_validate({"model": "m", "lookaside": True, "host": "0.0.0.0", "tls": tls})
+    made = whole.worker_config("decode-0", Role.DECODE)
+    assert (made.lookaside, made.host) == (LookasideConfig(host="0.0.0.0", tls=whole.tls), "0.0.0.0")
+    assert ServeConfig(model="m").worker_config("decode-0", Role.DECODE).lookaside is None

@@ -13,6 +13,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +27,8 @@ from benchmarks.router_load import Load
 from benchmarks.tokenizing import tokenizing_rows
 from cluster.processes import Deployment
 from penstock.config import RouterConfig
+from penstock.secret import ClusterSecret
+from penstock.security_config import SecurityConfig
 
 _ROOT = Path(__file__).resolve().parent.parent
 _MODEL = _ROOT / "models" / "penstock-tiny"
@@ -109,8 +112,16 @@ def fan_out_rows(targets: Sequence[Target], num_streams: int, tokens: int) -> li
     return [
         Row(f"token fan-out, {at}", ours.tokens_per_s, "tokens/s", "relay", relay.tokens_per_s),
         Row(f"token fan-out a core, {at}", ours.tokens_a_core, "tokens/s", "relay", relay.tokens_a_core),
+        _lookaside_row(targets[0], replace(load, lookaside=True), ours),
         Row(f"messages to clients, {at}", ours.messages_per_s, "1/s", "relay", relay.messages_per_s),
     ]
+
+
+def _lookaside_row(router: Target, load: Load, through: Outcome) -> Row:
+    """Tokens that clients get for a second of the router's processor time, when they read them at the worker."""
+    aside = max((run(router, load) for _ in range(3)), key=lambda one: one.tokens_a_core)
+    what = f"token fan-out a router core, lookaside, {load.num_clients} streams"
+    return Row(what, aside.tokens_a_core, "tokens/s", "through the router", through.tokens_a_core)
 
 
 def http_rows(router: str, direct: str, sglang: str | None) -> list[Row]:
@@ -128,14 +139,20 @@ def http_rows(router: str, direct: str, sglang: str | None) -> list[Row]:
     return rows
 
 
-def measure(deployment: Deployment, quick: bool, sglang_python: str | None) -> list[Row]:
+def measure(deployment: Deployment, quick: bool, sglang_python: str | None, secrets: str) -> list[Row]:
+    """`secrets` is a folder for what tickets are signed with."""
     worker = _start("worker", {"num_streams": _STREAMS}, _OTHER_CORE)
     relay = _start("relay", {"upstream": worker.address}, _ROUTER_CORE)
     http_worker = _start("http-worker", {}, _OTHER_CORE)
     processes: list[subprocess.Popen[bytes]] = []
     try:
         config = RouterConfig(
-            model=str(_MODEL), served_model="null", grpc_port=0, http_port=0, workers=(worker.address,)
+            model=str(_MODEL),
+            served_model="null",
+            grpc_port=0,
+            http_port=0,
+            workers=(worker.address,),
+            security=SecurityConfig(secret_file=_make_secret(secrets)),
         )
         router = deployment.start_router(config, cpu=_ROUTER_CORE)
         targets = [Target("penstock", router.address, int(str(router.ready["pid"]))), relay, worker]
@@ -167,6 +184,13 @@ def _start(kind: str, settings: dict[str, object], core: int) -> Target:
     return Target("direct" if kind == "worker" else kind, json.loads(popen.stdout.readline())["address"], popen.pid)
 
 
+def _make_secret(folder: str) -> str:
+    path = Path(folder, "secret")
+    path.touch(0o600)
+    path.write_text(ClusterSecret.make().reveal())
+    return str(path)
+
+
 def _pinned(core: int, module: str, *arguments: str) -> list[str]:
     return ["taskset", "-c", str(core), sys.executable, "-m", module, *arguments]
 
@@ -182,8 +206,8 @@ def main() -> None:
     given = parser.parse_args()
     quick = given.quick
     started_s = time.perf_counter()
-    with Deployment() as deployment:
-        rows = measure(deployment, quick, given.sglang_python)
+    with Deployment() as deployment, tempfile.TemporaryDirectory() as secrets:
+        rows = measure(deployment, quick, given.sglang_python, secrets)
     rows += asyncio.run(tokenizing_rows(_MODEL))
     workload = "one router process on core 0; null worker and clients on core 1; prompts without a common prefix"
     show("router", workload, rows) if quick else publish("router", workload, rows)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 import time
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import grpc.aio
@@ -13,6 +14,8 @@ import grpc.aio
 from penstock.v1 import inference_pb2
 
 _GENERATE = "/penstock.v1.Inference/Generate"
+_ROUTE = "/penstock.v1.Inference/Route"
+_STREAM = "/penstock.v1.Lookaside/Stream"
 _LIMITS = [("grpc.max_receive_message_length", 1 << 26), ("grpc.max_send_message_length", 1 << 26)]
 _SYLLABLES = ("ta", "ri", "no", "mel", "o", "sta", "quen", "ver", "i", "dul", "ca", "pen", "sto", "ck", "wa", "ter")
 
@@ -29,6 +32,7 @@ class Load:
     form: str = "text"  # text or token_ids
     characters_per_token: float = 4.0
     seed: int = 0
+    lookaside: bool = False  # a ticket of whom is asked, and the tokens where that says
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ async def run_load(load: Load) -> LoadOutcome:
     latencies: list[float] = []
     num_tokens = num_messages = 0
     async with grpc.aio.insecure_channel(load.address, options=_LIMITS) as channel:
-        generate = channel.unary_stream(_GENERATE)
+        generate = channel.unary_stream(_GENERATE) if not load.lookaside else _aside(channel)
 
         async def client() -> None:
             nonlocal num_tokens, num_messages
@@ -97,3 +101,20 @@ async def run_load(load: Load) -> LoadOutcome:
         elapsed_s = time.perf_counter() - started_s
     assert num_tokens == load.num_requests * load.max_tokens, f"{num_tokens} tokens came"
     return LoadOutcome(latencies, elapsed_s, num_tokens, num_messages)
+
+
+def _aside(router: grpc.aio.Channel) -> Callable[..., AsyncIterator[bytes]]:
+    """In the place of Generate. One channel a worker, as clients have it."""
+    route = router.unary_unary(_ROUTE, response_deserializer=inference_pb2.RouteResponse.FromString)
+    channels: dict[str, grpc.aio.Channel] = {}
+
+    async def generate(request: bytes, timeout: float) -> AsyncIterator[bytes]:
+        routed = await route(request, timeout=timeout)
+        channel = channels.get(routed.address)
+        if channel is None:
+            channel = channels[routed.address] = grpc.aio.insecure_channel(routed.address, options=_LIMITS)
+        call = channel.unary_stream(_STREAM, inference_pb2.StreamRequest.SerializeToString)
+        async for message in call(inference_pb2.StreamRequest(ticket=routed.ticket), timeout=timeout):
+            yield message
+
+    return generate

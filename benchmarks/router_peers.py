@@ -25,11 +25,13 @@ from benchmarks.report import percentile
 from benchmarks.router_http import load_http, serve_http_worker
 from benchmarks.router_load import Load, run_load
 from penstock.kv_events import KvEventLog
+from penstock.ticket_log import TicketLog
 from penstock.types import WorkerLoad
 from penstock.v1 import common_pb2, inference_pb2, worker_pb2, worker_pb2_grpc
 from penstock.worker_service import WorkerService
 
 _CANNED_TOKEN = 300
+_MAC_BYTES = 32  # behind a ticket
 _LIMITS = [("grpc.max_receive_message_length", 1 << 26), ("grpc.max_send_message_length", 1 << 26)]
 
 
@@ -44,6 +46,7 @@ class NullWorker:
 
     def __init__(self, num_streams: int) -> None:
         self._num_streams = num_streams
+        self.tickets = TicketLog()
 
     async def Serve(self, commands: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         running: dict[int, _Running] = {}
@@ -71,7 +74,23 @@ class NullWorker:
                 running.pop(command.cancel.stream_id, None)
 
     async def Generate(self, raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        count = inference_pb2.GenerateRequest.FromString(raw).sampling.max_tokens
+        async for message in self._canned(inference_pb2.GenerateRequest.FromString(raw).sampling.max_tokens):
+            yield message
+
+    async def Stream(self, raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        """Tells the router of its ticket as a worker does, and looks at no signature."""
+        signed = inference_pb2.StreamRequest.FromString(raw).ticket
+        ticket = worker_pb2.Ticket.FromString(signed[:-_MAC_BYTES])
+        count = ticket.sampling.max_tokens
+        state = worker_pb2.TicketState(id=ticket.id, started=True)
+        self.tickets.tell(ticket.router, state)
+        async for message in self._canned(count):
+            yield message
+        state.ended.add(finish_reason=common_pb2.FINISH_REASON_LENGTH, num_tokens=count)
+        state.over, state.num_tokens = True, count
+        self.tickets.tell(ticket.router, state)
+
+    async def _canned(self, count: int) -> AsyncIterator[bytes]:
         one = inference_pb2.GenerateResponse(request_id="null", model="null", text=" word", token_ids=[_CANNED_TOKEN])
         message = one.SerializeToString()
         for _ in range(count - 1):
@@ -109,10 +128,14 @@ async def serve_worker(num_streams: int) -> None:
         page_bytes=1 << 16,
     )
     load = WorkerLoad(free_pages=1 << 20, total_pages=1 << 20)
-    service = WorkerService(description, KvEventLog(window=8), lambda: load, lambda key: False)
+    service = WorkerService(description, KvEventLog(window=8), lambda: load, lambda key: False, tickets=worker.tickets)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)
     methods = {"Serve": grpc.stream_stream_rpc_method_handler(worker.Serve)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("penstock.v1.DecodeWorker", methods),))
+    aside = {"Stream": grpc.unary_stream_rpc_method_handler(worker.Stream)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("penstock.v1.Lookaside", aside),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    description.lookaside_address = f"127.0.0.1:{port}"
     await _serve(server, worker.Generate)
 
 

@@ -63,13 +63,16 @@ def format_decision(decision: Mapping[str, Any]) -> str:
             chosen = attempt["predicted"]
             others = [one for one in attempt["considered"] if one != chosen]
             rows += [_decision_row(one, "*" if one is chosen else " ") for one in (chosen, *others)]
-        actual = completion["actual"]
-        took = [f"{actual[f'{stage}_ms']:.1f}" if f"{stage}_ms" in actual else "-" for stage in _STAGES]
-        cached = f"{actual['prefill_cached_tokens']}/{actual['decode_cached_tokens']}"
-        workers = f"{actual['prefill_worker']} > {actual['decode_worker']}"
-        rows.append(["=", workers, *took, cached])
+        if "actual" in completion:  # a lookaside stream's record was made before
+            rows.append(_actual_row(completion["actual"]))
         parts.append(format_table(["", "pair", *_STAGES, "cached"], rows))
     return "\n".join(parts)
+
+
+def _actual_row(actual: Mapping[str, Any]) -> list[str]:
+    took = [f"{actual[f'{stage}_ms']:.1f}" if f"{stage}_ms" in actual else "-" for stage in _STAGES]
+    cached = f"{actual['prefill_cached_tokens']}/{actual['decode_cached_tokens']}"
+    return ["=", f"{actual['prefill_worker']} > {actual['decode_worker']}", *took, cached]
 
 
 def _decision_row(score: Mapping[str, Any], mark: str) -> list[str]:

@@ -20,13 +20,16 @@ _ACTUAL = ("queue_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_ms
 Record = dict[str, Any]
 
 
-def leg_record(index: int, choices: Sequence[Choice], timing: common_pb2.Timing) -> Record:
-    """Of one completion: where it was sent, in order, and how it went."""
+def leg_record(index: int, choices: Sequence[Choice], timing: common_pb2.Timing | None) -> Record:
+    """Of one completion: where it was sent, in order, and how it went; None where that is not known yet."""
+    sent: Record = {"index": index, "attempts": [_attempt(choice) for choice in choices]}
+    if timing is None:
+        return sent
     actual: Record = {name: round(getattr(timing, name), 3) for name in _ACTUAL}
     for name in ("prefill_worker", "decode_worker", "prefill_cached_tokens", "decode_cached_tokens"):
         actual[name] = getattr(timing, name)
     actual |= {"pages_moved": timing.pages_moved, "migrations": timing.num_migrations}
-    return {"index": index, "attempts": [_attempt(choice) for choice in choices], "actual": actual}
+    return {**sent, "actual": actual}
 
 
 def record(request_id: str, policy: str, legs: Sequence[Record]) -> Record:

@@ -178,8 +178,7 @@ class Held:
         self._cached_tokens = 0
 
     def decision(self, policy: str) -> Record:
-        nothing = common_pb2.Timing()
-        legs = [leg_record(index, [one.choice], nothing) for index, one in self.placements.items()]
+        legs = [leg_record(index, [one.choice], None) for index, one in self.placements.items()]
         return record(self.request.request_id, policy, legs)
 
     def on_state(self, state: worker_pb2.TicketState) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from cluster.terminal import format_decision
 from decode_worker.server import DecodeServer
 from penstock import AsyncClient, Client
 from penstock.completions import Result
@@ -145,6 +146,8 @@ async def test_the_blocking_client_and_its_reasons(pair: Setting) -> None:
     assert found.decision is not None
     (leg,) = found.decision["completions"]
     assert leg["attempts"][0]["predicted"]["decode"] == "decode-0"
+    assert "actual" not in leg
+    assert "prefill-0 > decode-0" in format_decision(found.decision)
 
 
 async def test_closing_the_stream_frees_everything(pair: Setting) -> None:
@@ -228,7 +231,7 @@ async def test_a_moved_sequence_goes_on_through_the_router_with_the_same_tokens(
     local = {"placement": "local"}
     both = [config(Role.DECODE, f"decode-{number}", decode=local) for number in range(2)]
     async with setting(*both) as made, AsyncClient(made.address, lookaside=True) as client:
-        wanted = (await AsyncClient(made.address).complete(LONG, max_tokens=400, **SEEDED)).token_ids
+        wanted = (await client.complete(LONG, max_tokens=400, **SEEDED)).token_ids
         running = client.generate(LONG, max_tokens=400, **SEEDED)
         first = await anext(running)
         source = next(one for one in made.servers if list(one.worker.requests))
@@ -236,7 +239,7 @@ async def test_a_moved_sequence_goes_on_through_the_router_with_the_same_tokens(
         await move_all(source, target)
         rest = await running.complete()
     assert first.token_ids + rest.token_ids == wanted
-    assert made.tickets_used == 2
+    assert made.tickets_used == 3
 
 
 async def move_all(source: DecodeServer, target: DecodeServer) -> None:
@@ -275,7 +278,7 @@ def test_a_worker_without_a_secret_does_not_start_with_lookaside() -> None:
 async def test_a_worker_that_stops_hands_its_streams_on() -> None:
     both = [config(Role.DECODE, f"decode-{number}", decode={"placement": "local"}) for number in range(2)]
     async with setting(*both, ticket_lifetime_s=0.01) as made, AsyncClient(made.address, lookaside=True) as client:
-        wanted = (await AsyncClient(made.address).complete(LONG, max_tokens=400, **SEEDED)).token_ids
+        wanted = (await client.complete(LONG, max_tokens=400, **SEEDED)).token_ids
         running = client.generate(LONG, max_tokens=400, **SEEDED)
         first = await anext(running)
         source = next(one for one in made.servers if list(one.worker.requests))

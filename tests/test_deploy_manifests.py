@@ -258,7 +258,8 @@ def test_versions_are_those_of_the_repository() -> None:
     values, chart = (yaml.safe_load((CHART / name).read_text()) for name in ("values.yaml", "Chart.yaml"))
     assert f"ray=={values['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
     assert f'version = "{chart["appVersion"]}"' in (ROOT / "pyproject.toml").read_text()
-    assert values["image"]["tag"] == chart["appVersion"]
+    assert values["image"]["tag"] == chart["appVersion"] == chart["version"]
+    assert GPU["image"]["tag"] == f"{chart['appVersion']}-cuda"
 
 
 @pytest.mark.parametrize("path", sorted((DEPLOY / "config").glob("*.toml")), ids=lambda path: path.name)
@@ -303,3 +304,12 @@ def test_commands_that_the_guides_tell_exist() -> None:
     assert len(commands) >= 10
     for command in commands:
         parser.parse_args(command.split())  # exits where it takes none of that
+
+
+def test_the_workflow_runs_what_ci_runs_and_may_write_nothing() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert ".ci/run" in [step.get("run") for step in steps]
+    assert all("timeout-minutes" in job for job in workflow["jobs"].values())
+    assert all(re.search(r"@v\d+$|@[0-9a-f]{40}$", step["uses"]) for step in steps if "uses" in step)

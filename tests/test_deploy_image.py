@@ -15,6 +15,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -127,15 +128,15 @@ def _health(port: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
 
 
-@pytest.fixture
-def head(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], ServeConfig, Path]]:
+@contextmanager
+def running_head(tmp_path: Path, model: Path) -> Iterator[tuple[subprocess.Popen[bytes], ServeConfig, Path]]:
     """penstock-head with a Ray of its own on free ports; everything that it left is gone afterwards."""
     taken: set[int] = set()
     for _ in range(4):
         taken.add(_free_port("port", "127.0.0.1", taken))
     gcs, http, grpc, admin = taken
     config = ServeConfig(
-        model=str(ROOT / "models" / "penstock-tiny"),
+        model=str(model),
         http_port=http,
         grpc_port=grpc,
         admin_port=admin,
@@ -191,20 +192,26 @@ def head(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], ServeConfig,
 
 
 @pytest.mark.cluster
-@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is bash's")
-def test_a_head_serves_whenever_it_starts_and_leaves_nothing(
-    head: tuple[subprocess.Popen[bytes], ServeConfig, Path],
-) -> None:
-    process, config, log = head
-    deadline_s = time.monotonic() + 100
-    while b"ready: penstock-tiny" not in log.read_bytes():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline_s, log.read_text()
-        time.sleep(0.2)
-    with Client(f"127.0.0.1:{config.grpc_port}", timeout_s=60) as client:
-        assert client.complete("Once upon a time", max_tokens=8, temperature=0.0).text
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert any("raylet" in one.name() for one in family)
-    process.send_signal(signal.SIGTERM)
-    process.wait(timeout=60)
-    assert psutil.wait_procs(family, timeout=15)[1] == []
+def test_a_head_serves_whenever_it_starts_and_leaves_nothing(tmp_path: Path) -> None:
+    with running_head(tmp_path, ROOT / "models" / "penstock-tiny") as (process, config, log):
+        deadline_s = time.monotonic() + 100
+        while b"ready: penstock-tiny" not in log.read_bytes():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline_s, log.read_text()
+            time.sleep(0.2)
+        with Client(f"127.0.0.1:{config.grpc_port}", timeout_s=60) as client:
+            assert client.complete("Once upon a time", max_tokens=8, temperature=0.0).text
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert any("raylet" in one.name() for one in family)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+        assert psutil.wait_procs(family, timeout=15)[1] == []
+
+
+@pytest.mark.cluster
+def test_a_head_that_cannot_serve_ends_and_says_why(tmp_path: Path) -> None:
+    """Whoever runs the container sees that it failed, and starts it again."""
+    with running_head(tmp_path, tmp_path / "nothing") as (process, _, log):
+        assert process.wait(timeout=90) == 2
+        assert "nothing" in log.read_text()
+        assert "penstock serve ended with 2" in log.read_text()

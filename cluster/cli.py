@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cluster import change_commands, commands, operations
+from cluster import change_commands, commands, operations, plan_command
 from cluster.terminal import StartProgress, changes, how_to_call
 from penstock import log
 from penstock.config import ServeConfig, parse, read
@@ -65,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
         one.add_argument("--secret-file", metavar="FILE", help="the deployment's secret, where another account runs it")
         _add_tls(one)
         one.set_defaults(run=command)
+    plan_command.add_parser(subparsers)
     key = subparsers.add_parser("key", help="make API keys for tenants")
     new = key.add_subparsers(required=True, metavar="COMMAND").add_parser("new", help="make one and show it, once")
     new.add_argument("tenant", help="the tenant's name in the configuration")

@@ -6,6 +6,7 @@ Torch-free: reads headers and samples, never whole tensors. `engine.weights` loa
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -19,6 +20,8 @@ SINGLE_FILE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 * 1024 * 1024  # the safetensors format's own limit
 _SAMPLES = 16  # of each file, evenly spread: fine-tunes differ everywhere, and hashing all would take minutes
 _SAMPLE_BYTES = 4096
+_FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
+_DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # old exports store what the configuration already says
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,39 @@ def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
                 )
             tensors[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), end - begin)
     return tensors
+
+
+def check_tensors(
+    folder: Path, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
+) -> dict[str, StoredTensor]:
+    """What the folder stores, where that is `expected`, name to shape, and beyond it `optional` at most. Raises
+    CheckpointError."""
+    stored = read_headers(list_weight_files(folder))
+    missing = sorted(set(expected) - set(stored))
+    if missing:
+        raise CheckpointError(
+            f"{folder}: tensor {missing[0]} ({len(missing)} in all) is missing; config.json and the weights must be of "
+            "one checkpoint"
+        )
+    for name, tensor in stored.items():
+        if name not in expected:
+            if name in optional or name.endswith(_DERIVED_SUFFIX):
+                continue
+            raise CheckpointError(
+                f"{tensor.file}: tensor {name} of shape {list(tensor.shape)} is not part of the model that config.json "
+                "describes; give the config.json that belongs to these weights"
+            )
+        if tensor.shape != expected[name]:
+            raise CheckpointError(
+                f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
+                f"{list(expected[name])}; both must be of one checkpoint"
+            )
+        if tensor.dtype not in _FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{tensor.file}: tensor {name} is stored as {tensor.dtype}; give unquantized weights "
+                f"({', '.join(_FLOAT_DTYPES)})"
+            )
+    return stored
 
 
 def checkpoint_revision(folder: Path) -> str:

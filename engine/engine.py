@@ -19,6 +19,7 @@ from engine.disk_tier import DiskTier
 from engine.host_tier import HostTier
 from engine.kernels import select_backend, select_ops
 from engine.kv_layout import KVLayout
+from engine.memory_plan import count_pages, make_layout, saturating_tokens, select_context
 from engine.model_config import ModelConfig
 from engine.models.registry import load_model
 from engine.page_pool import PagePool
@@ -35,12 +36,6 @@ from penstock.kv_events import KvEventLog
 from penstock.types import RequestId, SamplingParams
 
 log = logging.getLogger(__name__)
-
-_CPU_KV_MEMORY_BYTES = 1 << 30
-# us a token on one core, 135M shape, chunks of 64 / 128 / 256 / 512: 490 / 360 / 290 / 300 (2026-11)
-_CPU_SATURATING_TOKENS = 256
-_GPU_SATURATING_TOKENS = 2048  # operations per byte of weights far above what any GPU needs; not tuned
-_GPU_KV_SHARE = 0.8  # of the memory that the weights leave free
 
 
 class Engine:
@@ -78,9 +73,9 @@ class Engine:
         device = _select_device(config.device)
         attention = select_backend(config.attention, device)
         model_config = ModelConfig.from_folder(config.model)
-        max_context = _select_context(config, model_config)
-        dtype_name = model_config.dtype if config.dtype == "auto" else config.dtype
-        dtype: torch.dtype = getattr(torch, dtype_name)
+        max_context = select_context(config, model_config)
+        layout = make_layout(config, model_config)
+        dtype: torch.dtype = getattr(torch, layout.dtype)
         model = load_model(
             Path(config.model),
             model_config,
@@ -89,15 +84,7 @@ class Engine:
             max_context=max_context,
             on_progress=on_progress,
         )
-        layout = KVLayout(
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            page_size=config.page_size,
-            head_dim=model_config.head_dim,
-            dtype=dtype_name,
-            model_revision=model_config.revision,
-        )
-        num_pages = config.num_pages or _count_pages(config, layout, device)
+        num_pages = _count_pages(config, layout, device)
         kv_pages = allocate_pool(layout.shape(num_pages), dtype, device)
         erase = functools.partial(zero_pages, kv_pages) if config.zero_freed_pages else None
         pool = PagePool(num_pages, erase)
@@ -121,7 +108,7 @@ class Engine:
 
         Longer steps gain nothing and delay the first token of every prompt that ends inside them.
         """
-        return _GPU_SATURATING_TOKENS if self.kv_pages.is_cuda else _CPU_SATURATING_TOKENS
+        return saturating_tokens("cuda" if self.kv_pages.is_cuda else "cpu")
 
     def step(self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None = None) -> StepOutput:
         """One forward over a mixed batch of chunks and decodes, and a draw for each that reached its end. Blocks.
@@ -176,27 +163,11 @@ def _select_device(name: str) -> torch.device:
     return device
 
 
-def _select_context(config: EngineConfig, model: ModelConfig) -> int:
-    if config.max_context is not None and config.max_context > model.context_length:
-        raise ConfigError(
-            f"engine.max_context = {config.max_context} is more than the {model.context_length} tokens of "
-            f"{config.model}; give at most that"
-        )
-    return config.max_context or model.context_length
-
-
 def _count_pages(config: EngineConfig, layout: KVLayout, device: torch.device) -> int:
-    budget = config.kv_memory_bytes
-    if budget is None and device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
-    budget = budget or _CPU_KV_MEMORY_BYTES
-    num_pages = budget // layout.page_bytes
-    if num_pages < 2:
-        raise ConfigError(
-            f"engine.kv_memory_bytes = {budget} holds {num_pages} pages of {layout.page_bytes} bytes; "
-            f"give at least {2 * layout.page_bytes}, or a smaller engine.page_size"
-        )
-    return num_pages
+    """By what is free once the weights are there."""
+    if device.type == "cuda":
+        return count_pages(config, layout, "cuda", int(torch.cuda.mem_get_info(device)[0]))
+    return count_pages(config, layout, "cpu", 0)
 
 
 def _make_tiers(config: EngineConfig, kv_pages: torch.Tensor, page_bytes: int) -> CacheTiers | None:

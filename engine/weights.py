@@ -14,11 +14,7 @@ from types import TracebackType
 import torch
 from safetensors import safe_open
 
-from engine.checkpoint import StoredTensor, list_weight_files, read_headers
-from penstock.errors import CheckpointError
-
-_FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
-_DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # old exports store what the configuration already says
+from engine.checkpoint import check_tensors
 
 
 class WeightReader:
@@ -37,8 +33,7 @@ class WeightReader:
         optional: frozenset[str] = frozenset(),
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> None:
-        self._stored = read_headers(list_weight_files(folder))
-        _check(folder, self._stored, expected, optional)
+        self._stored = check_tensors(folder, expected, optional)
         self._dtype, self._device = dtype, device
         self._on_progress = on_progress
         self._total_bytes = sum(self._stored[name].num_bytes for name in expected)
@@ -63,35 +58,3 @@ class WeightReader:
         self._read_bytes += stored.num_bytes
         self._on_progress(self._read_bytes / self._total_bytes)
         return tensor
-
-
-def _check(
-    folder: Path,
-    stored: Mapping[str, StoredTensor],
-    expected: Mapping[str, tuple[int, ...]],
-    optional: frozenset[str],
-) -> None:
-    missing = sorted(set(expected) - set(stored))
-    if missing:
-        raise CheckpointError(
-            f"{folder}: tensor {missing[0]} ({len(missing)} in all) is missing; config.json and the weights must be of "
-            "one checkpoint"
-        )
-    for name, tensor in stored.items():
-        if name not in expected:
-            if name in optional or name.endswith(_DERIVED_SUFFIX):
-                continue
-            raise CheckpointError(
-                f"{tensor.file}: tensor {name} of shape {list(tensor.shape)} is not part of the model that config.json "
-                "describes; give the config.json that belongs to these weights"
-            )
-        if tensor.shape != expected[name]:
-            raise CheckpointError(
-                f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
-                f"{list(expected[name])}; both must be of one checkpoint"
-            )
-        if tensor.dtype not in _FLOAT_DTYPES:
-            raise CheckpointError(
-                f"{tensor.file}: tensor {name} is stored as {tensor.dtype}; give unquantized weights "
-                f"({', '.join(_FLOAT_DTYPES)})"
-            )

@@ -1,0 +1,197 @@
+"""What a model and its KV pages take of a device's memory, without loading either. Torch-free.
+
+The engine sizes its pool by these functions with what it measures (`engine.engine`); `plan_memory` calls them with
+what `config.json` and the weight files' headers say, so that `penstock plan-memory` and a worker cannot disagree in
+arithmetic, only where a measurement differs from an assumption. There are two of those: `_CUDA_CONTEXT_BYTES`, and
+`step_bytes`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.checkpoint import check_tensors
+from engine.device_memory import DeviceMemory, DeviceType
+from engine.kv_layout import DTYPE_BYTES, KVLayout
+from engine.model_config import ModelConfig
+from engine.models.shapes import EMBEDDING, optional_tensors, tensor_shapes
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+
+_CPU_KV_MEMORY_BYTES = 1 << 30
+_GPU_KV_SHARE = 0.8  # of the memory that the weights leave free
+_CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled kernels; assumed
+# us a token on one core, 135M shape, chunks of 64 / 128 / 256 / 512: 490 / 360 / 290 / 300 (2026-11).
+# A GPU's: operations per byte of weights far above what any needs; not tuned.
+_SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
+_FLOAT32_BYTES = 4
+_CONTEXTS = (1024, 4096, 16384, 65536, 262144, 1048576)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    device: DeviceMemory
+    model: ModelConfig
+    layout: KVLayout
+    weight_bytes: int  # tables of the rotary embedding included
+    kv_bytes: int  # of the pool
+    host_tier_bytes: int  # for evicted pages; in the same memory on a CPU, elsewhere on a GPU
+    step_bytes: int  # about, of the largest step
+    num_pages: int
+    max_context: int  # tokens that a request may have
+    largest_batch: dict[int, int]  # context in tokens: sequences of it that the pool holds at once
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.layout.page_bytes // self.layout.page_size
+
+
+def saturating_tokens(device_type: DeviceType) -> int:
+    """Tokens of a prompt chunk from which on a step costs as much per token as any longer one."""
+    return _SATURATING_TOKENS[device_type]
+
+
+def select_context(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_context is not None and config.max_context > model.context_length:
+        raise ConfigError(
+            f"engine.max_context = {config.max_context} is more than the {model.context_length} tokens of "
+            f"{config.model}; give at most that"
+        )
+    return config.max_context or model.context_length
+
+
+def make_layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
+    return KVLayout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        page_size=config.page_size,
+        head_dim=model.head_dim,
+        dtype=model.dtype if config.dtype == "auto" else config.dtype,
+        model_revision=model.revision,
+    )
+
+
+def count_pages(config: EngineConfig, layout: KVLayout, device_type: DeviceType, free_bytes: int) -> int:
+    """Of the pool, where `free_bytes` of the device are left beside the weights. Raises ConfigError below 2."""
+    if config.num_pages is not None:
+        return config.num_pages
+    budget = config.kv_memory_bytes
+    if budget is None:
+        budget = int(max(free_bytes, 0) * _GPU_KV_SHARE) if device_type == "cuda" else _CPU_KV_MEMORY_BYTES
+    num_pages = budget // layout.page_bytes
+    if num_pages < 2:
+        raise ConfigError(
+            f"engine.kv_memory_bytes = {budget} holds {num_pages} pages of {layout.page_bytes} bytes; "
+            f"give at least {2 * layout.page_bytes}, or a smaller engine.page_size"
+        )
+    return num_pages
+
+
+def weight_bytes(model: ModelConfig, dtype: str, device_type: DeviceType, max_context: int) -> int:
+    """Of the loaded model. On a CPU a tied head is a second, packed copy of the embedding."""
+    shapes = tensor_shapes(model)
+    num_values = sum(math.prod(shape) for shape in shapes.values())
+    if model.tie_embeddings and device_type == "cpu":
+        num_values += math.prod(shapes[EMBEDDING])
+    rope_bytes = max_context * model.head_dim * _FLOAT32_BYTES
+    return num_values * DTYPE_BYTES[dtype] + rope_bytes
+
+
+def step_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:
+    """About: the tensors that stand beside each other where a step of so many tokens is widest, and the logits of so
+    many rows in float32, twice, for the sampler."""
+    attention = (model.num_heads + 2 * model.num_kv_heads + model.num_heads) * model.head_dim
+    inner = 3 * model.intermediate_size
+    if model.experts is not None:
+        chosen = model.experts.num_chosen
+        inner = max(inner, chosen * (3 * model.experts.intermediate_size + 4 * model.hidden_size))
+    widest = 3 * model.hidden_size + max(attention, inner)
+    return num_tokens * widest * DTYPE_BYTES[dtype] + 2 * num_rows * model.vocab_size * _FLOAT32_BYTES
+
+
+def plan_memory(
+    config: EngineConfig,
+    device: DeviceMemory,
+    *,
+    context: int | None = None,
+    step_tokens: int | None = None,
+    max_sequences: int = 64,
+) -> MemoryPlan:
+    """Reads headers alone. Raises CheckpointError where the files do not fit together, and ConfigError where the
+    model cannot be served so on the device, with what would mend it; with `context`, also where one request of so
+    many tokens cannot."""
+    model = ModelConfig.from_folder(config.model)
+    check_tensors(Path(config.model), tensor_shapes(model), optional_tensors(model))
+    max_context = select_context(config, model)
+    if context is not None and not 1 <= context <= max_context:
+        raise ConfigError(f"a context of {context} tokens: {config.model} takes 1 to {max_context}; give one of those")
+    layout = make_layout(config, model)
+    weights = weight_bytes(model, layout.dtype, device.type, max_context)
+    reserved = _CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
+    free = device.total_bytes - reserved - weights
+    step = step_bytes(model, layout.dtype, step_tokens or saturating_tokens(device.type), max_sequences)
+    _check_weights(config, device, layout, weights, free - step)
+    num_pages = count_pages(config, layout, device.type, free)
+    kv_bytes = num_pages * layout.page_bytes
+    host_tier = config.host_memory_bytes // layout.page_bytes * layout.page_bytes
+    left = free - step - (host_tier if device.type == "cpu" else 0)
+    _check_pool(config, device, layout, kv_bytes, left)
+    if context is not None:
+        _check_context(config, context, num_pages, layout, device, left)
+    contexts = sorted(
+        {context for context in _CONTEXTS if context < max_context} | {max_context, context or max_context}
+    )
+    largest = {tokens: num_pages // -(-tokens // layout.page_size) for tokens in contexts}
+    return MemoryPlan(device, model, layout, weights, kv_bytes, host_tier, step, num_pages, max_context, largest)
+
+
+def _check_weights(config: EngineConfig, device: DeviceMemory, layout: KVLayout, weights: int, left: int) -> None:
+    if left >= 2 * layout.page_bytes:
+        return
+    narrower = layout.dtype == "float32"
+    needed = device.total_bytes - left + 2 * layout.page_bytes
+    raise ConfigError(
+        f"the weights of {config.model} take {in_units(weights)} in {layout.dtype}, and {device.name} has "
+        f"{in_units(device.total_bytes)}: no room for two KV pages and a step; give a device with at least "
+        f"{in_units(needed)}{', or engine.dtype = bfloat16, which halves them' if narrower else ''}"
+    )
+
+
+def _check_pool(config: EngineConfig, device: DeviceMemory, layout: KVLayout, kv_bytes: int, left: int) -> None:
+    if kv_bytes <= left:
+        return
+    if left < 2 * layout.page_bytes:  # without the host tier there was room
+        raise ConfigError(
+            f"engine.host_memory_bytes = {config.host_memory_bytes} leaves no room for two KV pages on {device.name}, "
+            f"which has {in_units(device.total_bytes)}; give less"
+        )
+    name, most = ("num_pages", left // layout.page_bytes) if config.num_pages else ("kv_memory_bytes", left)
+    raise ConfigError(
+        f"the KV pages take {in_units(kv_bytes)}, and beside the weights and a step {device.name} has {in_units(left)} "
+        f"left; give engine.{name} = {most} at most, or a larger device"
+    )
+
+
+def _check_context(
+    config: EngineConfig, context: int, num_pages: int, layout: KVLayout, device: DeviceMemory, left: int
+) -> None:
+    needed = -(-context // layout.page_size)
+    if needed <= num_pages:
+        return
+    needed_bytes = needed * layout.page_bytes
+    name, enough = ("num_pages", needed) if config.num_pages else ("kv_memory_bytes", needed_bytes)
+    mend = f"give engine.{name} = {enough}, which it has room for," if needed_bytes <= left else "give a larger device"
+    raise ConfigError(
+        f"a context of {context} tokens takes {needed} pages ({in_units(needed_bytes)}), and the pool on {device.name} "
+        f"has {num_pages}; {mend} or at most {num_pages * layout.page_size} tokens"
+    )
+
+
+def in_units(num_bytes: int) -> str:
+    """For people."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"

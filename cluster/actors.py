@@ -295,14 +295,14 @@ class ControllerActor:
         kind = incarnation.pool_name
         if kind == ROUTER:
             # Beside the controller: its ports are the ones that the user was told.
-            router = self._config.router_config(self._admin_address, incarnation.place)
+            router = self._controller.config_of(incarnation).router_config(self._admin_address, incarnation.place)
             peer_host = LOOPBACK if self._embedded else ray.util.get_node_ip_address()
             config = router.model_copy(update={"peer_host": peer_host}).model_dump(mode="json")
             config = with_secret(config, self._secret)
             spec = ActorSpec(kind, incarnation, config, FRONT_SHARE, node_id=self._node_id)
         else:
             share = self._shares[kind]
-            config = _worker_config(self._config, incarnation, share).model_dump(mode="json")
+            config = _worker_config(self._controller.config_of(incarnation), incarnation, share).model_dump(mode="json")
             config = with_secret(config, self._secret)
             spec = ActorSpec(kind, incarnation, config, share, use_node_address=not self._embedded)
         return RayProcess(spec, self._host, lambda why: self._controller.on_unplaced(incarnation, why), found)

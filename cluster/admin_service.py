@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
 
 import grpc.aio
 
@@ -11,7 +12,9 @@ from cluster.drain import TIMEOUT_S, Progress
 from cluster.events import Event
 from cluster.findings import Finding
 from cluster.flip import Flip, FlipProgress
+from cluster.promotion import Gate
 from cluster.ray_checks import examine_ray
+from cluster.upgrade import Plan
 from penstock.errors import InvalidInput
 from penstock.grpc_server import GrpcServer, typed_errors
 from penstock.trust import ADMIN, PEER, Trust
@@ -60,6 +63,23 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             async for progress in flip.follow():
                 yield _flip_to_wire(flip, progress)
 
+    async def Upgrade(
+        self, request: admin_pb2.UpgradeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.UpgradeProgress]:
+        async with typed_errors(context):
+            if request.abort:
+                upgrade = self._controller.abort_upgrade()
+            else:
+                upgrade = await self._controller.upgrade(_plan_from_wire(request))
+            async for progress in upgrade.follow():
+                yield admin_pb2.UpgradeProgress(
+                    stage=progress.stage.value,
+                    num_old=progress.num_old,
+                    num_new=progress.num_new,
+                    elapsed_s=progress.elapsed_s,
+                    detail=progress.detail,
+                )
+
     async def Scale(
         self, request: admin_pb2.ScaleRequest, context: grpc.aio.ServicerContext
     ) -> admin_pb2.ScaleResponse:
@@ -100,6 +120,23 @@ def _progress_to_wire(worker_id: str, progress: Progress) -> admin_pb2.DrainProg
         elapsed_s=progress.elapsed_s,
         detail=progress.detail,
     )
+
+
+def _plan_from_wire(request: admin_pb2.UpgradeRequest) -> Plan:
+    """What is 0 has its default. Raises InvalidInput."""
+    if not 0.0 <= request.share < 1.0:
+        raise InvalidInput("share", f"is {request.share:g}; give a part of the requests, below 1")
+    default = Gate()
+    gate = Gate(
+        window_s=request.window_s or default.window_s,
+        min_requests=request.min_requests or default.min_requests,
+        max_error_rate=request.max_error_rate or default.max_error_rate,
+        max_slowdown=request.max_slowdown or default.max_slowdown,
+        ttft_s=request.ttft_s or None,
+        itl_s=request.itl_s or None,
+    )
+    plan = Plan(request.model, gate)
+    return replace(plan, share=request.share or plan.share, drain_timeout_s=request.drain_timeout_s or TIMEOUT_S)
 
 
 def _flip_to_wire(flip: Flip, progress: FlipProgress) -> admin_pb2.FlipProgress:

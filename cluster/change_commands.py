@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import Any
 
 from cluster.commands import admin_stub
@@ -23,7 +24,19 @@ def add_parsers(subparsers: Any) -> list[tuple[ArgumentParser, Command]]:
     flip_parser.add_argument("role", help="prefill or decode")
     flip_parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="default: %(default)s")
     flip_parser.add_argument("--json", action="store_true", help="print each step as a line of JSON")
-    return [(flip_parser, flip)]
+    upgrade_parser = subparsers.add_parser("upgrade", help="replace every worker, by another revision or by new code")
+    add = upgrade_parser.add_argument
+    add("--model", default="", metavar="DIR", help="that new workers load; default: the one that is served")
+    add("--share", type=float, default=0.1, metavar="PART", help="of requests, for new workers at first; %(default)s")
+    add("--window", type=float, default=60.0, metavar="SECONDS", help="of comparing both; default: %(default)s")
+    add("--min-requests", type=int, default=20, metavar="N", help="at new workers meanwhile; default: %(default)s")
+    add("--max-error-rate", type=float, default=0.01, metavar="RATE", help="at new workers; default: %(default)s")
+    add("--max-slowdown", type=float, default=1.5, metavar="RATIO", help="of mean times; default: %(default)s")
+    add("--ttft", type=float, default=0.0, metavar="SECONDS", help="mean that must hold, instead of the ratio")
+    add("--itl", type=float, default=0.0, metavar="SECONDS", help="mean that must hold, instead of the ratio")
+    add("--abort", action="store_true", help="roll the upgrade back that is under way")
+    add("--json", action="store_true", help="print each step as a line of JSON")
+    return [(flip_parser, flip), (upgrade_parser, upgrade)]
 
 
 def flip(arguments: Namespace) -> int:
@@ -39,6 +52,37 @@ def flip(arguments: Namespace) -> int:
     if stage == "failed":
         print("a new worker is started in its place; `penstock events -f` tells when it is ready", file=sys.stderr)
     return FAILED if stage == "failed" else 0
+
+
+def upgrade(arguments: Namespace) -> int:
+    """Prints how far it is; Ctrl-C leaves, and the upgrade goes on."""
+    if arguments.min_requests < 0:
+        raise InvalidInput("min_requests", f"is {arguments.min_requests}; give 0 or more")
+    request = admin_pb2.UpgradeRequest(
+        model=str(Path(arguments.model).resolve()) if arguments.model else "",
+        share=arguments.share,
+        window_s=arguments.window,
+        min_requests=arguments.min_requests,
+        max_error_rate=arguments.max_error_rate,
+        max_slowdown=arguments.max_slowdown,
+        ttft_s=arguments.ttft,
+        itl_s=arguments.itl,
+        abort=arguments.abort,
+    )
+    stage = ""
+    with admin_stub(arguments) as (stub, metadata):
+        for progress in stub.Upgrade(request, metadata=metadata):  # ends with the upgrade, or with Ctrl-C
+            print(to_json(progress) if arguments.json else format_upgrade(progress), flush=True)
+            stage = progress.stage
+    rolled_back = stage == "rolled back"
+    return FAILED if rolled_back is not arguments.abort else 0
+
+
+def format_upgrade(progress: admin_pb2.UpgradeProgress) -> str:
+    """One line of `penstock upgrade`."""
+    detail = f" ({progress.detail})" if progress.detail else ""
+    workers = f"{progress.num_old} old and {progress.num_new} new workers serve"
+    return f"{progress.elapsed_s:6.1f} s  {progress.stage}: {workers}{detail}"
 
 
 def format_flip(worker_id: str, progress: admin_pb2.FlipProgress) -> str:

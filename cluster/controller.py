@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ from cluster.heartbeats import OnDoubt
 from cluster.pool import Incarnation, Pool, Slot, Start, Stop, WorkerState
 from cluster.proving import Poisoned
 from cluster.record import FIRST_RECORD, Record
+from cluster.revisions import check_upgrade, read_revision
+from cluster.upgrade import ENDED, Plan, Upgrade
 from cluster.victims import choose_victims
 from penstock import wire
 from penstock.config import ServeConfig
@@ -128,7 +130,10 @@ class Controller:
     ) -> None:
         """`dial` opens channels to workers; `proving` asks each of them for an answer that is known. `record` is what
         the controller before this one left, one generation up; `save` gets each later one."""
-        self._config = config
+        self._config = _with_model(config, record.model) if record.model else config
+        self._next_config = self._config  # of the new workers of an upgrade
+        self._upgrade: Upgrade | None = None
+        self._shares: Mapping[str, float] = {}  # of new requests, by model revision, while two are served
         self._record, self._save = record, save
         self._proving = proving
         self._spawn = spawn
@@ -226,8 +231,10 @@ class Controller:
                     started = await process.start()
                 await self._prove_first(incarnation, started)
                 self._note_ready(pool, incarnation, started)
-                self._flips.pop(incarnation, None)
                 self._publish()
+                if flip is not None:
+                    del self._flips[incarnation]
+                    flip.finish()
                 log.info("%s is ready at %s, epoch %d", incarnation.worker_id, started.address, started.epoch)
             reason = await self._live(process, incarnation)
         except asyncio.CancelledError:
@@ -382,14 +389,25 @@ class Controller:
         if self._stopping:
             return
         slots = [slot for pool in self._pools.values() for slot in pool.slots]
+        replicas = {pool.name: pool.replicas for pool in self._pools.values()}
+        leaving: dict[str, bool] = {slot.worker_id: slot.is_replaced for slot in slots if slot.is_leaving}
+        model = self._config.model
+        if (upgrade := self._current_upgrade()) is not None:
+            # A successor goes on with what was decided, and takes back what was not.
+            roles = list(Role)
+            replicas |= {role.value: upgrade.replicas[role] for role in roles}
+            workers = [slot.worker_id for slot in slots if slot.incarnation.pool_name in roles]
+            leaving |= {one: False for one in workers if (one in upgrade.new) is not upgrade.decided}
+            model = self._next_config.model if upgrade.decided else model
         record = replace(
             self._record,
             was_ready=self._was_ready,
-            replicas={pool.name: pool.replicas for pool in self._pools.values()},
+            model=model,
+            replicas=replicas,
             last_numbers={one: number for pool in self._pools.values() for one, number in pool.last_numbers.items()},
             num_restarts={slot.worker_id: slot.num_restarts for slot in slots},
             canary=self._proving.judge.to_json() if self._proving else "",
-            leaving={slot.worker_id: slot.is_replaced for slot in slots if slot.is_leaving},
+            leaving=leaving,
         )
         if record != self._record:
             self._record = record
@@ -490,6 +508,7 @@ class Controller:
     def scale(self, pool_name: str, replicas: int, timeout_s: float = TIMEOUT_S) -> list[WorkerId]:
         """Sets how many workers a pool should have; returns those that are drained for it. Raises InvalidInput."""
         before = self.replicas(pool_name)
+        self._check_no_upgrade("replicas")
         if pool_name == Role.DECODE and replicas < 1:
             raise InvalidInput("replicas", "is 0 for the decode pool; without a decode worker nothing is served")
         pool = self._pools[pool_name]
@@ -513,6 +532,7 @@ class Controller:
             return known
         if role.value == slot.incarnation.pool_name:
             raise InvalidInput("role", f"is {role.value}, which {worker_id} has already; give the other one")
+        self._check_no_upgrade("role")
         if self._config.engine_config(Role.PREFILL) != self._config.engine_config(Role.DECODE):
             raise InvalidInput(
                 "role",
@@ -533,6 +553,92 @@ class Controller:
         self._tasks[target] = asyncio.create_task(self._supervise(target))
         self._publish()
         return flip
+
+    # Upgrades, and `upgrade.Fleet`.
+
+    def config_of(self, incarnation: Incarnation) -> ServeConfig:
+        """What a process is made of."""
+        upgrade = self._current_upgrade()
+        is_new = upgrade is not None and incarnation.worker_id in upgrade.new
+        return self._next_config if is_new else self._config
+
+    def _current_upgrade(self) -> Upgrade | None:
+        return self._upgrade if self._upgrade and self._upgrade.progress.stage not in ENDED else None
+
+    def _check_no_upgrade(self, field: str) -> None:
+        if self._current_upgrade() is not None:
+            raise InvalidInput(field, "cannot change during an upgrade; wait for its end, or abort it")
+
+    def abort_upgrade(self) -> Upgrade:
+        """Raises InvalidInput where there is none."""
+        upgrade = self._current_upgrade()
+        if upgrade is None:
+            raise InvalidInput("abort", "finds no upgrade under way")
+        upgrade.abort("an operator aborted it")
+        self._publish()
+        return upgrade
+
+    async def upgrade(self, plan: Plan) -> Upgrade:
+        """Begins to replace every worker, or joins in where the same is under way. Raises CheckpointError for a folder
+        that cannot be served, and InvalidInput."""
+        plan = replace(plan, model=plan.model or self._config.model)
+        old, new = await asyncio.gather(
+            asyncio.to_thread(read_revision, self._config.model), asyncio.to_thread(read_revision, plan.model)
+        )
+        check_upgrade(old, new, plan.model)
+        if (running := self._current_upgrade()) is not None:
+            if running.plan.model != plan.model:
+                raise InvalidInput("model", f"is {plan.model!r}; an upgrade to {running.plan.model!r} is under way")
+            return running
+        if self._drains:
+            raise InvalidInput("model", "cannot change while workers are drained; wait for their end")
+        self._next_config = _with_model(self._config, plan.model)
+        self._upgrade = Upgrade(plan, self, old.model, new.model)
+        self._keep(self._run_upgrade(self._upgrade))
+        return self._upgrade
+
+    async def _run_upgrade(self, upgrade: Upgrade) -> None:
+        await upgrade.run()
+        if upgrade.decided:
+            self._config = self._next_config
+        self._publish()
+
+    def slots(self, role: Role) -> list[Slot]:
+        return self._pools[role.value].slots
+
+    def load_of_worker(self, worker_id: WorkerId) -> worker_pb2.Load | None:
+        return self._loads.get(self._find_worker(worker_id).incarnation)
+
+    def grow(self, role: Role) -> WorkerId:
+        incarnation = self._pools[role.value].take_over("beside the old ones")
+        self._tasks[incarnation] = asyncio.create_task(self._supervise(incarnation))  # asks `config_of` later on
+        return incarnation.worker_id
+
+    def restore(self, role: Role, replicas: int) -> None:
+        pool, upgrade = self._pools[role.value], self._upgrade
+        staying = [slot.worker_id for slot in pool.slots if not slot.is_leaving]
+        num_new = sum(upgrade is not None and one in upgrade.new for one in staying)
+        pool.set_replicas(replicas + num_new)
+        self._publish()
+
+    def let_go(self, worker_id: WorkerId, timeout_s: float) -> Drain | None:
+        slot = self._find_worker(worker_id)
+        if slot.state is WorkerState.READY:
+            return self._drain_and_end(slot, timeout_s, replaced=False)
+        stop = self._pools[slot.incarnation.pool_name].give_up(worker_id)
+        if stop is not None:
+            self._tasks[stop.incarnation].cancel()
+        self._publish()
+        return None
+
+    def set_shares(self, shares: Mapping[str, float]) -> None:
+        if shares != self._shares:
+            self._shares = dict(shares)
+            self._membership_version += 1
+            self._publish()
+
+    async def next_change(self) -> None:
+        await self._changed.wait()
 
     async def _take_process(self, incarnation: Incarnation) -> SupervisedProcess | None:
         """Out of its supervision, alive; None where it is gone already."""
@@ -602,7 +708,8 @@ class Controller:
                 if sent != self._membership_version:
                     sent = self._membership_version
                     members = [wire.member_to_wire(one) for one in self._members]
-                    yield admin_pb2.Membership(version=sent, members=members, routers=sorted(+self._routers))
+                    routers = sorted(+self._routers)
+                    yield admin_pb2.Membership(version=sent, members=members, routers=routers, shares=self._shares)
                 await changed.wait()
         finally:
             self._note_router(router, -1)
@@ -645,6 +752,11 @@ class Controller:
         self._stopped = True
         self._publish()
         self.events.close()
+
+
+def _with_model(config: ServeConfig, model: str) -> ServeConfig:
+    """Under the name that callers know."""
+    return config.model_copy(update={"model": model, "served_model": config.model_name})
 
 
 async def _stop_in_order(process: SupervisedProcess) -> None:

@@ -58,6 +58,7 @@ class Flip:
         self._drain = drain
         self._take = take
         self._process: SupervisedProcess | None = None
+        self._empty_s = 0.0
         self._changed = asyncio.Event()
 
     @property
@@ -75,14 +76,12 @@ class Flip:
             await self._drain.run()
         finally:
             following.cancel()
-        began_s = time.monotonic()
+        self._empty_s = time.monotonic()
         self._tell(stage=FlipStage.FLIPPING, drain=self._drain.progress)
         process = await self._take_process()
         if process is None:
             raise Unavailable(f"{self.source.worker_id} has ended while it was emptied")
-        started = await process.flip(self.target)
-        self._tell(stage=FlipStage.READY, flip_s=time.monotonic() - began_s)
-        return started
+        return await process.flip(self.target)
 
     async def _take_process(self) -> SupervisedProcess | None:
         self._process = self._process or await self._take()
@@ -106,6 +105,10 @@ class Flip:
     async def kill(self) -> None:
         if (process := await self._take_process()) is not None:
             await process.kill()
+
+    def finish(self) -> None:
+        """The new worker is a member."""
+        self._tell(stage=FlipStage.READY, flip_s=time.monotonic() - self._empty_s)
 
     def fail(self, reason: str) -> None:
         """The new worker is lost before it was ready."""

@@ -174,6 +174,15 @@ class Pool:
             slot.state, slot.is_leaving, slot.is_replaced = WorkerState.DRAINING, True, replaced and not at_once
             self._replicas -= not replaced
 
+    def give_up(self, worker_id: WorkerId) -> Stop | None:
+        """One that does no work loses its place, and the pool is one smaller."""
+        slot = self._slots.get(worker_id)
+        if slot is None or slot.is_leaving:
+            return None
+        del self._slots[worker_id]
+        self._replicas -= 1
+        return None if slot.state in _GONE else Stop(slot.incarnation)
+
     def take_over(self, detail: str) -> Incarnation:
         """A place for a worker that comes from another pool, process and all: the pool is one larger."""
         places = (WorkerId(f"{self.name}-{number}") for number in itertools.count())

@@ -25,6 +25,7 @@ class Record:
     num_restarts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     leaving: Mapping[str, bool] = field(default_factory=lambda: MappingProxyType({}))  # drained: whether replaced
     stopping: bool = False
+    model: str = ""  # the folder that workers load since an upgrade
     canary: str = ""  # the answer that every worker must give, as JSON
 
     @property

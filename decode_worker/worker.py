@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from decode_worker.attempts import PrefillAttempts
 from decode_worker.pace import Pace
@@ -24,12 +25,13 @@ from engine.sequence import SampledToken, ScheduledSequence, Sequence
 from engine.token_check import check_token_ids
 from kv_transfer.session import Manifest
 from penstock.config import DecodeConfig
-from penstock.errors import Cancelled, Overloaded, PenstockError
-from penstock.types import TransferKey, WorkerId, WorkerLoad
+from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, Overloaded, PenstockError
+from penstock.types import RequestTotals, TransferKey, WorkerId, WorkerLoad
 
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1.0
+_NO_FAULT_OF_OURS = (Cancelled, DeadlineExceeded, InvalidInput, Overloaded)
 
 
 class DecodeWorker:
@@ -46,6 +48,7 @@ class DecodeWorker:
         self._transfers = transfers
         self._requests: dict[Sequence, DecodeRequest] = {}
         self._outbox: dict[Send, list[TokenDelta]] = {}
+        self._totals = RequestTotals()
         self._pace = Pace()
         self._attempts = PrefillAttempts(
             worker_id, engine.layout, self.scheduler, transfers, config, self._pace, self._tell
@@ -234,8 +237,20 @@ class DecodeWorker:
         if reason is None:
             self._emit(request, TokenDelta(request.stream_id, token))
             return
-        self._emit(request, TokenDelta(request.stream_id, token, reason, timing=self.timing(request)))
+        timing = self.timing(request)
+        self._count_end(request.sequence, timing)
+        self._emit(request, TokenDelta(request.stream_id, token, reason, timing=timing))
         self._release(request)
+
+    def _count_end(self, sequence: Sequence, timing: RequestTiming) -> None:
+        totals = self._totals
+        self._totals = replace(
+            totals,
+            ended=totals.ended + 1,
+            first_token_s=totals.first_token_s + timing.first_token_s,
+            decode_s=totals.decode_s + timing.decode_s,
+            decode_tokens=totals.decode_tokens + max(0, sequence.num_output_tokens - 1),
+        )
 
     def _release(self, request: DecodeRequest) -> None:
         del self._requests[request.sequence]
@@ -250,6 +265,8 @@ class DecodeWorker:
         self._emit(request, TokenDelta(request.stream_id, prefill=outcome))
 
     def _emit(self, request: DecodeRequest, delta: TokenDelta) -> None:
+        if delta.error is not None and not isinstance(delta.error, _NO_FAULT_OF_OURS):
+            self._totals = replace(self._totals, failed=self._totals.failed + 1)
         self._outbox.setdefault(request.send, []).append(delta)
 
     def _flush(self) -> None:
@@ -271,4 +288,5 @@ class DecodeWorker:
             prefill_steps=self._pace.prefill_steps,
             decode_steps=self._pace.decode_steps,
             num_open=len(self._requests),
+            requests=self._totals,
         )

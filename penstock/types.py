@@ -118,6 +118,17 @@ class CacheStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTotals:
+    """What became of a worker's requests since it started."""
+
+    ended: int = 0
+    failed: int = 0  # by a fault of the worker
+    first_token_s: float = 0.0  # all times are sums over those that ended
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepTotals:
     """A worker's steps of one kind since it started: the difference of two reports is what happened between them."""
 
@@ -163,4 +174,5 @@ class WorkerLoad:
     prefill_steps: StepTotals = StepTotals()  # in which prompts were computed, perhaps beside decoding
     decode_steps: StepTotals = StepTotals()  # in which each sequence got one token and nothing else was done
     num_open: int = 0  # requests held, whatever their state
+    requests: RequestTotals = RequestTotals()
     leaving: bool = False  # its process was told to end: it wants no new work

@@ -12,6 +12,7 @@ from penstock.types import (
     Labels,
     Lane,
     Member,
+    RequestTotals,
     Role,
     SamplingParams,
     StepTotals,
@@ -23,6 +24,7 @@ from penstock.types import (
 )
 from penstock.v1 import admin_pb2, common_pb2, worker_pb2
 
+_REQUEST_TOTALS = [field.name for field in fields(RequestTotals)]
 _CACHE_STATS = [field.name for field in fields(CacheStats)]
 _FINISH_TO_WIRE = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -138,6 +140,7 @@ def load_to_wire(load: WorkerLoad) -> worker_pb2.Load:
         prefill_steps=worker_pb2.StepTotals(**asdict(load.prefill_steps)),
         decode_steps=worker_pb2.StepTotals(**asdict(load.decode_steps)),
         num_open=load.num_open,
+        requests=worker_pb2.RequestTotals(**asdict(load.requests)),
         leaving=load.leaving,
     )
 
@@ -155,6 +158,7 @@ def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
         prefill_steps=_totals_from_wire(wire.prefill_steps),
         decode_steps=_totals_from_wire(wire.decode_steps),
         num_open=wire.num_open,
+        requests=RequestTotals(**{name: getattr(wire.requests, name) for name in _REQUEST_TOTALS}),
         leaving=wire.leaving,
     )
 

@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from types import TracebackType
 
 from penstock import legs, wire
@@ -261,12 +262,27 @@ class TokenStream:
         revision = self._request.model_revision
         patience_s = _WAIT_TO_RESUME_S if leg.emitted else _WAIT_TO_START_S
         left_s = self._request.deadline_s - time.monotonic()
-        group = await self._fleet.wait_for(lambda: self._fleet.group(revision), min(patience_s, left_s))
+        group = await self._fleet.wait_for(lambda: self._find_group(revision), min(patience_s, left_s))
         if time.monotonic() >= self._request.deadline_s or (group is None and left_s <= patience_s):
             raise self._too_late()
         if group is None:
             raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
+        if group.model_revision != revision:
+            self._begin_anew(group.model_revision)
         return group
+
+    def _find_group(self, revision: str) -> Group | None:
+        """Another revision's, where the last worker of this one has gone before anything of the request was told."""
+        found = self._fleet.group(revision)
+        if found is None and self._request.salt_for is not None and not any(leg.emitted for leg in self._legs):
+            return self._fleet.group()
+        return found
+
+    def _begin_anew(self, revision: str) -> None:
+        assert self._request.salt_for is not None
+        salt = self._request.salt_for(revision)
+        self._request = replace(self._request, model_revision=revision, salt=salt)
+        self._pages = PromptPages(self._request.token_ids, salt)
 
     def _submission(
         self, leg: Leg, candidates: list[worker_pb2.PrefillCandidate], timeout_s: float

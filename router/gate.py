@@ -160,7 +160,7 @@ class Gate:
             self.admission.on_fleet(self._state(now_s), now_s)
 
     def _state(self, now_s: float) -> FleetState | None:
-        group = self._fleet.group()
+        group = self._fleet.every_group()
         if group is None:
             return None
         others = self._others.observe(num_reported(group), self.admission.out.num_sequences, now_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import random
 import secrets
 import time
@@ -61,6 +62,7 @@ class Generator:
             config.decode_weight, config.temperature_s, config.affinity_s, config.replica_s, config.crowd_weight
         )
         policy = make_policy(config.policy, weights)
+        self._rng = random.Random()
         self._placer = Placer(fleet, policy, random.Random(), config.max_replicas, metrics.mispredicted)
         metrics.watch_predictions(self._current_predictions)
         self.gate = Gate(config, fleet, metrics.admission, random.Random(), self._limits)
@@ -108,7 +110,8 @@ class Generator:
             if self._quarantine.holds(token_ids, accepted_s):
                 raise Quarantined("prompt: workers died of it not long ago, one after the other; do not send it again")
             limit_s = min(timeout_s or self._config.default_timeout_s, self._config.max_timeout_s)
-            group = await self._wait_for_group(min(limit_s, _WAIT_FOR_WORKER_S))
+            draw = _draw(hints.session) if hints.session else self._rng.random()
+            group = await self._wait_for_group(draw, min(limit_s, _WAIT_FOR_WORKER_S))
             room = group.context_length - len(token_ids)
             params = common_pb2.SamplingParams()
             params.CopyFrom(wire.sampling)
@@ -136,6 +139,7 @@ class Generator:
             explain=hints.explain and self._config.explain,
             tenant=tenant.name,
             salt=self.tenants.salt(group.model_revision, tenant),
+            salt_for=lambda revision: self.tenants.salt(revision, tenant),
             emitted=emitted,
         )
 
@@ -156,8 +160,8 @@ class Generator:
         if name and name != self.card.name:
             raise ModelNotFound(f"model: {name!r} is not served here; use {self.card.name!r}")
 
-    async def _wait_for_group(self, limit_s: float) -> Group:
-        group = await self._fleet.wait_for(self._fleet.group, limit_s)
+    async def _wait_for_group(self, draw: float, limit_s: float) -> Group:
+        group = await self._fleet.wait_for(lambda: self._fleet.choose_group(draw), limit_s)
         if group is None:
             raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
         return group
@@ -282,3 +286,8 @@ class Generator:
         usage.completion_tokens = sum(text.num_tokens for text in texts)
         output.usage = usage
         passage.used = self._tally.request(usage, request.accepted_s, timing.decode_ms)
+
+
+def _draw(session: str) -> float:
+    """Of [0, 1), the same at every router: a session stays with one revision while two serve."""
+    return int.from_bytes(hashlib.blake2b(session.encode(), digest_size=7).digest()) / 2.0**56

@@ -9,8 +9,9 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeVar
 
 import grpc
@@ -74,6 +75,7 @@ class Fleet:
         self._waiters: set[asyncio.Future[None]] = set()
         self._load_watchers: list[Callable[[], None]] = []
         self._groups: dict[str | None, Group | None] = {}  # found since the last change
+        self._shares: Mapping[str, float] = {}  # of new requests, by model revision; none: all to the largest group
 
     def sent_to(self, worker_id: WorkerId, now_s: float) -> Work:
         """By this router and the others, beyond what the worker's load report shows."""
@@ -98,6 +100,29 @@ class Fleet:
         if model_revision not in self._groups:
             self._groups[model_revision] = self._find_group(model_revision)
         return self._groups[model_revision]
+
+    def choose_group(self, draw: float) -> Group | None:
+        """For a new request. While two revisions serve, `draw` of [0, 1) falls to one of them by their shares."""
+        groups = {one: group for one in sorted(self._shares) if (group := self.group(one)) is not None}
+        whole = sum(self._shares[one] for one in groups)
+        for revision, group in groups.items():
+            draw -= self._shares[revision] / whole if whole else 1.0
+            if draw < 0:
+                return group
+        return self.group()
+
+    def every_group(self) -> Group | None:
+        """All workers that serve new requests as if they were one group, for sums alone."""
+        largest = self.group()
+        groups = [group for one, share in self._shares.items() if share and (group := self.group(one)) is not None]
+        if largest is None or len(groups) < 2:
+            return largest
+        return replace(
+            largest,
+            decode=tuple(one for group in groups for one in group.decode),
+            prefill=tuple(one for group in groups for one in group.prefill),
+            page_sizes=frozenset().union(*(group.page_sizes for group in groups)),
+        )
 
     def _find_group(self, model_revision: str | None) -> Group | None:
         ready = [one for one in self._followers.values() if one.takes_work]
@@ -141,8 +166,10 @@ class Fleet:
         finally:
             self._waiters.discard(waiter)
 
-    def set_members(self, members: Sequence[Member]) -> None:
-        """Replaces the membership: new ones are followed, those left out get no new work."""
+    def set_members(self, members: Sequence[Member], shares: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Replaces the membership: new ones are followed, those left out get no new work. `shares` of new requests are
+        by model revision, while there are two."""
+        self._shares = dict(shares)
         wanted = {(member.address, int(member.epoch)): member for member in members}
         for key in [key for key in self._followers if key not in wanted]:
             task = self._followers.pop(key).retire()
@@ -216,7 +243,7 @@ async def follow_admin(address: str, fleet: Fleet) -> None:
                     backoff.reset()
                     log.info("membership version %d: %d members", membership.version, len(membership.members))
                     fleet.peers.set_addresses(membership.routers)
-                    fleet.set_members([wire.member_from_wire(member) for member in membership.members])
+                    fleet.set_members([wire.member_from_wire(one) for one in membership.members], membership.shares)
                 log.info("the admin service at %s ended its stream", address)
             except grpc.RpcError as error:
                 log.log(log_level(error), "the admin service at %s is away: %s", address, error.details())  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.outputs import Emitted
@@ -23,5 +23,6 @@ class Request:
     emitted: Mapping[int, Emitted] = field(default_factory=dict)  # by an earlier call, by completion
     tenant: str = ""  # whose it is; empty where callers are not told apart
     salt: bytes = b""  # of its page hashes, on every leg: requests of different salts share no page
+    salt_for: Callable[[str], bytes] | None = None  # with another model revision
     session: str = ""  # requests of one session go to the same workers where that costs little
     explain: bool = False  # its end shall tell why it went where it did

@@ -34,8 +34,8 @@ class HostedWorker:
 
     def __init__(self, deployment: Hosted, incarnation: Incarnation) -> None:
         self._deployment = deployment
-        config = deployment.config.worker_config(incarnation.worker_id, Role(incarnation.pool_name))
-        self.host = RoleHost(config)
+        config = deployment.controller.config_of(incarnation)
+        self.host = RoleHost(config.worker_config(incarnation.worker_id, Role(incarnation.pool_name)))
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stopped = False
 

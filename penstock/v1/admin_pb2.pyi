@@ -20,14 +20,23 @@ class Member(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("version", "members", "routers")
+    __slots__ = ("version", "members", "routers", "shares")
+    class SharesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     version: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     routers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ...) -> None: ...
+    shares: _containers.ScalarMap[str, float]
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ..., shares: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class WatchMembershipRequest(_message.Message):
     __slots__ = ("router",)
@@ -194,3 +203,41 @@ class FlipProgress(_message.Message):
     flip_s: float
     detail: str
     def __init__(self, worker_id: _Optional[str] = ..., stage: _Optional[str] = ..., drain: _Optional[_Union[DrainProgress, _Mapping]] = ..., flip_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class UpgradeRequest(_message.Message):
+    __slots__ = ("model", "share", "window_s", "min_requests", "max_error_rate", "max_slowdown", "ttft_s", "itl_s", "drain_timeout_s", "abort")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    MIN_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ERROR_RATE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SLOWDOWN_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_S_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    share: float
+    window_s: float
+    min_requests: int
+    max_error_rate: float
+    max_slowdown: float
+    ttft_s: float
+    itl_s: float
+    drain_timeout_s: float
+    abort: bool
+    def __init__(self, model: _Optional[str] = ..., share: _Optional[float] = ..., window_s: _Optional[float] = ..., min_requests: _Optional[int] = ..., max_error_rate: _Optional[float] = ..., max_slowdown: _Optional[float] = ..., ttft_s: _Optional[float] = ..., itl_s: _Optional[float] = ..., drain_timeout_s: _Optional[float] = ..., abort: _Optional[bool] = ...) -> None: ...
+
+class UpgradeProgress(_message.Message):
+    __slots__ = ("stage", "num_old", "num_new", "elapsed_s", "detail")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_OLD_FIELD_NUMBER: _ClassVar[int]
+    NUM_NEW_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    num_old: int
+    num_new: int
+    elapsed_s: float
+    detail: str
+    def __init__(self, stage: _Optional[str] = ..., num_old: _Optional[int] = ..., num_new: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...

@@ -74,6 +74,11 @@ class AdminStub:
                 request_serializer=penstock_dot_v1_dot_admin__pb2.FlipRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.FlipProgress.FromString,
                 _registered_method=True)
+        self.Upgrade = channel.unary_stream(
+                '/penstock.v1.Admin/Upgrade',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.UpgradeRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.UpgradeProgress.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -135,6 +140,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Upgrade(self, request, context):
+        """Replaces every worker by one that loads another folder, or the same one anew: new ones beside the old, a gate, then
+        one by one; or back. Tells how far it is until the end; goes on without a caller. A second call joins in.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -177,6 +190,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Flip,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.FlipRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.FlipProgress.SerializeToString,
+            ),
+            'Upgrade': grpc.unary_stream_rpc_method_handler(
+                    servicer.Upgrade,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.UpgradeRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.UpgradeProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -395,6 +413,33 @@ class Admin:
             '/penstock.v1.Admin/Flip',
             penstock_dot_v1_dot_admin__pb2.FlipRequest.SerializeToString,
             penstock_dot_v1_dot_admin__pb2.FlipProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Upgrade(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.Admin/Upgrade',
+            penstock_dot_v1_dot_admin__pb2.UpgradeRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.UpgradeProgress.FromString,
             options,
             channel_credentials,
             insecure,

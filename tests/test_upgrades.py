@@ -1,0 +1,165 @@
+"""Rolling upgrades: what the gate says, and deployments that change their model under load, or change it back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.promotion import Decision, Gate, Sample, judge
+from cluster.upgrade import Plan, UpgradeStage
+from engine.model_config import ModelConfig
+from penstock.errors import CheckpointError, InvalidInput
+from penstock.grpc_server import make_channel
+from penstock.types import Role
+from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.hosted import Hosted, Load, hosted
+from tests.test_faults import MODEL
+from tests.test_flips import MAX_TOKENS, check, config, undisturbed
+
+__all__ = ["undisturbed"]  # a fixture
+
+GATE = Gate(window_s=10.0, min_requests=10, max_error_rate=0.01, max_slowdown=1.5)
+
+
+def sample(ended: int, failed: int = 0, ttft_s: float = 0.1, itl_s: float = 0.02) -> Sample:
+    return Sample(ended, failed, ended * ttft_s, ended * 100 * itl_s, ended * 100)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "elapsed_s", "decision", "reason"),
+    [
+        (sample(100), sample(50), 5.0, Decision.WAIT, "50 requests at new workers"),
+        (sample(100), sample(50), 10.0, Decision.PASS, "50 requests at new workers"),
+        (sample(100), sample(5), 10.0, Decision.WAIT, "10 are wanted"),
+        (sample(100), sample(5), 30.0, Decision.WAIT, "10 are wanted"),
+        (sample(100), sample(5), 100.0, Decision.PASS, "5 requests"),
+        (sample(100), sample(0), 30.0, Decision.FAIL, "hardly asked"),
+        (sample(3), sample(5), 30.0, Decision.PASS, "no traffic"),
+        (sample(100), sample(7, 3), 1.0, Decision.FAIL, "3 of 10 requests failed at new workers, 0 of 100"),
+        (sample(100), sample(1, 1), 1.0, Decision.WAIT, "2 requests"),
+        (sample(80, 20), sample(85, 15), 10.0, Decision.PASS, ""),  # old ones fail as often: not the upgrade's fault
+        (
+            sample(100),
+            sample(50, ttft_s=0.17),
+            10.0,
+            Decision.FAIL,
+            "a first token takes 170.0 ms at",
+        ),
+        (sample(100), sample(50, itl_s=0.05), 10.0, Decision.FAIL, "a token takes 50.0 ms"),
+        (sample(100, ttft_s=0.001), sample(50, ttft_s=0.009), 10.0, Decision.PASS, ""),  # noise of short times
+        (sample(5), sample(50, ttft_s=9.0), 10.0, Decision.PASS, ""),  # nobody to compare with
+    ],
+)
+def test_the_gate(old: Sample, new: Sample, elapsed_s: float, decision: Decision, reason: str) -> None:
+    verdict = judge(GATE, 0.1, old, new, elapsed_s)
+    assert verdict.decision is decision, verdict
+    assert reason in verdict.reason
+
+
+def test_limits_that_are_named_hold_whatever_old_workers_do() -> None:
+    gate = Gate(window_s=10.0, min_requests=10, ttft_s=0.2, itl_s=0.03)
+    assert judge(gate, 0.1, sample(100), sample(50, ttft_s=0.19), 10.0).decision is Decision.PASS
+    assert "more than 200.0" in judge(gate, 0.1, sample(100, ttft_s=0.3), sample(50, ttft_s=0.3), 10.0).reason
+    assert "more than 30.0" in judge(gate, 0.1, sample(100), sample(50, itl_s=0.04), 10.0).reason
+
+
+def another_revision(folder: Path) -> Path:
+    """The same weights under another hash: what is drawn stays the same, pages do not."""
+    copy = folder / "next"
+    shutil.copytree(MODEL, copy)
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=7))
+    return copy
+
+
+QUICK = Gate(window_s=1.0, min_requests=2, max_slowdown=1000.0)
+
+
+async def test_a_revision_is_replaced_under_load(tmp_path: Path, undisturbed: list[list[int]]) -> None:
+    model = another_revision(tmp_path)
+    async with hosted(config(prefill=1, decode=2)) as deployment:
+        async with Load(deployment, max_tokens=MAX_TOKENS) as load:
+            await load.more(2)
+            upgrade = await deployment.controller.upgrade(Plan(str(model), QUICK, share=0.5))
+            assert await deployment.controller.upgrade(Plan(str(model), QUICK)) is upgrade
+            with pytest.raises(InvalidInput, match="is under way"):
+                await deployment.controller.upgrade(Plan(str(MODEL), QUICK))
+            with pytest.raises(InvalidInput, match="cannot change during an upgrade"):
+                deployment.controller.scale("decode", 3)
+            stages = [progress.stage async for progress in upgrade.follow()]
+            await load.more(2)
+        check(load, undisturbed)
+        assert list(dict.fromkeys(stages)) == [
+            UpgradeStage.STARTING,
+            UpgradeStage.PROVING,
+            UpgradeStage.ROLLING,
+            UpgradeStage.DONE,
+        ]
+        assert await revisions(deployment) == [ModelConfig.from_folder(model).revision] * 3
+        assert [deployment.controller.replicas(role.value) for role in Role] == [1, 2]
+        assert deployment.controller.status().model == Path(MODEL).name  # callers need not know
+    assert set(deployment.pinned) == {0}
+
+
+async def revisions(deployment: Hosted) -> list[str]:
+    found = []
+    for member in deployment.members().values():
+        if member.role in list(Role):
+            async with make_channel(member.address) as channel:
+                stub = worker_pb2_grpc.WorkerStub(channel)
+                found.append((await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)).model_revision)
+    return found
+
+
+async def test_new_workers_that_do_worse_are_taken_back(tmp_path: Path, undisturbed: list[list[int]]) -> None:
+    model = another_revision(tmp_path)
+    async with hosted(config(prefill=1, decode=1)) as deployment:
+        before = deployment.members()
+        async with Load(deployment, max_tokens=MAX_TOKENS) as load, make_channel(deployment.admin) as channel:
+            request = admin_pb2.UpgradeRequest(
+                model=str(model), share=0.5, window_s=1.0, min_requests=2, ttft_s=60.0, itl_s=1e-9
+            )
+            told = [one async for one in admin_pb2_grpc.AdminStub(channel).Upgrade(request, timeout=60)]
+            await load.more(2)
+        check(load, undisturbed)
+        assert told[-1].stage == "rolled back"
+        assert "a token takes" in told[-1].detail
+        assert deployment.members() == before
+        assert set(await revisions(deployment)) == {ModelConfig.from_folder(MODEL).revision}
+        assert [deployment.controller.replicas(role.value) for role in Role] == [1, 1]
+
+
+async def test_an_upgrade_that_cannot_be_is_refused_and_one_that_does_not_start_is_taken_back(tmp_path: Path) -> None:
+    model = another_revision(tmp_path)
+    async with hosted(config(prefill=0, decode=1)) as deployment:
+        controller = deployment.controller
+        with pytest.raises(CheckpointError):
+            await controller.upgrade(Plan(str(tmp_path / "nowhere"), QUICK))
+        with pytest.raises(InvalidInput, match="no upgrade under way"):
+            controller.abort_upgrade()
+        tokenizer = model / "tokenizer.json"
+        whole = tokenizer.read_bytes()
+        tokenizer.write_bytes(whole + b"\n")
+        with pytest.raises(InvalidInput, match="whose tokenizer is not that of the model"):
+            await controller.upgrade(Plan(str(model), QUICK))
+        tokenizer.write_bytes(whole)
+        upgrade = await controller.upgrade(Plan(str(model), QUICK))
+        for path in model.glob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:100])
+        told = [progress async for progress in upgrade.follow()]
+        assert told[-1].stage is UpgradeStage.ROLLED_BACK
+        assert "decode-1 was lost" in told[-1].detail
+        assert set(deployment.members()) == {"decode-0", "router-0"}
+
+
+async def test_an_operator_may_take_an_upgrade_back(tmp_path: Path) -> None:
+    async with hosted(config(prefill=0, decode=1)) as deployment:
+        upgrade = await deployment.controller.upgrade(Plan("", Gate(window_s=60.0)))
+        async for progress in upgrade.follow():
+            if progress.stage is UpgradeStage.PROVING:
+                deployment.controller.abort_upgrade()
+        assert upgrade.progress.detail == "an operator aborted it"
+        assert set(deployment.members()) == {"decode-0", "router-0"}

@@ -31,6 +31,7 @@ from penstock.v1 import inference_pb2, inference_pb2_grpc
 
 _MAX_TICKET_BYTES = 16 * 1024 * 1024  # of a prompt of a million tokens and more
 _MAX_HEADER_BYTES = 16 * 1024
+_MAX_STREAMS = 1024  # of one connection; more wait
 
 
 class LookasideService(inference_pb2_grpc.LookasideServicer):
@@ -98,6 +99,7 @@ class LookasidePort:
                 "grpc.max_receive_message_length": _MAX_TICKET_BYTES,
                 "grpc.max_metadata_size": _MAX_HEADER_BYTES,
                 "grpc.absolute_max_metadata_size": _MAX_HEADER_BYTES,
+                "grpc.max_concurrent_streams": _MAX_STREAMS,
             },
         )
         inference_pb2_grpc.add_LookasideServicer_to_server(service, self._grpc.server)

@@ -228,6 +228,7 @@ class Generator:
 
     async def route(self, request: Request, tenant: Tenant) -> Route:
         """In the place of `outputs`, for a client that reads them at the worker. Raises ConfigError where it cannot."""
+        self._lookaside.check(request)  # no failure: the client calls Generate
         with self._counted_errors():
             return await self._lookaside.route(request, tenant)
 

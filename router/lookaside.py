@@ -63,14 +63,19 @@ class Lookaside:
         # the one that ends workers from those beside it.
         self._suspects = Quarantine()
 
-    async def route(self, request: Request, tenant: Tenant) -> Route:
-        """Returns once the request may go out. Raises ConfigError where it has to be streamed from here, else as
-        `Generator.outputs` does."""
+    def check(self, request: Request) -> None:
+        """Raises ConfigError where its tokens have to come from this router."""
         if self._key is None:
             raise ConfigError(f"lookaside: this router has no cluster secret to sign tickets with; {_CALL_GENERATE}")
         if self._suspects.holds(request.token_ids, time.monotonic()):
             raise ConfigError(f"lookaside: a worker was lost with this prompt; {_CALL_GENERATE}")
-        _open_to_clients(await self._group(request))
+        group = self._fleet.group(request.model_revision)
+        if group is not None:
+            _open_to_clients(group)
+
+    async def route(self, request: Request, tenant: Tenant) -> Route:
+        """Of one that `check` lets pass; returns once it may go out. Raises as `Generator.outputs` does."""
+        assert self._key is not None  # checked
         passage = self._gate.pass_through(request)
         await passage.enter()
         try:

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from cluster.actors import at_node_address
 from cluster.terminal import format_decision
 from decode_worker.server import DecodeServer
 from penstock import AsyncClient, Client
@@ -216,6 +217,7 @@ async def test_without_lookaside_the_client_gets_its_tokens_from_the_router() ->
         async with AsyncClient(made.address, lookaside=True) as client:
             assert len((await client.complete(LONG, max_tokens=4, ignore_eos=True)).token_ids) == 4
         await made.nothing_is_held()
+        assert made.counted("vllm:request_errors_total") == 0
 
 
 async def test_a_port_that_the_client_cannot_reach_costs_an_attempt_and_no_request() -> None:
@@ -342,3 +344,12 @@ def test_a_deployment_turns_it_on_for_every_worker_that_decodes() -> None:
     made = whole.worker_config("decode-0", Role.DECODE)
     assert (made.lookaside, made.host) == (LookasideConfig(host="0.0.0.0", tls=whole.tls), "0.0.0.0")
     assert ServeConfig(model="m").worker_config("decode-0", Role.DECODE).lookaside is None
+
+
+def test_in_a_cluster_of_machines_it_listens_at_the_nodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.0.0.7")
+    for lookaside in (True, False):
+        made = at_node_address(config(Role.DECODE, "decode-0", lookaside=lookaside).model_dump(mode="json"))
+        public = made["lookaside"]
+        assert made["host"] == "10.0.0.7"
+        assert (public["host"] if isinstance(public, dict) else None) == ("10.0.0.7" if lookaside else None)

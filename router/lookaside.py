@@ -80,10 +80,14 @@ class Lookaside:
         await passage.enter()
         try:
             held = self._place(passage, await self._group(passage.request))
+        except BaseException:
+            passage.leave()
+            raise
+        try:
             ticket = self._ticket(held, tenant)
             self._fleet.tickets.add(ticket, held.request.deadline_s, held)
         except BaseException:
-            passage.leave()
+            held.let_go()
             raise
         return Route(
             request_id=request.request_id,
@@ -228,6 +232,10 @@ class Held:
             self._fleet.health.on_failure(self._epoch, time.monotonic())
             if not self._started:
                 self._suspect(self.request)
+        self._leave(Used(0, whole=False))
+
+    def let_go(self) -> None:
+        """Before anybody has the ticket."""
         self._leave(Used(0, whole=False))
 
     def _leave(self, used: Used) -> None:

@@ -177,8 +177,10 @@ class RayDeployment:
             "max_task_retries": -1,  # a call waits for the successor
             "lifetime": None if embedded else "detached",
             "runtime_env": {"env_vars": {**FRONT_SHARE.environment(), "PYTHONPATH": python_path}},
-            # Here, where the user looks for the ports.
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+            # Here, where the user looks for the ports; elsewhere only once this node is gone.
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=not embedded
+            ),
         }
         try:
             return (

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
 
-from cluster.canary import NUM_TOKENS, PROMPT, Answer, Judge
+from cluster.canary import NUM_ALTERNATIVES, NUM_TOKENS, PROMPT, Answer, Judge, Said
 from penstock import wire
 from penstock.errors import PenstockError, Unavailable, from_status
 from penstock.grpc_server import Dial
@@ -21,7 +21,7 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0  # of one question
-_GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=0)
+_GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=NUM_ALTERNATIVES)
 _LEAST_TOKENS = 48  # more than any decode worker computes itself by default
 
 
@@ -103,18 +103,18 @@ async def _ask(channel: grpc.aio.Channel, num_tokens: int, prefill: Sequence[Mem
         yield worker_pb2.DecodeCommand(submit=submit)
         await ended.wait()
 
-    token_ids: list[int] = []
-    logprobs: list[float] = []
+    said: list[Said] = []
     call = worker_pb2_grpc.DecodeWorkerStub(channel).Serve(commands())
     try:
         async for frame in call:
             for delta in frame.deltas:
                 if delta.HasField("error"):
                     raise from_status(delta.error)
-                token_ids += delta.token_ids
-                logprobs += [one.logprob for one in delta.logprobs]
+                for one in delta.logprobs:
+                    likeliest = {top.token_id: top.logprob for top in one.top}
+                    said.append(Said(one.token_id, likeliest | {one.token_id: one.logprob}))
                 if delta.finish_reason:
-                    return Answer(tuple(token_ids), tuple(logprobs)), delta.timing.prefill_worker
+                    return tuple(said), delta.timing.prefill_worker
         raise Unavailable("the canary's stream ended without an answer")
     finally:
         ended.set()

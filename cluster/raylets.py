@@ -63,12 +63,14 @@ class Raylets:
 
     def kill(self, node: Any) -> None:
         """As a machine that loses power: everything at once, its actors included."""
-        pids = [one.process.pid for processes in node.all_processes.values() for one in processes]
-        family = with_descendants([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)])
-        for process in family:
+        for process in _family(node):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._cluster.worker_nodes.discard(node)
+
+    def node_of(self, pid: int) -> Any:
+        """The node that a worker's process belongs to."""
+        return next(one for one in self._cluster.worker_nodes if pid in {process.pid for process in _family(one)})
 
     def kill_head(self) -> None:
         """The head's own process alone; its node's other processes go on."""
@@ -92,6 +94,11 @@ class Raylets:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.close()
+
+
+def _family(node: Any) -> list[psutil.Process]:
+    pids = [one.process.pid for processes in node.all_processes.values() for one in processes]
+    return with_descendants([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)])
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import pool
-from cluster.canary import Answer, Judge, disagreement
+from cluster.canary import Answer, Judge, Said, disagreement
 from cluster.proving import Poisoned, Proving
 from decode_worker.server import DecodeServer
 from penstock.errors import Unavailable
@@ -22,18 +22,27 @@ from tests.serving import worker_config, workers
 from tests.test_cluster_controller import World, worker
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "penstock-tiny"
-RIGHT = Answer((7, 8, 9), (-0.5, -1.0, -0.1))
-WRONG = Answer((3, 3, 3), (-4.0, -4.0, -4.0))
 
 
-def test_rounding_is_no_disagreement_and_a_parting_of_ways_at_a_tie_is_none() -> None:
-    assert disagreement(Answer((7, 8, 9), (-0.52, -1.01, -0.1)), RIGHT) == ""
-    assert disagreement(Answer((7, 5, 1), (-0.5, -1.05, -9.0)), RIGHT) == ""
-    assert disagreement(Answer((7, 5, 9), (-0.5, -2.0, -0.1)), RIGHT) == (
-        "token 1 is 5 with log-probability -2.000, not 8 with -1.000"
+def answer(*said: dict[int, float]) -> Answer:
+    """The first of each is the token."""
+    return tuple(Said(next(iter(likeliest)), likeliest) for likeliest in said)
+
+
+RIGHT = answer({7: -0.5, 1: -1.5}, {8: -1.0, 5: -1.1}, {9: -0.1, 2: -3.0})
+WRONG = answer({3: -4.0}, {3: -4.0}, {3: -4.0})
+
+
+def test_rounding_is_no_disagreement_nor_is_a_parting_of_ways_at_a_tie() -> None:
+    assert disagreement(answer({7: -0.52}, {8: -1.01}, {9: -0.1}), RIGHT) == ""
+    assert disagreement(answer({7: -0.5}, {5: -1.05}, {1: -9.0}), RIGHT) == ""
+    assert disagreement(answer({7: -0.5}, {8: -2.0}, {9: -0.1}), RIGHT) == (
+        "token 1 is 8 with log-probability -2.000, not 8 with -1.000"
     )
-    assert disagreement(Answer((7,), (-0.5,)), RIGHT) == "1 tokens instead of 3"
-    assert "nan" in disagreement(Answer((7, 8, 9), (float("nan"), -1.0, -0.1)), RIGHT)
+    assert "token 0 is 4" in disagreement(answer({4: -0.5}, {8: -1.0}, {9: -0.1}), RIGHT)  # as sure, of another token
+    assert disagreement(answer({1: -1.5}, {8: -1.0}, {9: -0.1}), RIGHT) == "token 0 is an unlikely 1"
+    assert disagreement(answer({7: -0.5}), RIGHT) == "1 tokens instead of 3"
+    assert "nan" in disagreement(answer({7: float("nan")}, {8: -1.0}, {9: -0.1}), RIGHT)
 
 
 def test_most_are_right_and_between_equals_the_first() -> None:
@@ -50,7 +59,7 @@ def test_most_are_right_and_between_equals_the_first() -> None:
 
 def test_what_is_no_number_convinces_nobody() -> None:
     judge = Judge()
-    broken = Answer((7,), (float("nan"),))
+    broken = answer({7: float("nan")})
     assert judge.hear(WorkerId("decode-0"), "r", broken) == "log-probabilities that are no numbers"
     assert judge.hear(WorkerId("decode-1"), "r", RIGHT) == ""
 

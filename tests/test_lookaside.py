@@ -26,6 +26,7 @@ from penstock.trust import Trust
 from penstock.types import Role
 from penstock.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from prefill_worker.server import PrefillServer
+from router import tickets
 from router.capacity import Outstanding
 from router.server import RouterServer
 from tests.router_fakes import all_followed, until
@@ -97,6 +98,13 @@ async def pair() -> AsyncIterator[Setting]:
         yield made
 
 
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router gives a ticket that nobody uses up sooner."""
+    monkeypatch.setattr(tickets, "SKEW_S", 0.2)
+    monkeypatch.setattr(tickets, "_LAG_S", 0.2)
+
+
 async def route(made: Setting, token_ids: list[int], timeout_s: float = 20, **sampling: Any) -> Any:
     request = inference_pb2.GenerateRequest(token_ids=token_ids, sampling=common_pb2.SamplingParams(**sampling))
     async with make_channel(made.address) as channel:
@@ -161,6 +169,7 @@ async def test_closing_the_stream_frees_everything(pair: Setting) -> None:
     assert pair.counted('vllm:request_errors_total{model_name="penstock-tiny",reason="CANCELLED"}') == 1
 
 
+@pytest.mark.usefixtures("short_waits")
 async def test_an_unused_ticket_holds_nothing_at_the_worker_and_its_place_until_it_expires() -> None:
     only = config(Role.DECODE, "decode-0", decode={"placement": "local"})
     async with setting(only, ticket_lifetime_s=0.01) as made:
@@ -220,6 +229,7 @@ async def test_without_lookaside_the_client_gets_its_tokens_from_the_router() ->
         assert made.counted("vllm:request_errors_total") == 0
 
 
+@pytest.mark.usefixtures("short_waits")
 async def test_a_port_that_the_client_cannot_reach_costs_an_attempt_and_no_request() -> None:
     only = config(Role.DECODE, "decode-0", decode={"placement": "local"})
     unreachable = only.model_copy(update={"lookaside": LookasideConfig(address="127.0.0.1:1")})
@@ -277,6 +287,7 @@ def test_a_worker_without_a_secret_does_not_start_with_lookaside() -> None:
         asyncio.run(start())
 
 
+@pytest.mark.usefixtures("short_waits")
 async def test_a_worker_that_stops_hands_its_streams_on() -> None:
     both = [config(Role.DECODE, f"decode-{number}", decode={"placement": "local"}) for number in range(2)]
     async with setting(*both, ticket_lifetime_s=0.01) as made, AsyncClient(made.address, lookaside=True) as client:
@@ -295,10 +306,10 @@ async def test_a_worker_that_stops_hands_its_streams_on() -> None:
 async def test_a_prompt_that_a_worker_was_lost_with_is_streamed_by_the_router(pair: Setting) -> None:
     """There it can be told from those that were beside it."""
     routed = await route(pair, LONG, max_tokens=4)
-    tickets = pair.router.fleet.tickets
+    book = pair.router.fleet.tickets
     ticket = worker_pb2.Ticket.FromString(routed.ticket[:-32])
-    tickets.on_states(ticket.epoch, [worker_pb2.TicketState(id=ticket.id)])
-    tickets._give_up(ticket.id)  # as when its worker stays away
+    book.on_states(ticket.epoch, [worker_pb2.TicketState(id=ticket.id)])
+    book._give_up(ticket.id)  # as when its worker stays away
     with pytest.raises(grpc.RpcError) as raised:
         await route(pair, LONG, max_tokens=4)
     assert isinstance(from_rpc_error(raised.value), ConfigError)

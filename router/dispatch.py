@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 from types import TracebackType
 
@@ -45,7 +44,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class TokenStream:
-    """One request under way. Use as an async context manager: leaving it releases whatever the request holds."""
+    """One request under way. Use as a context manager: leaving it releases whatever the request holds."""
 
     def __init__(
         self,
@@ -63,17 +62,20 @@ class TokenStream:
         self._max_redispatches = max_redispatches
         self._retries = retries
         self._mailbox: list[tuple[Leg, object]] = []
+        self._deadline: asyncio.TimerHandle | None = None
         self._arrived = asyncio.Event()
         self._legs = [Leg(index, request, self._deliver) for index in range(request.sampling.n)]
         self._waiting = [leg for leg in self._legs if not leg.ended]  # not sent yet
         self._pages = PromptPages(request.token_ids, request.salt)
 
-    async def __aenter__(self) -> TokenStream:
+    def __enter__(self) -> TokenStream:
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
         for leg in self._legs:
             self._let_go(leg)
 
@@ -96,24 +98,26 @@ class TokenStream:
         ]
         return record(self._request.request_id, policy, legs)
 
-    async def batches(self) -> AsyncGenerator[list[TokenDelta], None]:
-        """What has come since the last batch, one delta a completion, until every completion has ended.
+    async def start(self) -> None:
+        """Sends the request. Raises as `next_batch` does."""
+        loop = asyncio.get_running_loop()
+        left_s = self._request.deadline_s - time.monotonic()
+        self._deadline = loop.call_later(max(0.0, left_s), self._arrived.set)
+        await self._send_first()
+
+    async def next_batch(self) -> list[TokenDelta]:
+        """What has come since the last batch, one delta a completion; empty once every completion has ended.
 
         Raises DeadlineExceeded, Unavailable, or the error of a worker that refuses the request.
         """
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(max(0.0, self._request.deadline_s - time.monotonic()), self._arrived.set)
-        try:
-            await self._send_first()
-            while not all(leg.ended for leg in self._legs):
-                await self._arrived.wait()
-                self._arrived.clear()
-                if time.monotonic() >= self._request.deadline_s:
-                    raise self._too_late()
-                if batch := await self._take():
-                    yield batch
-        finally:
-            timer.cancel()
+        while not all([leg.ended for leg in self._legs]):
+            await self._arrived.wait()
+            self._arrived.clear()
+            if time.monotonic() >= self._request.deadline_s:
+                raise self._too_late()
+            if batch := await self._take():
+                return batch
+        return []
 
     def _deliver(self, leg: Leg, item: object) -> None:
         self._mailbox.append((leg, item))

@@ -211,9 +211,9 @@ class Generator:
                 passage.num_tokens = lambda: sum(text.num_tokens for text in texts)
                 usage = common_pb2.Usage(prompt_tokens=len(request.token_ids))
                 last_token_s = [0.0] * len(texts)
-                stream = self._token_stream(request)
-                async with stream, contextlib.aclosing(stream.batches()) as batches:
-                    async for batch in batches:
+                with self._token_stream(request) as stream:
+                    await stream.start()
+                    while batch := await stream.next_batch():
                         passage.start()
                         for delta in batch:
                             self._observe_tokens(request, delta, last_token_s)

@@ -149,6 +149,8 @@ class Fleet:
 
     async def wait_for(self, find: Callable[[], FoundT | None], timeout_s: float | None) -> FoundT | None:
         """What `find` finds now or after some change; None when time is up."""
+        if (found := find()) is not None:
+            return found  # without a timer, as nearly always
         try:
             async with asyncio.timeout(timeout_s):
                 while (found := find()) is None:

@@ -15,6 +15,8 @@ _STAGGER_TOKENS = 64  # longer prompts are computed once, before the other compl
 
 def sampling_of(sampling: SamplingParams, index: int) -> SamplingParams:
     """Of one completion at its worker, with a seed of its own. Stop strings are matched where its text is made."""
+    if sampling.n == 1 and not index and not sampling.stop:
+        return sampling
     return replace(sampling, n=1, seed=(sampling.seed + index) % (1 << 64), stop=())
 
 

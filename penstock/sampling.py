@@ -16,6 +16,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_LOGPROBS = 20
 _UINT64 = 1 << 64
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 def resolve(
@@ -42,7 +43,12 @@ def resolve(
         )
 
     def pick(field: str, fallback: float) -> float:
-        value = getattr(wire, field) if wire.HasField(field) else defaults.get(field, fallback)
+        if not wire.HasField(field):
+            if field not in defaults:
+                return fallback
+            value = defaults[field]
+        else:
+            value = getattr(wire, field)
         if not math.isfinite(value):
             raise InvalidInput(f"sampling.{field}", f"is {value}; give a finite number")
         return value
@@ -99,6 +105,8 @@ def _min_tokens(wire: common_pb2.SamplingParams, room: int) -> int:
 
 
 def _logit_bias(wire: common_pb2.SamplingParams, vocab_size: int) -> Mapping[int, float]:
+    if not wire.logit_bias:
+        return _NO_BIAS
     _token_ids("sampling.logit_bias", tuple(wire.logit_bias), vocab_size)
     for token_id, bias in wire.logit_bias.items():
         if not -100.0 <= bias <= 100.0:  # a NaN fails too

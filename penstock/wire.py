@@ -66,24 +66,31 @@ def lane_from_name(name: str, field: str = "lane") -> Lane:
 
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
     """Every field set: a worker resolves no defaults."""
-    return common_pb2.SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        seed=sampling.seed,
-        n=sampling.n,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        logprobs=sampling.logprobs,
-    )
+    wire = common_pb2.SamplingParams()
+    set_sampling(wire, sampling)
+    return wire
+
+
+def set_sampling(wire: common_pb2.SamplingParams, sampling: SamplingParams) -> None:
+    """`sampling_to_wire` into a message that has none of its fields set."""
+    wire.max_tokens = sampling.max_tokens
+    wire.min_tokens = sampling.min_tokens
+    wire.temperature = sampling.temperature
+    wire.top_k = sampling.top_k
+    wire.top_p = sampling.top_p
+    wire.min_p = sampling.min_p
+    wire.repetition_penalty = sampling.repetition_penalty
+    wire.presence_penalty = sampling.presence_penalty
+    wire.frequency_penalty = sampling.frequency_penalty
+    if sampling.logit_bias:
+        wire.logit_bias.update(sampling.logit_bias)
+    wire.seed = sampling.seed
+    wire.n = sampling.n
+    wire.stop.extend(sampling.stop)
+    wire.stop_token_ids.extend(sampling.stop_token_ids)
+    wire.ignore_eos = sampling.ignore_eos
+    if sampling.logprobs is not None:
+        wire.logprobs = sampling.logprobs
 
 
 def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:

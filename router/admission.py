@@ -66,7 +66,7 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        return sum(queue.num_waiting for queue in self._lanes.values())
+        return sum([queue.num_waiting for queue in self._lanes.values()])
 
     @property
     def num_inside(self) -> int:

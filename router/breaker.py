@@ -100,6 +100,11 @@ class Breakers(Generic[KeyT]):
         self._rules = rules or BreakerRules()
         self._breakers: dict[KeyT, Breaker] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Nobody has ever failed."""
+        return not self._breakers
+
     def usable(self, keys: Sequence[KeyT], now_s: float, rng: random.Random) -> list[KeyT]:
         """Those that a request may go to now; not empty unless `keys` is."""
         if not self._breakers:

@@ -110,7 +110,7 @@ class TokenStream:
 
         Raises DeadlineExceeded, Unavailable, or the error of a worker that refuses the request.
         """
-        while not all([leg.ended for leg in self._legs]):
+        while not all(leg.ended for leg in self._legs):
             await self._arrived.wait()
             self._arrived.clear()
             if time.monotonic() >= self._request.deadline_s:
@@ -192,9 +192,9 @@ class TokenStream:
         if timeout_s <= 0:
             raise self._too_late()
         leg.runs_at(target)
-        submit = self._submission(leg, [], timeout_s)
-        submit.ticket = moved.ticket
-        leg.submit(target.link, submit)
+        command = self._submission(leg, [], timeout_s)
+        command.submit.ticket = moved.ticket
+        leg.submit(target.link, command)
 
     async def _move(self, leg: Leg, error: PenstockError, *, refused: bool) -> None:
         """The leg's worker is lost, or refuses: another one goes on. Raises what no other worker can mend."""
@@ -290,17 +290,19 @@ class TokenStream:
 
     def _submission(
         self, leg: Leg, candidates: list[worker_pb2.PrefillCandidate], timeout_s: float
-    ) -> worker_pb2.DecodeSubmit:
-        return worker_pb2.DecodeSubmit(
-            request_id=legs.id_of(self._request.request_id, leg.index, len(self._legs)),
-            token_ids=self._request.token_ids + leg.emitted,
-            num_prompt_tokens=len(self._request.token_ids),
-            sampling=wire.sampling_to_wire(leg.sampling),
-            salt=self._request.salt,
-            timeout_ms=max(1, int(timeout_s * 1e3)),
-            prefill_candidates=candidates,
-            lane=wire.lane_to_wire(self._request.lane),
-        )
+    ) -> worker_pb2.DecodeCommand:
+        request, command = self._request, worker_pb2.DecodeCommand()
+        submit = command.submit  # filled in place: a message that is put into another one is copied
+        submit.request_id = legs.id_of(request.request_id, leg.index, len(self._legs))
+        submit.token_ids.extend(request.token_ids)
+        submit.token_ids.extend(leg.emitted)
+        submit.num_prompt_tokens = len(request.token_ids)
+        wire.set_sampling(submit.sampling, leg.sampling)
+        submit.salt = request.salt
+        submit.timeout_ms = max(1, int(timeout_s * 1e3))
+        submit.prefill_candidates.extend(candidates)
+        submit.lane = wire.lane_to_wire(request.lane)
+        return command
 
     def _timing(self, leg: Leg, told: common_pb2.Timing) -> common_pb2.Timing:
         """The worker's account, with the times that only the router sees."""

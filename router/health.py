@@ -31,6 +31,11 @@ class FleetHealth:
         self._links: Breakers[LinkKey] = Breakers(rules)
         self._link_ends: dict[Epoch, set[LinkKey]] = {}  # that have failed, by either end
 
+    @property
+    def is_spotless(self) -> bool:
+        """No worker has failed yet: all are usable."""
+        return self._workers.is_empty
+
     def usable(self, epochs: Sequence[Epoch], now_s: float, rng: random.Random) -> list[Epoch]:
         """Workers of one role that a request may go to; some, unless there are none."""
         return self._workers.usable(epochs, now_s, rng)

@@ -22,6 +22,7 @@ CANARY = "canary"  # use of the cluster secret: the key of the controller's own 
 _SCHEME = "bearer "
 _MAX_KEY_CHARACTERS = 512
 _LANES = list(Lane)
+_MAX_SALTS = 4096  # known by heart
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Tenants:
             _claim(self._by_subject, tenant, tenant.config.subjects, "subjects")
         self._controller = digest_of(secret.token(CANARY)) if secret is not None else None
         self._secret = secret
+        self._salts: dict[tuple[str, str], bytes] = {}  # by revision and scope
 
     @property
     def told_apart(self) -> bool:
@@ -117,7 +119,13 @@ class Tenants:
 
     def salt(self, model_revision: str, tenant: Tenant) -> bytes:
         """The root of its requests' page hashes."""
-        return page_salt(self._secret, model_revision, tenant.cache_scope)
+        key = (model_revision, tenant.cache_scope)
+        salt = self._salts.get(key)
+        if salt is None:
+            if len(self._salts) >= _MAX_SALTS:
+                self._salts.clear()
+            salt = self._salts[key] = page_salt(self._secret, *key)
+        return salt
 
 
 def _key(authorization: str) -> str:

@@ -41,8 +41,8 @@ class Leg:
         self._link: Link | None = None
         self._stream_id = 0
 
-    def submit(self, link: Link, submit: worker_pb2.DecodeSubmit) -> None:
-        self._stream_id = link.submit(submit, self)
+    def submit(self, link: Link, command: worker_pb2.DecodeCommand) -> None:
+        self._stream_id = link.submit(command, self)
         self._link = link
 
     def runs_at(self, worker: Follower) -> None:

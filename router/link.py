@@ -62,15 +62,15 @@ class Link:
     def num_streams(self) -> int:
         return len(self._sinks)
 
-    def submit(self, submit: worker_pb2.DecodeSubmit, sink: Sink) -> int:
-        """Sends a request that lacks only its stream id; returns that. Raises Unavailable on a closed link."""
+    def submit(self, command: worker_pb2.DecodeCommand, sink: Sink) -> int:
+        """Sends a `submit` that lacks only its stream id; returns that. Raises Unavailable on a closed link."""
         if not self.is_open:
             raise Unavailable(f"decode worker {self._worker_id} is not connected")
         self._last_id += 1
-        submit.stream_id = self._last_id
+        command.submit.stream_id = self._last_id
         self._sinks[self._last_id] = sink
         self._idle.clear()
-        self._send(worker_pb2.DecodeCommand(submit=submit))
+        self._send(command)
         return self._last_id
 
     def cancel(self, stream_id: int) -> None:

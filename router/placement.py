@@ -26,7 +26,8 @@ from router.request import Request
 from router.topology import LinkBook, LinkCost
 from router.views import Choice, Policy
 
-_FIRST_HASHES = 32  # pages of a prompt hashed before the index is asked whether more are worth it
+_FIRST_HASHES = 4  # pages of a prompt hashed before the index is asked whether more are worth it
+_NEXT_HASHES = 32  # if so; from there on twice as many each time
 _BROKEN = LinkCost(1e6, 0.0)  # so dear that any other way is taken
 
 
@@ -67,7 +68,7 @@ class PromptPages:
             cached = index.match(hashes[:count])
             if count == num_full or all(held.num_pages < count for held in cached.values()):
                 return cached
-            count = min(2 * count, num_full)
+            count = min(max(_NEXT_HASHES, 2 * count), num_full)
 
     def _first(self, count: int, size: int) -> list[PageHash]:
         hashes = self._hashes.get(size, [])
@@ -204,6 +205,8 @@ class Placer:
 
     def _usable(self, workers: Sequence[Follower], now_s: float) -> list[Follower]:
         """Without those that have failed of late."""
+        if self._fleet.health.is_spotless:
+            return list(workers)
         usable = set(self._fleet.health.usable([one.epoch for one in workers], now_s, self._rng))
         return [one for one in workers if one.epoch in usable]
 

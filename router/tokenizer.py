@@ -56,7 +56,7 @@ class Tokenizer:
         """
         segments = self._cutter.cut(text)
         if len(segments) < 2 or (add_special_tokens and self._around is None):
-            return (await self._encode_parts([text], add_special_tokens))[0].tolist()
+            return (await self._encode_parts([text], add_special_tokens))[0]
         before, after = self._around if add_special_tokens and self._around else ((), ())
         known = [self._cache.get(scope, segment) for segment in segments]
         missing = [segment for segment, found in zip(segments, known, strict=True) if found is None]
@@ -64,7 +64,7 @@ class Tokenizer:
         ids = array("I", before)
         for segment, found in zip(segments, known, strict=True):
             if found is None:
-                found = next(fresh)
+                found = array("I", next(fresh))
                 self._cache.put(scope, segment, found)
             ids.extend(found)
         ids.extend(after)
@@ -83,22 +83,22 @@ class Tokenizer:
         rendered = await loop.run_in_executor(self._template_thread, self._template.render, messages)
         return await self.encode(rendered, add_special_tokens=False, scope=scope)
 
-    async def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
+    async def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         if sum(map(len, parts)) <= _INLINE_CHARACTERS:
             return self._encode(parts, add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._encode, parts, add_special_tokens)
 
-    def _encode(self, parts: Sequence[str], add_special_tokens: bool) -> list[array[int]]:
+    def _encode(self, parts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         # Not `encode`: that keeps the interpreter's lock, and would stop every stream for as long as it takes.
         encoded = self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=add_special_tokens)
-        return [array("I", one.ids) for one in encoded]
+        return [one.ids for one in encoded]
 
     def _find_around(self) -> tuple[Sequence[int], Sequence[int]] | None:
         """What the post-processor puts before and after any text; None where it does more than that."""
         found = set()
         for probe in ("a", "b c, d"):
-            bare, whole = (self._encode([probe], add)[0].tolist() for add in (False, True))
+            bare, whole = (self._encode([probe], add)[0] for add in (False, True))
             starts = [n for n in range(len(whole) - len(bare) + 1) if whole[n : n + len(bare)] == bare]
             if len(starts) != 1:
                 return None

@@ -27,7 +27,7 @@ TOKENIZER = Tokenizer.load(MODEL)
 
 
 def text_tokens(text):
-    return TOKENIZER._encode([text], False)[0].tolist()
+    return TOKENIZER._encode([text], False)[0]
 
 
 def saying(token_ids):
@@ -67,7 +67,7 @@ async def test_a_stream_has_every_token_once_and_ends_with_usage_and_timing():
         messages = await collect(router.stub.Generate(request("Hello there", max_tokens=20)))
         submit = worker.submits[0]
         token_ids = [token for message in messages for token in message.token_ids]
-        assert list(submit.token_ids) == TOKENIZER._encode(["Hello there"], True)[0].tolist()
+        assert list(submit.token_ids) == TOKENIZER._encode(["Hello there"], True)[0]
         assert submit.num_prompt_tokens == len(submit.token_ids)
         assert token_ids == expected_tokens(submit, 20)
         assert "".join(message.text for message in messages) == TOKENIZER.spelling.decode(token_ids)
@@ -172,7 +172,7 @@ async def test_a_chat_is_rendered_by_the_models_template():
     async with running_router(worker) as router:
         chat = [inference_pb2.ChatMessage(role="user", content="Hello!")]
         await collect(router.stub.Generate(inference_pb2.GenerateRequest(messages=chat)))
-        expected = TOKENIZER._encode(["<|bos|><|user|>Hello!<|end|><|assistant|>"], False)[0].tolist()
+        expected = TOKENIZER._encode(["<|bos|><|user|>Hello!<|end|><|assistant|>"], False)[0]
         assert list(worker.submits[0].token_ids) == expected
         tokenized = await router.stub.Tokenize(inference_pb2.TokenizeRequest(messages=chat))
         assert list(tokenized.token_ids) == expected
@@ -182,7 +182,7 @@ async def test_tokenize_and_list_models():
     worker = await FakeWorker().start()
     async with running_router(worker) as router:
         tokenized = await router.stub.Tokenize(inference_pb2.TokenizeRequest(text="the cat"))
-        assert list(tokenized.token_ids) == TOKENIZER._encode(["the cat"], True)[0].tolist()
+        assert list(tokenized.token_ids) == TOKENIZER._encode(["the cat"], True)[0]
         assert "".join(tokenized.tokens) == "<|bos|>the cat"
         models = (await router.stub.ListModels(inference_pb2.ListModelsRequest())).models
         assert [(one.id, one.context_length, one.revision) for one in models] == [("penstock-tiny", 2048, "r1")]

@@ -49,7 +49,7 @@ async def test_a_completion(client, worker):
     answer = await client.completions.create(model=MODEL, prompt="Hello", seed=3)
     assert answer.choices[0].text == text_of(worker)
     assert answer.choices[0].finish_reason == "length"
-    num_prompt = len(TOKENIZER._encode(["Hello"], True)[0].tolist())
+    num_prompt = len(TOKENIZER._encode(["Hello"], True)[0])
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (num_prompt, 16)
     assert answer.usage.total_tokens == num_prompt + 16
     assert answer.id.startswith("cmpl-")
@@ -75,7 +75,7 @@ async def test_a_chat(client, worker):
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].message.content == text_of(worker, count=5)
     rendered = "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
-    assert list(worker.submits[0].token_ids) == TOKENIZER._encode([rendered], False)[0].tolist()
+    assert list(worker.submits[0].token_ids) == TOKENIZER._encode([rendered], False)[0]
 
 
 async def test_a_streamed_chat_with_two_choices(client, worker):
@@ -103,8 +103,8 @@ async def test_a_chat_goes_to_the_end_of_the_context_where_no_limit_is_given(htt
 @pytest.mark.parametrize(
     ("prompt", "encoded"),
     [
-        ("a b", [TOKENIZER._encode(["a b"], True)[0].tolist()]),
-        (["a b", "c"], [TOKENIZER._encode(["a b"], True)[0].tolist(), TOKENIZER._encode(["c"], True)[0].tolist()]),
+        ("a b", [TOKENIZER._encode(["a b"], True)[0]]),
+        (["a b", "c"], [TOKENIZER._encode(["a b"], True)[0], TOKENIZER._encode(["c"], True)[0]]),
         ([300, 301, 302], [[300, 301, 302]]),
         ([[300, 301], [302]], [[300, 301], [302]]),
     ],

@@ -65,7 +65,7 @@ async def _open(num_sinks: int) -> tuple[_Call, Link, asyncio.Task[None], list[_
     await asyncio.sleep(0)
     sinks = [_Sink() for _ in range(num_sinks)]
     for sink in sinks:
-        link.submit(worker_pb2.DecodeSubmit(), sink)
+        link.submit(worker_pb2.DecodeCommand(), sink)
     return call, link, running, sinks
 
 

@@ -60,8 +60,8 @@ class Tokenizer:
 
         Segments that somebody of the same scope has sent before are not tokenized again.
         """
-        if (ids := self._known_words(text, add_special_tokens)) is not None:
-            return ids
+        if (at_once := self._known_words(text, add_special_tokens)) is not None:
+            return at_once
         segments = self._cutter.cut(text)
         if len(segments) < 2 or (add_special_tokens and self._around is None):
             return (await self._encode_parts([text], add_special_tokens))[0]

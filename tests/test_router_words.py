@@ -5,7 +5,7 @@ import string
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.tokenizer import Tokenizer
@@ -63,6 +63,7 @@ def words_of(library: tokenizers.Tokenizer) -> Words:
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=["bundled", "gpt2", "llama3", "qwen2"])
+@settings(deadline=None, max_examples=60)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=6))
 def test_ids_are_the_library_s(library, texts):
     words = words_of(library)

@@ -76,6 +76,7 @@ class Fleet:
         self.num_ended = 0
         self._feeds: dict[Worker, list[EventFeed]] = {}
         self._epoch = 0
+        self.roles = dict(spec.names)
         for name in spec.names:
             self.start_worker(name)
         node = self.network.add("router", Epoch(1))
@@ -119,7 +120,7 @@ class Fleet:
     def start_worker(self, name: str) -> Worker:
         self._epoch += 1
         spec, node = self.spec, self.network.add(name, Epoch(self._epoch))
-        if spec.names[name] is Role.PREFILL:
+        if self.roles[name] is Role.PREFILL:
             worker: Worker = PrefillModel(
                 node, self.links, spec.prefill_costs, spec.prefill, spec.page_size, spec.prefill_pages
             )
@@ -139,6 +140,18 @@ class Fleet:
         self._feeds[worker] = []
         worker.on_change = lambda: self._notify(worker)
         return worker
+
+    def add_worker(self, name: str, role: Role) -> Worker:
+        """One that was not there at the start; it takes work as soon as the router has heard of it."""
+        self.roles[name] = role
+        worker = self.start_worker(name)
+        self.router.follow(name, role)
+        return worker
+
+    def remove_worker(self, name: str) -> None:
+        """Whatever it has is lost with it; `router.retire` comes first where nothing should be."""
+        self.kill(name)
+        del self.workers[name], self.roles[name]
 
     def kill(self, name: str) -> None:
         worker = self.workers[name]

@@ -75,6 +75,7 @@ class FollowerModel:
         self._on_change = on_change
         self._on_load = on_load
         self._on_link_lost = on_link_lost
+        self.retired = False  # no member any more: followed until the worker is gone
         self._heard = False
         self._watch_call: Call | None = None
         self._backoff = Backoff(network.sim.rng(f"backoff {name}"))
@@ -84,6 +85,9 @@ class FollowerModel:
         return self._heard and (self.role is Role.PREFILL or (self.link is not None and self.link.is_open))
 
     def connect(self) -> None:
+        if self.retired:
+            self._known.forget(self.worker_id)
+            return
         worker = self._workers.find(self.worker_id)
         if worker is None:
             self._node.after(self._backoff.next_s(), self.connect)

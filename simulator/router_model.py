@@ -96,22 +96,34 @@ class RouterModel:
         self._streams = count(1)
         self._legs: dict[int, _Leg] = {}
         self._waiting: dict[_Leg, Timer] = {}  # for a worker to come back
-        self.followers = [
-            FollowerModel(
-                name,
-                role,
-                node,
-                network,
-                workers,
-                known,
-                self._on_change,
-                self.gate.poll_soon if self.gate is not None else lambda: None,
-                self._on_link_lost,
-            )
-            for name, role in names.items()
-        ]
-        for follower in self.followers:
-            follower.connect()
+        self._known = known
+        self._workers = workers
+        self.followers: list[FollowerModel] = []
+        for name, role in names.items():
+            self.follow(name, role)
+
+    def follow(self, name: str, role: Role) -> None:
+        """A member from now on."""
+        follower = FollowerModel(
+            name,
+            role,
+            self.node,
+            self._network,
+            self._workers,
+            self._known,
+            self._on_change,
+            self.gate.poll_soon if self.gate is not None else lambda: None,
+            self._on_link_lost,
+        )
+        self.followers.append(follower)
+        follower.connect()
+
+    def retire(self, name: str) -> None:
+        """No member any more: it gets no new requests, and keeps what it has."""
+        for follower in [one for one in self.followers if one.worker_id == name]:
+            follower.retired = True
+            self.followers.remove(follower)
+        self._on_change()
 
     @property
     def num_open(self) -> int:

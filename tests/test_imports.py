@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "prefill_worker": {"penstock", "engine", "kv_transfer"},
     "decode_worker": {"penstock", "engine", "kv_transfer"},
     "router": {"penstock"},
-    "simulator": {"penstock", "engine", "kv_transfer", "prefill_worker", "decode_worker", "router"},
+    "simulator": {"penstock", "engine", "kv_transfer", "prefill_worker", "decode_worker", "router", "cluster"},
     "cluster": {"penstock", "engine", "kv_transfer", "prefill_worker", "decode_worker", "router"},
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from cluster.flip import Flip, FlipProgress
 from cluster.promotion import Gate
 from cluster.ray_checks import examine_ray
 from cluster.upgrade import Plan
+from cluster.scaling import record_to_wire
 from penstock.errors import InvalidInput
 from penstock.grpc_server import GrpcServer, typed_errors
 from penstock.trust import ADMIN, PEER, Trust
@@ -22,7 +24,7 @@ from penstock.types import Role
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 _SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
-_WATCH = f"/{_SERVICE.full_name}/WatchMembership"
+_FOR_ROUTERS = {f"/{_SERVICE.full_name}/{method}" for method in ("WatchMembership", "ReportDemand")}
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -85,8 +87,36 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.ScaleResponse:
         async with typed_errors(context):
             before = self._controller.replicas(request.pool)
+            self._check_bounds(request)
             draining = self._controller.scale(request.pool, request.replicas, request.timeout_s or TIMEOUT_S)
+            self._controller.scaling.hold(request.pool, request.replicas, request.hold_s)
         return admin_pb2.ScaleResponse(replicas_before=before, replicas=request.replicas, draining=draining)
+
+    def _check_bounds(self, request: admin_pb2.ScaleRequest) -> None:
+        """The autoscaler would undo what is beyond its bounds. Raises InvalidInput."""
+        scaling = self._controller.scaling
+        bounds = scaling.bounds[Role(request.pool)]
+        if scaling.config.mode == "on" and bounds.clip(request.replicas) != request.replicas:
+            raise InvalidInput(
+                "replicas",
+                f"is {request.replicas}; the {request.pool} pool's min_replicas is {bounds.lowest} and its "
+                f"max_replicas {bounds.highest}: stay within them, or change them",
+            )
+
+    async def ReportDemand(
+        self, request_iterator: AsyncIterator[admin_pb2.DemandReport], context: grpc.aio.ServicerContext
+    ) -> admin_pb2.DemandAccepted:
+        async for report in request_iterator:
+            self._controller.scaling.demand.tell(report, time.monotonic())
+        return admin_pb2.DemandAccepted()
+
+    async def Explain(
+        self, request: admin_pb2.ExplainRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.ExplainResponse:
+        scaling = self._controller.scaling
+        async with typed_errors(context):
+            found = scaling.explain(request.pool, request.limit, changes=request.changes)
+        return admin_pb2.ExplainResponse(mode=scaling.config.mode, records=map(record_to_wire, found))
 
     async def Doctor(
         self, request: admin_pb2.DoctorRequest, context: grpc.aio.ServicerContext
@@ -175,13 +205,14 @@ async def start_admin_server(
 ) -> tuple[GrpcServer, str]:
     """Returns the server and its host:port. Raises ConfigError where the port is taken.
 
-    Routers may watch the membership; everything else is the operator's. Without `trust` all of it is open.
+    Routers may watch the membership and tell of their traffic; everything else is the operator's. Without `trust` all
+    of it is open.
     """
     trust = trust or Trust()
     tokens = {use: trust.secret.token(use) for use in (PEER, ADMIN)} if trust.secret else {}
 
     def accept(method: str) -> Collection[str]:
-        return tokens.values() if method == _WATCH else (tokens[ADMIN],)
+        return tokens.values() if method in _FOR_ROUTERS else (tokens[ADMIN],)
 
     server = trust.server([_SERVICE], accept)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(controller), server.server)

@@ -1,16 +1,16 @@
 """Decides how many workers each pool has, and which change their role. Pure: data and the time go in, changes with
 their reasons come out.
 
-Two speeds: a new worker takes as long as starting takes, a role flip seconds. Sizes come from `cluster.sizing`; here are
-the rules for acting on them. A pool grows at once and shrinks late; nothing is decided on data that is missing; what an
-operator has set holds while it holds; workers that never come neither count nor stop anything else.
+Two speeds: a new worker takes as long as starting takes, a role flip seconds. Sizes come from `cluster.sizing`; here
+are the rules for acting on them. A pool grows at once and shrinks late. Nothing is decided on missing data, what an
+operator has set holds while it holds, and workers that never come neither count nor stop anything else.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cluster.profiles import Profiles
 from cluster.scaling_signals import (
@@ -46,11 +46,8 @@ class _Pool:
     """What is remembered of one pool between decisions."""
 
     changed_s: float = float("-inf")
-    enough: deque[tuple[float, int]] = None  # type: ignore[assignment]  # when, and how many would have done
+    enough: deque[tuple[float, int]] = field(default_factory=deque)  # when, and how many would have done
     override: Override | None = None
-
-    def __post_init__(self) -> None:
-        self.enough = deque()
 
 
 class Autoscaler:
@@ -146,9 +143,7 @@ class Autoscaler:
         coming = _num_coming(signals.pools[Role.PREFILL], now_s, self.config)
         serving = len(signals.pools[Role.PREFILL].ready) + coming
         return {
-            Role.PREFILL: self._prefill.need(
-                self._history, profile, mean_prompt, backlog, serving, self._start_s
-            ),
+            Role.PREFILL: self._prefill.need(self._history, profile, mean_prompt, backlog, serving, self._start_s),
             Role.DECODE: self._decode.need(self._history, profile, self._start_s),
         }
 
@@ -176,8 +171,8 @@ class Autoscaler:
             memory.enough.popleft()
         record = Record(now_s, role, current, need.replicas, current, "hold", need.reason, need.figures)
         if bounds.clip(current) != current:
-            reason = f"bounds are {bounds.lowest} to {bounds.highest}"
-            return replace(record, decided=bounds.clip(current), verdict=_direction(current, bounds.clip(current)), reason=reason)
+            reason, decided = f"bounds are {bounds.lowest} to {bounds.highest}", bounds.clip(current)
+            return replace(record, decided=decided, verdict="up" if decided > current else "down", reason=reason)
         if wanted > current:
             return self._grow(record, pool, wanted, now_s)
         return self._shrink(record, memory, now_s)
@@ -186,7 +181,8 @@ class Autoscaler:
         num_stuck = len(pool.starting_s) - _num_coming(pool, now_s, self.config)
         if num_stuck:
             why = pool.unplaceable or f"starting for more than {self.config.stuck_after_s:g} s"
-            return replace(record, reason=f"{num_stuck} workers that were asked for never came ({why}); {record.reason}")
+            reason = f"{num_stuck} workers that were asked for never came ({why}); {record.reason}"
+            return replace(record, reason=reason)
         wait_s = self._pools[record.role].changed_s + self.config.up_cooldown_s - now_s
         if wait_s > 0:
             return replace(record, reason=f"{record.reason}; the pool may change again in {wait_s:.0f} s")
@@ -219,8 +215,8 @@ class Autoscaler:
             if need is None or spare is None or "override" in (records[role].verdict, records[other].verdict):
                 continue
             lacks = min(need, self._bounds[role].highest) > max(len(pool.ready), pool.desired)
-            left = len(giving.ready) - 1
-            if lacks and left >= max(needs[other].fewer, self._bounds[other].lowest, 1) and giving.desired == len(giving.ready):
+            left, least = len(giving.ready) - 1, max(needs[other].fewer, self._bounds[other].lowest, 1)
+            if lacks and left >= least and giving.desired == len(giving.ready):
                 return Flip(other, role)
         return None
 
@@ -254,7 +250,3 @@ def _num_coming(pool: PoolSignal, now_s: float, config: AutoscalerConfig) -> int
     if pool.unplaceable:
         return 0
     return sum(now_s - since_s < config.stuck_after_s for since_s in pool.starting_s)
-
-
-def _direction(before: int, after: int) -> str:
-    return "up" if after > before else "down" if after < before else "hold"

@@ -26,6 +26,7 @@ from cluster.proving import Poisoned
 from cluster.record import FIRST_RECORD, Record
 from cluster.revisions import check_upgrade, read_revision
 from cluster.upgrade import ENDED, Plan, Upgrade
+from cluster.scaling import Scaling
 from cluster.victims import choose_victims
 from penstock import wire
 from penstock.config import ServeConfig
@@ -168,6 +169,9 @@ class Controller:
         self._changed = asyncio.Event()
         self._failure: PenstockError | None = None
         self._stopping = self._stopped = False
+        self._load_times_s: dict[Incarnation, float] = {}
+        self._scaler: asyncio.Task[None] | None = None
+        self.scaling = Scaling(config, self)
 
     def adopt(self, found: Sequence[Found]) -> None:
         """Before `start`: takes over what runs already. What was ready is a member at once, so that no router sees a
@@ -196,6 +200,8 @@ class Controller:
     def start(self) -> None:
         """Begins to bring the pools to their size; returns at once."""
         self._main = asyncio.create_task(self._reconcile_for_ever())
+        if self.scaling.is_on:
+            self._scaler = asyncio.create_task(self.scaling.run(), name="autoscaler")
 
     async def _reconcile_for_ever(self) -> None:
         while True:
@@ -505,7 +511,9 @@ class Controller:
             raise InvalidInput("pool", f"is {pool_name!r}; give one of {', '.join(Role)}")
         return self._pools[pool_name].replicas
 
-    def scale(self, pool_name: str, replicas: int, timeout_s: float = TIMEOUT_S) -> list[WorkerId]:
+    def scale(
+        self, pool_name: str, replicas: int, timeout_s: float = TIMEOUT_S, by: str = "an operator"
+    ) -> list[WorkerId]:
         """Sets how many workers a pool should have; returns those that are drained for it. Raises InvalidInput."""
         before = self.replicas(pool_name)
         self._check_no_upgrade("replicas")
@@ -519,7 +527,7 @@ class Controller:
                 self.drain(slot.worker_id, timeout_s)
                 draining.append(slot.worker_id)
         pool.set_replicas(replicas)  # of those that are left, the pool lets go of none that is ready
-        self.events.note(pool_name, SCALED, f"from {before} to {replicas} workers by an operator")
+        self.events.note(pool_name, SCALED, f"from {before} to {replicas} workers by {by}")
         self._publish()
         return draining
 
@@ -651,6 +659,23 @@ class Controller:
         del self._handed[incarnation]
         return handed.result() if handed.done() else None
 
+    # `scaling.Deployment`
+
+    def slots(self, pool_name: str) -> list[Slot]:
+        return self._pools[pool_name].slots
+
+    def loads(self) -> Mapping[Incarnation, tuple[worker_pb2.Load, float]]:
+        return {one: (load, self._load_times_s[one]) for one, load in self._loads.items()}
+
+    def routers(self) -> list[str]:
+        return sorted(+self._routers)
+
+    def resize(self, pool_name: str, replicas: int, by: str) -> None:
+        self.scale(pool_name, replicas, by=by)
+
+    def change_role(self, worker_id: WorkerId, role: Role) -> None:
+        self.flip(worker_id, role)
+
     def examine(self, *, transfers: bool) -> AsyncIterator[Finding]:
         """What is wrong with the workers that are members now, and with the ways between them."""
         return examine(self._members, self._dial, transfers=transfers)
@@ -684,8 +709,10 @@ class Controller:
     def _take_report(self, incarnation: Incarnation, load: worker_pb2.Load | None) -> None:
         if load is not None:
             self._loads[incarnation] = load
+            self._load_times_s[incarnation] = time.monotonic()
         else:
             self._loads.pop(incarnation, None)
+            self._load_times_s.pop(incarnation, None)
         slots = self._pools[incarnation.pool_name].slots
         slot = next((slot for slot in slots if slot.incarnation == incarnation), None)
         if slot is not None and load is not None and load.leaving and slot.state is WorkerState.READY:
@@ -738,7 +765,7 @@ class Controller:
             return
         self._stopping = True
         self._save(replace(self._record, stopping=True))  # a successor would go on with it
-        for task in (self._main, self._canary_task, *self._drain_tasks):
+        for task in (self._main, self._scaler, self._canary_task, *self._drain_tasks):
             if task:
                 task.cancel()
         for names in ([ROUTER], [role.value for role in Role]):

@@ -82,7 +82,9 @@ class Profiles:
         return float(computed)
 
     def profile(self, signals: Signals, itl_s: float, max_batch: int) -> Profile:
-        known = {role: [(one.worker_id, one.load) for one in pool.ready if one.load] for role, pool in signals.pools.items()}
+        known = {
+            role: [(one.worker_id, one.load) for one in pool.ready if one.load] for role, pool in signals.pools.items()
+        }
         computing = [self._costs.costs(name) for name, load in known[Role.PREFILL] if load.prefill_steps.steps]
         if not computing:  # decode workers compute prompts where nobody else does
             computing = [self._costs.costs(name) for name, load in known[Role.DECODE] if load.prefill_steps.steps]

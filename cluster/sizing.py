@@ -62,8 +62,9 @@ class PrefillSizer:
         growth = min(_MOST_GROWTH, max(1.0, forecast / recent)) if recent > 0 else 1.0
         slack_s = self._slack_s(mean_prompt, profile.prefill_per_s)
         arrivals = [one.prefill_per_s for one in history.bins]
-        replayed = self._fewest(arrivals, per_s / growth, history.bin_s, slack_s, (1 - self._config.attainment) / 2)
-        fewer = self._fewest(arrivals, per_s * _FULL / growth, history.bin_s, slack_s, (1 - self._config.attainment) / 2)
+        allowed = (1 - self._config.attainment) / 2
+        replayed = _fewest(arrivals, per_s / growth, history.bin_s, slack_s, allowed)
+        fewer = _fewest(arrivals, per_s * _FULL / growth, history.bin_s, slack_s, allowed)
         behind = self._to_catch_up(backlog, history, per_s, serving, start_s, slack_s)
         figures = {
             "tokens_per_s": recent,
@@ -87,17 +88,6 @@ class PrefillSizer:
         limit_s = self._config.slo.first_token_s(int(mean_prompt))
         return max(limit_s / 5, limit_s - _BIG_PROMPTS * mean_prompt / per_s)
 
-    def _fewest(self, arrivals: Sequence[float], per_s: float, bin_s: float, slack_s: float, allowed: float) -> int:
-        """The fewest workers with which no larger share would have been late; found by bisection."""
-        low, high = 0, max(1, math.ceil(max(arrivals, default=0.0) / per_s))
-        while low + 1 < high:
-            middle = (low + high) // 2
-            if share_late(arrivals, middle * per_s, bin_s, slack_s) > allowed:
-                low = middle
-            else:
-                high = middle
-        return high
-
     def _to_catch_up(
         self, backlog: float, history: History, per_s: float, serving: int, start_s: float, slack_s: float
     ) -> int:
@@ -109,7 +99,7 @@ class PrefillSizer:
         left = max(0.0, backlog + (rate - serving * per_s) * start_s)
         if left <= serving * per_s * slack_s / 2:
             return 0
-        return math.ceil((rate + left / max(slack_s, start_s / 2)) / per_s)
+        return math.ceil((rate + left / max(slack_s, start_s)) / per_s)
 
 
 class DecodeSizer:
@@ -166,3 +156,15 @@ def bin_of(work: Work, num_prefilling: int, after_s: float, itl_s: float) -> Bin
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def _fewest(arrivals: Sequence[float], per_s: float, bin_s: float, slack_s: float, allowed: float) -> int:
+    """The fewest workers with which no larger share would have been late; found by bisection."""
+    low, high = 0, max(1, math.ceil(max(arrivals, default=0.0) / per_s))
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if share_late(arrivals, middle * per_s, bin_s, slack_s) > allowed:
+            low = middle
+        else:
+            high = middle
+    return high

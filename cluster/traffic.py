@@ -1,4 +1,4 @@
-"""What has come of late, in bins of equal length: work for prefill in tokens, work for decode in tokens, pages held. Pure.
+"""What has come of late, in bins of equal length: work for prefill and for decode in tokens, pages held. Pure.
 
 How many workers would have served it is found by passing it through so many once more (`share_late`).
 """

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.admission_config import AdmissionConfig
+from penstock.autoscaler_config import AutoscalerConfig, SloConfig
 from penstock.errors import ConfigError
 from penstock.security_config import LimitsConfig, SecurityConfig, TenantConfig, TenantName, TlsConfig
 from penstock.types import Role
@@ -163,6 +164,7 @@ class RouterConfig(_Frozen):
     max_redispatches: int = Field(3, ge=0)  # of one request whose decode worker was lost
     drain_s: float = Field(30.0, ge=0)  # after SIGTERM, for streams under way to end
     admission: AdmissionConfig = AdmissionConfig()
+    slo: SloConfig = SloConfig()  # what requests should get: counted for the autoscaler
     index: IndexConfig = IndexConfig()
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)  # by name; none: callers are not told apart
     limits: LimitsConfig = LimitsConfig()
@@ -184,6 +186,8 @@ class RouterConfig(_Frozen):
 
 class PoolConfig(_Frozen):
     replicas: int = Field(1, ge=0)
+    min_replicas: int | None = Field(None, ge=0)  # for the autoscaler; default: 1, or 0 where `replicas` is
+    max_replicas: int | None = Field(None, ge=0)  # for the autoscaler; default: `replicas`
     num_gpus: float = Field(0, ge=0)
     num_cpus: float | None = Field(None, gt=0)  # default: an even share of the machine's cores
     resources: dict[str, float] = Field(default_factory=dict)  # custom Ray resources
@@ -191,6 +195,23 @@ class PoolConfig(_Frozen):
     node_labels: dict[str, str] = Field(default_factory=dict)  # that its nodes must have; Ray's selectors: !a, in(a, b)
     engine: dict[str, object] = Field(default_factory=dict)  # what differs from the deployment's `engine` here
     labels: LabelsConfig = LabelsConfig()
+
+    @model_validator(mode="after")
+    def _bounds_hold(self) -> PoolConfig:
+        if not self.lowest <= self.replicas <= self.highest:
+            raise ValueError(
+                f"replicas = {self.replicas} is not within min_replicas = {self.lowest} and max_replicas = "
+                f"{self.highest}; change one of them"
+            )
+        return self
+
+    @property
+    def lowest(self) -> int:
+        return min(1, self.replicas) if self.min_replicas is None else self.min_replicas
+
+    @property
+    def highest(self) -> int:
+        return self.replicas if self.max_replicas is None else self.max_replicas
 
     @model_validator(mode="after")
     def _pools_fit_together(self) -> PoolConfig:
@@ -223,6 +244,7 @@ class ServeConfig(_Frozen):
     router: dict[str, object] = Field(default_factory=dict)  # RouterConfig without what stands above
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)  # as in RouterConfig
     tls: TlsConfig | None = None  # of the gRPC and the HTTP port
+    autoscaler: AutoscalerConfig = AutoscalerConfig()
     security: SecurityConfig = SecurityConfig()  # without a secret, one is made for the deployment
     canary_interval_s: float = Field(60.0, ge=0)  # between two questions with a known answer; 0: only at its start
     start_timeout_s: float = Field(300.0, gt=0)  # until the deployment must be ready
@@ -232,6 +254,8 @@ class ServeConfig(_Frozen):
     def _parts_are_valid(self) -> ServeConfig:
         if self.decode_pool.replicas < 1:
             raise ValueError("decode_pool.replicas is 0: at least 1 decode worker is needed")
+        if self.decode_pool.lowest < 1:
+            raise ValueError("decode_pool.min_replicas is 0: at least 1 decode worker is needed; give 1 or more")
         if self.more_router_ports and len(self.more_router_ports) != self.routers - 1:
             raise ValueError(
                 f"more_router_ports holds {len(self.more_router_ports)} pairs; with routers = {self.routers} give "
@@ -267,6 +291,7 @@ class ServeConfig(_Frozen):
             "tls": self.tls,
             "security": self.security,
             "drain_s": self.drain_s,
+            "slo": self.autoscaler.slo,
         }
         return RouterConfig.model_validate({**shared, **self.router})
 

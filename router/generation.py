@@ -21,6 +21,7 @@ from penstock.types import Lane, RequestId, WorkerId
 from penstock.v1 import common_pb2, inference_pb2
 from router.accounts import Limits
 from router.choice import Weights
+from router.demand_report import DemandCounter
 from router.dispatch import TokenStream
 from router.gate import Gate, Passage
 from router.identity import Tenant, Tenants
@@ -65,7 +66,8 @@ class Generator:
         self._placer = Placer(fleet, policy, random.Random(), config.max_replicas, metrics.mispredicted)
         metrics.watch_predictions(self._current_predictions)
         self.gate = Gate(config, fleet, metrics.admission, random.Random(), self._limits)
-        self._tally = Tally(metrics, self.gate.retries)
+        self.demand = DemandCounter(config.slo)
+        self._tally = Tally(metrics, self.gate.retries, self.demand)
         self._lookaside = Lookaside(config, card.name, fleet, self._placer, self.gate, self._tally)
 
     @property
@@ -201,6 +203,7 @@ class Generator:
 
         Raises Overloaded, DeadlineExceeded, Unavailable, or a worker's own refusal.
         """
+        self.demand.arrive(len(request.token_ids))
         with self._counted_errors():
             async with self.gate.pass_through(request) as passage:
                 request = passage.request
@@ -228,6 +231,7 @@ class Generator:
     async def route(self, request: Request, tenant: Tenant) -> Route:
         """In the place of `outputs`, for a client that reads them at the worker. Raises ConfigError where it cannot."""
         self._lookaside.check(request)  # no failure: the client calls Generate
+        self.demand.arrive(len(request.token_ids))
         with self._counted_errors():
             return await self._lookaside.route(request, tenant)
 
@@ -264,7 +268,7 @@ class Generator:
             num_tokens = len(delta.token_ids)
             self._metrics.inter_token_s.observe((now_s - before_s) / num_tokens, num_tokens)
         else:
-            self._metrics.first_token_s.observe(now_s - request.accepted_s)
+            self._tally.first_token(len(request.token_ids), now_s - request.accepted_s)
 
     def _observe_end(
         self,

@@ -253,7 +253,7 @@ class Held:
         assert reason is not None  # it has ended
         self._tally.completion(reason, timing)
         before = self.request.emitted.get(end.index)
-        metrics.first_token_s.observe(timing.first_token_ms / 1e3)
+        self._tally.first_token(len(self.request.token_ids), timing.first_token_ms / 1e3)
         num_later = end.num_tokens - (len(before.token_ids) if before else 0) - 1
         if num_later > 0:
             metrics.inter_token_s.observe(timing.decode_ms / 1e3 / num_later, num_later)

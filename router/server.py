@@ -16,6 +16,8 @@ from penstock.errors import ConfigError
 from penstock.grpc_server import GrpcServer
 from penstock.secret import read_private
 from penstock.trust import Trust, server_credentials
+from penstock.v1 import admin_pb2
+from router.demand_report import report_demand
 from router.generation import Generator
 from router.http import make_app
 from router.http_tls import uvicorn_settings
@@ -119,9 +121,15 @@ class RouterServer:
         self._tasks.append(asyncio.create_task(self._follow_health(), name="health"))
         if self._config.admin:
             self._tasks.append(asyncio.create_task(follow_admin(self._config.admin, self.fleet), name="admin"))
+            telling = report_demand(self._config.admin, self._trust.channel, self._demand)
+            self._tasks.append(asyncio.create_task(telling, name="demand"))
         else:
             self.fleet.set_addresses(self._config.workers)
             self.fleet.peers.set_addresses(self._config.peers)
+
+    def _demand(self) -> admin_pb2.DemandReport:
+        num_waiting = self.generator.gate.admission.num_waiting
+        return self.generator.demand.report(self.fleet.peers.address, self.fleet.peers.epoch, num_waiting)
 
     async def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Whether a request would be served, within this time."""

@@ -7,14 +7,20 @@ import time
 from penstock.retry import RetryBudget
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2
+from router.demand_report import DemandCounter
 from router.metrics import RouterMetrics
 from router.verdicts import Used
 
 
 class Tally:
-    def __init__(self, metrics: RouterMetrics, retries: RetryBudget) -> None:
+    def __init__(self, metrics: RouterMetrics, retries: RetryBudget, demand: DemandCounter) -> None:
         self.metrics = metrics
+        self._demand = demand
         self._retries = retries
+
+    def first_token(self, num_prompt_tokens: int, ttft_s: float) -> None:
+        self.metrics.first_token_s.observe(ttft_s)
+        self._demand.begin(num_prompt_tokens, ttft_s)
 
     def completion(self, reason: FinishReason, timing: common_pb2.Timing) -> None:
         """One has ended."""
@@ -29,6 +35,7 @@ class Tally:
         """All of its completions have ended; `decode_ms` is what the last of them took."""
         metrics, now_s = self.metrics, time.monotonic()
         self._retries.succeed(now_s)
+        self._demand.end(usage, decode_ms / 1e3)
         metrics.request_s.observe(now_s - accepted_s)
         metrics.prompt_size.observe(usage.prompt_tokens)
         metrics.prompt_tokens.inc(usage.prompt_tokens)

@@ -77,7 +77,12 @@ class ElasticFleet:
         self._open: list[Outcome] = []
         self._last_s = 0.0
         count_end = self.fleet.router.on_end
-        self.fleet.router.on_end = lambda outcome: (count_end(outcome), self._count(outcome))[0]
+
+        def on_end(outcome: Outcome) -> None:
+            count_end(outcome)
+            self._count(outcome)
+
+        self.fleet.router.on_end = on_end
         self.fleet.sim.after(_LOOK_S, self._look)
         self.fleet.sim.after(scaler.interval_s, self._decide)
 

@@ -1,7 +1,7 @@
 """The autoscaler that most deployments have, to hold ours against: replicas in proportion to queue lengths.
 
-As Kubernetes' horizontal pod autoscaler or KEDA do it with their defaults: every 15 s the total of what waits and runs in a
-pool over a target for each worker, up at once, down to the most that was wanted in the last 300 s.
+As Kubernetes' horizontal pod autoscaler or KEDA do it with their defaults: every 15 s the total of what waits and runs
+in a pool over a target for each worker, up at once, down to the most that was wanted in the last 300 s.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import random
 from collections.abc import Iterable, Sequence
@@ -99,6 +100,22 @@ def in_order(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
 def scale_arrivals(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:
     """Twice the factor is twice the rate."""
     return [replace(request, arrival_s=request.arrival_s / factor) for request in requests]
+
+
+def vary_rate(requests: Sequence[TraceRequest], period_s: float, depth: float) -> list[TraceRequest]:
+    """The same requests over the same time, their rate swinging around the mean: by `depth` of it, from the low on."""
+    wave = period_s / (2 * math.pi)
+    moved = []
+    for request in requests:
+        low, high = 0.0, request.arrival_s + depth * 2 * wave
+        while high - low > 1e-3:  # the time by which as many have come as came before at the even rate
+            middle = (low + high) / 2
+            if middle - depth * wave * math.sin(middle / wave) < request.arrival_s:
+                low = middle
+            else:
+                high = middle
+        moved.append(replace(request, arrival_s=high))
+    return moved
 
 
 def drop_longer(requests: Sequence[TraceRequest], max_tokens: int) -> list[TraceRequest]:

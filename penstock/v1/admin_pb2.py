@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import worker_pb2 as penstock_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/admin.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/worker.proto\"I\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"\xb8\x01\n\nMembership\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12$\n\x07members\x18\x02 \x03(\x0b\x32\x13.penstock.v1.Member\x12\x0f\n\x07routers\x18\x03 \x03(\t\x12\x33\n\x06shares\x18\x04 \x03(\x0b\x32#.penstock.v1.Membership.SharesEntry\x1a-\n\x0bSharesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"(\n\x16WatchMembershipRequest\x12\x0e\n\x06router\x18\x01 \x01(\t\"\x96\x01\n\x0cWorkerStatus\x12#\n\x06member\x18\x01 \x01(\x0b\x32\x13.penstock.v1.Member\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x14\n\x0cnum_restarts\x18\x04 \x01(\r\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.penstock.v1.Load\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\x0f\n\rStatusRequest\"\x7f\n\x0eStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12*\n\x07workers\x18\x03 \x03(\x0b\x32\x19.penstock.v1.WorkerStatus\x12\x11\n\tendpoints\x18\x04 \x03(\t\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse\"E\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x0f\n\x07replace\x18\x03 \x01(\x08\"\xaa\x01\n\rDrainProgress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x10\n\x08num_left\x18\x03 \x01(\r\x12\x11\n\tnum_moved\x18\x04 \x01(\r\x12\x18\n\x10num_failed_moves\x18\x05 \x01(\r\x12\x15\n\rnum_cut_short\x18\x06 \x01(\r\x12\x11\n\telapsed_s\x18\x07 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\"A\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"L\n\rScaleResponse\x12\x17\n\x0freplicas_before\x18\x01 \x01(\r\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x10\n\x08\x64raining\x18\x03 \x03(\t\".\n\rEventsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x02 \x01(\x08\"q\n\x0c\x43lusterEvent\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x13\n\x0bunix_time_s\x18\x02 \x01(\x01\x12\x0f\n\x07subject\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04what\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\"\"\n\rDoctorRequest\x12\x11\n\ttransfers\x18\x01 \x01(\x08\"X\n\x07\x46inding\x12\r\n\x05\x63heck\x18\x01 \x01(\t\x12\x0f\n\x07subject\x18\x02 \x01(\t\x12\x0f\n\x07verdict\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x0e\n\x06\x61\x64vice\x18\x05 \x01(\t\"A\n\x0b\x46lipRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"{\n\x0c\x46lipProgress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12)\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x1a.penstock.v1.DrainProgress\x12\x0e\n\x06\x66lip_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"\xcb\x01\n\x0eUpgradeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05share\x18\x02 \x01(\x01\x12\x10\n\x08window_s\x18\x03 \x01(\x01\x12\x14\n\x0cmin_requests\x18\x04 \x01(\r\x12\x16\n\x0emax_error_rate\x18\x05 \x01(\x01\x12\x14\n\x0cmax_slowdown\x18\x06 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x07 \x01(\x01\x12\r\n\x05itl_s\x18\x08 \x01(\x01\x12\x17\n\x0f\x64rain_timeout_s\x18\t \x01(\x01\x12\r\n\x05\x61\x62ort\x18\n \x01(\x08\"e\n\x0fUpgradeProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07num_old\x18\x02 \x01(\r\x12\x0f\n\x07num_new\x18\x03 \x01(\r\x12\x11\n\telapsed_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t2\xe4\x04\n\x05\x41\x64min\x12\x41\n\x06Status\x12\x1a.penstock.v1.StatusRequest\x1a\x1b.penstock.v1.StatusResponse\x12Q\n\x0fWatchMembership\x12#.penstock.v1.WatchMembershipRequest\x1a\x17.penstock.v1.Membership0\x01\x12;\n\x04Stop\x12\x18.penstock.v1.StopRequest\x1a\x19.penstock.v1.StopResponse\x12@\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainProgress0\x01\x12>\n\x05Scale\x12\x19.penstock.v1.ScaleRequest\x1a\x1a.penstock.v1.ScaleResponse\x12\x41\n\x06\x45vents\x12\x1a.penstock.v1.EventsRequest\x1a\x19.penstock.v1.ClusterEvent0\x01\x12<\n\x06\x44octor\x12\x1a.penstock.v1.DoctorRequest\x1a\x14.penstock.v1.Finding0\x01\x12=\n\x04\x46lip\x12\x18.penstock.v1.FlipRequest\x1a\x19.penstock.v1.FlipProgress0\x01\x12\x46\n\x07Upgrade\x12\x1b.penstock.v1.UpgradeRequest\x1a\x1c.penstock.v1.UpgradeProgress0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/admin.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/worker.proto\"I\n\x06Member\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"\xb8\x01\n\nMembership\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12$\n\x07members\x18\x02 \x03(\x0b\x32\x13.penstock.v1.Member\x12\x0f\n\x07routers\x18\x03 \x03(\t\x12\x33\n\x06shares\x18\x04 \x03(\x0b\x32#.penstock.v1.Membership.SharesEntry\x1a-\n\x0bSharesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"(\n\x16WatchMembershipRequest\x12\x0e\n\x06router\x18\x01 \x01(\t\"\x96\x01\n\x0cWorkerStatus\x12#\n\x06member\x18\x01 \x01(\x0b\x32\x13.penstock.v1.Member\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x14\n\x0cnum_restarts\x18\x04 \x01(\r\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.penstock.v1.Load\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\"\x0f\n\rStatusRequest\"\x7f\n\x0eStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12*\n\x07workers\x18\x03 \x03(\x0b\x32\x19.penstock.v1.WorkerStatus\x12\x11\n\tendpoints\x18\x04 \x03(\t\x12\x10\n\x08uptime_s\x18\x05 \x01(\x01\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse\"E\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\x12\x0f\n\x07replace\x18\x03 \x01(\x08\"\xaa\x01\n\rDrainProgress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\x10\n\x08num_left\x18\x03 \x01(\r\x12\x11\n\tnum_moved\x18\x04 \x01(\r\x12\x18\n\x10num_failed_moves\x18\x05 \x01(\r\x12\x15\n\rnum_cut_short\x18\x06 \x01(\r\x12\x11\n\telapsed_s\x18\x07 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x08 \x01(\t\"Q\n\x0cScaleRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\x12\x0e\n\x06hold_s\x18\x04 \x01(\x01\"L\n\rScaleResponse\x12\x17\n\x0freplicas_before\x18\x01 \x01(\r\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x10\n\x08\x64raining\x18\x03 \x03(\t\".\n\rEventsRequest\x12\r\n\x05\x61\x66ter\x18\x01 \x01(\x04\x12\x0e\n\x06\x66ollow\x18\x02 \x01(\x08\"q\n\x0c\x43lusterEvent\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x13\n\x0bunix_time_s\x18\x02 \x01(\x01\x12\x0f\n\x07subject\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0c\n\x04what\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\"\"\n\rDoctorRequest\x12\x11\n\ttransfers\x18\x01 \x01(\x08\"X\n\x07\x46inding\x12\r\n\x05\x63heck\x18\x01 \x01(\t\x12\x0f\n\x07subject\x18\x02 \x01(\t\x12\x0f\n\x07verdict\x18\x03 \x01(\t\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x0e\n\x06\x61\x64vice\x18\x05 \x01(\t\"A\n\x0b\x46lipRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x11\n\ttimeout_s\x18\x03 \x01(\x01\"{\n\x0c\x46lipProgress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12)\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x1a.penstock.v1.DrainProgress\x12\x0e\n\x06\x66lip_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"\xcb\x01\n\x0eUpgradeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05share\x18\x02 \x01(\x01\x12\x10\n\x08window_s\x18\x03 \x01(\x01\x12\x14\n\x0cmin_requests\x18\x04 \x01(\r\x12\x16\n\x0emax_error_rate\x18\x05 \x01(\x01\x12\x14\n\x0cmax_slowdown\x18\x06 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x07 \x01(\x01\x12\r\n\x05itl_s\x18\x08 \x01(\x01\x12\x17\n\x0f\x64rain_timeout_s\x18\t \x01(\x01\x12\r\n\x05\x61\x62ort\x18\n \x01(\x08\"e\n\x0fUpgradeProgress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0f\n\x07num_old\x18\x02 \x01(\r\x12\x0f\n\x07num_new\x18\x03 \x01(\r\x12\x11\n\telapsed_s\x18\x04 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\"\x8d\x02\n\x0c\x44\x65mandReport\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08requests\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x1b\n\x13\x65nded_prompt_tokens\x18\x05 \x01(\x04\x12\x15\n\rcached_tokens\x18\x06 \x01(\x04\x12\x14\n\x0c\x66irst_tokens\x18\x07 \x01(\x04\x12\x1c\n\x14\x66irst_tokens_in_time\x18\x08 \x01(\x04\x12\r\n\x05\x65nded\x18\t \x01(\x04\x12\x15\n\rended_in_time\x18\n \x01(\x04\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x0c \x01(\x04\"\x10\n\x0e\x44\x65mandAccepted\">\n\x0e\x45xplainRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x0f\n\x07\x63hanges\x18\x03 \x01(\x08\"J\n\x0f\x45xplainResponse\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12)\n\x07records\x18\x02 \x03(\x0b\x32\x18.penstock.v1.ScaleRecord\"\xfb\x01\n\x0bScaleRecord\x12\x13\n\x0bunix_time_s\x18\x01 \x01(\x01\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0f\n\x07\x63urrent\x18\x03 \x01(\r\x12\x0e\n\x06wanted\x18\x04 \x01(\r\x12\x0f\n\x07\x64\x65\x63ided\x18\x05 \x01(\r\x12\x0f\n\x07verdict\x18\x06 \x01(\t\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x36\n\x07\x66igures\x18\x08 \x03(\x0b\x32%.penstock.v1.ScaleRecord.FiguresEntry\x12\x0e\n\x06\x66\x61iled\x18\t \x01(\t\x1a.\n\x0c\x46iguresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x32\xf4\x05\n\x05\x41\x64min\x12\x41\n\x06Status\x12\x1a.penstock.v1.StatusRequest\x1a\x1b.penstock.v1.StatusResponse\x12Q\n\x0fWatchMembership\x12#.penstock.v1.WatchMembershipRequest\x1a\x17.penstock.v1.Membership0\x01\x12;\n\x04Stop\x12\x18.penstock.v1.StopRequest\x1a\x19.penstock.v1.StopResponse\x12@\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainProgress0\x01\x12>\n\x05Scale\x12\x19.penstock.v1.ScaleRequest\x1a\x1a.penstock.v1.ScaleResponse\x12\x41\n\x06\x45vents\x12\x1a.penstock.v1.EventsRequest\x1a\x19.penstock.v1.ClusterEvent0\x01\x12<\n\x06\x44octor\x12\x1a.penstock.v1.DoctorRequest\x1a\x14.penstock.v1.Finding0\x01\x12=\n\x04\x46lip\x12\x18.penstock.v1.FlipRequest\x1a\x19.penstock.v1.FlipProgress0\x01\x12\x46\n\x07Upgrade\x12\x1b.penstock.v1.UpgradeRequest\x1a\x1c.penstock.v1.UpgradeProgress0\x01\x12H\n\x0cReportDemand\x12\x19.penstock.v1.DemandReport\x1a\x1b.penstock.v1.DemandAccepted(\x01\x12\x44\n\x07\x45xplain\x12\x1b.penstock.v1.ExplainRequest\x1a\x1c.penstock.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,6 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_MEMBERSHIP_SHARESENTRY']._loaded_options = None
   _globals['_MEMBERSHIP_SHARESENTRY']._serialized_options = b'8\001'
+  _globals['_SCALERECORD_FIGURESENTRY']._loaded_options = None
+  _globals['_SCALERECORD_FIGURESENTRY']._serialized_options = b'8\001'
   _globals['_MEMBER']._serialized_start=66
   _globals['_MEMBER']._serialized_end=139
   _globals['_MEMBERSHIP']._serialized_start=142
@@ -57,25 +59,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINPROGRESS']._serialized_start=772
   _globals['_DRAINPROGRESS']._serialized_end=942
   _globals['_SCALEREQUEST']._serialized_start=944
-  _globals['_SCALEREQUEST']._serialized_end=1009
-  _globals['_SCALERESPONSE']._serialized_start=1011
-  _globals['_SCALERESPONSE']._serialized_end=1087
-  _globals['_EVENTSREQUEST']._serialized_start=1089
-  _globals['_EVENTSREQUEST']._serialized_end=1135
-  _globals['_CLUSTEREVENT']._serialized_start=1137
-  _globals['_CLUSTEREVENT']._serialized_end=1250
-  _globals['_DOCTORREQUEST']._serialized_start=1252
-  _globals['_DOCTORREQUEST']._serialized_end=1286
-  _globals['_FINDING']._serialized_start=1288
-  _globals['_FINDING']._serialized_end=1376
-  _globals['_FLIPREQUEST']._serialized_start=1378
-  _globals['_FLIPREQUEST']._serialized_end=1443
-  _globals['_FLIPPROGRESS']._serialized_start=1445
-  _globals['_FLIPPROGRESS']._serialized_end=1568
-  _globals['_UPGRADEREQUEST']._serialized_start=1571
-  _globals['_UPGRADEREQUEST']._serialized_end=1774
-  _globals['_UPGRADEPROGRESS']._serialized_start=1776
-  _globals['_UPGRADEPROGRESS']._serialized_end=1877
-  _globals['_ADMIN']._serialized_start=1880
-  _globals['_ADMIN']._serialized_end=2492
+  _globals['_SCALEREQUEST']._serialized_end=1025
+  _globals['_SCALERESPONSE']._serialized_start=1027
+  _globals['_SCALERESPONSE']._serialized_end=1103
+  _globals['_EVENTSREQUEST']._serialized_start=1105
+  _globals['_EVENTSREQUEST']._serialized_end=1151
+  _globals['_CLUSTEREVENT']._serialized_start=1153
+  _globals['_CLUSTEREVENT']._serialized_end=1266
+  _globals['_DOCTORREQUEST']._serialized_start=1268
+  _globals['_DOCTORREQUEST']._serialized_end=1302
+  _globals['_FINDING']._serialized_start=1304
+  _globals['_FINDING']._serialized_end=1392
+  _globals['_FLIPREQUEST']._serialized_start=1394
+  _globals['_FLIPREQUEST']._serialized_end=1459
+  _globals['_FLIPPROGRESS']._serialized_start=1461
+  _globals['_FLIPPROGRESS']._serialized_end=1584
+  _globals['_UPGRADEREQUEST']._serialized_start=1587
+  _globals['_UPGRADEREQUEST']._serialized_end=1790
+  _globals['_UPGRADEPROGRESS']._serialized_start=1792
+  _globals['_UPGRADEPROGRESS']._serialized_end=1893
+  _globals['_DEMANDREPORT']._serialized_start=1896
+  _globals['_DEMANDREPORT']._serialized_end=2165
+  _globals['_DEMANDACCEPTED']._serialized_start=2167
+  _globals['_DEMANDACCEPTED']._serialized_end=2183
+  _globals['_EXPLAINREQUEST']._serialized_start=2185
+  _globals['_EXPLAINREQUEST']._serialized_end=2247
+  _globals['_EXPLAINRESPONSE']._serialized_start=2249
+  _globals['_EXPLAINRESPONSE']._serialized_end=2323
+  _globals['_SCALERECORD']._serialized_start=2326
+  _globals['_SCALERECORD']._serialized_end=2577
+  _globals['_SCALERECORD_FIGURESENTRY']._serialized_start=2531
+  _globals['_SCALERECORD_FIGURESENTRY']._serialized_end=2577
+  _globals['_ADMIN']._serialized_start=2580
+  _globals['_ADMIN']._serialized_end=3336
 # @@protoc_insertion_point(module_scope)

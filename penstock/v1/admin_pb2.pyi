@@ -117,14 +117,16 @@ class DrainProgress(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., stage: _Optional[str] = ..., num_left: _Optional[int] = ..., num_moved: _Optional[int] = ..., num_failed_moves: _Optional[int] = ..., num_cut_short: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("pool", "replicas", "timeout_s")
+    __slots__ = ("pool", "replicas", "timeout_s", "hold_s")
     POOL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    HOLD_S_FIELD_NUMBER: _ClassVar[int]
     pool: str
     replicas: int
     timeout_s: float
-    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    hold_s: float
+    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., timeout_s: _Optional[float] = ..., hold_s: _Optional[float] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
     __slots__ = ("replicas_before", "replicas", "draining")
@@ -241,3 +243,82 @@ class UpgradeProgress(_message.Message):
     elapsed_s: float
     detail: str
     def __init__(self, stage: _Optional[str] = ..., num_old: _Optional[int] = ..., num_new: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class DemandReport(_message.Message):
+    __slots__ = ("router", "epoch", "requests", "prompt_tokens", "ended_prompt_tokens", "cached_tokens", "first_tokens", "first_tokens_in_time", "ended", "ended_in_time", "waiting", "waiting_tokens")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_IN_TIME_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_IN_TIME_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    epoch: int
+    requests: int
+    prompt_tokens: int
+    ended_prompt_tokens: int
+    cached_tokens: int
+    first_tokens: int
+    first_tokens_in_time: int
+    ended: int
+    ended_in_time: int
+    waiting: int
+    waiting_tokens: int
+    def __init__(self, router: _Optional[str] = ..., epoch: _Optional[int] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., ended_prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_tokens: _Optional[int] = ..., first_tokens_in_time: _Optional[int] = ..., ended: _Optional[int] = ..., ended_in_time: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
+
+class DemandAccepted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("pool", "limit", "changes")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    limit: int
+    changes: bool
+    def __init__(self, pool: _Optional[str] = ..., limit: _Optional[int] = ..., changes: _Optional[bool] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("mode", "records")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    records: _containers.RepeatedCompositeFieldContainer[ScaleRecord]
+    def __init__(self, mode: _Optional[str] = ..., records: _Optional[_Iterable[_Union[ScaleRecord, _Mapping]]] = ...) -> None: ...
+
+class ScaleRecord(_message.Message):
+    __slots__ = ("unix_time_s", "pool", "current", "wanted", "decided", "verdict", "reason", "figures", "failed")
+    class FiguresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    UNIX_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FIGURES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    unix_time_s: float
+    pool: str
+    current: int
+    wanted: int
+    decided: int
+    verdict: str
+    reason: str
+    figures: _containers.ScalarMap[str, float]
+    failed: str
+    def __init__(self, unix_time_s: _Optional[float] = ..., pool: _Optional[str] = ..., current: _Optional[int] = ..., wanted: _Optional[int] = ..., decided: _Optional[int] = ..., verdict: _Optional[str] = ..., reason: _Optional[str] = ..., figures: _Optional[_Mapping[str, float]] = ..., failed: _Optional[str] = ...) -> None: ...

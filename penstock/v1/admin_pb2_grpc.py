@@ -79,6 +79,16 @@ class AdminStub:
                 request_serializer=penstock_dot_v1_dot_admin__pb2.UpgradeRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.UpgradeProgress.FromString,
                 _registered_method=True)
+        self.ReportDemand = channel.stream_unary(
+                '/penstock.v1.Admin/ReportDemand',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.DemandReport.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.DemandAccepted.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/penstock.v1.Admin/Explain',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -148,6 +158,20 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportDemand(self, request_iterator, context):
+        """What one router sees of its traffic, as long as the call lasts. Each message is whole: a lost one does no harm.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Why the autoscaler left the pools as they are, or changed them: the newest records, oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -195,6 +219,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Upgrade,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.UpgradeRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.UpgradeProgress.SerializeToString,
+            ),
+            'ReportDemand': grpc.stream_unary_rpc_method_handler(
+                    servicer.ReportDemand,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.DemandReport.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.DemandAccepted.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -440,6 +474,60 @@ class Admin:
             '/penstock.v1.Admin/Upgrade',
             penstock_dot_v1_dot_admin__pb2.UpgradeRequest.SerializeToString,
             penstock_dot_v1_dot_admin__pb2.UpgradeProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportDemand(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/penstock.v1.Admin/ReportDemand',
+            penstock_dot_v1_dot_admin__pb2.DemandReport.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.DemandAccepted.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.Admin/Explain',
+            penstock_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

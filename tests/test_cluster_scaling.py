@@ -1,0 +1,149 @@
+"""The autoscaler in the controller: what routers tell reaches it, pools follow, and whoever asks is told why."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import grpc.aio
+import pytest
+
+from cluster.admin_service import start_admin_server
+from cluster.controller import Controller
+from cluster.pool import Incarnation
+from penstock import wire
+from penstock.autoscaler_config import SloConfig
+from penstock.config import ConfigError, ServeConfig, parse
+from penstock.types import StepTotals, WorkerLoad
+from penstock.v1 import admin_pb2, admin_pb2_grpc, common_pb2
+from router.demand_report import DemandCounter
+from tests.test_cluster_controller import FakeProcess
+from tests.test_cluster_controller import World as Processes
+
+CONFIG = {
+    "model": "models/some-model",
+    "prefill_pool": {"max_replicas": 4},
+    "decode_pool": {"replicas": 1, "max_replicas": 3},
+    "autoscaler": {"mode": "on", "interval_s": 0.05, "up_cooldown_s": 0.0, "start_s": 1.0, "slo": {"ttft_s": 1.0}},
+    "start_timeout_s": 20,
+}
+
+
+class World(Processes):
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        config = parse(ServeConfig, CONFIG | {"autoscaler": {**CONFIG["autoscaler"], "mode": mode}})  # type: ignore[dict-item]
+        self.controller = Controller(config, self.spawn, self.canary)
+        self.tokens = 0
+
+    def report(self) -> None:
+        """Every prefill worker has computed a second's worth of prompts, and has more than it can do."""
+        for (worker_id, _), process in self.processes.items():
+            if worker_id.startswith("prefill") and hasattr(process, "report"):
+                self.tokens += 1000
+                steps = StepTotals(self.tokens // 1000, self.tokens, 0.0, self.tokens / 1000)
+                load = WorkerLoad(num_running=1, queued_prefill_tokens=20_000, prefill_steps=steps, total_pages=10)
+                process.report(wire.load_to_wire(load))
+
+    def spawn(self, incarnation: Incarnation) -> FakeProcess:
+        return super().spawn(incarnation)
+
+
+async def tell(world: World, stub: admin_pb2_grpc.AdminStub) -> None:
+    """As a router does, until cancelled."""
+
+    async def reports():  # type: ignore[no-untyped-def]
+        count = 0
+        while True:
+            count += 1
+            world.report()
+            yield admin_pb2.DemandReport(router="r:1", epoch=7, requests=count, prompt_tokens=1000 * count)
+            await asyncio.sleep(0.02)
+
+    await stub.ReportDemand(reports(), timeout=30)
+
+
+async def until(condition) -> None:  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(15):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("mode", ["on", "dry-run"])
+async def test_a_pool_follows_its_queue_and_says_why(mode: str) -> None:
+    world = World(mode)
+    await world.ready()
+    server, address = await start_admin_server(world.controller, "127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = admin_pb2_grpc.AdminStub(channel)
+        watch = stub.WatchMembership(admin_pb2.WatchMembershipRequest(router="r:1"), timeout=30)
+        await watch.read()
+        missing = await stub.Explain(admin_pb2.ExplainRequest(pool="prefill"), timeout=5)
+        assert missing.mode == mode
+        telling = asyncio.create_task(tell(world, stub))
+        await until(lambda: world.controller.scaling.explain("prefill", 1, changes=True))
+        answer = await stub.Explain(admin_pb2.ExplainRequest(pool="prefill", limit=5, changes=True), timeout=5)
+        first = answer.records[0]
+        assert (first.pool, first.current, first.verdict) == ("prefill", 1, "up")
+        assert "queued tokens" in first.reason
+        assert first.figures["queued_tokens"] >= 20_000
+        assert not first.failed
+        if mode == "on":
+            await until(lambda: world.controller.replicas("prefill") == first.decided)
+        else:
+            assert world.controller.replicas("prefill") == 1
+        telling.cancel()
+        watch.cancel()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Explain(admin_pb2.ExplainRequest(pool="nothing"), timeout=5)
+        assert "give prefill or decode" in str(raised.value.details())
+    await world.controller.stop()
+    await server.stop()
+
+
+async def test_what_an_operator_sets_stands_within_the_bounds() -> None:
+    world = World("on")
+    await world.ready()
+    server, address = await start_admin_server(world.controller, "127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = admin_pb2_grpc.AdminStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Scale(admin_pb2.ScaleRequest(pool="prefill", replicas=5), timeout=5)
+        assert "max_replicas 4" in str(raised.value.details())
+        watch = stub.WatchMembership(admin_pb2.WatchMembershipRequest(router="r:1"), timeout=30)
+        await watch.read()
+        await stub.Scale(admin_pb2.ScaleRequest(pool="prefill", replicas=2), timeout=5)
+        telling = asyncio.create_task(tell(world, stub))
+        scaling = world.controller.scaling
+        await until(lambda: any(one.record.verdict == "override" for one in scaling.explain("prefill", 1, changes=False)))
+        found = scaling.explain("prefill", 1, changes=False)[0].record
+        assert found.decided == found.current == 2
+        assert "by an operator for 3" in found.reason
+        telling.cancel()
+        watch.cancel()
+    await world.controller.stop()
+    await server.stop()
+
+
+def test_bounds_that_cannot_hold_are_refused() -> None:
+    for pool, words in (
+        ({"replicas": 3, "max_replicas": 2}, "replicas = 3 is not within"),
+        ({"replicas": 1, "min_replicas": 0}, "decode_pool.min_replicas is 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse(ServeConfig, {"model": "m", "decode_pool": pool})
+
+
+def test_a_router_counts_what_was_in_time() -> None:
+    counter = DemandCounter(SloConfig(ttft_s=1.0, ttft_token_s=0.01, itl_s=0.1))
+    for ttft_s in (0.5, 1.9, 2.1):
+        counter.arrive(100)
+        counter.begin(100, ttft_s)
+    counter.end(common_pb2.Usage(prompt_tokens=100, cached_tokens=30, completion_tokens=11), 0.9)
+    counter.end(common_pb2.Usage(prompt_tokens=100, completion_tokens=11), 1.1)
+    counter.end(common_pb2.Usage(prompt_tokens=100, completion_tokens=1), 0.0)
+    told = counter.report("r:1", 7, 2)
+    assert (told.requests, told.first_tokens, told.first_tokens_in_time) == (3, 3, 2)
+    assert (told.ended, told.ended_in_time, told.cached_tokens, told.ended_prompt_tokens) == (2, 1, 30, 300)
+    assert (told.waiting, told.waiting_tokens) == (2, 200)

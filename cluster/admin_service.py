@@ -15,8 +15,8 @@ from cluster.findings import Finding
 from cluster.flip import Flip, FlipProgress
 from cluster.promotion import Gate
 from cluster.ray_checks import examine_ray
-from cluster.upgrade import Plan
 from cluster.scaling import record_to_wire
+from cluster.upgrade import Plan
 from penstock.errors import InvalidInput
 from penstock.grpc_server import GrpcServer, typed_errors
 from penstock.trust import ADMIN, PEER, Trust

@@ -25,8 +25,8 @@ from cluster.pool import Incarnation, Pool, Slot, Start, Stop, WorkerState
 from cluster.proving import Poisoned
 from cluster.record import FIRST_RECORD, Record
 from cluster.revisions import check_upgrade, read_revision
-from cluster.upgrade import ENDED, Plan, Upgrade
 from cluster.scaling import Scaling
+from cluster.upgrade import ENDED, Plan, Upgrade
 from cluster.victims import choose_victims
 from penstock import wire
 from penstock.config import ServeConfig
@@ -660,9 +660,6 @@ class Controller:
         return handed.result() if handed.done() else None
 
     # `scaling.Deployment`
-
-    def slots(self, pool_name: str) -> list[Slot]:
-        return self._pools[pool_name].slots
 
     def loads(self) -> Mapping[Incarnation, tuple[worker_pb2.Load, float]]:
         return {one: (load, self._load_times_s[one]) for one, load in self._loads.items()}

@@ -35,7 +35,7 @@ _COMING = (WorkerState.UNPLACED, WorkerState.STARTING, WorkerState.LOST)
 class Deployment(Protocol):
     """What the controller lets it see and do."""
 
-    def slots(self, pool_name: str) -> Sequence[Slot]: ...
+    def slots(self, role: Role) -> Sequence[Slot]: ...
 
     def replicas(self, pool_name: str) -> int: ...
 
@@ -118,7 +118,7 @@ class Scaling:
 
     def _signals(self, now_s: float) -> Signals:
         loads = self._deployment.loads()
-        slots = {role: self._deployment.slots(role.value) for role in Role}
+        slots = {role: self._deployment.slots(role) for role in Role}
         self._follow_starts([slot for some in slots.values() for slot in some], now_s)
         pools = {role: self._pool(role, slots[role], loads, now_s) for role in Role}
         return Signals(pools, self.demand.signal(self._deployment.routers(), now_s, self.config.stale_s))
@@ -171,7 +171,7 @@ class Scaling:
 
     def _least_busy(self, role: Role) -> WorkerId:
         loads = {incarnation.worker_id: load for incarnation, (load, _) in self._deployment.loads().items()}
-        ready = [slot for slot in self._deployment.slots(role.value) if slot.state is WorkerState.READY]
+        ready = [slot for slot in self._deployment.slots(role) if slot.state is WorkerState.READY]
         found = choose_victims(ready, loads, 1)
         if not found:
             raise InvalidInput("worker_id", f"no {role} worker is ready to change its role")

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import time
-from dataclasses import replace
+from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
 
 from cluster.admin_service import start_admin_server
 from cluster.controller import Controller
-from cluster.pool import Incarnation
 from penstock import wire
 from penstock.autoscaler_config import SloConfig
 from penstock.config import ConfigError, ServeConfig, parse
 from penstock.types import StepTotals, WorkerLoad
 from penstock.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 from router.demand_report import DemandCounter
-from tests.test_cluster_controller import FakeProcess
 from tests.test_cluster_controller import World as Processes
 
 CONFIG = {
     "model": "models/some-model",
     "prefill_pool": {"max_replicas": 4},
     "decode_pool": {"replicas": 1, "max_replicas": 3},
-    "autoscaler": {"mode": "on", "interval_s": 0.05, "up_cooldown_s": 0.0, "start_s": 1.0, "slo": {"ttft_s": 1.0}},
+    "autoscaler": {"mode": "on", "interval_s": 3600.0, "up_cooldown_s": 0.0, "start_s": 1.0, "slo": {"ttft_s": 1.0}},
     "start_timeout_s": 20,
 }
 
@@ -46,32 +44,21 @@ class World(Processes):
                 load = WorkerLoad(num_running=1, queued_prefill_tokens=20_000, prefill_steps=steps, total_pages=10)
                 process.report(wire.load_to_wire(load))
 
-    def spawn(self, incarnation: Incarnation) -> FakeProcess:
-        return super().spawn(incarnation)
+
+async def tell(world: World, stub: admin_pb2_grpc.AdminStub, count: int) -> None:
+    """As a router does."""
+
+    async def reports() -> AsyncIterator[admin_pb2.DemandReport]:
+        yield admin_pb2.DemandReport(router="r:1", epoch=7, requests=count, prompt_tokens=1000 * count)
+
+    world.report()
+    await stub.ReportDemand(reports(), timeout=10)
+    world.controller.scaling.step(time.monotonic())
 
 
-async def tell(world: World, stub: admin_pb2_grpc.AdminStub) -> None:
-    """As a router does, until cancelled."""
-
-    async def reports():  # type: ignore[no-untyped-def]
-        count = 0
-        while True:
-            count += 1
-            world.report()
-            yield admin_pb2.DemandReport(router="r:1", epoch=7, requests=count, prompt_tokens=1000 * count)
-            await asyncio.sleep(0.02)
-
-    await stub.ReportDemand(reports(), timeout=30)
-
-
-async def until(condition) -> None:  # type: ignore[no-untyped-def]
-    async with asyncio.timeout(15):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
-@pytest.mark.parametrize("mode", ["on", "dry-run"])
-async def test_a_pool_follows_its_queue_and_says_why(mode: str) -> None:
+@contextlib.asynccontextmanager
+async def deployment(mode: str) -> AsyncIterator[tuple[World, admin_pb2_grpc.AdminStub]]:
+    """With a router that watches."""
     world = World(mode)
     await world.ready()
     server, address = await start_admin_server(world.controller, "127.0.0.1", 0)
@@ -79,51 +66,44 @@ async def test_a_pool_follows_its_queue_and_says_why(mode: str) -> None:
         stub = admin_pb2_grpc.AdminStub(channel)
         watch = stub.WatchMembership(admin_pb2.WatchMembershipRequest(router="r:1"), timeout=30)
         await watch.read()
-        missing = await stub.Explain(admin_pb2.ExplainRequest(pool="prefill"), timeout=5)
-        assert missing.mode == mode
-        telling = asyncio.create_task(tell(world, stub))
-        await until(lambda: world.controller.scaling.explain("prefill", 1, changes=True))
+        yield world, stub
+        watch.cancel()
+    await world.controller.stop()
+    await server.stop()
+
+
+@pytest.mark.parametrize("mode", ["on", "dry-run"])
+async def test_a_pool_follows_its_queue_and_says_why(mode: str) -> None:
+    async with deployment(mode) as (world, stub):
+        world.controller.scaling.step(time.monotonic())
+        answer = await stub.Explain(admin_pb2.ExplainRequest(pool="prefill"), timeout=5)
+        assert answer.mode == mode
+        assert [one.verdict for one in answer.records] == ["missing"]
+        for count in (1, 2, 3):
+            await tell(world, stub, count)
         answer = await stub.Explain(admin_pb2.ExplainRequest(pool="prefill", limit=5, changes=True), timeout=5)
         first = answer.records[0]
-        assert (first.pool, first.current, first.verdict) == ("prefill", 1, "up")
+        assert (first.pool, first.current, first.verdict, first.failed) == ("prefill", 1, "up", "")
         assert "queued tokens" in first.reason
         assert first.figures["queued_tokens"] >= 20_000
-        assert not first.failed
-        if mode == "on":
-            await until(lambda: world.controller.replicas("prefill") == first.decided)
-        else:
-            assert world.controller.replicas("prefill") == 1
-        telling.cancel()
-        watch.cancel()
+        assert world.controller.replicas("prefill") == (first.decided if mode == "on" else 1)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.Explain(admin_pb2.ExplainRequest(pool="nothing"), timeout=5)
         assert "give prefill or decode" in str(raised.value.details())
-    await world.controller.stop()
-    await server.stop()
 
 
 async def test_what_an_operator_sets_stands_within_the_bounds() -> None:
-    world = World("on")
-    await world.ready()
-    server, address = await start_admin_server(world.controller, "127.0.0.1", 0)
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = admin_pb2_grpc.AdminStub(channel)
+    async with deployment("on") as (world, stub):
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.Scale(admin_pb2.ScaleRequest(pool="prefill", replicas=5), timeout=5)
         assert "max_replicas 4" in str(raised.value.details())
-        watch = stub.WatchMembership(admin_pb2.WatchMembershipRequest(router="r:1"), timeout=30)
-        await watch.read()
-        await stub.Scale(admin_pb2.ScaleRequest(pool="prefill", replicas=2), timeout=5)
-        telling = asyncio.create_task(tell(world, stub))
-        scaling = world.controller.scaling
-        await until(lambda: any(one.record.verdict == "override" for one in scaling.explain("prefill", 1, changes=False)))
-        found = scaling.explain("prefill", 1, changes=False)[0].record
-        assert found.decided == found.current == 2
-        assert "by an operator for 3" in found.reason
-        telling.cancel()
-        watch.cancel()
-    await world.controller.stop()
-    await server.stop()
+        await stub.Scale(admin_pb2.ScaleRequest(pool="prefill", replicas=1), timeout=5)
+        for count in (1, 2, 3):
+            await tell(world, stub, count)
+        found = world.controller.scaling.explain("prefill", 1, changes=False)[0].record
+        assert (found.verdict, found.current, found.decided) == ("override", 1, 1)
+        assert found.wanted > 1
+        assert "set to 1 by an operator" in found.reason
 
 
 def test_bounds_that_cannot_hold_are_refused() -> None:

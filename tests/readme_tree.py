@@ -1,11 +1,12 @@
-"""Makes the README's annotated tree from the modules' own first lines, so that it cannot grow old.
+"""Makes the annotated trees from the folders and the modules' own first lines, so that they cannot grow old.
 
-`python -m tests.readme_tree --write` puts it into README.md.
+README.md has the folders, docs/modules.md every module. `python -m tests.readme_tree --write` puts them there.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -28,17 +29,18 @@ FOLDERS = {
     "benchmarks/": "each prints a table and writes results/NAME.json",
     "models/": "the bundled model, its draft, and the script that trains them",
     "deploy/": "manifests: ray up, KubeRay, a Helm chart, the image, example configurations",
-    "docs/": "architecture.md, lab-notes.md",
+    "docs/": "architecture, every module, deployment, security, runbooks, lab notes",
     "tests/": "unit, property, process and fault tests",
 }
+PAGES = {"README.md": False, "docs/modules.md": True}  # whether each module is named
 BLOCK = re.compile(r"```tree\n.*?```", re.DOTALL)
 
 
-def make_tree() -> str:
+def make_tree(*, modules: bool) -> str:
     lines = []
     for folder, note in FOLDERS.items():
         lines.append(_line(0, folder, note))
-        if folder not in ("benchmarks/", "models/", "deploy/", "docs/", "tests/"):
+        if modules and folder not in ("benchmarks/", "models/", "deploy/", "docs/", "tests/"):
             lines += _children(ROOT / folder, 1)
     return "\n".join(["```tree", *lines, "```"])
 
@@ -56,9 +58,15 @@ def _children(folder: Path, depth: int) -> list[str]:
     return lines
 
 
+@functools.cache
+def _known_files() -> frozenset[Path]:
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
+    return frozenset(ROOT / name for name in listed.split("\0") if name)
+
+
 def _tracked(path: Path) -> bool:
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", str(path)]
-    return bool(subprocess.run(command, cwd=ROOT, capture_output=True, timeout=30, check=True).stdout)
+    return any(path == known or path in known.parents for known in _known_files())
 
 
 def _first_line(path: Path) -> str:
@@ -76,13 +84,15 @@ def _line(depth: int, name: str, note: str) -> str:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    assert BLOCK.search(text), "README.md has no ```tree block"
-    if "--write" in sys.argv:
-        readme.write_text(BLOCK.sub(lambda _: make_tree(), text))
-    else:
-        print(make_tree())
+    for path, modules in PAGES.items():
+        page = ROOT / path
+        text = page.read_text()
+        assert BLOCK.search(text), f"{path} has no ```tree block"
+        tree = make_tree(modules=modules)
+        if "--write" in sys.argv:
+            page.write_text(BLOCK.sub(lambda _: tree, text))  # noqa: B023
+        else:
+            print(tree)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    shared: str = ""  # the block that every token goes through besides, where there is one
 
     def of(self, expert: int) -> tuple[str, str, str]:
         prefix = f"{self.block}.experts.{expert}"
@@ -39,20 +40,37 @@ class ExpertFamily:
     num_experts: int
     num_chosen: int
     inner_key: str
-    normalize: Literal["always", "as told"]  # the chosen experts' weights to a sum of 1
+    normalize: Literal["always", "as told", "never"]  # the chosen experts' weights to a sum of 1
+    num_shared: int = 0  # experts that every token goes through
+    float32_router: bool = False
 
 
-# Either name may stand in a Qwen3-MoE's file: `transformers` writes the first since its version 5.
-_COUNT_KEYS = ("num_local_experts", "num_experts")
+# Either of the first two may stand in a Qwen3-MoE's file: `transformers` writes the first since its version 5.
+_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 _COMMON_KEYS = frozenset({*_COUNT_KEYS, "num_experts_per_tok"})
 # Of training alone: an auxiliary loss, and noise on the router's input.
-_TRAINING_KEYS = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+_TRAINING_KEYS = frozenset(
+    {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux"}
+)
 EXPERT_KEYS = _COMMON_KEYS | _TRAINING_KEYS
+DEEPSEEK_KEYS = frozenset({
+    "n_shared_experts", "moe_intermediate_size", "first_k_dense_replace", "moe_layer_freq", "routed_scaling_factor",
+    "topk_method", "scoring_func", "n_group", "topk_group", "ep_size",
+})  # fmt: skip
 SPARSITY_KEYS = frozenset({"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob"})
 
 MIXTRAL = ExpertFamily(ExpertNames("block_sparse_moe", "w1", "w3", "w2"), 8, 2, "intermediate_size", "always")
 QWEN3_MOE = ExpertFamily(
     ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"), 128, 8, "moe_intermediate_size", "as told"
+)
+DEEPSEEK_V2 = ExpertFamily(
+    ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", "mlp.shared_experts"),
+    64,
+    6,
+    "moe_intermediate_size",
+    "never",
+    num_shared=2,
+    float32_router=True,
 )
 
 
@@ -64,6 +82,11 @@ class ExpertConfig:
     intermediate_size: int  # of one expert
     normalize: bool  # the chosen experts' weights sum to 1
     layers: frozenset[int]  # those with experts; the others have one dense block
+    shared_size: int = 0  # of the block that every token goes through besides
+    scaling: float = 1.0  # of the chosen experts' weights
+    num_groups: int = 1
+    num_chosen_groups: int = 1  # that a token's experts may be of
+    float32_router: bool = False
 
 
 def parse_experts(data: Mapping[str, Any], family: ExpertFamily, num_layers: int, file: Path) -> ExpertConfig:
@@ -77,14 +100,41 @@ def parse_experts(data: Mapping[str, Any], family: ExpertFamily, num_layers: int
         raise CheckpointError(
             f"{file}: num_experts_per_tok = {num_chosen} is more than the {num_experts} experts; give at most that"
         )
+    inner = _positive(family.inner_key, data, 768, file)
+    groups = _groups(data, num_experts, num_chosen, file)
     return ExpertConfig(
         names=family.names,
         num_experts=num_experts,
         num_chosen=num_chosen,
-        intermediate_size=_positive(family.inner_key, data, 768, file),
-        normalize=family.normalize == "always" or bool(data.get("norm_topk_prob", False)),
+        intermediate_size=inner,
+        normalize=family.normalize == "always"
+        or (family.normalize == "as told" and bool(data.get("norm_topk_prob", False))),
         layers=_expert_layers(data, num_layers, file),
+        shared_size=inner * _positive("n_shared_experts", data, family.num_shared, file) if family.num_shared else 0,
+        scaling=float(data.get("routed_scaling_factor") or 1.0),
+        num_groups=groups[0],
+        num_chosen_groups=groups[1],
+        float32_router=family.float32_router,
     )
+
+
+def _groups(data: Mapping[str, Any], num_experts: int, num_chosen: int, file: Path) -> tuple[int, int]:
+    """How many groups of experts there are, and how many a token may choose from."""
+    for key, known in (("moe_layer_freq", (1,)), ("scoring_func", ("softmax",))):
+        if data.get(key, known[0]) not in known:
+            raise CheckpointError(f"{file}: {key} = {data[key]!r} is not supported; only {known[0]!r} is")
+    method = data.get("topk_method") or "greedy"
+    if method == "greedy":
+        return 1, 1
+    if method != "group_limited_greedy":
+        raise CheckpointError(f"{file}: topk_method = {method!r}; give greedy or group_limited_greedy")
+    groups, chosen = (_positive(key, data, 1, file) for key in ("n_group", "topk_group"))
+    if num_experts % groups or chosen > groups or chosen * (num_experts // groups) < num_chosen:
+        raise CheckpointError(
+            f"{file}: topk_group = {chosen} of n_group = {groups} of {num_experts} experts do not hold the "
+            f"{num_chosen} that a token takes; give groups of one size, and enough of them"
+        )
+    return groups, chosen
 
 
 def _expert_layers(data: Mapping[str, Any], num_layers: int, file: Path) -> frozenset[int]:
@@ -92,7 +142,8 @@ def _expert_layers(data: Mapping[str, Any], num_layers: int, file: Path) -> froz
     if not isinstance(dense, list) or not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in dense):
         raise CheckpointError(f"{file}: mlp_only_layers = {dense!r}: a list of layers below {num_layers} is needed")
     step = _positive("decoder_sparse_step", data, 1, file)
-    return frozenset(layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense)
+    first = data.get("first_k_dense_replace") or 0
+    return frozenset(layer for layer in range(first, num_layers) if (layer + 1) % step == 0 and layer not in dense)
 
 
 def _positive(key: str, data: Mapping[str, Any], default: int, file: Path) -> int:

@@ -95,14 +95,20 @@ def weight_bytes(model: ModelConfig, dtype: str, device_type: DeviceType, max_co
     num_values = sum(math.prod(shape) for shape in shapes.values())
     if model.tie_embeddings and device_type == "cpu":
         num_values += math.prod(shapes[EMBEDDING])
-    rope_bytes = max_context * model.head_dim * _FLOAT32_BYTES
-    return num_values * DTYPE_BYTES[dtype] + rope_bytes
+    float32_bytes = max_context * model.rope_dim * _FLOAT32_BYTES
+    experts = model.experts
+    if experts is not None and experts.float32_router:
+        routers = len(experts.layers) * experts.num_experts * model.hidden_size
+        num_values, float32_bytes = num_values - routers, float32_bytes + routers * _FLOAT32_BYTES
+    return num_values * DTYPE_BYTES[dtype] + float32_bytes
 
 
 def step_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:
     """About: the tensors that stand beside each other where a step of so many tokens is widest, and the logits of so
     many rows in float32, twice, for the sampler."""
     attention = (model.num_heads + 2 * model.num_kv_heads + model.num_heads) * model.head_dim
+    if model.latent is not None:  # queries and outputs of latents, for every head
+        attention = model.num_heads * (2 * model.latent.query_dim + 2 * model.latent.rank + model.latent.v_dim)
     inner = 3 * model.intermediate_size
     if model.experts is not None:
         chosen = model.experts.num_chosen

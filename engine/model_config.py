@@ -14,6 +14,8 @@ from typing import Any
 
 from engine.checkpoint import CONFIG_FILE, checkpoint_revision
 from engine.expert_config import (
+    DEEPSEEK_KEYS,
+    DEEPSEEK_V2,
     EXPERT_KEYS,
     MIXTRAL,
     QWEN3_MOE,
@@ -23,6 +25,7 @@ from engine.expert_config import (
     parse_experts,
 )
 from engine.kv_layout import DTYPE_BYTES
+from engine.latent_config import LATENT_KEYS, LatentConfig, parse_latent
 from engine.rope_config import RopeConfig, parse_rope
 from penstock.errors import CheckpointError
 
@@ -40,6 +43,7 @@ class Family:
     sliding_window: int | None = None
     rope_theta: float = 10000.0
     experts: ExpertFamily | None = None
+    latent: bool = False
     keys: frozenset[str] = frozenset()  # config keys that only this family reads
 
 
@@ -80,6 +84,13 @@ FAMILIES = (
         experts=QWEN3_MOE,
         # max_window_layers is in the published files, and nothing reads it: a window is all layers'.
         keys=EXPERT_KEYS | SPARSITY_KEYS | (_WINDOW_KEYS - {"layer_types"}) | {"attention_bias"},
+    ),
+    Family(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        experts=DEEPSEEK_V2,
+        latent=True,
+        keys=EXPERT_KEYS | DEEPSEEK_KEYS | LATENT_KEYS,
     ),
 )
 
@@ -126,6 +137,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     experts: ExpertConfig | None
+    latent: LatentConfig | None  # where it is there, num_kv_heads and head_dim are of the halves that pages hold
     dtype: str  # as config.json says; float32 where it says nothing
     eos_token_ids: frozenset[int]
     revision: str  # changes whenever the configuration or the weights do
@@ -134,6 +146,11 @@ class ModelConfig:
     @property
     def qk_norm(self) -> bool:
         return self.family.qk_norm
+
+    @property
+    def rope_dim(self) -> int:
+        """Of a head, what is rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
@@ -145,16 +162,10 @@ class ModelConfig:
         _refuse_unknown(data, family, file)
         generation_file = folder / "generation_config.json"
         generation = _read_json(generation_file) if generation_file.exists() else {}
-        heads = _positive_int(data, "num_attention_heads", file)
-        hidden_size = _positive_int(data, "hidden_size", file)
-        kv_heads = _positive_int(data, "num_key_value_heads", file, family.num_kv_heads or heads)
-        if heads % kv_heads:
-            raise CheckpointError(
-                f"{file}: num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}"
-            )
-        head_dim = _positive_int(data, "head_dim", file, family.head_dim or hidden_size // heads)
-        if head_dim % 2:
-            raise CheckpointError(f"{file}: head_dim = {head_dim} must be even, because halves of a head are rotated")
+        heads, kv_heads, head_dim = _read_heads(data, family, file)
+        latent = parse_latent(data, heads, file) if family.latent else None
+        if latent is not None:
+            kv_heads, head_dim = 1, latent.page_head_dim
         num_layers = _positive_int(data, "num_hidden_layers", file)
         attention_bias = bool(data.get("attention_bias", False))
         return cls(
@@ -163,7 +174,7 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            hidden_size=hidden_size,
+            hidden_size=_positive_int(data, "hidden_size", file),
             intermediate_size=_positive_int(data, "intermediate_size", file),
             vocab_size=_positive_int(data, "vocab_size", file),
             context_length=_positive_int(data, "max_position_embeddings", file),
@@ -175,6 +186,7 @@ class ModelConfig:
             o_bias=attention_bias,
             mlp_bias=bool(data.get("mlp_bias", False)),
             experts=parse_experts(data, family.experts, num_layers, file) if family.experts else None,
+            latent=latent,
             dtype=_read_dtype(data, file),
             eos_token_ids=_read_token_ids(data, file) | _read_token_ids(generation, generation_file),
             revision=checkpoint_revision(folder),
@@ -220,6 +232,21 @@ def _refuse_unknown(data: Mapping[str, Any], family: Family, file: Path) -> None
             f"{file}: {key} = {value!r} is unknown for {family.architecture} and could change results; "
             "remove it if it does not, or give a checkpoint without it"
         )
+
+
+def _read_heads(data: Mapping[str, Any], family: Family, file: Path) -> tuple[int, int, int]:
+    """Query heads, KV heads, and the values of one."""
+    heads = _positive_int(data, "num_attention_heads", file)
+    kv_heads = _positive_int(data, "num_key_value_heads", file, family.num_kv_heads or heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{file}: num_attention_heads = {heads} must be a multiple of num_key_value_heads = {kv_heads}"
+        )
+    hidden_size = _positive_int(data, "hidden_size", file)
+    head_dim = _positive_int(data, "head_dim", file, family.head_dim or hidden_size // heads)
+    if head_dim % 2:
+        raise CheckpointError(f"{file}: head_dim = {head_dim} must be even, because halves of a head are rotated")
+    return heads, kv_heads, head_dim
 
 
 def _read_windows(data: Mapping[str, Any], family: Family, num_layers: int, file: Path) -> tuple[int | None, ...]:

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("deepseek_v2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
 _BASE: dict[str, Any] = {
@@ -32,6 +32,22 @@ _BASE: dict[str, Any] = {
 }
 # A share of the experts is chosen, and few enough tokens are in a test that some expert has none.
 _OF_FAMILY: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "head_dim": None,
+        "num_key_value_heads": None,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 24,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "routed_scaling_factor": 1.5,
+    },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "num_experts": 8,

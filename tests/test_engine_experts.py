@@ -39,6 +39,10 @@ def test_the_likeliest_experts_are_chosen_and_weighed() -> None:
     chosen_TC, weight_TC = choose_experts(logits_TE, 2, normalize=False)
     assert chosen_TC.tolist() == [[1, 3]]
     torch.testing.assert_close(weight_TC, logits_TE.softmax(-1)[:, [1, 3]])
+    logits_TE[0] = torch.tensor([2.5, 1.0, 3.0, 0.0])  # of two pairs only the second may be chosen from
+    assert choose_experts(logits_TE, 2, normalize=False, groups=(2, 1))[0].tolist() == [[2, 3]]
+    assert choose_experts(logits_TE, 2, normalize=False, groups=(2, 2))[0].tolist() == [[2, 0]]
+    logits_TE[0] = torch.tensor([0.0, 3.0, 1.0, 2.0])
     _, normalized_TC = choose_experts(logits_TE, 2, normalize=True)
     torch.testing.assert_close(normalized_TC, logits_TE[:, [1, 3]].softmax(-1))
 
@@ -113,6 +117,18 @@ def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
         ("qwen3_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers = \[2\]: a list of layers below 2"),
         ("qwen3_moe", {"mlp_only_layers": "all"}, "mlp_only_layers = 'all': a list"),
         ("qwen3_moe", {"decoder_sparse_step": -1}, "decoder_sparse_step = -1: a positive whole number"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'; give greedy or group_limited_greedy"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' is not supported; only 'softmax' is"),
+        ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported; only 1 is"),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 6, "topk_group": 1},
+            "topk_group = 1 of n_group = 6 of 6 experts do not hold the 2",
+        ),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True is unknown for DeepseekV2ForCausalLM"),
+        ("deepseek_v2", {"kv_lora_rank": 23}, "kv_lora_rank = 23 must be even"),
+        ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads = 2: .* each of the 4 heads has its own"),
+        ("deepseek_v2", {"attention_bias": True}, "attention_bias = True is unknown"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64 is unknown"),
     ],
 )

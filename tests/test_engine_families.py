@@ -60,6 +60,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2-query-latents-groups": (
+        "deepseek_v2",
+        {
+            "q_lora_rank": 20,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    "deepseek_v2-yarn": (
+        "deepseek_v2",
+        {"rope_parameters": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.7}, "first_k_dense_replace": 3},
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral-window-one-expert": ("mixtral", {"sliding_window": 10, "num_experts_per_tok": 1}),
     "mixtral-all-experts-tied": ("mixtral", {"num_experts_per_tok": 5, "tie_word_embeddings": True}),

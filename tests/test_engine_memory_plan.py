@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from engine.device_memory import DeviceMemory, find_device
 from engine.engine import Engine
 from engine.memory_plan import count_pages, make_layout, plan_memory, step_bytes
 from engine.model_config import ModelConfig
+from engine.models.shapes import tensor_shapes
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError, ConfigError, InvalidInput
 from tests.checkpoints import FAMILIES, make_checkpoint
@@ -58,6 +60,63 @@ def test_the_plan_is_what_the_engine_holds(family: str, overrides: dict[str, Any
         assert plan.layout == engine.layout
         assert (plan.num_pages, plan.kv_bytes) == (engine.pool.num_pages, engine.kv_pages.nbytes)
         assert plan.kv_bytes_per_token == engine.kv_pages.nbytes // (plan.num_pages * config.page_size)
+
+
+# Published shapes; parameters and bytes of KV a token as their authors give them.
+MIXTRAL_8X7B: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
+    "max_position_embeddings": 32768, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "torch_dtype": "bfloat16",
+    "output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None,
+}  # fmt: skip
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 48,
+    "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "max_window_layers": 48,
+    "rope_theta": 1e6, "router_aux_loss_coef": 0.001, "use_sliding_window": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 10944, "vocab_size": 102400,
+    "max_position_embeddings": 163840, "num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 27,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+    "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0, "aux_loss_alpha": 0.001,
+    "seq_aux": True, "ep_size": 1, "pretraining_tp": 1, "rope_theta": 10000, "torch_dtype": "bfloat16",
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "billions", "kv_bytes"),
+    [(MIXTRAL_8X7B, 46.7, 131072), (QWEN3_30B_A3B, 30.5, 98304), (DEEPSEEK_V2_LITE, 15.7, 31104)],
+    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite"],
+)
+def test_published_models_are_as_large_as_they_are_said_to_be(
+    data: dict[str, Any], billions: float, kv_bytes: int, tmp_path: Path
+) -> None:
+    """From files that hold no weights: a header, and nothing behind it but a size."""
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    write_hollow_weights(tmp_path, {})
+    shapes = tensor_shapes(ModelConfig.from_folder(tmp_path))
+    write_hollow_weights(tmp_path, shapes)
+    plan = plan_memory(EngineConfig(model=str(tmp_path)), find_device("H200"), context=32768)
+    assert round(sum(math.prod(shape) for shape in shapes.values()) / 1e9, 1) == billions
+    assert plan.kv_bytes_per_token == kv_bytes
+    assert plan.largest_batch[32768] == plan.num_pages // 2048 > 0
+
+
+def write_hollow_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)  # a hole: it takes no room on the disk
 
 
 def test_the_largest_batch_of_a_context_fits_to_the_page() -> None:

@@ -37,6 +37,13 @@ class AttentionBackend(Protocol):
         """Causal attention of each query over its sequence's pages, [T, N, H]; `window` counts the query itself."""
         ...
 
+    def latent_attention(
+        self, q_TNH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata, scale: float, rank: int
+    ) -> torch.Tensor:
+        """The same over latents, [T, N, rank]: a token's halves at index 0 and 1 are one vector of H values, a key
+        whole and a value in its first `rank`."""
+        ...
+
 
 def select_backend(name: str, device: torch.device) -> AttentionBackend:
     """`auto` is Triton on CUDA, and on CPU the C++ kernels, or plain torch where they cannot be built.

@@ -54,11 +54,19 @@ class TorchAttention:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
+        return _attend(q_TNH, pool_layer, self._plan_of(meta, pool_layer, window), scale)
+
+    def latent_attention(
+        self, q_TNH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata, scale: float, rank: int
+    ) -> torch.Tensor:
+        return _attend(q_TNH, pool_layer, self._plan_of(meta, pool_layer, None), scale, rank)
+
+    def _plan_of(self, meta: AttentionMetadata, pool_layer: torch.Tensor, window: int | None) -> list[_Part]:
         if meta is not self._meta:
             self._meta, self._plans = meta, {}
         if window not in self._plans:
             self._plans[window] = _plan(meta, pool_layer, window)
-        return _attend(q_TNH, pool_layer, self._plans[window], scale)
+        return self._plans[window]
 
 
 def write_kv(k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata) -> None:
@@ -72,6 +80,13 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention over the paged context, [T, N, H]; the new K/V must be in the pool already."""
     return _attend(q_TNH, pool_layer, _plan(meta, pool_layer, window), scale)
+
+
+def latent_attention(
+    q_TNH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata, scale: float, rank: int
+) -> torch.Tensor:
+    """Causal attention over paged latents, [T, N, rank]: see `AttentionBackend`."""
+    return _attend(q_TNH, pool_layer, _plan(meta, pool_layer, None), scale, rank)
 
 
 def grouped_gemm(
@@ -129,31 +144,39 @@ def _plan_part(
     return _Part(key_rows_KX.flatten(), context_B1.shape[0], query_len, token_rows, padded_rows, visible_BQC)
 
 
-def _attend(q_TNH: torch.Tensor, pool_layer: torch.Tensor, parts: list[_Part], scale: float) -> torch.Tensor:
+def _attend(
+    q_TNH: torch.Tensor, pool_layer: torch.Tensor, parts: list[_Part], scale: float, rank: int | None = None
+) -> torch.Tensor:
     outputs, start = [], 0
     for part in parts:
         stop = start + part.num_sequences if part.token_rows is None else q_TNH.shape[0]
-        outputs.append(_attend_part(q_TNH, slice(start, stop), pool_layer, part, scale))
+        outputs.append(_attend_part(q_TNH, slice(start, stop), pool_layer, part, scale, rank))
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _attend_part(q_TNH: torch.Tensor, rows: slice, pool_layer: torch.Tensor, part: _Part, scale: float) -> torch.Tensor:
-    num_kv_heads, _, head_dim = pool_layer.shape[2:]
+def _attend_part(
+    q_TNH: torch.Tensor, rows: slice, pool_layer: torch.Tensor, part: _Part, scale: float, rank: int | None
+) -> torch.Tensor:
+    num_kv_heads, _, stored_dim = pool_layer.shape[2:]
     batch, query_len, groups = part.num_sequences, part.query_len, q_TNH.shape[1] // num_kv_heads
+    head_dim = q_TNH.shape[2]
     q_XNH = q_TNH[rows] if part.token_rows is None else q_TNH[part.token_rows]
     q_BQKGH = q_XNH.reshape(batch, query_len, num_kv_heads, groups, head_dim)
     q_KBXH = q_BQKGH.permute(2, 0, 3, 1, 4).reshape(num_kv_heads, batch, groups * query_len, head_dim)
     rows_of_pool = _as_rows(pool_layer)
     keys, values = (
-        rows_of_pool.index_select(0, part.key_rows_X + kind * num_kv_heads).view(num_kv_heads, batch, -1, head_dim)
+        rows_of_pool.index_select(0, part.key_rows_X + kind * num_kv_heads).view(num_kv_heads, batch, -1, stored_dim)
         for kind in (0, 1)
     )
+    if rank is not None:  # of latents: two halves of one vector
+        keys = torch.cat((keys, values), dim=-1)
+        values = keys[..., :rank]
     visible_BGQC = part.visible_BQC[:, None].expand(-1, groups, -1, -1)
     visible_BXC = visible_BGQC.reshape(1, batch, groups * query_len, -1)
     o_KBXH = F.scaled_dot_product_attention(q_KBXH, keys, values, attn_mask=visible_BXC, scale=scale)
-    o_BQKGH = o_KBXH.view(num_kv_heads, batch, groups, query_len, head_dim).permute(1, 3, 0, 2, 4)
-    o_XNH = o_BQKGH.reshape(batch * query_len, num_kv_heads * groups, head_dim)
+    o_BQKGH = o_KBXH.view(num_kv_heads, batch, groups, query_len, -1).permute(1, 3, 0, 2, 4)
+    o_XNH = o_BQKGH.reshape(batch * query_len, num_kv_heads * groups, -1)
     return o_XNH if part.padded_rows is None else o_XNH[part.padded_rows]
 
 

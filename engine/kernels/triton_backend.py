@@ -12,6 +12,7 @@ from engine.kernels.grouped_gemm import grouped_gemm
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
+from engine.kernels.reference import latent_attention
 from engine.kernels.write_kv import write_kv
 from engine.layers.linear import GroupedLinear
 from engine.layers.ops import TorchOps
@@ -61,6 +62,11 @@ class TritonAttention:
                 max_query_len=meta.max_query_len,
             )
         return o_TNH
+
+    def latent_attention(
+        self, q_TNH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata, scale: float, rank: int
+    ) -> torch.Tensor:
+        return latent_attention(q_TNH, pool_layer, meta, scale, rank)  # in plain torch
 
 
 class TritonOps(TorchOps):

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from engine.expert_config import ExpertConfig
-from engine.layers.linear import GroupedLinear, Linear
+from engine.layers.linear import GroupedLinear, Linear, fuse
 from engine.layers.ops import LayerOps
 
 
@@ -27,8 +27,10 @@ class FeedForward(Protocol):
 class DenseFeedForward:
     """`down(silu(gate(x)) * up(x))`, gate and up in one product."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self._gate_up, self._down = gate_up, down
+    def __init__(self, read: Callable[[str], torch.Tensor], block: str, has_bias: bool) -> None:
+        """`read` gives a tensor of this layer by name."""
+        self._gate_up = fuse(read, [f"{block}.gate_proj", f"{block}.up_proj"], has_bias)
+        self._down = fuse(read, [f"{block}.down_proj"], has_bias)
 
     def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         return self._down(ops.silu_and_mul(self._gate_up(x_TD)))
@@ -41,26 +43,48 @@ class ExpertFeedForward:
         """`read` gives a tensor of this layer by name."""
         self._config = config
         names = config.names
-        self._router = Linear(read(names.router))
+        router_ED = read(names.router)
+        self._router = Linear(router_ED.float() if config.float32_router else router_ED)
+        self._shared = DenseFeedForward(read, names.shared, False) if config.shared_size else None
         self._gate_up = GroupedLinear(
             config.num_experts, lambda expert: torch.cat([read(name) for name in names.of(expert)[:2]])
         )
         self._down = GroupedLinear(config.num_experts, lambda expert: read(names.of(expert)[2]))
 
     def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor:
-        chosen_TC, weight_TC = choose_experts(self._router(x_TD), self._config.num_chosen, self._config.normalize)
+        config = self._config
+        logits_TE = self._router(x_TD.float() if config.float32_router else x_TD)
+        chosen_TC, weight_TC = choose_experts(
+            logits_TE, config.num_chosen, config.normalize, (config.num_groups, config.num_chosen_groups)
+        )
         num_tokens, num_chosen = chosen_TC.shape
-        pair_X, start_E1 = group_by_expert(chosen_TC, self._config.num_experts)
+        pair_X, start_E1 = group_by_expert(chosen_TC, config.num_experts)
         gate_up_X2F = ops.grouped_gemm(x_TD, self._gate_up, start_E1, pair_X // num_chosen)
         out_XD = ops.grouped_gemm(ops.silu_and_mul(gate_up_X2F), self._down, start_E1, None)
         by_pair_XD = torch.empty_like(out_XD).index_copy_(0, pair_X, out_XD)
         by_token_TCD = by_pair_XD.view(num_tokens, num_chosen, out_XD.shape[1])
-        return (by_token_TCD * weight_TC[:, :, None]).sum(dim=1).to(x_TD.dtype)
+        out_TD = (by_token_TCD * (weight_TC * config.scaling)[:, :, None]).sum(dim=1).to(x_TD.dtype)
+        return out_TD if self._shared is None else out_TD + self._shared(x_TD, ops)
 
 
-def choose_experts(logits_TE: torch.Tensor, num_chosen: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts [T, C], the likeliest first, and what their outputs count, float32 [T, C]."""
-    weight_TC, chosen_TC = logits_TE.float().softmax(dim=-1).topk(num_chosen, dim=-1)
+def choose_experts(
+    logits_TE: torch.Tensor, num_chosen: int, normalize: bool, groups: tuple[int, int] = (1, 1)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's experts [T, C], the likeliest first, and what their outputs count, float32 [T, C].
+
+    Of `groups` = (n, m) equal groups of experts only the m with the likeliest single expert are chosen from
+    (arXiv:2405.04434, section 2.2.2).
+    """
+    scores_TE = logits_TE.float().softmax(dim=-1)
+    num_groups, num_chosen_groups = groups
+    if num_chosen_groups < num_groups:
+        scores_TGE = scores_TE.unflatten(1, (num_groups, -1))
+        best_TM = scores_TGE.amax(dim=2).topk(num_chosen_groups, dim=1).indices
+        open_TG = torch.zeros(scores_TGE.shape[:2], dtype=torch.bool, device=scores_TE.device).scatter_(
+            1, best_TM, True
+        )
+        scores_TE = scores_TGE.masked_fill(~open_TG[:, :, None], 0.0).flatten(1)
+    weight_TC, chosen_TC = scores_TE.topk(num_chosen, dim=-1)
     if normalize:
         weight_TC = weight_TC / weight_TC.sum(dim=-1, keepdim=True)
     return chosen_TC, weight_TC

@@ -8,7 +8,7 @@ Shapes: `T` tokens, `I` in, `O` out, `E` experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,12 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x_TI, self._packed, self._bias_O, "none", [], "")
         assert self._weight_OI is not None
         return F.linear(x_TI, self._weight_OI, self._bias_O)
+
+
+def fuse(read: Callable[[str], torch.Tensor], paths: Sequence[str], has_bias: bool) -> Linear:
+    """Products that share an input, as one."""
+    weight = torch.cat([read(f"{path}.weight") for path in paths])
+    return Linear(weight, torch.cat([read(f"{path}.bias") for path in paths]) if has_bias else None)
 
 
 class GroupedLinear:

@@ -1,4 +1,4 @@
-"""The decoder of the Llama, Mistral and Qwen families, with experts too, parametrised by `ModelConfig`.
+"""The decoder of every family, dense or with experts, with KV heads or latents, parametrised by `ModelConfig`.
 
 Runs in the middle of a step: `engine.runner` gives token ids and metadata and takes logits. It owns the weights; the KV
 pages are the engine's, and only the attention backend writes them.
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from engine.kernels import AttentionBackend
 from engine.kernels.metadata import AttentionMetadata
+from engine.layers.attention import Attention, GroupedAttention, LatentAttention
 from engine.layers.feed_forward import DenseFeedForward, ExpertFeedForward, FeedForward
 from engine.layers.linear import Linear
 from engine.layers.ops import LayerOps
@@ -34,7 +35,7 @@ class Decoder:
         self._layers = [_Layer(config, reader, layer) for layer in range(config.num_layers)]
         self._norm_D = reader.read(FINAL_NORM)
         self._head = Linear(self._embedding_VD if config.tie_embeddings else reader.read(HEAD))
-        self._rope_C2H = build_rope_table(config.rope, config.head_dim, max_context).to(device)
+        self._rope_C2H = build_rope_table(config.rope, config.rope_dim, max_context).to(device)
 
     def forward(
         self,
@@ -53,7 +54,7 @@ class Decoder:
         residual_TD = F.embedding(token_ids_T, self._embedding_VD)
         x_TD = ops.rms_norm(residual_TD, self._layers[0].input_norm_D, self._eps)
         for index, layer in enumerate(self._layers):
-            mixed_TA = layer.attend(x_TD, cos_sin_T2H, meta, layer_pools[index], attention, ops)
+            mixed_TA = layer.attention.attend(x_TD, cos_sin_T2H, meta, layer_pools[index], attention, ops)
             if on_layer is not None:
                 on_layer(index + 1)
             if index + 1 == len(self._layers):  # from here on only the rows that draw matter
@@ -63,60 +64,30 @@ class Decoder:
                 next_norm_D = self._norm_D
             else:
                 next_norm_D = self._layers[index + 1].input_norm_D
-            x_TD, residual_TD = ops.add_rms_norm(layer.out(mixed_TA), residual_TD, layer.mlp_norm_D, self._eps)
+            x_TD, residual_TD = ops.add_rms_norm(
+                layer.attention.out(mixed_TA), residual_TD, layer.mlp_norm_D, self._eps
+            )
             x_TD = layer.feed_forward(x_TD, ops)
             x_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, next_norm_D, self._eps)
         return self._head(x_TD)
 
 
 class _Layer:
-    """Weights of one layer, products that share an input fused, and its attention."""
+    """Weights of one layer: attention, feed-forward, and the norm before each."""
 
     def __init__(self, config: ModelConfig, reader: WeightReader, layer: int) -> None:
-        self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
-        self._head_dim, self._window = config.head_dim, config.windows[layer]
-        self._scale, self._eps = config.head_dim**-0.5, config.rms_norm_eps
-        prefix = f"{LAYERS_PREFIX}{layer}."
+        def read(name: str) -> torch.Tensor:
+            return reader.read(f"{LAYERS_PREFIX}{layer}.{name}")
 
-        def fused(block: str, names: Sequence[str], has_bias: bool) -> Linear:
-            paths = [f"{prefix}{block}.{name}_proj" for name in names]
-            weight = torch.cat([reader.read(f"{path}.weight") for path in paths])
-            return Linear(weight, torch.cat([reader.read(f"{path}.bias") for path in paths]) if has_bias else None)
-
-        self.input_norm_D = reader.read(f"{prefix}input_layernorm.weight")
-        self._qkv = fused("self_attn", "qkv", config.qkv_bias)
-        self._qk_norms_H: tuple[torch.Tensor, torch.Tensor] | None = None
-        if config.qk_norm:
-            q_norm_H, k_norm_H = (reader.read(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
-            self._qk_norms_H = (q_norm_H, k_norm_H)
-        self.out = fused("self_attn", "o", config.o_bias)
-        self.mlp_norm_D = reader.read(f"{prefix}post_attention_layernorm.weight")
+        self.input_norm_D = read("input_layernorm.weight")
+        self.attention: Attention
+        if config.latent is not None:
+            self.attention = LatentAttention(config, config.latent, read)
+        else:
+            self.attention = GroupedAttention(config, layer, read)
+        self.mlp_norm_D = read("post_attention_layernorm.weight")
         self.feed_forward: FeedForward
         if config.experts is not None and layer in config.experts.layers:
-            self.feed_forward = ExpertFeedForward(config.experts, lambda name: reader.read(prefix + name))
+            self.feed_forward = ExpertFeedForward(config.experts, read)
         else:
-            gate_up = fused("mlp", ("gate", "up"), config.mlp_bias)
-            self.feed_forward = DenseFeedForward(gate_up, fused("mlp", ("down",), config.mlp_bias))
-
-    def attend(
-        self,
-        x_TD: torch.Tensor,
-        cos_sin_T2H: torch.Tensor,
-        meta: AttentionMetadata,
-        pool_layer: torch.Tensor,
-        attention: AttentionBackend,
-        ops: LayerOps,
-    ) -> torch.Tensor:
-        """The heads' outputs side by side, [T, N * H]."""
-        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
-        qkv_TXH = self._qkv(x_TD).view(-1, num_heads + 2 * num_kv_heads, self._head_dim)
-        if self._qk_norms_H is None:
-            qk_TXH = ops.rope(qkv_TXH[:, : num_heads + num_kv_heads], cos_sin_T2H)
-            q_TNH, k_TKH = qk_TXH[:, :num_heads], qk_TXH[:, num_heads:]
-        else:
-            q_norm_H, k_norm_H = self._qk_norms_H
-            q_TNH, k_TKH, _ = qkv_TXH.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-            q_TNH = ops.rope(ops.rms_norm(q_TNH, q_norm_H, self._eps), cos_sin_T2H)
-            k_TKH = ops.rope(ops.rms_norm(k_TKH, k_norm_H, self._eps), cos_sin_T2H)
-        attention.write_kv(k_TKH, qkv_TXH[:, num_heads + num_kv_heads :], pool_layer, meta)
-        return attention.paged_attention(q_TNH, pool_layer, meta, self._scale, self._window).flatten(1)
+            self.feed_forward = DenseFeedForward(read, "mlp", config.mlp_bias)

@@ -12,7 +12,7 @@ from engine.models.decoder import Decoder
 from engine.models.shapes import optional_tensors, tensor_shapes
 from engine.weights import WeightReader
 
-_MODELS = dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), Decoder)
+_MODELS = dict.fromkeys(("deepseek_v2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), Decoder)
 
 
 def load_model(

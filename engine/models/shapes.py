@@ -5,6 +5,7 @@ Read by whoever loads the weights (`engine.models.registry`) and by who only cou
 
 from __future__ import annotations
 
+from engine.latent_config import LatentConfig
 from engine.model_config import ModelConfig
 
 LAYERS_PREFIX = "model.layers."
@@ -34,6 +35,8 @@ def optional_tensors(config: ModelConfig) -> frozenset[str]:
 
 def _attention_shapes(config: ModelConfig) -> Shapes:
     hidden = config.hidden_size
+    if config.latent is not None:
+        return _latent_shapes(config, config.latent)
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     _add_product(shapes, "self_attn.q_proj", q_width, hidden, config.qkv_bias)
@@ -43,6 +46,25 @@ def _attention_shapes(config: ModelConfig) -> Shapes:
     if config.qk_norm:
         shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
     return shapes
+
+
+def _latent_shapes(config: ModelConfig, latent: LatentConfig) -> Shapes:
+    hidden, heads = config.hidden_size, config.num_heads
+    shapes: Shapes = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.kv_a_proj_with_mqa.weight": (latent.rank + latent.rope_dim, hidden),
+        "self_attn.kv_a_layernorm.weight": (latent.rank,),
+        "self_attn.kv_b_proj.weight": (heads * (latent.nope_dim + latent.v_dim), latent.rank),
+        "self_attn.o_proj.weight": (hidden, heads * latent.v_dim),
+    }
+    if latent.q_rank is None:
+        return shapes | {"self_attn.q_proj.weight": (heads * latent.query_dim, hidden)}
+    return shapes | {
+        "self_attn.q_a_proj.weight": (latent.q_rank, hidden),
+        "self_attn.q_a_layernorm.weight": (latent.q_rank,),
+        "self_attn.q_b_proj.weight": (heads * latent.query_dim, latent.q_rank),
+    }
 
 
 def _feed_forward_shapes(config: ModelConfig, layer: int) -> Shapes:
@@ -55,6 +77,10 @@ def _feed_forward_shapes(config: ModelConfig, layer: int) -> Shapes:
         _add_product(shapes, "mlp.down_proj", hidden, inner, config.mlp_bias)
         return shapes
     shapes[experts.names.router] = (experts.num_experts, hidden)
+    if experts.shared_size:
+        for name in ("gate", "up"):
+            _add_product(shapes, f"{experts.names.shared}.{name}_proj", experts.shared_size, hidden, False)
+        _add_product(shapes, f"{experts.names.shared}.down_proj", hidden, experts.shared_size, False)
     for expert in range(experts.num_experts):
         gate, up, down = experts.names.of(expert)
         shapes[gate] = shapes[up] = (experts.intermediate_size, hidden)

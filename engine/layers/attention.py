@@ -1,0 +1,129 @@
+"""The two kinds of attention of a layer: heads that store their K and V, and heads that share one latent vector.
+
+Shapes: `T` tokens, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `A` of all heads side by side; of latents
+`C` rank, `P` the part of a head that is not rotated, `R` the part that is, `V` value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from engine.kernels import AttentionBackend
+from engine.kernels.metadata import AttentionMetadata
+from engine.latent_config import LatentConfig
+from engine.layers.linear import Linear, fuse
+from engine.layers.ops import LayerOps
+from engine.model_config import ModelConfig
+
+_LATENT_EPS = 1e-6  # of the norms inside; config.json's is for those between blocks
+
+
+class Attention(Protocol):
+    out: Linear
+
+    def attend(
+        self,
+        x_TD: torch.Tensor,
+        cos_sin_T2H: torch.Tensor,
+        meta: AttentionMetadata,
+        pool_layer: torch.Tensor,
+        attention: AttentionBackend,
+        ops: LayerOps,
+    ) -> torch.Tensor:
+        """The heads' outputs side by side, [T, A]; writes the tokens' KV. `out` is what they go through next."""
+        ...
+
+
+class GroupedAttention:
+    """Query heads in groups, each with a head of K and V (Ainslie et al. 2023, arXiv:2305.13245)."""
+
+    def __init__(self, config: ModelConfig, layer: int, read: Callable[[str], torch.Tensor]) -> None:
+        """`read` gives a tensor of this layer by name."""
+        self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
+        self._head_dim, self._window = config.head_dim, config.windows[layer]
+        self._scale, self._eps = config.head_dim**-0.5, config.rms_norm_eps
+        self._qkv = fuse(read, [f"self_attn.{name}_proj" for name in "qkv"], config.qkv_bias)
+        self._qk_norms_H: tuple[torch.Tensor, torch.Tensor] | None = None
+        if config.qk_norm:
+            q_norm_H, k_norm_H = (read(f"self_attn.{name}_norm.weight") for name in "qk")
+            self._qk_norms_H = (q_norm_H, k_norm_H)
+        self.out = fuse(read, ["self_attn.o_proj"], config.o_bias)
+
+    def attend(
+        self,
+        x_TD: torch.Tensor,
+        cos_sin_T2H: torch.Tensor,
+        meta: AttentionMetadata,
+        pool_layer: torch.Tensor,
+        attention: AttentionBackend,
+        ops: LayerOps,
+    ) -> torch.Tensor:
+        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
+        qkv_TXH = self._qkv(x_TD).view(-1, num_heads + 2 * num_kv_heads, self._head_dim)
+        if self._qk_norms_H is None:
+            qk_TXH = ops.rope(qkv_TXH[:, : num_heads + num_kv_heads], cos_sin_T2H)
+            q_TNH, k_TKH = qk_TXH[:, :num_heads], qk_TXH[:, num_heads:]
+        else:
+            q_norm_H, k_norm_H = self._qk_norms_H
+            q_TNH, k_TKH, _ = qkv_TXH.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+            q_TNH = ops.rope(ops.rms_norm(q_TNH, q_norm_H, self._eps), cos_sin_T2H)
+            k_TKH = ops.rope(ops.rms_norm(k_TKH, k_norm_H, self._eps), cos_sin_T2H)
+        attention.write_kv(k_TKH, qkv_TXH[:, num_heads + num_kv_heads :], pool_layer, meta)
+        return attention.paged_attention(q_TNH, pool_layer, meta, self._scale, self._window).flatten(1)
+
+
+class LatentAttention:
+    """DeepSeek-V2's. What makes keys and values of a latent is drawn into the query and the output, so that attention
+    runs over the latents themselves and nothing is made of them for each token of the context.
+
+    The checkpoint rotates neighbours, `LayerOps.rope` halves: the rows of the weights are put in that order once.
+    """
+
+    def __init__(self, config: ModelConfig, latent: LatentConfig, read: Callable[[str], torch.Tensor]) -> None:
+        """`read` gives a tensor of this layer by name."""
+        self._latent, self._num_heads = latent, config.num_heads
+        self._q_down: Linear | None = None
+        if latent.q_rank is not None:
+            self._q_down = Linear(read("self_attn.q_a_proj.weight"))
+            self._q_norm = read("self_attn.q_a_layernorm.weight")
+        q_name = "self_attn.q_proj.weight" if latent.q_rank is None else "self_attn.q_b_proj.weight"
+        q_NHI = read(q_name).unflatten(0, (config.num_heads, latent.query_dim))
+        self._q = Linear(_halves_last(q_NHI, latent.rope_dim).flatten(0, 1))
+        self._kv_down = Linear(_halves_last(read("self_attn.kv_a_proj_with_mqa.weight")[None], latent.rope_dim)[0])
+        self._kv_norm_C = read("self_attn.kv_a_layernorm.weight")
+        kv_NXC = read("self_attn.kv_b_proj.weight").unflatten(0, (config.num_heads, latent.nope_dim + latent.v_dim))
+        self._key_NPC = kv_NXC[:, : latent.nope_dim].contiguous()
+        self._value_NCV = kv_NXC[:, latent.nope_dim :].transpose(1, 2).contiguous()
+        self.out = Linear(read("self_attn.o_proj.weight"))
+
+    def attend(
+        self,
+        x_TD: torch.Tensor,
+        cos_sin_T2H: torch.Tensor,
+        meta: AttentionMetadata,
+        pool_layer: torch.Tensor,
+        attention: AttentionBackend,
+        ops: LayerOps,
+    ) -> torch.Tensor:
+        latent = self._latent
+        down_TX = self._kv_down(x_TD)
+        kv_TC = ops.rms_norm(down_TX[:, : latent.rank], self._kv_norm_C, _LATENT_EPS)
+        k_T1R = ops.rope(down_TX[:, latent.rank :].unsqueeze(1), cos_sin_T2H)
+        stored_T2H = torch.cat((kv_TC, k_T1R.squeeze(1)), dim=1).view(-1, 2, latent.page_head_dim)
+        attention.write_kv(stored_T2H[:, :1], stored_T2H[:, 1:], pool_layer, meta)
+        if self._q_down is not None:
+            x_TD = ops.rms_norm(self._q_down(x_TD), self._q_norm, _LATENT_EPS)
+        q_TNX = self._q(x_TD).view(-1, self._num_heads, latent.query_dim)
+        q_NTC = torch.bmm(q_TNX[:, :, : latent.nope_dim].transpose(0, 1), self._key_NPC)
+        q_TNH = torch.cat((q_NTC.transpose(0, 1), ops.rope(q_TNX[:, :, latent.nope_dim :], cos_sin_T2H)), dim=2)
+        mixed_TNC = attention.latent_attention(q_TNH, pool_layer, meta, latent.scale, latent.rank)
+        return torch.bmm(mixed_TNC.transpose(0, 1), self._value_NCV).transpose(0, 1).flatten(1)
+
+
+def _halves_last(weight_NOI: torch.Tensor, rope_dim: int) -> torch.Tensor:
+    """The last `rope_dim` rows with the first of each pair of neighbours before all the second ones."""
+    kept, rotated = weight_NOI[:, :-rope_dim], weight_NOI[:, -rope_dim:]
+    return torch.cat((kept, rotated[:, 0::2], rotated[:, 1::2]), dim=1)

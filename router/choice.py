@@ -114,11 +114,16 @@ class KvAware:
                 bonuses[rank] += min(self._weights.replica_s, computes[rank] - least_s)
 
     def _local(self, demand: Demand, receivers: list[_End], has_prefill: bool) -> list[_Pair]:
-        """Decode workers that would compute the prompt themselves."""
+        """Decode workers that would compute the prompt themselves: where there are prefill workers, up to a limit."""
         pairs = []
         num_tokens, cached = demand.num_tokens, demand.cached_tokens.get
         if has_prefill:
-            receivers = [end for end in receivers if _may_compute(end[2], num_tokens - cached(end[2].worker_id, 0))]
+            receivers = [
+                end
+                for end in receivers
+                if (limit := end[2].limits.max_local_tokens) is None
+                or limit >= (num_tokens - cached(end[2].worker_id, 0) or 1)
+            ]
         views = [end[2] for end in receivers]
         computes = prices.all_prefill_s(demand, views)
         harms = [0.0] * len(views) if has_prefill else self._harms(demand, views, computes)
@@ -157,12 +162,6 @@ class KvAware:
 
 def estimate(demand: Demand, view: WorkerView) -> PrefillEstimate:
     return PrefillEstimate(view.worker_id, view.queue_s, prices.prefill_s(demand, view))
-
-
-def _may_compute(view: WorkerView, num_tokens: int) -> bool:
-    """Whether a decode worker takes so much of a prompt upon itself where there are prefill workers."""
-    limit = view.limits.max_local_tokens
-    return limit is None or max(1, num_tokens) <= limit
 
 
 def _estimate(end: _End) -> PrefillEstimate:

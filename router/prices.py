@@ -34,7 +34,7 @@ def all_prefill_s(demand: Demand, views: Sequence[WorkerView], like: WorkerView 
     for view in views:
         computer = like or view
         cost = computer.costs.prefill
-        uncached = max(1, num_tokens - cached(view.worker_id, 0))
+        uncached = num_tokens - cached(view.worker_id, 0) or 1  # no more can be cached than there is
         steps = -(-uncached // (computer.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS))
         seconds = steps * cost.fixed_s + uncached * (cost.token_s + cost.context_s * (num_tokens - uncached / 2))
         if copied and like is None:
@@ -51,7 +51,7 @@ def all_decode_s(demand: Demand, views: Sequence[WorkerView], weight: float) -> 
     for view in views:
         seconds = output_tokens * (view.token_price + num_tokens * view.context_price)
         free = view.load.free_pages - view.sent.num_pages
-        lacking = max(1, num_tokens - cached(view.worker_id, 0))
+        lacking = num_tokens - cached(view.worker_id, 0) or 1
         if lacking > free * view.page_size or view.num_requests >= (view.limits.max_running or view.num_requests + 1):
             seconds += admission_s(demand, view)
         costs.append(seconds)

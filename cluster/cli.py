@@ -48,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
         _add_client(subparsers.add_parser(name, help=text), name, run)
     status = subparsers.add_parser("status", help="show the workers and what they do")
     status.add_argument("--json", action="store_true", help="print the whole answer as JSON")
+    status.add_argument("--wait", type=float, metavar="SECONDS", help="until every worker is ready")
     stop = subparsers.add_parser("stop", help="end the deployment")
     drain = subparsers.add_parser("drain", help="empty a worker and end it; its streams go on elsewhere")
     drain.add_argument("worker", help="as `penstock status` names it, such as decode-1")
@@ -61,7 +62,10 @@ def make_parser() -> argparse.ArgumentParser:
         *operations.add_parsers(subparsers),
         *change_commands.add_parsers(subparsers),
     ):
-        one.add_argument("--admin", default="localhost:50052", metavar="HOST:PORT", help="default: %(default)s")
+        admin = os.environ.get("PENSTOCK_ADMIN", "localhost:50052")
+        one.add_argument(
+            "--admin", default=admin, metavar="HOST:PORT", help="default: $PENSTOCK_ADMIN, else port 50052"
+        )
         one.add_argument("--secret-file", metavar="FILE", help="the deployment's secret, where another account runs it")
         _add_tls(one)
         one.set_defaults(run=command)
@@ -108,7 +112,8 @@ def _add_client(parser: argparse.ArgumentParser, name: str, run: object) -> None
         add("--explain", action="store_true", help="print why its workers were chosen, and what that was to cost")
     else:
         add("--system", metavar="TEXT", help="a system message to begin with")
-    add("--server", default="localhost:50051", metavar="HOST:PORT", help="default: %(default)s")
+    server = os.environ.get("PENSTOCK_SERVER", "localhost:50051")
+    add("--server", default=server, metavar="HOST:PORT", help="or $PENSTOCK_SERVER; default: %(default)s")
     add("--api-key", metavar="KEY", help="default: $PENSTOCK_API_KEY, which other users of the machine cannot read")
     _add_tls(parser)
     add("--lookaside", action="store_true", help="read the answer at its decode worker, if the deployment lets you")

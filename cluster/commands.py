@@ -15,6 +15,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from cluster.admin_token import find_token
+from cluster.settling import all_ready, wait_until
 from cluster.terminal import TIMING_HEADER, format_decision, format_drain, format_status, format_table, timing_row
 from penstock.client import Client, GenerateStream
 from penstock.client_auth import ClientTls, auth_metadata
@@ -137,7 +138,11 @@ def new_key(arguments: Namespace) -> int:
 
 
 def status(arguments: Namespace) -> int:
-    answer = admin_call(arguments, "Status", admin_pb2.StatusRequest(), _STATUS_TIMEOUT_S)
+    if arguments.wait is not None:
+        with admin_stub(arguments) as (stub, metadata):
+            answer = wait_until(stub, metadata, all_ready, arguments.wait)
+    else:
+        answer = admin_call(arguments, "Status", admin_pb2.StatusRequest(), _STATUS_TIMEOUT_S)
     if arguments.json:
         fields = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
         print(json.dumps(fields, indent=2))

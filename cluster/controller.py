@@ -381,7 +381,7 @@ class Controller:
 
     def _publish(self) -> None:
         """Counts the change and wakes everyone who follows."""
-        self.events.observe(slot for pool in self._pools.values() for slot in pool.slots)
+        self.events.observe((slot for pool in self._pools.values() for slot in pool.slots), self.is_ready)
         members = tuple(self._current_members())
         if members != self._members:
             self._members = members

@@ -17,6 +17,7 @@ from penstock.types import Epoch, WorkerId
 MAX_EVENTS = 4096
 GONE = "gone"
 SCALED = "scaled"
+DEPLOYMENT, READY, NOT_READY = "deployment", "ready", "not ready"  # a request would succeed, or would not
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Event:
     unix_time_s: float
     subject: str  # a worker, a pool or the deployment
     epoch: Epoch
-    what: str  # a WorkerState, GONE or SCALED
+    what: str  # a WorkerState, GONE or SCALED; of the deployment READY or NOT_READY
     reason: str
 
 
@@ -76,12 +77,16 @@ class EventLog:
         self._last_number = 0
         self._changed = asyncio.Event()
         self._closed = False
+        self._ready = False
 
-    def observe(self, slots: Iterable[Slot]) -> None:
-        """Notes what has changed since the last time. `slots` are all that there are."""
+    def observe(self, slots: Iterable[Slot], ready: bool = False) -> None:
+        """Notes what has changed since the last time. `slots` are all that there are; `ready` is the deployment."""
         slots = list(slots)
         for one in transitions(self._seen, slots):
             self.note(one.subject, one.what, one.reason, one.epoch)
+        if ready != self._ready:
+            self._ready = ready
+            self.note(DEPLOYMENT, READY if ready else NOT_READY)
         self._seen = {slot.worker_id: Seen(slot.incarnation, slot.state, slot.epoch) for slot in slots}
 
     def note(self, subject: str, what: str, reason: str = "", epoch: Epoch = NO_EPOCH) -> None:

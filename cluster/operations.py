@@ -12,6 +12,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from cluster.commands import admin_call, admin_stub
+from cluster.settling import pool_settled, wait_until
 from penstock.errors import InvalidInput
 from penstock.v1 import admin_pb2
 
@@ -28,6 +29,7 @@ def add_parsers(subparsers: Any) -> list[tuple[ArgumentParser, Command]]:
     scale_parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="SECONDS", help="of each drain; default: %(default)s"
     )
+    scale_parser.add_argument("--wait", type=float, metavar="SECONDS", help="until the pool has that size")
     events_parser = subparsers.add_parser("events", help="what happened to the workers, and why")
     events_parser.add_argument("-f", "--follow", action="store_true", help="go on with what happens next")
     events_parser.add_argument("--after", type=int, default=0, metavar="NUMBER", help="of the last event that you have")
@@ -75,12 +77,18 @@ def scale(arguments: Namespace) -> int:
         raise InvalidInput("timeout", f"is {arguments.timeout:g}; give a number of seconds above 0")
     request = admin_pb2.ScaleRequest(pool=arguments.pool, replicas=arguments.replicas, timeout_s=arguments.timeout)
     answer = admin_call(arguments, "Scale", request, _CALL_TIMEOUT_S)
+    if arguments.wait is not None:
+        with admin_stub(arguments) as (stub, metadata):
+            settled = pool_settled(arguments.pool, arguments.replicas)
+            wait_until(stub, metadata, settled, arguments.wait)
     if arguments.json:
         print(to_json(answer))
         return 0
     workers = "worker" if answer.replicas == 1 else "workers"
     print(f"{arguments.pool}: {answer.replicas_before} -> {answer.replicas} {workers}")
-    if answer.draining:
+    if arguments.wait is not None:
+        print("it has that size now")
+    elif answer.draining:
         print(f"drained, then ended: {', '.join(answer.draining)}; their streams go on elsewhere")
     elif answer.replicas > answer.replicas_before:
         print("new ones are starting; `penstock events -f` tells when they are ready")

@@ -17,6 +17,7 @@ from penstock.types import Epoch, WorkerId
 MAX_EVENTS = 4096
 GONE = "gone"
 SCALED = "scaled"
+STOPPED = "stopped"  # what the controller gives as the reason where it ended a worker itself
 DEPLOYMENT, READY, NOT_READY = "deployment", "ready", "not ready"  # a request would succeed, or would not
 
 
@@ -53,7 +54,8 @@ def transitions(before: Mapping[WorkerId, Seen], slots: Iterable[Slot]) -> list[
     found = [Transition(one, seen.epoch, GONE, "") for one, seen in before.items() if one not in now]
     for worker_id, slot in now.items():
         seen = before.get(worker_id)
-        if seen is None or (seen.incarnation, seen.state) != (slot.incarnation, slot.state):
+        ends_in_order = slot.is_leaving and slot.detail == STOPPED  # it is gone in a moment, and that is told
+        if (seen is None or (seen.incarnation, seen.state) != (slot.incarnation, slot.state)) and not ends_in_order:
             found.append(Transition(worker_id, slot.epoch, slot.state.value, _reason(seen, slot)))
     return found
 

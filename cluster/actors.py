@@ -157,7 +157,7 @@ class ServerActor:
         try:
             self._server = _make_server(self._kind, self._config)
             self._made.set()
-            return StartReport(await self._server.start(report), node_id)
+            return StartReport(await self._server.start(report), node_id, incarnation=incarnation)
         except PenstockError as error:
             return StartReport(None, node_id, to_status(error).SerializeToString())
         except Exception as error:
@@ -174,7 +174,8 @@ class ServerActor:
         assert self._server is not None
         node_id = ray.get_runtime_context().get_node_id()
         try:
-            return StartReport(await self._server.flip(incarnation.worker_id, Role(incarnation.pool_name)), node_id)
+            started = await self._server.flip(incarnation.worker_id, Role(incarnation.pool_name))
+            return StartReport(started, node_id, incarnation=incarnation)
         except PenstockError as error:
             return StartReport(None, node_id, to_status(error).SerializeToString())
         except Exception as error:

@@ -60,6 +60,9 @@ class StartReport:
     started: Started | None
     node_id: str
     error: bytes = b""
+    incarnation: Incarnation | None = (
+        None  # that it serves as; not always the one it is named after, since roles change
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,12 @@ class RayProcess:
         finally:
             living.cancel()
             answering.cancel()
+
+    @property
+    def serves_as(self) -> Incarnation:
+        """Which incarnation it is, as it says itself; before it has said so, the one it was made for."""
+        told = self._report.incarnation if self._report is not None else None
+        return told or self._spec.incarnation
 
     async def _outlive(self) -> str:
         try:

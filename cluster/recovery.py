@@ -6,17 +6,17 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from cluster.controller import ROUTER, Found
+from cluster.controller import ROUTER, Found, SupervisedProcess
 from cluster.pool import Incarnation
 from cluster.ray_placement import group_names, release_now
-from cluster.ray_process import NAMESPACE, RayProcess
+from cluster.ray_process import NAMESPACE
 from penstock.errors import PenstockError
 from penstock.types import Role, WorkerId
 
@@ -32,14 +32,28 @@ def parse_name(name: str) -> Incarnation | None:
     return Incarnation(WorkerId(match[1]), int(match[2])) if match else None
 
 
-async def find_running(make_process: Callable[[Incarnation, ActorHandle], RayProcess]) -> list[Found]:
+class Process(SupervisedProcess, Protocol):
+    @property
+    def serves_as(self) -> Incarnation:
+        """By its own word, once it has answered."""
+        ...
+
+
+async def find_running(make_process: Callable[[Incarnation, ActorHandle], Process]) -> list[Found]:
     """The newest incarnation of each worker and router that Ray knows; older ones are ended."""
     actors = await asyncio.to_thread(_named_actors)
-    newest = {one.worker_id: one for one in sorted(actors, key=lambda one: one.number)}
-    current = set(newest.values())
-    await asyncio.to_thread(_remove, [actors[one] for one in actors if one not in current], _stray_groups(current))
-    found = [(one, make_process(one, actors[one])) for one in sorted(current, key=lambda one: one.place)]
-    return list(await asyncio.gather(*(_ask(one, process) for one, process in found)))
+    asked = await asyncio.gather(*(_ask(make_process(name, actor)) for name, actor in actors.items()))
+    current = newest(dict(zip(actors, asked, strict=True)))
+    outdated = [actor for name, actor in actors.items() if name not in current]
+    await asyncio.to_thread(_remove, outdated, _stray_groups(current))
+    return sorted(current.values(), key=lambda one: one.incarnation.place)
+
+
+def newest(found: Mapping[Incarnation, Found]) -> dict[Incarnation, Found]:
+    """Of each worker its last incarnation, by the names of their actors."""
+    order = sorted(found, key=lambda name: found[name].incarnation.number)
+    last = {found[name].incarnation.worker_id: name for name in order}
+    return {name: found[name] for name in last.values()}
 
 
 async def remove_everything() -> None:
@@ -48,14 +62,15 @@ async def remove_everything() -> None:
     await asyncio.to_thread(_remove, list(actors.values()), _stray_groups(set()))
 
 
-async def _ask(incarnation: Incarnation, process: RayProcess) -> Found:
+async def _ask(process: Process) -> Found:
     """One that does not answer is taken over all the same: its supervision finds out."""
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
-            return Found(incarnation, process, await process.start())
+            started = await process.start()
+        return Found(process.serves_as, process, started)
     except (PenstockError, TimeoutError) as error:
-        log.info("%s does not say that it is ready: %s", incarnation.worker_id, error or "no answer")
-        return Found(incarnation, process, None)
+        log.info("%s does not say that it is ready: %s", process.serves_as.worker_id, error or "no answer")
+        return Found(process.serves_as, process, None)
 
 
 def _named_actors() -> dict[Incarnation, ActorHandle]:

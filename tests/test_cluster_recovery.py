@@ -9,7 +9,7 @@ from cluster.controller import Controller, Found, Started
 from cluster.feasibility import Node, why_unplaced
 from cluster.pool import Incarnation
 from cluster.record import FIRST_RECORD, Record
-from cluster.recovery import parse_name
+from cluster.recovery import newest, parse_name
 from cluster.shares import Share
 from penstock.types import Epoch, WorkerId
 from tests.test_cluster_controller import CONFIG, World, worker
@@ -136,6 +136,20 @@ def test_ours_are_told_by_their_names() -> None:
     assert parse_name("decode-12.3") == Incarnation(WorkerId("decode-12"), 3)
     assert parse_name("router-0.1") == Incarnation(WorkerId("router-0"), 1)
     assert [parse_name(name) for name in ("controller", "decode-1", "xdecode-1.2", "decode-1.2.3")] == [None] * 4
+
+
+async def test_one_that_has_changed_its_role_is_known_by_what_it_says_and_not_by_its_name() -> None:
+    world = World()
+
+    def found(pool: str, place: int, number: int) -> Found:
+        incarnation = Incarnation(WorkerId(f"{pool}-{place}"), number)
+        return Found(incarnation, world.spawn(incarnation), None)
+
+    names = [Incarnation(WorkerId("decode-1"), 1), Incarnation(WorkerId("decode-1"), 2)]
+    flipped, successor = found("prefill", 1, 1), found("decode", 1, 2)
+    assert newest({names[0]: flipped, names[1]: successor}) == {names[0]: flipped, names[1]: successor}
+    old = found("decode", 1, 1)
+    assert newest({names[1]: successor, names[0]: old}) == {names[1]: successor}
 
 
 def test_why_a_worker_is_not_placed() -> None:

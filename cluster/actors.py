@@ -248,7 +248,14 @@ class ControllerActor:
         """Begins to start everything. Returns the Admin service's host:port, or a google.rpc.Status."""
         if self._beginning is None:
             self._beginning = asyncio.create_task(self._begin())
-        failure = await asyncio.shield(self._beginning)
+        try:
+            failure = await asyncio.shield(self._beginning)
+        except Exception:
+            if not self._is_successor:
+                raise
+            # Nobody hears of it: what runs would stay without a controller. The next one tries again.
+            log.exception("taking over what runs failed")
+            os._exit(1)
         return self._admin_address, failure
 
     async def _begin(self) -> bytes:

@@ -29,6 +29,9 @@ def add_parsers(subparsers: Any) -> list[tuple[ArgumentParser, Command]]:
     scale_parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="SECONDS", help="of each drain; default: %(default)s"
     )
+    scale_parser.add_argument(
+        "--hold", type=float, default=0.0, metavar="SECONDS", help="that an autoscaler leaves it so; 0: its default"
+    )
     scale_parser.add_argument("--wait", type=float, metavar="SECONDS", help="until the pool has that size")
     events_parser = subparsers.add_parser("events", help="what happened to the workers, and why")
     events_parser.add_argument("-f", "--follow", action="store_true", help="go on with what happens next")
@@ -37,10 +40,21 @@ def add_parsers(subparsers: Any) -> list[tuple[ArgumentParser, Command]]:
         one.add_argument("--json", action="store_true", help="print JSON, a line each")
     return [
         (scale_parser, scale),
+        (_add_explain(subparsers), explain),
         (events_parser, events),
         (_add_doctor(subparsers), doctor),
         (_add_top(subparsers), top),
     ]
+
+
+def _add_explain(subparsers: Any) -> ArgumentParser:
+    parser: ArgumentParser = subparsers.add_parser("explain", help="why the autoscaler did what it did, or nothing")
+    add = parser.add_argument
+    add("pool", nargs="?", default="", help="prefill or decode; default: both")
+    add("-n", "--count", type=int, default=1, metavar="N", help="newest records of each pool; default: %(default)s")
+    add("--changes", action="store_true", help="only those that changed something, or would have in a dry run")
+    add("--json", action="store_true", help="print the whole answer as JSON")
+    return parser
 
 
 def _add_top(subparsers: Any) -> ArgumentParser:
@@ -75,7 +89,11 @@ def scale(arguments: Namespace) -> int:
         raise InvalidInput("replicas", f"is {arguments.replicas}; give 0 or more")
     if arguments.timeout <= 0:
         raise InvalidInput("timeout", f"is {arguments.timeout:g}; give a number of seconds above 0")
-    request = admin_pb2.ScaleRequest(pool=arguments.pool, replicas=arguments.replicas, timeout_s=arguments.timeout)
+    if arguments.hold < 0:
+        raise InvalidInput("hold", f"is {arguments.hold:g}; give 0 or more seconds")
+    request = admin_pb2.ScaleRequest(
+        pool=arguments.pool, replicas=arguments.replicas, timeout_s=arguments.timeout, hold_s=arguments.hold
+    )
     answer = admin_call(arguments, "Scale", request, _CALL_TIMEOUT_S)
     if arguments.wait is not None:
         with admin_stub(arguments) as (stub, metadata):
@@ -93,6 +111,32 @@ def scale(arguments: Namespace) -> int:
     elif answer.replicas > answer.replicas_before:
         print("new ones are starting; `penstock events -f` tells when they are ready")
     return 0
+
+
+def explain(arguments: Namespace) -> int:
+    if arguments.count < 1:
+        raise InvalidInput("count", f"is {arguments.count}; give 1 or more")
+    request = admin_pb2.ExplainRequest(pool=arguments.pool, limit=arguments.count, changes=arguments.changes)
+    answer = admin_call(arguments, "Explain", request, _CALL_TIMEOUT_S)
+    if arguments.json:
+        print(to_json(answer))
+        return 0
+    print(f"the autoscaler is {answer.mode}")
+    for record in answer.records:
+        print(format_record(record))
+    return 0
+
+
+def format_record(record: admin_pb2.ScaleRecord) -> str:
+    """What was decided and why, then the figures that it rests on."""
+    when = datetime.fromtimestamp(record.unix_time_s).strftime("%Y-%m-%d %H:%M:%S")
+    change = f"{record.current} -> {record.decided}" if record.decided != record.current else f"{record.current}"
+    lines = [f"{when}  {record.pool} {record.verdict}, {change} workers, {record.wanted} wanted: {record.reason}"]
+    if record.figures:
+        lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in sorted(record.figures.items())))
+    if record.failed:
+        lines.append(f"  it could not be done: {record.failed}")
+    return "\n".join(lines)
 
 
 def top(arguments: Namespace) -> int:

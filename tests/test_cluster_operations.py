@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from cluster.admin_service import start_admin_server
 from cluster.cli import main
 from cluster.events import EventLog
+from cluster.operations import format_record
 from cluster.pool import Incarnation, Pool, Slot, WorkerState
 from cluster.victims import choose_victims
 from penstock.errors import InvalidInput
 from penstock.types import Epoch, WorkerId
-from penstock.v1 import worker_pb2
+from penstock.v1 import admin_pb2, worker_pb2
 from tests.test_cluster_controller import World, worker
 from tests.test_cluster_pool import make_ready, started
 
@@ -200,3 +201,17 @@ async def test_events_are_printed_with_time_subject_and_reason(capsys: pytest.Ca
         assert [int(event["number"]) for event in events] == list(range(1, len(events) + 1))
         assert events[-1]["what"] == "gone"
         assert Epoch(int(events[-1]["epoch"])) > 0
+
+
+async def test_explain_prints_what_was_decided_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    async with served() as (_, address):
+        assert await command("explain", "--admin", address) == 0
+        assert capsys.readouterr().out.splitlines()[0].startswith("the autoscaler is ")
+        assert await command("explain", "router", "--admin", address) == 2
+        assert "pool: is 'router'; give prefill or decode" in capsys.readouterr().err
+    record = admin_pb2.ScaleRecord(pool="decode", current=2, wanted=4, decided=3, verdict="up", reason="pages run out")
+    record.figures["pages"] = 0.91234
+    record.failed = "no room"
+    head, figures, failed = format_record(record).splitlines()
+    assert head.endswith("  decode up, 2 -> 3 workers, 4 wanted: pages run out")
+    assert (figures, failed) == ("  pages 0.9123", "  it could not be done: no room")

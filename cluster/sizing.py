@@ -22,6 +22,7 @@ _MOST_GROWTH = 2.0  # by forecast, over what came of late
 _MOST_CORRECTION = 1.5
 _CORRECTION_UP = 0.05  # of a decision at which fewer requests were in time than planned
 _CORRECTION_DOWN_S = 600.0
+_CLEARLY = 3.0  # times as many late ones as planned: of the few that end in a minute, one says little
 _BIG_PROMPTS = 2.0  # times the mean: what a large one takes to compute is off what it may wait
 
 
@@ -44,7 +45,7 @@ class PrefillSizer:
     def learn(self, one: Bin, after_s: float, share_in_time: float | None) -> None:
         """`share_in_time` of the requests that got their first token of late; None: none did."""
         self._trend.add(one.prefill_per_s, after_s)
-        if share_in_time is not None and share_in_time < self._config.attainment:
+        if share_in_time is not None and 1 - share_in_time > _CLEARLY * (1 - self._config.attainment):
             self._correction = min(_MOST_CORRECTION, self._correction + _CORRECTION_UP)
         else:
             self._correction += (1.0 - self._correction) * min(1.0, after_s / _CORRECTION_DOWN_S)
@@ -95,9 +96,9 @@ class PrefillSizer:
 
         A burst is taken to go on as long as it looks when seen over twice that time: what is over by then needs nobody.
         """
-        rate = _mean([one.prefill_per_s for one in history.recent(max(10.0, 2 * start_s))])
+        rate = _mean([one.prefill_per_s for one in history.recent(max(_RECENT_S, 2 * start_s))])
         left = max(0.0, backlog + (rate - serving * per_s) * start_s)
-        if left <= serving * per_s * slack_s / 2:
+        if left <= serving * per_s * slack_s:
             return 0
         return math.ceil((rate + left / max(slack_s, start_s)) / per_s)
 
@@ -110,7 +111,7 @@ class DecodeSizer:
 
     def learn(self, one: Bin, after_s: float, share_in_time: float | None) -> None:
         self._trend.add(one.decode_per_s, after_s)
-        if share_in_time is not None and share_in_time < self._config.attainment:
+        if share_in_time is not None and 1 - share_in_time > _CLEARLY * (1 - self._config.attainment):
             self._correction = min(_MOST_CORRECTION, self._correction + _CORRECTION_UP)
         else:
             self._correction += (1.0 - self._correction) * min(1.0, after_s / _CORRECTION_DOWN_S)

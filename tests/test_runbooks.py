@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +21,7 @@ import pytest
 
 from cluster import cli
 from cluster.launch import RayDeployment, launch
+from penstock import Client
 from penstock.config import PoolConfig, ServeConfig
 from router.index_metrics import IndexCollector
 from router.metrics import RouterMetrics
@@ -39,6 +44,7 @@ PAGES = (
     "router-lost",
     "ray-head-lost",
     "tenant-abuse",
+    "upgrade-a-model",
 )
 KILLED = {"pool-is-down": "prefill-0", "router-lost": "router-0"}  # before the page is followed
 
@@ -157,6 +163,38 @@ def run(command: str, http_address: str) -> tuple[int, str]:
     return status, printed.getvalue()
 
 
+@contextlib.contextmanager
+def traffic(address: str) -> Iterator[None]:
+    """Requests from a few callers, each prompt new to every cache; none may fail."""
+    ended = threading.Event()
+
+    def ask(caller: int) -> None:
+        with Client(address, timeout_s=60) as client:
+            for number in itertools.count():
+                if ended.is_set():
+                    return
+                client.complete(f"{caller} and {number} little pigs went to the market.", max_tokens=20)
+
+    with ThreadPoolExecutor() as pool:
+        callers = [pool.submit(ask, caller) for caller in range(4)]
+        try:
+            yield
+        finally:
+            ended.set()
+    for one in callers:
+        one.result()
+
+
+@pytest.fixture(scope="module")
+def next_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model under another revision."""
+    folder = tmp_path_factory.mktemp("models") / "penstock-tiny"
+    shutil.copytree(ROOT / "models" / "penstock-tiny", folder)
+    config = folder / "config.json"
+    config.write_text(config.read_text() + "\n")
+    return folder
+
+
 def kill(deployment: RayDeployment, worker_id: str) -> None:
     """Returns once the controller has noticed."""
     victim = next(one for one in deployment.status().workers if one.member.worker_id == worker_id)
@@ -170,13 +208,20 @@ def kill(deployment: RayDeployment, worker_id: str) -> None:
 @pytest.mark.cluster
 @pytest.mark.parametrize("name", PAGES)
 def test_the_commands_do_what_the_page_says(
-    name: str, deployment: RayDeployment, monkeypatch: pytest.MonkeyPatch
+    name: str, deployment: RayDeployment, next_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_ADMIN", deployment.admin_address)
     monkeypatch.setenv("PENSTOCK_SERVER", deployment.grpc_address)
     if name in KILLED:
         kill(deployment, KILLED[name])
-    for step in steps_of((FOLDER / f"{name}.md").read_text()):
-        status, output = run(step.command, deployment.http_address)
-        assert matches(step.expected, output), f"$ {step.command}\n{output}\n--- is not ---\n{step.expected}"
-        assert status == 0, output
+    around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if name == "upgrade-a-model":  # with half the workers, each of which is started anew
+        for pool in ("prefill", "decode"):
+            assert run(f"penstock scale {pool} 1 --wait 60", "")[0] == 0
+        around = traffic(deployment.grpc_address)
+    with around:
+        for step in steps_of((FOLDER / f"{name}.md").read_text()):
+            command = step.command.replace("/models/next", str(next_model))
+            status, output = run(command, deployment.http_address)
+            assert matches(step.expected, output), f"$ {command}\n{output}\n--- is not ---\n{step.expected}"
+            assert status == 0, output

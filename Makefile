@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 
-.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-autoscale gpu-check clean
+.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-autoscale bench-flips gpu-check clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench-replay   every policy on every trace in virtual time   (PENSTOCK_TRACES=DIR for recorded ones)"
 	@echo "make bench-faults   workers, routers, a node and the controller killed or frozen: noticed when, replaced when"
 	@echo "make bench-autoscale   the autoscaler beside one that goes by queue lengths, in virtual time"
+	@echo "make bench-flips    50 role flips, scale-downs and restarts under load, every token compared"
 	@echo "make simulate       thousands of seeded faults in virtual time, every invariant checked   (SEEDS=N)"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
 
@@ -73,6 +74,9 @@ bench-faults: setup
 
 bench-autoscale: setup
 	$(PY) -m benchmarks.autoscale
+
+bench-flips: setup
+	$(PY) -m benchmarks.flips
 
 bench-transfer: setup
 	$(PY) -m benchmarks.transfer

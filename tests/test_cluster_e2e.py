@@ -242,6 +242,23 @@ def test_a_decode_worker_is_drained_under_load_and_no_request_fails(
     assert replaced.num_restarts == 0
 
 
+def test_a_worker_changes_its_role_in_its_process(
+    deployment: RayDeployment, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = ask(client).token_ids
+    before = worker(deployment.status(), "prefill-0")
+    admin = ["--admin", deployment.admin_address]
+    assert cli.main(["flip", "prefill-0", "decode", "--json", *admin]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (told[-1]["stage"], told[-1]["worker_id"]) == ("ready", "decode-2")
+    assert worker(deployment.status(), "decode-2").pid == before.pid
+    assert ask(client).token_ids == undisturbed
+    assert cli.main(["flip", "decode-2", "prefill", *admin]) == 0
+    assert "decode-2 serves as prefill-0" in capsys.readouterr().out
+    assert worker(deployment.status(), "prefill-0").pid == before.pid
+    assert ask(client).token_ids == undisturbed
+
+
 def test_strangers_are_refused_and_no_log_holds_a_prompt_or_a_secret(deployment: RayDeployment, client: Client) -> None:
     """By default, without any setting: of Ray's own logs too."""
     marker = "xylophone-7361"

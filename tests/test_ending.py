@@ -1,0 +1,145 @@
+"""What signals do to processes: SIGTERM lets what is under way end, SIGINT ends at once; live is not ready."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.processes import Deployment, Process
+from penstock.completions import Result
+from penstock.config import RouterConfig
+from penstock.errors import Unavailable
+from penstock.grpc_server import LIVE, make_channel
+from penstock.types import Role
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from tests.serving import worker_config
+from tests.test_faults import MODEL, TIMEOUT_S, client, load_of
+
+PROMPT = [(7 * i) % 900 + 20 for i in range(60)]
+ENGINE = {"num_pages": 256, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def deployment() -> Iterator[Deployment]:
+    with Deployment() as made:
+        yield made
+
+
+def start_workers(deployment: Deployment, *names: str) -> list[Process]:
+    local = {"placement": "local"}
+    return deployment.start_workers(
+        [worker_config(Role.DECODE, MODEL, name, engine=ENGINE, decode=local) for name in names]
+    )
+
+
+def start_router(deployment: Deployment, *workers: Process) -> Process:
+    addresses = tuple(one.address for one in workers)
+    return deployment.start_router(RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses))
+
+
+async def ask(router: Process, max_tokens: int = 200) -> Result:
+    async with client(router) as made:
+        return await made.complete(PROMPT, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+async def until_busy(worker: Process) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while (await load_of(worker)).num_running == 0:  # noqa: ASYNC110 - the worker is asked
+            await asyncio.sleep(0.01)
+
+
+async def health(address: str, name: str) -> int:
+    async with make_channel(address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+        return int(answer.status)
+
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_worker_that_is_told_to_end_finishes_what_it_has_and_is_live_but_not_ready(
+    deployment: Deployment,
+) -> None:
+    leaving, staying = start_workers(deployment, "leaving", "staying")
+    router = start_router(deployment, leaving, staying)
+    held = [asyncio.create_task(ask(router, max_tokens=900)) for _ in range(4)]
+    for worker in (leaving, staying):
+        await until_busy(worker)
+    leaving.signal(signal.SIGTERM)
+    async with asyncio.timeout(TIMEOUT_S):
+        while await health(leaving.address, "") == SERVING:  # noqa: ASYNC110 - the worker is asked
+            await asyncio.sleep(0.01)
+    assert await health(leaving.address, LIVE) == SERVING
+    assert (await load_of(leaving)).leaving
+    in_a_row = 0
+    async with asyncio.timeout(TIMEOUT_S):
+        while in_a_row < 6:  # once the router has heard of it, it chooses the other one
+            served_by = (await ask(router, max_tokens=5)).timing.decode_worker
+            in_a_row = in_a_row + 1 if served_by == "staying" else 0
+    results = [await one for one in held]
+    assert {result.timing.decode_worker for result in results} == {"leaving", "staying"}
+    assert [(len(one.token_ids), one.timing.num_redispatches) for one in results] == [(900, 0)] * 4
+    assert await asyncio.to_thread(leaving.popen.wait, TIMEOUT_S) == 0
+    for process in (router, staying):
+        process.signal(signal.SIGINT)  # at once
+        assert await asyncio.to_thread(process.popen.wait, TIMEOUT_S) == 0
+
+
+async def test_a_router_that_is_told_to_end_takes_nothing_new_and_finishes_its_streams(deployment: Deployment) -> None:
+    (worker,) = start_workers(deployment, "decode-0")
+    router = start_router(deployment, worker)
+    async with httpx.AsyncClient(base_url=f"http://{router.http}") as http:
+        assert (await http.get("/health/live")).status_code == (await http.get("/health/ready")).status_code == 200
+        body = {"model": "penstock-tiny", "prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body, timeout=TIMEOUT_S) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            asking = asyncio.create_task(ask(router, max_tokens=600))
+            await until_busy(worker)
+            while (await load_of(worker)).num_running < 2:  # noqa: ASYNC110 - the worker is asked
+                await asyncio.sleep(0.01)
+            router.signal(signal.SIGTERM)
+            assert [line async for line in lines if line][-1] == "data: [DONE]"
+    assert len((await asking).token_ids) == 600
+    assert await asyncio.to_thread(router.popen.wait, TIMEOUT_S) == 0
+    with pytest.raises(Unavailable):
+        await ask(router)
+    worker.signal(signal.SIGTERM)  # idle: no reason to wait
+    assert await asyncio.to_thread(worker.popen.wait, TIMEOUT_S) == 0
+
+
+async def test_a_plain_process_changes_its_role(
+    deployment: Deployment, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("host") / "worker.json"
+    path.write_text(worker_config(Role.PREFILL, MODEL, "prefill-0", engine=ENGINE).model_dump_json())
+    command = [sys.executable, "-m", "cluster.worker", "--config", str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)  # noqa: ASYNC220 - as `Process` holds one
+    try:
+        assert process.stdout is not None
+        ready = json.loads(await asyncio.to_thread(process.stdout.readline))
+        assert ready["role"] == "prefill"
+        async with make_channel(ready["host"]) as channel:
+            host = worker_pb2_grpc.WorkerHostStub(channel)
+            flipped = await host.Flip(
+                worker_pb2.HostFlipRequest(worker_id="decode-0", role="decode"), timeout=TIMEOUT_S
+            )
+            with pytest.raises(grpc.aio.AioRpcError, match="give prefill or decode"):
+                await host.Flip(worker_pb2.HostFlipRequest(worker_id="decode-0", role="router"), timeout=TIMEOUT_S)
+        assert flipped.epoch > ready["epoch"]
+        worker = Process(process, {"address": flipped.address}, path)
+        result = await ask(start_router(deployment, worker), max_tokens=5)
+        assert result.timing.decode_worker == "decode-0"
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.to_thread(process.wait, TIMEOUT_S) == 0
+        process.stdout.close()

@@ -43,12 +43,17 @@ def start_workers(deployment: Deployment, *names: str) -> list[Process]:
 
 def start_router(deployment: Deployment, *workers: Process) -> Process:
     addresses = tuple(one.address for one in workers)
-    return deployment.start_router(RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses))
+    config = RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses, policy="round-robin")
+    return deployment.start_router(config)
 
 
 async def ask(router: Process, max_tokens: int = 200) -> Result:
     async with client(router) as made:
         return await made.complete(PROMPT, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+async def served_by(router: Process) -> str:
+    return (await ask(router, max_tokens=2)).timing.decode_worker
 
 
 async def until_busy(worker: Process) -> None:
@@ -71,6 +76,9 @@ async def test_a_worker_that_is_told_to_end_finishes_what_it_has_and_is_live_but
 ) -> None:
     leaving, staying = start_workers(deployment, "leaving", "staying")
     router = start_router(deployment, leaving, staying)
+    async with asyncio.timeout(TIMEOUT_S):
+        while await served_by(router) == await served_by(router):  # until it knows both
+            continue
     held = [asyncio.create_task(ask(router, max_tokens=900)) for _ in range(4)]
     for worker in (leaving, staying):
         await until_busy(worker)
@@ -83,8 +91,7 @@ async def test_a_worker_that_is_told_to_end_finishes_what_it_has_and_is_live_but
     in_a_row = 0
     async with asyncio.timeout(TIMEOUT_S):
         while in_a_row < 6:  # once the router has heard of it, it chooses the other one
-            served_by = (await ask(router, max_tokens=5)).timing.decode_worker
-            in_a_row = in_a_row + 1 if served_by == "staying" else 0
+            in_a_row = in_a_row + 1 if await served_by(router) == "staying" else 0
     results = [await one for one in held]
     assert {result.timing.decode_worker for result in results} == {"leaving", "staying"}
     assert [(len(one.token_ids), one.timing.num_redispatches) for one in results] == [(900, 0)] * 4

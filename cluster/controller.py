@@ -26,7 +26,7 @@ from cluster.proving import Poisoned
 from cluster.record import FIRST_RECORD, Record
 from cluster.revisions import check_upgrade, read_revision
 from cluster.scaling import Scaling
-from cluster.upgrade import ENDED, Plan, Upgrade
+from cluster.upgrade import ENDED, Plan, Upgrade, cohort_of
 from cluster.victims import choose_victims
 from penstock import wire
 from penstock.config import ServeConfig
@@ -134,7 +134,7 @@ class Controller:
         self._config = _with_model(config, record.model) if record.model else config
         self._next_config = self._config  # of the new workers of an upgrade
         self._upgrade: Upgrade | None = None
-        self._shares: Mapping[str, float] = {}  # of new requests, by model revision, while two are served
+        self._shares: Mapping[str, float] = {}  # of new requests, by cohort, while two serve
         self._record, self._save = record, save
         self._proving = proving
         self._spawn = spawn
@@ -421,7 +421,7 @@ class Controller:
 
     def _current_members(self) -> list[Member]:
         return [
-            Member(slot.worker_id, slot.epoch, role, slot.address)
+            Member(slot.worker_id, slot.epoch, role, slot.address, cohort_of(self._current_upgrade(), slot.worker_id))
             for role in Role
             for slot in self._pools[role.value].ready()
         ]
@@ -601,7 +601,7 @@ class Controller:
         if self._drains:
             raise InvalidInput("model", "cannot change while workers are drained; wait for their end")
         self._next_config = _with_model(self._config, plan.model)
-        self._upgrade = Upgrade(plan, self, old.model, new.model)
+        self._upgrade = Upgrade(plan, self)
         self._keep(self._run_upgrade(self._upgrade))
         return self._upgrade
 

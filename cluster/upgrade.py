@@ -1,7 +1,8 @@
 """A rolling upgrade: new workers beside the old ones, a gate, then one by one in their place; or back to where it was.
 
-New workers serve a share of the requests, whole ones: pages of two revisions have different hashes and never meet, and
-a request that has begun with one revision ends with it. Nothing is taken away before the gate has opened, and where new
+New workers are a cohort of their own, whether they differ by model revision or by code alone, and serve a share of the
+requests, whole ones. Pages of two revisions have different hashes and never meet, and a request that has begun with one
+revision ends with it; pages of one revision may be used on both sides where their layouts agree. Nothing is taken away before the gate has opened, and where new
 workers fail, before or after it, old ones come back first. Every worker that goes is emptied first. No Ray.
 """
 
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 from cluster.drain import Drain
 from cluster.pool import Slot, WorkerState
 from cluster.promotion import Decision, Gate, Sample, add_up, errors, judge
-from penstock.types import Role, WorkerId
+from penstock.types import NEW_COHORT, OLD_COHORT, Role, WorkerId
 from penstock.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Fleet(Protocol):
         ...
 
     def set_shares(self, shares: Mapping[str, float]) -> None:
-        """Of new requests, by model revision; none: routers need not choose."""
+        """Of new requests, by cohort; none: routers need not choose."""
         ...
 
     async def next_change(self) -> None: ...
@@ -92,14 +93,13 @@ class _Failed(Exception):
 class Upgrade:
     """`run` brings it to its end, whichever that is."""
 
-    def __init__(self, plan: Plan, fleet: Fleet, old_revision: str, new_revision: str) -> None:
+    def __init__(self, plan: Plan, fleet: Fleet) -> None:
         self.plan = plan
         self.new: set[WorkerId] = set()
         self.replicas = {role: sum(not one.is_leaving for one in fleet.slots(role)) for role in Role}
         self.progress = UpgradeProgress()
         self.decided = False  # the old workers are to go: whoever takes over goes on
         self._fleet = fleet
-        self._revisions = (old_revision, new_revision)
         self._began_s = time.monotonic()
         self._changed = asyncio.Event()
         self._aborted = ""
@@ -111,6 +111,7 @@ class Upgrade:
 
     async def run(self) -> None:
         try:
+            self._set_shares(1.0, 0.0)  # nobody is asked before the gate looks
             for role in (Role.DECODE, Role.PREFILL):  # a prefill worker is proven through a decode worker of its kind
                 if self.replicas[role]:
                     await self._grow(role)
@@ -251,9 +252,7 @@ class Upgrade:
         return [one for one in self._old(role) if one.state is WorkerState.READY]
 
     def _set_shares(self, old: float, new: float) -> None:
-        """Where the revisions are one, workers of both kinds serve together and nobody has to choose."""
-        if self._revisions[0] != self._revisions[1]:
-            self._fleet.set_shares({self._revisions[0]: float(old), self._revisions[1]: float(new)})
+        self._fleet.set_shares({OLD_COHORT: float(old), NEW_COHORT: float(new)})
 
     def _tell(self, **changes: Any) -> None:
         ready = [slot.worker_id in self.new for slot in self._all() if slot.state is WorkerState.READY]
@@ -262,3 +261,8 @@ class Upgrade:
             self.progress = replace(told, elapsed_s=time.monotonic() - self._began_s)
             self._changed.set()
             self._changed = asyncio.Event()
+
+
+def cohort_of(upgrade: Upgrade | None, worker_id: WorkerId) -> str:
+    """Its place in `Fleet.set_shares`, while `upgrade` is under way."""
+    return NEW_COHORT if upgrade is not None and worker_id in upgrade.new else OLD_COHORT

@@ -87,6 +87,9 @@ class TransferKey:
     receiver_epoch: Epoch
 
 
+OLD_COHORT, NEW_COHORT = "", "new"  # of members; without an upgrade all are in the first
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One worker incarnation that takes work."""
@@ -95,6 +98,7 @@ class Member:
     epoch: Epoch
     role: Role
     address: str  # host:port of its gRPC server
+    cohort: str = ""  # NEW_COHORT while an upgrade proves it beside the old workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,9 +184,13 @@ def labels_from_wire(wire: worker_pb2.Labels) -> Labels:
 
 def member_to_wire(member: Member) -> admin_pb2.Member:
     return admin_pb2.Member(
-        worker_id=member.worker_id, epoch=member.epoch, role=member.role.value, address=member.address
+        worker_id=member.worker_id,
+        epoch=member.epoch,
+        role=member.role.value,
+        address=member.address,
+        cohort=member.cohort,
     )
 
 
 def member_from_wire(wire: admin_pb2.Member) -> Member:
-    return Member(WorkerId(wire.worker_id), Epoch(wire.epoch), Role(wire.role), wire.address)
+    return Member(WorkerId(wire.worker_id), Epoch(wire.epoch), Role(wire.role), wire.address, wire.cohort)

@@ -262,11 +262,12 @@ class TokenStream:
         leg.submit(chosen.link, self._submission(leg, placed.candidates, timeout_s))
 
     async def _wait_for_group(self, leg: Leg) -> Group:
-        """Workers of the revision that the request began with."""
+        """Workers of the revision that the request began with, and of its cohort until one of them lets it down."""
         revision = self._request.model_revision
+        cohort = None if leg.num_redispatches else self._request.cohort
         patience_s = _WAIT_TO_RESUME_S if leg.emitted else _WAIT_TO_START_S
         left_s = self._request.deadline_s - time.monotonic()
-        group = await self._fleet.wait_for(lambda: self._find_group(revision), min(patience_s, left_s))
+        group = await self._fleet.wait_for(lambda: self._find_group(revision, cohort), min(patience_s, left_s))
         if time.monotonic() >= self._request.deadline_s or (group is None and left_s <= patience_s):
             raise self._too_late()
         if group is None:
@@ -275,9 +276,9 @@ class TokenStream:
             self._begin_anew(group.model_revision)
         return group
 
-    def _find_group(self, revision: str) -> Group | None:
+    def _find_group(self, revision: str, cohort: str | None) -> Group | None:
         """Another revision's, where the last worker of this one has gone before anything of the request was told."""
-        found = self._fleet.group(revision)
+        found = self._fleet.group_for(revision, cohort)
         if found is None and self._request.salt_for is not None and not any(leg.emitted for leg in self._legs):
             return self._fleet.group()
         return found

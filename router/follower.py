@@ -56,6 +56,7 @@ class Follower:
         self.limits = Limits()
         self.load = WorkerLoad()
         self.link: Link | None = None
+        self.cohort = member.cohort if member else ""  # the membership may change it
         self.is_mute = False  # its cache is used and it tells nothing of it
         self._member = member
         self._index = index

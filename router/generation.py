@@ -142,6 +142,7 @@ class Generator:
             salt=self.tenants.salt(group.model_revision, tenant),
             salt_for=lambda revision: self.tenants.salt(revision, tenant),
             emitted=emitted,
+            cohort=group.cohort,
         )
 
     def _limit_tokens(self, params: common_pb2.SamplingParams, lane: Lane, room: int) -> None:
@@ -293,5 +294,5 @@ class Generator:
 
 
 def _draw(session: str) -> float:
-    """Of [0, 1), the same at every router: a session stays with one revision while two serve."""
+    """Of [0, 1), the same at every router: a session stays with one cohort while two serve."""
     return int.from_bytes(hashlib.blake2b(session.encode(), digest_size=7).digest()) / 2.0**56

@@ -69,7 +69,7 @@ class Lookaside:
             raise ConfigError(f"lookaside: this router has no cluster secret to sign tickets with; {_CALL_GENERATE}")
         if self._suspects.holds(request.token_ids, time.monotonic()):
             raise ConfigError(f"lookaside: a worker was lost with this prompt; {_CALL_GENERATE}")
-        group = self._fleet.group(request.model_revision)
+        group = self._fleet.group_for(request.model_revision, request.cohort)
         if group is not None:
             _open_to_clients(group)
 
@@ -102,8 +102,9 @@ class Lookaside:
         left_s = request.deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded(f"request {request.request_id} waited past its deadline")
-        wanted = request.model_revision
-        group = await self._fleet.wait_for(lambda: self._fleet.group(wanted), min(left_s, _WAIT_FOR_WORKER_S))
+        group = await self._fleet.wait_for(
+            lambda: self._fleet.group_for(request.model_revision, request.cohort), min(left_s, _WAIT_FOR_WORKER_S)
+        )
         if group is None:
             raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
         return group

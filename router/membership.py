@@ -50,6 +50,7 @@ class Group:
     decode: tuple[Follower, ...]
     prefill: tuple[Follower, ...]
     page_sizes: frozenset[int]  # among them
+    cohort: str | None = None  # of its decode workers; None: any
 
 
 class Fleet:
@@ -74,8 +75,8 @@ class Fleet:
         self._retiring: set[asyncio.Task[None]] = set()
         self._waiters: set[asyncio.Future[None]] = set()
         self._load_watchers: list[Callable[[], None]] = []
-        self._groups: dict[str | None, Group | None] = {}  # found since the last change
-        self._shares: Mapping[str, float] = {}  # of new requests, by model revision; none: all to the largest group
+        self._groups: dict[tuple[str | None, str | None], Group | None] = {}  # found since the last change
+        self._shares: Mapping[str, float] = {}  # of new requests, by cohort; none: all to the largest group
 
     def sent_to(self, worker_id: WorkerId, now_s: float) -> Work:
         """By this router and the others, beyond what the worker's load report shows."""
@@ -95,41 +96,49 @@ class Fleet:
     def find(self, worker_id: str, epoch: int) -> Follower | None:
         return next((one for one in self.followers if (one.worker_id, one.epoch) == (worker_id, epoch)), None)
 
-    def group(self, model_revision: str | None = None) -> Group | None:
-        """The largest group that serves now, of one revision where a request has begun with it."""
-        if model_revision not in self._groups:
-            self._groups[model_revision] = self._find_group(model_revision)
-        return self._groups[model_revision]
+    def group(self, model_revision: str | None = None, cohort: str | None = None) -> Group | None:
+        """The largest group that serves now, of one revision where a request has begun with it, of one cohort where a
+        share of requests falls to it."""
+        key = (model_revision, cohort)
+        if key not in self._groups:
+            self._groups[key] = self._find_group(*key)
+        return self._groups[key]
+
+    def group_for(self, model_revision: str, cohort: str | None) -> Group | None:
+        """For a request that has begun: of its cohort, or of whoever serves its revision where those have gone."""
+        return self.group(model_revision, cohort) or self.group(model_revision)
 
     def choose_group(self, draw: float) -> Group | None:
-        """For a new request. While two revisions serve, `draw` of [0, 1) falls to one of them by their shares."""
-        groups = {one: group for one in sorted(self._shares) if (group := self.group(one)) is not None}
+        """For a new request. While two cohorts serve, `draw` of [0, 1) falls to one of them by their shares."""
+        groups = {one: group for one in sorted(self._shares) if (group := self.group(cohort=one)) is not None}
         whole = sum(self._shares[one] for one in groups)
-        for revision, group in groups.items():
-            draw -= self._shares[revision] / whole if whole else 1.0
+        for cohort, group in groups.items():
+            draw -= self._shares[cohort] / whole if whole else 1.0
             if draw < 0:
                 return group
         return self.group()
 
     def every_group(self) -> Group | None:
         """All workers that serve new requests as if they were one group, for sums alone."""
-        largest = self.group()
-        groups = [group for one, share in self._shares.items() if share and (group := self.group(one)) is not None]
-        if largest is None or len(groups) < 2:
-            return largest
+        shared = [one for one, share in self._shares.items() if share]
+        groups = [group for one in shared if (group := self.group(cohort=one)) is not None]
+        if len(groups) < 2:
+            return groups[0] if groups else self.group()
         return replace(
-            largest,
+            groups[0],
             decode=tuple(one for group in groups for one in group.decode),
-            prefill=tuple(one for group in groups for one in group.prefill),
+            prefill=tuple(dict.fromkeys(one for group in groups for one in group.prefill)),
             page_sizes=frozenset().union(*(group.page_sizes for group in groups)),
         )
 
-    def _find_group(self, model_revision: str | None) -> Group | None:
+    def _find_group(self, model_revision: str | None, cohort: str | None) -> Group | None:
         ready = [one for one in self._followers.values() if one.takes_work]
         decode = [
             one
             for one in ready
-            if one.description.role == Role.DECODE and model_revision in (None, one.description.model_revision)
+            if one.description.role == Role.DECODE
+            and model_revision in (None, one.description.model_revision)
+            and cohort in (None, one.cohort)
         ]
         if not decode:
             return None
@@ -138,6 +147,8 @@ class Fleet:
         decode = [one for one in decode if one.description.kv_digest == digest]
         first = decode[0].description
         prefill = [one for one in ready if one.description.role == Role.PREFILL and one.description.kv_digest == digest]
+        # Where its own have gone first, those of the other cohort that pages can move from will do.
+        prefill = [one for one in prefill if cohort in (None, one.cohort)] or prefill
         return Group(
             model_revision=first.model_revision,
             token_bytes=first.page_bytes / first.page_size,
@@ -145,6 +156,7 @@ class Fleet:
             decode=tuple(decode),
             prefill=tuple(prefill),
             page_sizes=frozenset(one.description.page_size for one in (*decode, *prefill)),
+            cohort=cohort,
         )
 
     async def wait_for(self, find: Callable[[], FoundT | None], timeout_s: float | None) -> FoundT | None:
@@ -170,7 +182,7 @@ class Fleet:
 
     def set_members(self, members: Sequence[Member], shares: Mapping[str, float] = MappingProxyType({})) -> None:
         """Replaces the membership: new ones are followed, those left out get no new work. `shares` of new requests are
-        by model revision, while there are two."""
+        by cohort, while there are two."""
         self._shares = dict(shares)
         wanted = {(member.address, int(member.epoch)): member for member in members}
         for key in [key for key in self._followers if key not in wanted]:
@@ -180,6 +192,9 @@ class Fleet:
         for key, member in wanted.items():
             if key not in self._followers:
                 self._follow(member.address, member)
+            elif self._followers[key].cohort != member.cohort:
+                self._followers[key].cohort = member.cohort
+                self._on_change()
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """A membership that never changes; who is at each address is asked there."""

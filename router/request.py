@@ -20,6 +20,7 @@ class Request:
     accepted_s: float  # monotonic
     deadline_s: float  # monotonic; bounds every leg
     lane: Lane = Lane.STANDARD
+    cohort: str | None = None  # of the workers that it fell to, while two serve
     emitted: Mapping[int, Emitted] = field(default_factory=dict)  # by an earlier call, by completion
     tenant: str = ""  # whose it is; empty where callers are not told apart
     salt: bytes = b""  # of its page hashes, on every leg: requests of different salts share no page

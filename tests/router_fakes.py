@@ -16,7 +16,7 @@ from penstock.config import RouterConfig
 from penstock.errors import PenstockError, to_status
 from penstock.grpc_server import make_channel
 from penstock.kv_events import KvEventLog
-from penstock.types import CacheStats, WorkerLoad
+from penstock.types import NEW_COHORT, OLD_COHORT, CacheStats, WorkerLoad
 from penstock.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -225,12 +225,20 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
     async def stop(self) -> None:
         await self._server.stop(None)
 
-    def set(self, *workers: FakeWorker) -> None:
+    def set(self, *workers: FakeWorker, new: Sequence[FakeWorker] = (), new_share: float | None = None) -> None:
+        """`new` of them are an upgrade's; they get that share."""
         members = [
-            admin_pb2.Member(worker_id=one.worker_id, epoch=one.epoch, role=one.role, address=one.address)
+            admin_pb2.Member(
+                worker_id=one.worker_id,
+                epoch=one.epoch,
+                role=one.role,
+                address=one.address,
+                cohort=NEW_COHORT if one in new else OLD_COHORT,
+            )
             for one in workers
         ]
-        self._membership = admin_pb2.Membership(version=self._membership.version + 1, members=members)
+        shares = {} if new_share is None else {OLD_COHORT: 1.0 - new_share, NEW_COHORT: new_share}
+        self._membership = admin_pb2.Membership(version=self._membership.version + 1, members=members, shares=shares)
         self._tell()
 
     def _tell(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -101,6 +102,25 @@ async def test_a_revision_is_replaced_under_load(tmp_path: Path, undisturbed: li
         assert await revisions(deployment) == [ModelConfig.from_folder(model).revision] * 3
         assert [deployment.controller.replicas(role.value) for role in Role] == [1, 2]
         assert deployment.controller.status().model == Path(MODEL).name  # callers need not know
+    assert set(deployment.pinned) == {0}
+
+
+async def test_the_same_revision_is_replaced_by_new_processes_under_load(undisturbed: list[list[int]]) -> None:
+    """Prompts that repeat are cached at the old worker: left to the policy, new ones would hardly be asked."""
+    gate = Gate(window_s=1.0, min_requests=8, max_slowdown=1000.0)
+    async with hosted(config(prefill=1, decode=1)) as deployment:
+        async with Load(deployment, num_lanes=1, max_tokens=MAX_TOKENS) as load:
+            await load.more(6)
+            upgrade = await deployment.controller.upgrade(Plan("", gate, share=1.0))
+            told = [progress async for progress in upgrade.follow()]
+            await load.more(2)
+        check(load, undisturbed)
+        assert told[-1].stage is UpgradeStage.DONE, told[-1].detail
+        counts = [found for one in told if (found := re.match(r"(\d+) requests at new workers, (\d+)", one.detail))]
+        at_new, at_old = map(int, counts[-1].groups())
+        assert at_old <= 2, counts[-1]  # that were under way before the routers heard of the share
+        assert at_new > at_old, counts[-1]
+        assert set(deployment.members()) == {"decode-1", "prefill-1", "router-0"}
     assert set(deployment.pinned) == {0}
 
 

@@ -2,8 +2,9 @@
 
 New workers are a cohort of their own, whether they differ by model revision or by code alone, and serve a share of the
 requests, whole ones. Pages of two revisions have different hashes and never meet, and a request that has begun with one
-revision ends with it; pages of one revision may be used on both sides where their layouts agree. Nothing is taken away before the gate has opened, and where new
-workers fail, before or after it, old ones come back first. Every worker that goes is emptied first. No Ray.
+revision ends with it; pages of one revision may be used on both sides where their layouts agree. Nothing is taken away
+before the gate has opened, and where new workers fail, before or after it, old ones come back first. Every worker that
+goes is emptied first. No Ray.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Old and new workers of an upgrade as a router tells them apart: by cohort, whether their model revision differs or not."""
+"""An upgrade's old and new workers as a router tells them apart: by cohort, whatever else they differ by."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from ray.actor import ActorHandle
 from cluster.addresses import LOOPBACK, callable_host
 from cluster.admin_service import start_admin_server
 from cluster.canary import Judge
-from cluster.controller import ROUTER, Controller, Started
+from cluster.controller import Controller
 from cluster.demand import Demand
 from cluster.pool import Incarnation
 from cluster.proving import Proving
@@ -30,6 +30,7 @@ from cluster.record import FIRST_RECORD, Record
 from cluster.recovery import find_running, remove_everything
 from cluster.role_host import RoleHost
 from cluster.shares import FRONT_SHARE, Share
+from cluster.supervised import ROUTER, Started
 from penstock import log as logs
 from penstock.async_client import AsyncClient
 from penstock.config import RouterConfig, ServeConfig, WorkerConfig, parse

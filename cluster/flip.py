@@ -11,15 +11,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.drain import Drain, Progress
 from cluster.pool import Incarnation
+from cluster.supervised import Started, SupervisedProcess
 from penstock.errors import Unavailable
 from penstock.types import Member
-
-if TYPE_CHECKING:
-    from cluster.controller import Started, SupervisedProcess
 
 
 class FlipStage(StrEnum):
@@ -41,7 +39,7 @@ _ENDED = (FlipStage.READY, FlipStage.FAILED)
 
 
 class Flip:
-    """A `controller.SupervisedProcess`."""
+    """A `supervised.SupervisedProcess`."""
 
     def __init__(
         self,
@@ -66,6 +64,10 @@ class Flip:
         """That has changed its role."""
         assert self._process is not None
         return self._process
+
+    @property
+    def is_over(self) -> bool:
+        return self.progress.stage in _ENDED
 
     async def place(self) -> None:
         """It has its place already."""

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from cluster.admin_service import start_admin_server
 from cluster.canary import Judge
-from cluster.controller import ROUTER, Controller
+from cluster.controller import Controller
 from cluster.plain_process import PlainProcess
 from cluster.pool import Incarnation
 from cluster.proving import Proving
+from cluster.supervised import ROUTER
 from penstock.async_client import AsyncClient
 from penstock.config import ServeConfig
 from penstock.errors import Unavailable

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import grpc.aio
 
-from cluster.controller import Started
 from cluster.heartbeats import OnDoubt, follow_router, follow_worker
 from cluster.pool import Incarnation
+from cluster.supervised import Started
 from penstock.config import RouterConfig, WorkerConfig
 from penstock.errors import Unavailable, from_rpc_error
 from penstock.grpc_server import Dial, make_channel
@@ -32,7 +32,7 @@ _LOG_TAIL_BYTES = 2000
 
 
 class PlainProcess:
-    """Implements `controller.SupervisedProcess`."""
+    """Implements `supervised.SupervisedProcess`."""
 
     def __init__(self, config: WorkerConfig | RouterConfig, folder: Path, name: str, dial: Dial = make_channel) -> None:
         """Configuration and log of the process are kept in `folder`."""

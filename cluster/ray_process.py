@@ -20,11 +20,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster import ray_placement
-from cluster.controller import Started
 from cluster.heartbeats import OnDoubt, follow_router, follow_worker
 from cluster.pool import Incarnation
 from cluster.ray_kill import kill_process
 from cluster.shares import Share
+from cluster.supervised import Started
 from penstock.errors import Unavailable, from_status
 from penstock.grpc_server import Dial
 from penstock.v1 import worker_pb2
@@ -89,7 +89,7 @@ def actor_options(spec: ActorSpec, python_path: str) -> dict[str, Any]:
 
 
 class RayProcess:
-    """Implements `controller.SupervisedProcess`. Runs on the controller's event loop."""
+    """Implements `supervised.SupervisedProcess`. Runs on the controller's event loop."""
 
     def __init__(
         self, spec: ActorSpec, host: Host, on_unplaced: Callable[[str], None], found: ActorHandle | None = None

@@ -13,10 +13,10 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from cluster.controller import ROUTER, Found, SupervisedProcess
 from cluster.pool import Incarnation
 from cluster.ray_placement import group_names, release_now
 from cluster.ray_process import NAMESPACE
+from cluster.supervised import ROUTER, Found, SupervisedProcess
 from penstock.errors import PenstockError
 from penstock.types import Role, WorkerId
 

@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from cluster.admin_service import start_admin_server
-from cluster.controller import ROUTER, Controller, Started
+from cluster.controller import Controller
 from cluster.heartbeats import OnDoubt, follow_router, follow_worker
 from cluster.pool import Incarnation
 from cluster.role_host import RoleHost
+from cluster.supervised import ROUTER, Started
 from penstock.async_client import AsyncClient
 from penstock.config import ServeConfig
 from penstock.errors import PenstockError
@@ -30,7 +31,7 @@ SAMPLING = {"temperature": 0.875, "top_p": 0.9375, "ignore_eos": True}
 
 
 class HostedWorker:
-    """Implements `controller.SupervisedProcess`."""
+    """Implements `supervised.SupervisedProcess`."""
 
     def __init__(self, deployment: Hosted, incarnation: Incarnation) -> None:
         self._deployment = deployment

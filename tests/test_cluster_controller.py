@@ -9,9 +9,11 @@ import grpc.aio
 import pytest
 
 from cluster.admin_service import start_admin_server
-from cluster.controller import Controller, Proves, Started
+from cluster.controller import Controller
+from cluster.examiner import Proves
 from cluster.heartbeats import OnDoubt
 from cluster.pool import Incarnation
+from cluster.supervised import Started
 from penstock.config import PoolConfig, ServeConfig
 from penstock.errors import CheckpointError, PenstockError, Unavailable
 from penstock.types import Epoch, WorkerId

@@ -127,12 +127,12 @@ async def test_a_drain_takes_the_worker_out_ends_it_when_it_is_empty_and_makes_t
     assert status.ready
     told = drain.follow()
     await anext(told)
-    await until(lambda: bool(world.controller._reported))
+    await until(lambda: world.controller.reports.is_awaited)
     process.report(worker_pb2.Load(num_open=2))
     assert (await anext(told)).num_left == 2
     for _ in range(2):
         assert not process.stopped
-        await until(lambda: bool(world.controller._reported))
+        await until(lambda: world.controller.reports.is_awaited)
         process.report(worker_pb2.Load(num_open=0))
     stages = [progress.stage async for progress in told]
     assert stages[-2:] == [Stage.STOPPING, Stage.ENDED]
@@ -140,7 +140,7 @@ async def test_a_drain_takes_the_worker_out_ends_it_when_it_is_empty_and_makes_t
     assert process.killed
     status = await world.until(lambda status: len(status.workers) == 3)
     assert "prefill-0" not in [one.member.worker_id for one in status.workers]
-    assert not world.controller._drains
+    assert not world.controller.draining.is_under_way
     await world.controller.stop()
 
 
@@ -150,7 +150,7 @@ async def test_time_is_up_for_a_worker_that_never_gets_empty_and_it_is_replaced_
     process = world.processes["prefill-0", 1]
     process.report(worker_pb2.Load(num_open=3))
     drain = world.controller.drain("prefill-0", timeout_s=0.2, replaced=True)
-    await until(lambda: bool(world.controller._reported))
+    await until(lambda: world.controller.reports.is_awaited)
     process.report(worker_pb2.Load(num_open=2))
     seen = [progress async for progress in drain.follow()]
     assert seen[-1].num_cut_short == 2

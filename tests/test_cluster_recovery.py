@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from cluster.controller import Controller, Found, Started
+from cluster.controller import Controller
 from cluster.feasibility import Node, why_unplaced
 from cluster.pool import Incarnation
 from cluster.record import FIRST_RECORD, Record
 from cluster.recovery import newest, parse_name
 from cluster.shares import Share
+from cluster.supervised import Found, Started
 from penstock.types import Epoch, WorkerId
 from tests.test_cluster_controller import CONFIG, World, worker
 

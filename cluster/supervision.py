@@ -1,0 +1,179 @@
+"""Supervises each incarnation from its start to its loss: started, proven, watched, lost, removed.
+
+Owns the tasks that do so, one an incarnation. What becomes of it the pools are told; who must know more is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from cluster.examiner import Examiner
+from cluster.flip import Flip
+from cluster.pool import Incarnation
+from cluster.pools import Pools
+from cluster.proving import Poisoned
+from cluster.readiness import Readiness
+from cluster.supervised import ROUTER, Found, Spawn, Started, SupervisedProcess
+from penstock.errors import PenstockError
+from penstock.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 10.0  # of one process's orderly stop, before it is killed
+
+
+class Listener(Protocol):
+    """Who else must know what happens."""
+
+    def on_ready(self, incarnation: Incarnation, started: Started) -> None:
+        """It may be given requests."""
+        ...
+
+    def on_report(self, incarnation: Incarnation, load: worker_pb2.Load | None) -> None:
+        """None: it will say nothing more."""
+        ...
+
+
+class Supervision:
+    def __init__(
+        self,
+        pools: Pools,
+        spawn: Spawn,
+        start_timeout_s: float,
+        readiness: Readiness,
+        examiner: Examiner | None,
+        listener: Listener,
+        publish: Callable[[], None],
+    ) -> None:
+        self._pools = pools
+        self._spawn = spawn
+        self._start_timeout_s = start_timeout_s
+        self._readiness = readiness
+        self._examiner = examiner
+        self._listener = listener
+        self._publish = publish
+        self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
+        self._handed: dict[Incarnation, asyncio.Future[SupervisedProcess]] = {}  # processes that somebody else takes on
+
+    def begin(self, incarnation: Incarnation, found: Found | None = None, flip: Flip | None = None) -> None:
+        """Its process is the one that was `found`, comes of a `flip`, or is spawned once this returned."""
+        self._tasks[incarnation] = asyncio.create_task(self._supervise(incarnation, found, flip))
+
+    def cancel(self, incarnation: Incarnation) -> None:
+        """Lets it end in order."""
+        self._tasks[incarnation].cancel()
+
+    async def end(self, incarnation: Incarnation) -> None:
+        """Returns once nothing of it is left."""
+        supervision = self._tasks.get(incarnation)
+        if supervision is not None:
+            supervision.cancel()
+            await asyncio.wait([supervision])
+
+    async def end_pools(self, names: list[str]) -> None:
+        tasks = [task for key, task in self._tasks.items() if key.pool_name in names]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def hand_over(self, incarnation: Incarnation) -> SupervisedProcess | None:
+        """Its process out of its supervision, alive; None where it is gone already."""
+        if incarnation not in self._tasks or incarnation in self._handed:
+            return None
+        handed = self._handed[incarnation] = asyncio.get_running_loop().create_future()
+        await self.end(incarnation)
+        del self._handed[incarnation]
+        return handed.result() if handed.done() else None
+
+    async def _supervise(self, incarnation: Incarnation, found: Found | None, flip: Flip | None) -> None:
+        """From start to loss. Cancelled: stops it in order."""
+        process = found.process if found else flip or self._spawn(incarnation)
+        reason = "stopped"
+        try:
+            if found is None or found.started is None:
+                await self._bring_up(process, incarnation, flip)
+            reason = await self._live(process, incarnation)
+        except asyncio.CancelledError:
+            if incarnation in self._handed:
+                self._handed[incarnation].set_result(process.process if isinstance(process, Flip) else process)
+                reason = "serves in another role"
+            else:
+                await _stop_in_order(process)
+            raise
+        except Poisoned as error:
+            reason = error.message
+            self._pools.of(incarnation).on_poisoned(incarnation, reason)
+        except TimeoutError:
+            reason = f"not ready within start_timeout_s = {self._start_timeout_s:g} s"
+        except PenstockError as error:
+            reason = error.message
+            self._readiness.on_error(error)
+        except Exception as error:
+            log.exception("%s: supervision failed", incarnation.worker_id)
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            await self._bury(process, incarnation, flip, reason)
+
+    async def _bring_up(self, process: SupervisedProcess, incarnation: Incarnation, flip: Flip | None) -> None:
+        await process.place()
+        async with asyncio.timeout(self._start_timeout_s + (flip.patience_s if flip else 0.0)):
+            started = await process.start()
+        if self._examiner is not None and incarnation.pool_name != ROUTER:
+            await self._examiner.prove_first(incarnation, started)
+        self.note_ready(incarnation, started)
+        self._publish()
+        if flip is not None:
+            flip.finish()
+        log.info("%s is ready at %s, epoch %d", incarnation.worker_id, started.address, started.epoch)
+
+    def note_ready(self, incarnation: Incarnation, started: Started) -> None:
+        self._pools.of(incarnation).on_ready(incarnation, started.epoch, started.address, started.pid)
+        self._listener.on_ready(incarnation, started)
+
+    async def _live(self, process: SupervisedProcess, incarnation: Incarnation) -> str:
+        """Why it ended. Raises Poisoned when it begins to answer wrongly."""
+        life = process.watch(
+            lambda load: self._listener.on_report(incarnation, load), lambda doubt: self._on_doubt(incarnation, doubt)
+        )
+        if self._examiner is None or incarnation.pool_name == ROUTER or not self._examiner.asks_again:
+            return await life
+        watching = asyncio.create_task(life)
+        proving = asyncio.create_task(self._examiner.prove_again(incarnation))
+        try:
+            await asyncio.wait([watching, proving], return_when=asyncio.FIRST_COMPLETED)
+            return watching.result() if watching.done() else await proving
+        finally:
+            watching.cancel()
+            proving.cancel()
+
+    def _on_doubt(self, incarnation: Incarnation, reason: str) -> None:
+        if self._pools.of(incarnation).on_doubt(incarnation, reason):
+            log.info("%s: %s", incarnation.worker_id, reason or "it answers again")
+            self._publish()
+
+    async def _bury(self, process: SupervisedProcess, incarnation: Incarnation, flip: Flip | None, reason: str) -> None:
+        pool = self._pools.of(incarnation)
+        self._listener.on_report(incarnation, None)
+        log.info("%s is lost: %s", incarnation.worker_id, reason)
+        pool.on_lost(incarnation, reason)
+        self._readiness.on_lost(incarnation)
+        self._publish()  # routers hear of it first, then the corpse is removed, then it is replaced
+        if incarnation not in self._handed:
+            await process.kill()
+        if flip is not None and not flip.is_over:
+            flip.fail(reason)
+        self._tasks.pop(incarnation, None)
+        pool.on_removed(incarnation, time.monotonic())
+        self._publish()
+
+
+async def _stop_in_order(process: SupervisedProcess) -> None:
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.stop()
+    except (TimeoutError, PenstockError) as error:
+        log.warning("an orderly stop failed (%s); killing it", error or "out of time")

@@ -20,7 +20,7 @@ class Publication:
     def __init__(
         self, pools: Pools, first_version: int, cohort_of: Callable[[WorkerId], str], on_change: Callable[[], None]
     ) -> None:
-        """`cohort_of` tells a worker's place among the shares. `on_change` is called at each change, once it is published."""
+        """`cohort_of` tells a worker's place among the shares; `on_change` is called once a change is published."""
         self.members: tuple[Member, ...] = ()
         self.version = first_version
         self.stopped = False

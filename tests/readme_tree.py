@@ -48,7 +48,7 @@ def make_tree(*, modules: bool) -> str:
 def _children(folder: Path, depth: int) -> list[str]:
     lines = []
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
-        if path.name.startswith(("__", ".")) or "_pb2" in path.name or not _tracked(path):
+        if path.name.startswith(("__", ".")) or "_pb2" in path.name or path not in _tracked():
             continue
         if path.is_dir():
             lines.append(_line(depth, f"{path.name}/", "generated stubs" if path.name == "v1" and depth == 1 else ""))
@@ -59,14 +59,12 @@ def _children(folder: Path, depth: int) -> list[str]:
 
 
 @functools.cache
-def _known_files() -> frozenset[Path]:
+def _tracked() -> frozenset[Path]:
+    """Files and the folders that hold them."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout
-    return frozenset(ROOT / name for name in listed.split("\0") if name)
-
-
-def _tracked(path: Path) -> bool:
-    return any(path == known or path in known.parents for known in _known_files())
+    files = [ROOT / name for name in listed.split("\0") if name]
+    return frozenset(path for file in files for path in (file, *file.parents))
 
 
 def _first_line(path: Path) -> str:

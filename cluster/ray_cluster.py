@@ -28,6 +28,7 @@ from penstock.errors import ConfigError
 MINIMUM_RAY = "2.40"
 _CONNECT_TIMEOUT_S = 5.0
 _EXIT_TIMEOUT_S = 5.0  # until Ray's own processes are gone after its shutdown
+_ROOM = 4  # times the cores that there are: bookkeeping, so that a pool which is scaled up on one machine finds a place
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # close to Ray's minimum: nothing of ours goes through it
 
 
@@ -82,7 +83,7 @@ def _start_embedded(config: ServeConfig) -> dict[str, Share]:
     verbose = "PENSTOCK_LOG" in os.environ
     ray.init(
         address="local",  # also where RAY_ADDRESS is set
-        num_cpus=max(num_cores, math.ceil(num_cpus_needed(config, shares))),
+        num_cpus=_ROOM * max(num_cores, math.ceil(num_cpus_needed(config, shares))),
         num_gpus=num_gpus,
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=False,

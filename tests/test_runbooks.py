@@ -135,7 +135,7 @@ def test_graphs_name_metrics_that_exist() -> None:
 
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[RayDeployment]:
-    pool = PoolConfig(replicas=2, num_cpus=0.1)  # on two cores there is room for more
+    pool = PoolConfig(replicas=2)
     config = ServeConfig(
         model=str(ROOT / "models" / "penstock-tiny"),
         http_port=0,

@@ -101,6 +101,7 @@ class RayProcess:
         self._actor = found
         self._life: Any = found.live.remote() if found is not None else None  # ends when the server or its process does
         self._report: StartReport | None = None
+        self._stopped = False  # in good order
 
     async def place(self) -> None:
         if self._actor is not None:
@@ -176,6 +177,7 @@ class RayProcess:
             return
         try:
             await self._actor.stop.remote()
+            self._stopped = True
         except RayError as error:
             raise Unavailable(f"its process died while stopping: {_first_line(error)}") from error
 
@@ -186,16 +188,19 @@ class RayProcess:
             await ray_placement.release(self._spec.name)
 
     async def _kill_actor(self, actor: ActorHandle) -> None:
-        """Ray asks a process to end; one that is stopped by a signal cannot hear it, hence the signal.
+        """Ray asks a process to end; one that is stopped by a signal cannot hear it, hence the signal. (Not after an
+        orderly stop: Ray would tell the user of a process that died unexpectedly.)
 
         A router's successor wants its ports. A worker's may come as soon as the process is sure to end, and where
         nothing is sure (its node does not answer) soon all the same: the epoch tells the two apart.
         """
         gone: set[asyncio.Task[Any]] = {asyncio.create_task(self._outlive())}
-        if self._report is not None and self._report.started is not None and not self._is_router:
-            gone.add(asyncio.create_task(kill_process(self._report.node_id, self._report.started.pid)))
-        elif self._report is not None and self._report.started is not None:
-            await kill_process(self._report.node_id, self._report.started.pid)
+        report = self._report
+        if report is not None and report.started is not None and not self._stopped:
+            if self._is_router:
+                await kill_process(report.node_id, report.started.pid)
+            else:
+                gone.add(asyncio.create_task(kill_process(report.node_id, report.started.pid)))
         await asyncio.to_thread(ray.kill, actor, no_restart=True)
         patience_s = _REMOVE_TIMEOUT_S if self._is_router else _WORKER_REMOVE_TIMEOUT_S
         done, pending = await asyncio.wait(gone, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)

@@ -79,18 +79,23 @@ async def test_roles_flip_to_and_fro_under_load(undisturbed: list[list[int]]) ->
 
 async def test_pools_shrink_and_workers_are_restarted_under_load(undisturbed: list[list[int]]) -> None:
     async with hosted(config(prefill=1, decode=2)) as deployment:
-        controller = deployment.controller
+        controller, num_restarts = deployment.controller, 0
         async with Load(deployment, max_tokens=MAX_TOKENS) as load:
             await load.more(4)
             for replicas in (1, 2):
                 controller.scale("decode", replicas)
                 await deployment.until(lambda status: count(status, "decode") == replicas)  # noqa: B023
                 await load.more(4)
-            for worker_id in ("decode-0", "decode-1", "prefill-0"):
+            restarts = ["decode-0", "decode-1", "prefill-0"]
+            while restarts:
+                worker_id = restarts.pop(0)
                 before = deployment.members()[worker_id].epoch
                 controller.drain(worker_id, replaced=True)
                 await deployment.until(lambda _: deployment.members().get(worker_id, NOBODY).epoch > before)  # noqa: B023
                 await load.more(2)
+                num_restarts += 1
+                if not restarts and num_restarts < 12 and not any(one.num_migrations for one in load.answered):
+                    restarts = ["decode-0"]  # whatever it had ended before it could be moved: once more
         check(load, undisturbed)
         assert sum(one.num_migrations for one in load.answered) > 0
     assert set(deployment.pinned) == {0}

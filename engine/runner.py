@@ -11,6 +11,7 @@ import torch
 
 from engine.batch import Batch
 from engine.kernels import AttentionBackend
+from engine.kernels.metadata import KvLayer
 from engine.layers.ops import LayerOps
 from engine.models.decoder import Decoder
 
@@ -21,7 +22,7 @@ class ModelRunner:
     def __init__(self, model: Decoder, kv_pages: torch.Tensor, attention: AttentionBackend, ops: LayerOps) -> None:
         """`kv_pages` is the pool, [P, L, 2, K, S, H]."""
         self._model = model
-        self._layer_pools = kv_pages.unbind(1)
+        self._layer_pools = [KvLayer(pages) for pages in kv_pages.unbind(1)]
         self._attention = attention
         self._ops = ops
 

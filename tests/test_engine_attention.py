@@ -71,7 +71,7 @@ def make_problem(
     return Problem(meta, pool[:, 1], q, k, v)
 
 
-def define(problem: Problem, scale: float, window: int | None) -> torch.Tensor:
+def define(problem: Problem, scale: float, window: int | None, softcap: float | None = None) -> torch.Tensor:
     """Attention as it is defined, query by query, in float64."""
     meta, (_, _, num_kv_heads, _, head_dim) = problem.meta, problem.pool_layer.shape
     group, outputs = problem.q_TNH.shape[1] // num_kv_heads, []
@@ -85,7 +85,8 @@ def define(problem: Problem, scale: float, window: int | None) -> torch.Tensor:
             first = 0 if window is None else max(0, position - window + 1)
             seen = slice(first, position + 1)
             q_KGH = problem.q_TNH[token].double().view(num_kv_heads, group, head_dim)
-            weights = (q_KGH @ keys[:, seen].transpose(1, 2) * scale).softmax(-1)
+            scores = q_KGH @ keys[:, seen].transpose(1, 2) * scale
+            weights = (scores if softcap is None else softcap * (scores / softcap).tanh()).softmax(-1)
             outputs.append((weights @ values[:, seen]).reshape(-1, head_dim))
     return torch.stack(outputs)
 
@@ -248,3 +249,20 @@ def test_threads_may_step_at_the_same_time() -> None:
         thread.join(timeout=60)
         assert not thread.is_alive()
     assert wrong == []
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_quantized_pages_and_capped_scores_are_as_defined(softcap: float | None, stored: torch.dtype) -> None:
+    """Scales stand in the pages' own bytes, as an engine may lay them out."""
+    problem = make_problem(LENGTHS["mixed"], page_size=4, heads=(4, 2), head_dim=8)
+    num_pages, _, heads, page_size, dim = problem.pool_layer.shape
+    size = 2 * heads * page_size * dim
+    memory = torch.zeros(num_pages, size + 4 * 2 * heads, dtype=torch.uint8)
+    pages = memory[:, :size].view(stored).view(num_pages, 2, heads, page_size, dim)
+    scales = memory[:, size:].view(torch.float32).view(num_pages, 2, heads)
+    scales.copy_(problem.pool_layer.abs().amax((3, 4)) / 100)
+    pages.copy_(problem.pool_layer / scales[..., None, None])
+    problem.pool_layer = pages.float() * scales[..., None, None]
+    out = paged_attention(problem.q_TNH, pages, problem.meta, 0.3, 20, softcap, scales)
+    torch.testing.assert_close(out.double(), define(problem, 0.3, 20, softcap), atol=1e-5, rtol=1e-5)

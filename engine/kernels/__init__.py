@@ -2,6 +2,8 @@
 
 `q_TNH`, `k_TKH`, `v_TKH`: the batch's tokens, N query heads over K KV heads, H head dim.
 `pool_layer`: `kv_pages[:, layer]`, a strided view [P, 2, K, S, H] with K at index 0 and V at index 1.
+`scales`: of a quantized pool (float8_e4m3fn, int8), float32 [P, 2, K] with any strides, so that they may lie in the
+pages themselves: what stands in a page times its scale is K or V. None: the pool holds K and V in the queries' dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ class AttentionBackend(Protocol):
     name: str
 
     def write_kv(
-        self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata
+        self,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scales: torch.Tensor | None = None,
     ) -> None:
         """Stores the batch's K/V at `meta`'s slots."""
         ...
@@ -33,12 +40,22 @@ class AttentionBackend(Protocol):
         meta: AttentionMetadata,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of each query over its sequence's pages, [T, N, H]; `window` counts the query itself."""
+        """Causal attention of each query over its sequence's pages, [T, N, H]; `window` counts the query itself, and
+        with `softcap` a score s is softcap * tanh(s / softcap). Waits for nothing on the device, and asks `meta` on
+        the host for bounds alone, so that a CUDA graph may hold the call."""
         ...
 
     def latent_attention(
-        self, q_TNH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata, scale: float, rank: int
+        self,
+        q_TNH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        rank: int,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The same over latents, [T, N, rank]: a token's halves at index 0 and 1 are one vector of H values, a key
         whole and a value in its first `rank`."""

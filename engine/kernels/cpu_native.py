@@ -63,8 +63,16 @@ class NativeAttention(TorchAttention):
         self.kernels = kernels
 
     def write_kv(
-        self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata
+        self,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scales: torch.Tensor | None = None,
     ) -> None:
+        if scales is not None:
+            super().write_kv(k_TKH, v_TKH, pool_layer, meta, scales)
+            return
         _, _, num_kv_heads, page_size, head_dim = pool_layer.shape
         assert k_TKH.dtype == v_TKH.dtype == pool_layer.dtype, "K, V and the pool have one dtype"
         assert k_TKH.stride()[1:] == v_TKH.stride()[1:] == (head_dim, 1), "a token's heads are neighbours"
@@ -92,11 +100,14 @@ class NativeAttention(TorchAttention):
         meta: AttentionMetadata,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = q_TNH.shape
         _, _, num_kv_heads, page_size, _ = pool_layer.shape
-        if head_dim % _HEAD_DIM_MULTIPLE.get(q_TNH.dtype, head_dim + 1):
-            return super().paged_attention(q_TNH, pool_layer, meta, scale, window)
+        odd = head_dim % _HEAD_DIM_MULTIPLE.get(q_TNH.dtype, head_dim + 1) != 0
+        if odd or softcap is not None or scales is not None:
+            return super().paged_attention(q_TNH, pool_layer, meta, scale, window, softcap, scales)
         assert q_TNH.dtype == pool_layer.dtype, "Q and the pool have one dtype"
         assert q_TNH.stride()[1:] == (head_dim, 1), "a token's heads are neighbours"
         _check_pool(pool_layer)

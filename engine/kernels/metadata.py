@@ -2,7 +2,7 @@
 
 Built once per step by `engine.batch` and read by every layer's kernels, which never change it.
 
-Shapes: `T` tokens in the batch, `B` sequences, `P` pages of the pool, `S` page size.
+Shapes: `T` tokens in the batch, `B` sequences, `P` pages of the pool, `S` page size, `K` KV heads, `H` head dim.
 """
 
 from __future__ import annotations
@@ -10,6 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """What one layer has of every page: views, which the attention backend alone writes through."""
+
+    pages: torch.Tensor  # [P, 2, K, S, H]; K at index 0, V at 1
+    scales: torch.Tensor | None = None  # float32 [P, 2, K] where pages are quantized; see `engine.kernels`
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +31,8 @@ class AttentionMetadata:
     page_table_BP: torch.Tensor  # int32 [B, max_pages]; entries past a sequence's last page are 0
     query_start_B1: torch.Tensor  # int32 [B + 1], cumulative: queries of b stand at [start[b], start[b + 1])
     context_lens_B: torch.Tensor  # int32 [B], tokens of KV after this step, the new ones included
-    max_query_len: int
-    max_context_len: int
+    max_query_len: int  # the longest, or a bound
+    max_context_len: int  # likewise: a CUDA graph is captured with the largest that it may be replayed with
     num_decodes: int
     slot_page_T: torch.Tensor  # int64 [T], page that takes the token's K/V
     slot_offset_T: torch.Tensor  # int64 [T], its place in the page

@@ -24,6 +24,7 @@ from engine.kernels.metadata import AttentionMetadata
 class _Part:
     """Neighbouring sequences of the batch whose queries are padded to one length."""
 
+    pages_X: torch.Tensor  # int64 [B * pages of the longest]
     key_rows_X: torch.Tensor  # int64 [K * B * pages of the longest], rows of `_as_rows` that hold the keys
     num_sequences: int
     query_len: int
@@ -42,8 +43,14 @@ class TorchAttention:
         self._plans: dict[int | None, list[_Part]] = {}
 
     def write_kv(
-        self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata
+        self,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scales: torch.Tensor | None = None,
     ) -> None:
+        refuse_scales(scales)
         write_kv(k_TKH, v_TKH, pool_layer, meta)
 
     def paged_attention(
@@ -53,13 +60,22 @@ class TorchAttention:
         meta: AttentionMetadata,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return _attend(q_TNH, pool_layer, self._plan_of(meta, pool_layer, window), scale)
+        plan = self._plan_of(meta, pool_layer, window)
+        return _attend(q_TNH, pool_layer, plan, scale, softcap=softcap, scales=scales)
 
     def latent_attention(
-        self, q_TNH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata, scale: float, rank: int
+        self,
+        q_TNH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        rank: int,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return _attend(q_TNH, pool_layer, self._plan_of(meta, pool_layer, None), scale, rank)
+        return _attend(q_TNH, pool_layer, self._plan_of(meta, pool_layer, None), scale, rank=rank, scales=scales)
 
     def _plan_of(self, meta: AttentionMetadata, pool_layer: torch.Tensor, window: int | None) -> list[_Part]:
         if meta is not self._meta:
@@ -69,6 +85,11 @@ class TorchAttention:
         return self._plans[window]
 
 
+def refuse_scales(scales: torch.Tensor | None) -> None:
+    """Of writes: what a page's scale becomes when a larger value comes is the quantizing writer's business."""
+    assert scales is None, "a quantized pool is written by whoever owns its scales"
+
+
 def write_kv(k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata) -> None:
     """Stores each token's K and V at its slot."""
     pool_layer[meta.slot_page_T, 0, :, meta.slot_offset_T] = k_TKH
@@ -76,17 +97,28 @@ def write_kv(k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor,
 
 
 def paged_attention(
-    q_TNH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata, scale: float, window: int | None
+    q_TNH: torch.Tensor,
+    pool_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention over the paged context, [T, N, H]; the new K/V must be in the pool already."""
-    return _attend(q_TNH, pool_layer, _plan(meta, pool_layer, window), scale)
+    return _attend(q_TNH, pool_layer, _plan(meta, pool_layer, window), scale, softcap=softcap, scales=scales)
 
 
 def latent_attention(
-    q_TNH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata, scale: float, rank: int
+    q_TNH: torch.Tensor,
+    pool_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    rank: int,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention over paged latents, [T, N, rank]: see `AttentionBackend`."""
-    return _attend(q_TNH, pool_layer, _plan(meta, pool_layer, None), scale, rank)
+    return _attend(q_TNH, pool_layer, _plan(meta, pool_layer, None), scale, rank=rank, scales=scales)
 
 
 def grouped_gemm(
@@ -141,43 +173,86 @@ def _plan_part(
     pages_X = meta.page_table_BP[which, :num_pages].long().flatten()
     rows_per_page = pool_layer.stride(0) // pool_layer.stride(2)
     key_rows_KX = pages_X * rows_per_page + torch.arange(num_kv_heads, device=device)[:, None]
-    return _Part(key_rows_KX.flatten(), context_B1.shape[0], query_len, token_rows, padded_rows, visible_BQC)
+    return _Part(pages_X, key_rows_KX.flatten(), context_B1.shape[0], query_len, token_rows, padded_rows, visible_BQC)
 
 
 def _attend(
-    q_TNH: torch.Tensor, pool_layer: torch.Tensor, parts: list[_Part], scale: float, rank: int | None = None
+    q_TNH: torch.Tensor,
+    pool_layer: torch.Tensor,
+    parts: list[_Part],
+    scale: float,
+    *,
+    softcap: float | None = None,
+    rank: int | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     outputs, start = [], 0
     for part in parts:
         stop = start + part.num_sequences if part.token_rows is None else q_TNH.shape[0]
-        outputs.append(_attend_part(q_TNH, slice(start, stop), pool_layer, part, scale, rank))
+        gathered = _gather(pool_layer, part) if scales is None else _dequantize(pool_layer, part, scales, q_TNH.dtype)
+        outputs.append(_attend_part(q_TNH, slice(start, stop), gathered, part, scale, softcap, rank))
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend_part(
-    q_TNH: torch.Tensor, rows: slice, pool_layer: torch.Tensor, part: _Part, scale: float, rank: int | None
+    q_TNH: torch.Tensor,
+    rows: slice,
+    gathered: tuple[torch.Tensor, torch.Tensor],
+    part: _Part,
+    scale: float,
+    softcap: float | None,
+    rank: int | None,
 ) -> torch.Tensor:
-    num_kv_heads, _, stored_dim = pool_layer.shape[2:]
+    keys, values = gathered  # [K, B, C, H]
+    num_kv_heads = keys.shape[0]
     batch, query_len, groups = part.num_sequences, part.query_len, q_TNH.shape[1] // num_kv_heads
     head_dim = q_TNH.shape[2]
     q_XNH = q_TNH[rows] if part.token_rows is None else q_TNH[part.token_rows]
     q_BQKGH = q_XNH.reshape(batch, query_len, num_kv_heads, groups, head_dim)
     q_KBXH = q_BQKGH.permute(2, 0, 3, 1, 4).reshape(num_kv_heads, batch, groups * query_len, head_dim)
-    rows_of_pool = _as_rows(pool_layer)
-    keys, values = (
-        rows_of_pool.index_select(0, part.key_rows_X + kind * num_kv_heads).view(num_kv_heads, batch, -1, stored_dim)
-        for kind in (0, 1)
-    )
     if rank is not None:  # of latents: two halves of one vector
         keys = torch.cat((keys, values), dim=-1)
         values = keys[..., :rank]
     visible_BGQC = part.visible_BQC[:, None].expand(-1, groups, -1, -1)
     visible_BXC = visible_BGQC.reshape(1, batch, groups * query_len, -1)
-    o_KBXH = F.scaled_dot_product_attention(q_KBXH, keys, values, attn_mask=visible_BXC, scale=scale)
+    if softcap is None:
+        o_KBXH = F.scaled_dot_product_attention(q_KBXH, keys, values, attn_mask=visible_BXC, scale=scale)
+    else:
+        scores = softcap * torch.tanh(q_KBXH.float() @ keys.float().transpose(2, 3) * (scale / softcap))
+        weights = scores.masked_fill(~visible_BXC, float("-inf")).softmax(-1)
+        o_KBXH = (weights @ values.float()).to(q_KBXH.dtype)
     o_BQKGH = o_KBXH.view(num_kv_heads, batch, groups, query_len, -1).permute(1, 3, 0, 2, 4)
     o_XNH = o_BQKGH.reshape(batch * query_len, num_kv_heads * groups, -1)
     return o_XNH if part.padded_rows is None else o_XNH[part.padded_rows]
+
+
+def _gather(pool_layer: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the part's pages, [K, B, C, H] each."""
+    num_kv_heads, _, head_dim = pool_layer.shape[2:]
+    rows = _as_rows(pool_layer)
+    keys, values = (
+        rows.index_select(0, part.key_rows_X + kind * num_kv_heads).view(num_kv_heads, part.num_sequences, -1, head_dim)
+        for kind in (0, 1)
+    )
+    return keys, values
+
+
+def _dequantize(
+    pool_layer: torch.Tensor, part: _Part, scales: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a quantized pool."""
+    num_kv_heads, _, head_dim = pool_layer.shape[2:]
+    stored = pool_layer.view(torch.uint8)  # no dtype of 8-bit floats is indexed on every device
+    keys, values = (
+        (stored[part.pages_X, kind].view(pool_layer.dtype).float() * scales[part.pages_X, kind, :, None, None])
+        .to(dtype)
+        .unflatten(0, (part.num_sequences, -1))
+        .permute(2, 0, 1, 3, 4)
+        .reshape(num_kv_heads, part.num_sequences, -1, head_dim)
+        for kind in (0, 1)
+    )
+    return keys, values
 
 
 def _as_rows(pool_layer: torch.Tensor) -> torch.Tensor:

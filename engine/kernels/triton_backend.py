@@ -12,7 +12,7 @@ from engine.kernels.grouped_gemm import grouped_gemm
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
-from engine.kernels.reference import latent_attention
+from engine.kernels.reference import latent_attention, paged_attention, refuse_scales
 from engine.kernels.write_kv import write_kv
 from engine.layers.linear import GroupedLinear
 from engine.layers.ops import TorchOps
@@ -24,8 +24,14 @@ class TritonAttention:
     name = "triton"
 
     def write_kv(
-        self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata
+        self,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scales: torch.Tensor | None = None,
     ) -> None:
+        refuse_scales(scales)
         write_kv(k_TKH, v_TKH, pool_layer, meta.slot_page_T, meta.slot_offset_T)
 
     def paged_attention(
@@ -35,7 +41,11 @@ class TritonAttention:
         meta: AttentionMetadata,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if softcap is not None or scales is not None:
+            return paged_attention(q_TNH, pool_layer, meta, scale, window, softcap, scales)
         o_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         decodes = slice(0, meta.num_decodes)  # rows and sequences alike: each has one query token
         if meta.num_decodes:
@@ -64,9 +74,15 @@ class TritonAttention:
         return o_TNH
 
     def latent_attention(
-        self, q_TNH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata, scale: float, rank: int
+        self,
+        q_TNH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        rank: int,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return latent_attention(q_TNH, pool_layer, meta, scale, rank)  # in plain torch
+        return latent_attention(q_TNH, pool_layer, meta, scale, rank, scales)  # in plain torch
 
 
 class TritonOps(TorchOps):

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from engine.kernels import AttentionBackend
-from engine.kernels.metadata import AttentionMetadata
+from engine.kernels.metadata import AttentionMetadata, KvLayer
 from engine.latent_config import LatentConfig
 from engine.layers.linear import Linear, fuse
 from engine.layers.ops import LayerOps
@@ -29,7 +29,7 @@ class Attention(Protocol):
         x_TD: torch.Tensor,
         cos_sin_T2H: torch.Tensor,
         meta: AttentionMetadata,
-        pool_layer: torch.Tensor,
+        kv: KvLayer,
         attention: AttentionBackend,
         ops: LayerOps,
     ) -> torch.Tensor:
@@ -57,7 +57,7 @@ class GroupedAttention:
         x_TD: torch.Tensor,
         cos_sin_T2H: torch.Tensor,
         meta: AttentionMetadata,
-        pool_layer: torch.Tensor,
+        kv: KvLayer,
         attention: AttentionBackend,
         ops: LayerOps,
     ) -> torch.Tensor:
@@ -71,8 +71,9 @@ class GroupedAttention:
             q_TNH, k_TKH, _ = qkv_TXH.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
             q_TNH = ops.rope(ops.rms_norm(q_TNH, q_norm_H, self._eps), cos_sin_T2H)
             k_TKH = ops.rope(ops.rms_norm(k_TKH, k_norm_H, self._eps), cos_sin_T2H)
-        attention.write_kv(k_TKH, qkv_TXH[:, num_heads + num_kv_heads :], pool_layer, meta)
-        return attention.paged_attention(q_TNH, pool_layer, meta, self._scale, self._window).flatten(1)
+        v_TKH = qkv_TXH[:, num_heads + num_kv_heads :]
+        attention.write_kv(k_TKH, v_TKH, kv.pages, meta, kv.scales)
+        return attention.paged_attention(q_TNH, kv.pages, meta, self._scale, self._window, scales=kv.scales).flatten(1)
 
 
 class LatentAttention:
@@ -104,7 +105,7 @@ class LatentAttention:
         x_TD: torch.Tensor,
         cos_sin_T2H: torch.Tensor,
         meta: AttentionMetadata,
-        pool_layer: torch.Tensor,
+        kv: KvLayer,
         attention: AttentionBackend,
         ops: LayerOps,
     ) -> torch.Tensor:
@@ -113,13 +114,13 @@ class LatentAttention:
         kv_TC = ops.rms_norm(down_TX[:, : latent.rank], self._kv_norm_C, _LATENT_EPS)
         k_T1R = ops.rope(down_TX[:, latent.rank :].unsqueeze(1), cos_sin_T2H)
         stored_T2H = torch.cat((kv_TC, k_T1R.squeeze(1)), dim=1).view(-1, 2, latent.page_head_dim)
-        attention.write_kv(stored_T2H[:, :1], stored_T2H[:, 1:], pool_layer, meta)
+        attention.write_kv(stored_T2H[:, :1], stored_T2H[:, 1:], kv.pages, meta, kv.scales)
         if self._q_down is not None:
             x_TD = ops.rms_norm(self._q_down(x_TD), self._q_norm, _LATENT_EPS)
         q_TNX = self._q(x_TD).view(-1, self._num_heads, latent.query_dim)
         q_NTC = torch.bmm(q_TNX[:, :, : latent.nope_dim].transpose(0, 1), self._key_NPC)
         q_TNH = torch.cat((q_NTC.transpose(0, 1), ops.rope(q_TNX[:, :, latent.nope_dim :], cos_sin_T2H)), dim=2)
-        mixed_TNC = attention.latent_attention(q_TNH, pool_layer, meta, latent.scale, latent.rank)
+        mixed_TNC = attention.latent_attention(q_TNH, kv.pages, meta, latent.scale, latent.rank, kv.scales)
         return torch.bmm(mixed_TNC.transpose(0, 1), self._value_NCV).transpose(0, 1).flatten(1)
 
 

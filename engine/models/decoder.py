@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels import AttentionBackend
-from engine.kernels.metadata import AttentionMetadata
+from engine.kernels.metadata import AttentionMetadata, KvLayer
 from engine.layers.attention import Attention, GroupedAttention, LatentAttention
 from engine.layers.feed_forward import DenseFeedForward, ExpertFeedForward, FeedForward
 from engine.layers.linear import Linear
@@ -43,7 +43,7 @@ class Decoder:
         positions_T: torch.Tensor,
         draw_rows_R: torch.Tensor,
         meta: AttentionMetadata,
-        layer_pools: Sequence[torch.Tensor],
+        layer_pools: Sequence[KvLayer],
         attention: AttentionBackend,
         ops: LayerOps,
         on_layer: Callable[[int], None] | None = None,

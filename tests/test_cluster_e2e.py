@@ -317,9 +317,16 @@ def _is_alive(process: psutil.Process) -> bool:
 def test_ctrl_c_ends_a_served_deployment_in_order() -> None:
     command = [sys.executable, "-m", "cluster.cli", "serve", "--model", MODEL, "--colocated"]
     ports = ["--http-port", "0", "--grpc-port", "0", "--admin-port", "0"]
-    # A session of its own, so that the signal reaches every process of it, as a terminal's Ctrl-C does.
+    # A session of its own, so that the signal reaches every process of it, as a terminal's Ctrl-C does; and listened to
+    # even where the tests run in a shell's background, whose children ignore it.
     serving = subprocess.Popen(
-        [*command, *ports], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*command, *ports],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
     )
     try:
         assert serving.stdout is not None

@@ -86,9 +86,9 @@ class Departures:
 
     def select(self, request_ids: Collection[RequestId], max_sequences: int | None) -> tuple[list[DecodeRequest], int]:
         """Which running sequences to move, and how many requests are left alone."""
-        requests = {request.sequence.request_id: request for request in self._worker.requests}
-        chosen = choose(self.candidates(), request_ids, max_sequences)
-        return [requests[one.request_id] for one in chosen], len(requests) - len(chosen)
+        movable = {self._candidate(request): request for request in self._worker.requests if self._is_movable(request)}
+        chosen = choose(list(movable), request_ids, max_sequences)
+        return [movable[one] for one in chosen], len(self._worker.requests) - len(chosen)
 
     def candidates(self) -> list[Candidate]:
         """Those that could move now."""

@@ -17,9 +17,9 @@ _ROOM_PAGES = 2  # to grow into while pages move
 _ROOM_SHARE = 16  # and a sixteenth of the tokens: copying a page takes less than it takes to draw the next
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A sequence that is running."""
+    """A sequence that is running. Itself alone: two may run for one request, of which one is about to be dropped."""
 
     request_id: RequestId
     num_tokens: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from decode_worker.attempts import PrefillAttempts
@@ -91,7 +91,7 @@ class DecodeWorker:
     # What becomes of sequences that move.
 
     @property
-    def requests(self) -> Iterable[DecodeRequest]:
+    def requests(self) -> Collection[DecodeRequest]:
         return self._requests.values()
 
     def request_of(self, sequence: Sequence) -> DecodeRequest | None:

@@ -220,6 +220,16 @@ async def test_a_few_are_chosen_and_the_rest_stays(pair: Pair, model: Path) -> N
     assert sorted(one.num_moves for one in seen) == [0, 0, 1]
 
 
+async def test_two_sequences_of_one_request_are_two(hasty_pair: Pair) -> None:
+    # One whose router has not come yet, and another, to which the request was given anew meanwhile.
+    pair = hasty_pair
+    async with caller(pair.left) as one, caller(pair.left) as other:
+        assert one.submit(PROMPT, LONG) == other.submit(PROMPT, LONG)  # hence they have the same name, too
+        await until_running(pair.left, 2)
+        response = await migrate(pair.left, pair.right)
+        assert (len(response.moved), len(set(response.moved)), response.num_left) == (2, 1, 0)
+
+
 @pytest.mark.parametrize("page_size", [8, 24, 64])
 async def test_workers_of_different_page_sizes_move_sequences_too(
     model: Path, page_size: int, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from engine.cache_tiers import CacheTiers
 from engine.disk_tier import DiskTier
 from engine.host_tier import HostTier
 from engine.kernels import select_backend, select_ops
+from engine.kernels.kv_codes import layers_of
 from engine.kv_layout import KVLayout
 from engine.memory_plan import count_pages, make_layout, saturating_tokens, select_context
 from engine.model_config import ModelConfig
@@ -52,7 +53,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.layout = layout
-        self.kv_pages = kv_pages  # [P, L, 2, K, S, H], contiguous
+        self.kv_pages = kv_pages  # `layout.shape`, contiguous
         self.pool = pool
         self.prefix_cache = cache
         self.runner = runner
@@ -85,18 +86,19 @@ class Engine:
             on_progress=on_progress,
         )
         num_pages = _count_pages(config, layout, device)
-        kv_pages = allocate_pool(layout.shape(num_pages), dtype, device)
+        kv_pages = allocate_pool(layout.shape(num_pages), getattr(torch, layout.storage_dtype), device)
         erase = functools.partial(zero_pages, kv_pages) if config.zero_freed_pages else None
         pool = PagePool(num_pages, erase)
         tiers = _make_tiers(config, kv_pages, layout.page_bytes)
         told = on_event if config.kv_events else None
         cache = PrefixCache(pool, config.page_size, told, config.prefix_caching, tiers)
-        runner = ModelRunner(model, kv_pages, attention, select_ops(attention))
+        runner = ModelRunner(model, layers_of(kv_pages, layout), attention, select_ops(attention))
         log.info(
-            "loaded %s: %d pages, %s, %s attention on %s",
+            "loaded %s: %d pages, %s, KV in %s, %s attention on %s",
             config.model,
             num_pages,
             dtype,
+            layout.kv_dtype if layout.is_quantized else dtype,
             attention.name,
             device,
         )

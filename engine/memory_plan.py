@@ -70,6 +70,7 @@ def make_layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
         head_dim=model.head_dim,
         dtype=model.dtype if config.dtype == "auto" else config.dtype,
         model_revision=model.revision,
+        kv_dtype=config.kv_dtype,
     )
 
 

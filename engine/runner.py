@@ -5,7 +5,7 @@ Knows nothing of requests, prefix caches or sampling. It reads and writes the pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,10 +19,12 @@ from engine.models.decoder import Decoder
 class ModelRunner:
     """A model bound to its KV pages."""
 
-    def __init__(self, model: Decoder, kv_pages: torch.Tensor, attention: AttentionBackend, ops: LayerOps) -> None:
-        """`kv_pages` is the pool, [P, L, 2, K, S, H]."""
+    def __init__(
+        self, model: Decoder, kv_layers: Sequence[KvLayer], attention: AttentionBackend, ops: LayerOps
+    ) -> None:
+        """`kv_layers`: the pool layer by layer."""
         self._model = model
-        self._layer_pools = [KvLayer(pages) for pages in kv_pages.unbind(1)]
+        self._layer_pools = kv_layers
         self._attention = attention
         self._ops = ops
 

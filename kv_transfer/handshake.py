@@ -16,7 +16,7 @@ from engine.kv_layout import KVLayout
 from penstock.errors import TransferError
 from penstock.types import Epoch
 
-OFFER_VERSION = 2
+OFFER_VERSION = 3
 MAX_OFFER_BYTES = 1 << 20  # NIXL's metadata grows with the host's network interfaces: 0.5 KB here, tens with RDMA
 MAX_TRANSPORTS = 16
 MAX_PAGE_SIZE = 1024  # tokens, as of EngineConfig.page_size: bounds what is staged for a page
@@ -112,6 +112,7 @@ def _parse_layout(raw: object) -> KVLayout:
         head_range=_share(raw, "head_range", num_kv_heads),
         quantization=take(raw, "quantization", str),
         hash_version=take(raw, "hash_version", int),
+        kv_dtype=take(raw, "kv_dtype", str),
     )
 
 

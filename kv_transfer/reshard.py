@@ -1,8 +1,8 @@
 """Which part of which page goes where, when KV moves between pools of different layouts. Pure.
 
 A transfer is the KV of some tokens, for the layers and KV heads that both ends have: from pages of the sender's size to
-pages of the receiver's. Everything that may differ is a slice: the tokens of a page (`Piece`), its layers and its heads
-(`Plan`). What cannot be sliced is refused by name. Between equal layouts a plan says so (`whole_pages`), and every page
+pages of the receiver's. What may differ is a slice: the tokens of a page (`Piece`), its layers and its heads (`Plan`);
+or the dtype of the values, which are then converted. Anything else is refused by name. Between equal layouts a plan says so (`whole_pages`), and every page
 moves as it is.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.kv_layout import KVLayout
+from engine.kv_layout import QUANTIZED_KV, KVLayout
 from penstock.errors import TransferRefused
 
-# Both ends must agree on these. Another dtype would be a conversion on the way, which nobody has asked for yet.
+# Both ends must agree on these: a model that computes in another dtype is another model.
 _SHARED_FIELDS = (
     "model_revision",
     "num_layers",
@@ -48,7 +48,13 @@ class Plan:
     def whole_pages(self) -> bool:
         """Whether a page of one end is, byte for byte, a page of the other."""
         source, target = self.source, self.target
-        return (source.page_size, source.layers, source.heads) == (target.page_size, target.layers, target.heads)
+        same_places = (source.page_size, source.layers, source.heads) == (target.page_size, target.layers, target.heads)
+        return same_places and not self.converts
+
+    @property
+    def converts(self) -> bool:
+        """Whether the values are of another dtype at the target."""
+        return self.source.kv_dtype != self.target.kv_dtype
 
     @property
     def source_layers(self) -> slice:
@@ -87,6 +93,8 @@ def make_plan(source: KVLayout, target: KVLayout) -> Plan:
                 f"{field} {wanted.start} to {wanted.stop} are the receiver's, "
                 f"the sender has {found.start} to {found.stop} only"
             )
+    if target.kv_dtype not in ("auto", *QUANTIZED_KV):
+        problems.append(f"kv_dtype is {target.kv_dtype!r} at the receiver, the sender knows {', '.join(QUANTIZED_KV)}")
     if problems:
         raise TransferRefused(
             f"KV layouts do not fit together: {'; '.join(problems)} (layout digests: the receiver's "

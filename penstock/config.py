@@ -32,6 +32,7 @@ class EngineConfig(_Frozen):
 
     model: str  # a Hugging Face checkpoint folder
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: as config.json says
+    kv_dtype: Literal["auto", "fp8", "int8"] = "auto"  # of KV pages; auto: as dtype. Pools may differ in it
     device: str = "auto"  # auto: cuda where there is one, else cpu
     page_size: int = Field(16, ge=1, le=1024)  # tokens
     num_pages: int | None = Field(None, ge=2)  # default: from kv_memory_bytes

@@ -258,11 +258,11 @@ def test_quantized_pages_and_capped_scores_are_as_defined(softcap: float | None,
     problem = make_problem(LENGTHS["mixed"], page_size=4, heads=(4, 2), head_dim=8)
     num_pages, _, heads, page_size, dim = problem.pool_layer.shape
     size = 2 * heads * page_size * dim
-    memory = torch.zeros(num_pages, size + 4 * 2 * heads, dtype=torch.uint8)
+    memory = torch.zeros(num_pages, size + 4 * 2 * heads * page_size, dtype=torch.uint8)
     pages = memory[:, :size].view(stored).view(num_pages, 2, heads, page_size, dim)
-    scales = memory[:, size:].view(torch.float32).view(num_pages, 2, heads)
-    scales.copy_(problem.pool_layer.abs().amax((3, 4)) / 100)
-    pages.copy_(problem.pool_layer / scales[..., None, None])
-    problem.pool_layer = pages.float() * scales[..., None, None]
+    scales = memory[:, size:].view(torch.float32).view(num_pages, 2, heads, page_size)
+    scales.copy_(problem.pool_layer.abs().amax(4) / 100)
+    pages.copy_(problem.pool_layer / scales[..., None])
+    problem.pool_layer = pages.float() * scales[..., None]
     out = paged_attention(problem.q_TNH, pages, problem.meta, 0.3, 20, softcap, scales)
     torch.testing.assert_close(out.double(), define(problem, 0.3, 20, softcap), atol=1e-5, rtol=1e-5)

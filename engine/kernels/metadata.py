@@ -17,7 +17,7 @@ class KvLayer:
     """What one layer has of every page: views, which the attention backend alone writes through."""
 
     pages: torch.Tensor  # [P, 2, K, S, H]; K at index 0, V at 1
-    scales: torch.Tensor | None = None  # float32 [P, 2, K] where pages are quantized; see `engine.kernels`
+    scales: torch.Tensor | None = None  # float32 [P, 2, K, S] where pages are quantized; see `engine.kernels`
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.kv_codes import quantize
 from engine.kernels.metadata import AttentionMetadata
 
 
@@ -50,8 +51,7 @@ class TorchAttention:
         meta: AttentionMetadata,
         scales: torch.Tensor | None = None,
     ) -> None:
-        refuse_scales(scales)
-        write_kv(k_TKH, v_TKH, pool_layer, meta)
+        write_kv(k_TKH, v_TKH, pool_layer, meta, scales)
 
     def paged_attention(
         self,
@@ -85,13 +85,21 @@ class TorchAttention:
         return self._plans[window]
 
 
-def refuse_scales(scales: torch.Tensor | None) -> None:
-    """Of writes: what a page's scale becomes when a larger value comes is the quantizing writer's business."""
-    assert scales is None, "a quantized pool is written by whoever owns its scales"
-
-
-def write_kv(k_TKH: torch.Tensor, v_TKH: torch.Tensor, pool_layer: torch.Tensor, meta: AttentionMetadata) -> None:
-    """Stores each token's K and V at its slot."""
+def write_kv(
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    pool_layer: torch.Tensor,
+    meta: AttentionMetadata,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """Stores each token's K and V at its slot, in a quantized pool as codes and their scales."""
+    if scales is not None:
+        codes = pool_layer.view(torch.uint8)  # no dtype of 8-bit floats is indexed on every device
+        for kind, rows_TKH in enumerate((k_TKH, v_TKH)):
+            codes_TKH, scales_TK = quantize(rows_TKH, pool_layer.dtype)
+            codes[meta.slot_page_T, kind, :, meta.slot_offset_T] = codes_TKH.view(torch.uint8)
+            scales[meta.slot_page_T, kind, :, meta.slot_offset_T] = scales_TK
+        return
     pool_layer[meta.slot_page_T, 0, :, meta.slot_offset_T] = k_TKH
     pool_layer[meta.slot_page_T, 1, :, meta.slot_offset_T] = v_TKH
 
@@ -245,7 +253,7 @@ def _dequantize(
     num_kv_heads, _, head_dim = pool_layer.shape[2:]
     stored = pool_layer.view(torch.uint8)  # no dtype of 8-bit floats is indexed on every device
     keys, values = (
-        (stored[part.pages_X, kind].view(pool_layer.dtype).float() * scales[part.pages_X, kind, :, None, None])
+        (stored[part.pages_X, kind].view(pool_layer.dtype).float() * scales[part.pages_X, kind, ..., None])
         .to(dtype)
         .unflatten(0, (part.num_sequences, -1))
         .permute(2, 0, 1, 3, 4)

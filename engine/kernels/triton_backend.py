@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from engine.kernels import reference
 from engine.kernels.grouped_gemm import grouped_gemm
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
-from engine.kernels.reference import latent_attention, paged_attention, refuse_scales
+from engine.kernels.reference import latent_attention, paged_attention
 from engine.kernels.write_kv import write_kv
 from engine.layers.linear import GroupedLinear
 from engine.layers.ops import TorchOps
@@ -31,7 +32,9 @@ class TritonAttention:
         meta: AttentionMetadata,
         scales: torch.Tensor | None = None,
     ) -> None:
-        refuse_scales(scales)
+        if scales is not None:
+            reference.write_kv(k_TKH, v_TKH, pool_layer, meta, scales)
+            return
         write_kv(k_TKH, v_TKH, pool_layer, meta.slot_page_T, meta.slot_offset_T)
 
     def paged_attention(

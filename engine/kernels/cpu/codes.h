@@ -1,0 +1,78 @@
+// Values of quantized KV pages: one byte each, and behind a layer's values a float32 scale for each token of each head.
+// The same arithmetic, bit for bit, as engine/kernels/kv_codes.py.
+#pragma once
+
+#include "vectors.h"
+
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef int8_t SignedBytes __attribute__((vector_size(16)));
+
+constexpr float kSmallestPeak = 1e-30f;
+
+// Values as they are: of the model's own dtype.
+struct Plain {
+  static constexpr bool kQuantized = false;
+};
+
+struct Int8Codes {
+  static constexpr bool kQuantized = true;
+  static constexpr float kLargest = 127.0f, kDecodedBy = 1.0f;
+  static Floats decode(const uint8_t* from) {
+    return __builtin_convertvector(load<SignedBytes>(from), Floats);
+  }
+  static Bytes encode(Floats value) {
+    const Floats round_magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves no bits for a fraction
+    Ints whole = __builtin_convertvector((value + round_magic) - round_magic, Ints);
+    return (Bytes)__builtin_convertvector(whole, SignedBytes);
+  }
+};
+
+// e4m3: sign, four bits of exponent (bias 7), three of fraction; no infinity.
+struct Fp8Codes {
+  static constexpr bool kQuantized = true;
+  static constexpr float kLargest = 448.0f, kDecodedBy = 256.0f;  // what `decode` gives is too small by that
+  static Floats decode(const uint8_t* from) {
+    Words code = __builtin_convertvector(load<Bytes>(from), Words);
+#if defined(__AVX512F__)
+    // As bits of a half, whose bias is 15: the processor takes its subnormals at full speed.
+    Words half = ((code & 0x80u) << 8) | ((code & 0x7fu) << 7);
+    return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)half));
+#else
+    Words sign = (code & 0x80u) << 24, size = code & 0x7fu;
+    Floats normal = (Floats)((size << 20) + ((127u - 15u) << 23));
+    Floats tiny = __builtin_convertvector((Ints)size, Floats) * (1.0f / 131072.0f);  // 2^-9 / 256
+    Floats value = (Ints)size < 8 ? tiny : normal;
+    return (Floats)((Words)value | sign);
+#endif
+  }
+  // To nearest, ties to even.
+  static Bytes encode(Floats value) {
+    Words bits = (Words)value, sign = (bits >> 24) & 0x80u, size = bits & 0x7fffffffu;
+    Words normal = ((size + 0x7ffffu + ((size >> 20) & 1u)) >> 20) - ((127u - 7u) << 3);
+    Words tiny = (Words)((Floats)size + splat(16384.0f)) - (Words)splat(16384.0f);  // in steps of 2^-9
+    Words code = (Floats)size < splat(0.015625f) ? tiny : normal;
+    return __builtin_convertvector(code | sign, Bytes);
+  }
+};
+
+// One row of `width` values to codes; returns its scale.
+template <class C, class S> inline float encode_row(uint8_t* to, const S* row, int width) {
+  Floats peaks{};
+  for (int i = 0; i < width; i += kLanes) {
+    Floats x = load_floats(row + i, width - i);
+    peaks = maximum(peaks, (Floats)((Words)x & 0x7fffffffu));
+  }
+  const float peak = largest(peaks), factor = peak < kSmallestPeak ? 0.0f : C::kLargest / peak;
+  for (int i = 0; i < width; i += kLanes) {
+    Floats scaled = load_floats(row + i, width - i) * factor;
+    scaled = maximum(splat(-C::kLargest), scaled < splat(C::kLargest) ? scaled : splat(C::kLargest));
+    Bytes codes = C::encode(scaled);
+    std::memcpy(to + i, &codes, std::min(kLanes, width - i));
+  }
+  return peak < kSmallestPeak ? 0.0f : peak / C::kLargest;
+}
+
+// `width` codes, a multiple of 16, as values of T without their scale and `kDecodedBy`; exact.
+template <class C, class S> inline void decode_row(S* to, const uint8_t* from, int width) {
+  for (int i = 0; i < width; i += kLanes) store_floats(to + i, C::decode(from + i), kLanes);
+}

@@ -1,0 +1,85 @@
+"""What stands in quantized KV pages: values of one byte, each token of each head with a scale of its own.
+
+A layer's scales lie right behind its values (`engine.kv_layout`). Quantizing is the same arithmetic everywhere, bit for
+bit: here, in C++ and in Triton.
+
+Shapes: `P` pages, `L` layers, `K` KV heads, `S` page size, `H` head dim, `T` tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.kernels.metadata import KvLayer
+from engine.kv_layout import KVLayout
+
+CODE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the scale maps a row's largest value to this
+# Rows whose largest value is below are stored as zeros: 448 / this is still finite, and no KV is as small.
+SMALLEST_PEAK = 1e-30
+
+
+def values_of(kv_pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """The pool's values, [P, L, 2, K, S, H], a view."""
+    num_pages = kv_pages.shape[0]
+    if not layout.is_quantized:
+        return kv_pages.view(layout.shape(num_pages))
+    num_layers, num_heads, page_size, head_dim = _sizes(layout)
+    codes = kv_pages.view(torch.uint8).view(CODE_DTYPES[layout.kv_dtype])
+    strides = _strides((2, num_heads, page_size, head_dim))
+    return codes.as_strided(
+        (num_pages, num_layers, 2, num_heads, page_size, head_dim), (layout.page_bytes, layout.layer_bytes, *strides)
+    )
+
+
+def layers_of(kv_pages: torch.Tensor, layout: KVLayout) -> list[KvLayer]:
+    """What attention takes of each layer."""
+    values = values_of(kv_pages, layout)
+    if not layout.is_quantized:
+        return [KvLayer(pages) for pages in values.unbind(1)]
+    scales = scales_of(values)
+    return [KvLayer(*views) for views in zip(values.unbind(1), scales.unbind(1), strict=True)]
+
+
+def is_quantized(pool: torch.Tensor) -> bool:
+    return pool.dtype in LARGEST
+
+
+def scales_of(values: torch.Tensor) -> torch.Tensor:
+    """float32 [..., 2, K, S], a view: the scales behind quantized values [P, 2, K, S, H] or [P, L, 2, K, S, H]."""
+    *outer, kinds, num_heads, page_size, head_dim = values.shape
+    assert values.stride()[-4:] == _strides((kinds, num_heads, page_size, head_dim)), "a layer's values are neighbours"
+    num_codes = kinds * num_heads * page_size * head_dim
+    as_bytes = values.view(torch.uint8).as_strided(
+        (*outer, num_codes // head_dim * 4),
+        (*values.stride()[: len(outer)], 1),
+        values.storage_offset() + num_codes,
+    )
+    return as_bytes.view(torch.float32).unflatten(-1, (kinds, num_heads, page_size))
+
+
+def quantize(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [..., H] of any float dtype as codes of `dtype` and float32 scales [...]: code * scale is about the value."""
+    exact = rows.float()
+    peak = exact.abs().amax(dim=-1)
+    largest = LARGEST[dtype]
+    peak = torch.where(peak < SMALLEST_PEAK, 0.0, peak)
+    factor = torch.where(peak > 0, largest / peak, 0.0)
+    scaled = (exact * factor[..., None]).clamp_(-largest, largest)
+    if dtype == torch.int8:
+        scaled.round_()  # halves to even, as the other two do
+    return scaled.to(dtype), peak / largest
+
+
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of codes [..., H] with scales [...]."""
+    return (codes.float() * scales[..., None]).to(dtype)
+
+
+def _sizes(layout: KVLayout) -> tuple[int, int, int, int]:
+    return len(layout.layers), len(layout.heads), layout.page_size, layout.head_dim
+
+
+def _strides(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    _, heads, tokens, width = shape
+    return (heads * tokens * width, tokens * width, width, 1)

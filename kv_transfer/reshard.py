@@ -2,8 +2,8 @@
 
 A transfer is the KV of some tokens, for the layers and KV heads that both ends have: from pages of the sender's size to
 pages of the receiver's. What may differ is a slice: the tokens of a page (`Piece`), its layers and its heads (`Plan`);
-or the dtype of the values, which are then converted. Anything else is refused by name. Between equal layouts a plan says so (`whole_pages`), and every page
-moves as it is.
+or the dtype of the values in pages, which are then converted. Anything else is refused by name. Between equal layouts a
+plan says so (`whole_pages`), and every page moves as it is.
 """
 
 from __future__ import annotations

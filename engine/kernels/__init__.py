@@ -2,8 +2,8 @@
 
 `q_TNH`, `k_TKH`, `v_TKH`: the batch's tokens, N query heads over K KV heads, H head dim.
 `pool_layer`: `kv_pages[:, layer]`, a strided view [P, 2, K, S, H] with K at index 0 and V at index 1.
-`scales`: of a quantized pool (float8_e4m3fn, int8), float32 [P, 2, K, S] with any strides between pages and neighbouring
-tokens side by side: they lie in the pages themselves, and a token's values times its scale are its K or V. None: the pool holds K and V in the queries' dtype.
+`scales`: of a quantized pool (float8_e4m3fn, int8), float32 [P, 2, K, S], in the pages themselves: any strides but the
+last, which is 1. A token's values times its scale are its K or V. None: the pool holds these in the queries' dtype.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def scales_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantize(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [..., H] of any float dtype as codes of `dtype` and float32 scales [...]: code * scale is about the value."""
+    """Rows [..., H] of any float dtype as codes of `dtype` and float32 scales [...]: their product is about the row."""
     exact = rows.float()
     peak = exact.abs().amax(dim=-1)
     largest = LARGEST[dtype]

@@ -147,6 +147,7 @@ def _progress_to_wire(worker_id: str, progress: Progress) -> admin_pb2.DrainProg
         num_moved=progress.num_moved,
         num_failed_moves=progress.num_failed_moves,
         num_cut_short=progress.num_cut_short,
+        num_pages_handed=progress.num_pages_handed,
         elapsed_s=progress.elapsed_s,
         detail=progress.detail,
     )

@@ -2,7 +2,9 @@
 
 Routers stop choosing the worker because it leaves the membership, which the controller sees to; they keep the streams
 that it has. Of a decode worker the running sequences go to others, KV and all, round after round; a prefill worker's
-prompts end soon. Empty, or out of time, it may be stopped: what it still has then, routers serve elsewhere.
+prompts end soon. Meanwhile the pages of its cache that are wanted most go to the workers that stay, since its traffic
+goes there from the first moment on, and once it is empty those that have come since. Empty, or out of time, it may be
+stopped: what it still has then, routers serve elsewhere.
 
 Between the controller, which owns the pools, and the workers' own services; no Ray. Each round follows a report of
 load, so nothing is polled.
@@ -31,6 +33,8 @@ TIMEOUT_S = 300.0
 _QUIET_REPORTS = 2  # with nothing open: a router may hear of the drain only after the first
 _ASK_TIMEOUT_S = 5.0
 _MOVE_TIMEOUT_S = 60.0  # of one round; each sequence has limits of its own
+_HANDOVER_SHARE = 4  # a part of a target's pool: what is cached there already is wanted, too
+_HANDOVER_GRACE_S = 3.0  # for what is under way when the hand-over's time is up
 
 
 class Stage(StrEnum):
@@ -46,8 +50,17 @@ class Progress:
     num_moved: int = 0
     num_failed_moves: int = 0
     num_cut_short: int = 0
+    num_pages_handed: int = 0  # cached ones, that other workers have in their caches for it
     elapsed_s: float = 0.0
     detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Bounds of what a drained worker gives to other caches, each time."""
+
+    max_bytes: int = 0  # none
+    timeout_s: float = 0.0
 
 
 class View(Protocol):
@@ -61,7 +74,9 @@ class View(Protocol):
         """Its last report; None where there is none."""
         ...
 
-    def decode_members(self) -> Sequence[Member]: ...
+    def members(self, role: Role) -> Sequence[Member]:
+        """That may be given requests."""
+        ...
 
     async def next_report(self, member: Member) -> None:
         """Until it has reported again, or gone."""
@@ -72,7 +87,13 @@ class Drain:
     """Of one incarnation. `run` empties it; whoever runs it stops the worker and then calls `end`."""
 
     def __init__(
-        self, member: Member, timeout_s: float, max_sequences: int, view: View, dial: Dial = make_channel
+        self,
+        member: Member,
+        timeout_s: float,
+        max_sequences: int,
+        view: View,
+        dial: Dial = make_channel,
+        handover: Handover = Handover(),
     ) -> None:
         """`max_sequences` is what a decode worker holds at most."""
         self.member = member
@@ -80,6 +101,7 @@ class Drain:
         self._max_sequences = max_sequences
         self._view = view
         self._dial = dial
+        self._handover = handover
         self._began_s = time.monotonic()
         self._deadline_s = self._began_s + timeout_s
         self._changed = asyncio.Event()
@@ -89,7 +111,8 @@ class Drain:
         """Returns once the worker has nothing left, is gone, or time is up."""
         try:
             async with asyncio.timeout(self._deadline_s - time.monotonic()), self._dial(self.member.address) as own:
-                await self._empty(own)
+                await asyncio.gather(self._empty(own), self._hand_over(own))
+                await self._hand_over(own)  # what has been cached meanwhile
         except TimeoutError:
             log.warning("%s is not empty in time: %d requests left", self.member.worker_id, self.progress.num_left)
         left = self.progress.num_left
@@ -162,7 +185,7 @@ class Drain:
         """Of the other decode workers that could use our KV."""
         own = await self._describe(self.member)
         rooms = []
-        for member in self._view.decode_members():
+        for member in self._view.members(Role.DECODE):
             load = self._view.load_of(member)
             if member.epoch == self.member.epoch or load is None:
                 continue
@@ -172,6 +195,52 @@ class Drain:
                 free_tokens = load.free_pages * described.page_size
                 rooms.append(Room(member.worker_id, member.epoch, member.address, free_tokens, free_sequences))
         return rooms
+
+    async def _hand_over(self, own: grpc.aio.Channel) -> None:
+        """Whatever fails here costs prefills later on, and no request."""
+        limits = self._handover
+        if not limits.max_bytes or not limits.timeout_s or not self._view.is_here(self.member):
+            return
+        try:
+            targets = await self._find_caches()
+            if not targets:
+                return
+            request = worker_pb2.HandOverRequest(
+                targets=targets,
+                max_bytes=limits.max_bytes,
+                timeout_ms=int(limits.timeout_s * 1e3),
+                source_address=self.member.address,
+            )
+            stub = worker_pb2_grpc.PageHandoverStub(own)
+            answer = await stub.HandOver(request, timeout=limits.timeout_s + _HANDOVER_GRACE_S)
+        except grpc.aio.AioRpcError as error:
+            log.info("%s: handing cached pages over failed: %s", self.member.worker_id, error.details())
+            return
+        for problem in answer.problems:
+            log.info("%s: not every cached page was taken: %s", self.member.worker_id, problem)
+        if answer.num_pages:
+            seconds = answer.elapsed_ms / 1e3
+            log.info("%s: %d cached pages handed over in %.3f s", self.member.worker_id, answer.num_pages, seconds)
+        self._tell(num_pages_handed=self.progress.num_pages_handed + answer.num_pages)
+
+    async def _find_caches(self) -> list[worker_pb2.HandOverTarget]:
+        """Of the workers that will get its traffic, which have pages of the very same kind: revisions never mix."""
+        own = await self._describe(self.member)
+        peers = [one for one in self._view.members(self.member.role) if one.epoch != self.member.epoch]
+        if not peers and self.member.role is Role.PREFILL:
+            peers = list(self._view.members(Role.DECODE))  # who compute prompts themselves from now on
+        targets = []
+        for member in peers:
+            load = self._view.load_of(member)
+            if load is None or (await self._describe(member)).layout_digest != own.layout_digest:
+                continue
+            max_pages = load.total_pages // _HANDOVER_SHARE
+            targets.append(
+                worker_pb2.HandOverTarget(
+                    worker_id=member.worker_id, epoch=member.epoch, address=member.address, max_pages=max_pages
+                )
+            )
+        return targets
 
     async def _describe(self, member: Member) -> worker_pb2.WorkerDescription:
         if member.epoch not in self._described:

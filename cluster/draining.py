@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from cluster.drain import TIMEOUT_S, Drain
+from cluster.drain import TIMEOUT_S, Drain, Handover
 from cluster.pool import Incarnation, Slot, WorkerState
 from cluster.pools import Pools, member_of
 from cluster.reports import Reports
@@ -86,7 +86,10 @@ class Draining:
 
     def begin(self, slot: Slot, timeout_s: float, *, replaced: bool, at_once: bool = False) -> Drain:
         """The caller runs it, and calls `forget` once the worker is gone."""
-        drain = Drain(member_of(slot), timeout_s, self._config.decode.max_batch_sequences, self._reports, self._dial)
+        config = self._config
+        handover = Handover(config.handover_bytes, config.handover_s)
+        limit = config.decode.max_batch_sequences
+        drain = Drain(member_of(slot), timeout_s, limit, self._reports, self._dial, handover)
         self._drains[slot.incarnation] = drain
         self._pools.of(slot.incarnation).drain(slot.incarnation, replaced=replaced, at_once=at_once)
         self._publish()  # routers choose it no more

@@ -54,8 +54,8 @@ class Reports:
         slot = self._pools.slot_of_member(member)
         return self.get(slot.incarnation) if slot else None
 
-    def decode_members(self) -> list[Member]:
-        return [member for member in self._pools.members() if member.role is Role.DECODE]
+    def members(self, role: Role) -> list[Member]:
+        return [member for member in self._pools.members() if member.role is role]
 
     async def next_report(self, member: Member) -> None:
         if self.is_here(member):

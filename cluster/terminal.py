@@ -106,6 +106,8 @@ def format_status(status: admin_pb2.StatusResponse) -> str:
 def format_drain(progress: admin_pb2.DrainProgress) -> str:
     """One line of `penstock drain`."""
     name, moved = progress.worker_id, f"{progress.num_moved} moved"
+    if progress.num_pages_handed:
+        moved += f" and {progress.num_pages_handed} cached pages handed over"
     waits = f" ({progress.detail})" if progress.detail else ""
     match progress.stage:
         case "draining":

@@ -15,11 +15,11 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from decode_worker.channels import Channels
 from decode_worker.departure import Target
 from engine.step_loop import StepLoop
 from kv_transfer.session import Manifest
 from penstock import wire
+from penstock.channels import Channels
 from penstock.errors import DeadlineExceeded, PenstockError, Unavailable, from_rpc_error, from_status, to_status
 from penstock.types import PageId, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc

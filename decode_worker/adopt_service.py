@@ -9,7 +9,6 @@ from typing import TypeVar
 from decode_worker.adoptions import Adoptions
 from decode_worker.departure import Target
 from decode_worker.departures import Departures
-from decode_worker.fence_keeper import FenceKeeper
 from decode_worker.request import DecodeRequest
 from engine.step_loop import StepLoop
 from kv_transfer.receiver import TransferReceiver
@@ -24,6 +23,7 @@ from penstock.errors import (
     from_status,
     to_status,
 )
+from penstock.fence_keeper import FenceKeeper
 from penstock.grpc_server import read_start
 from penstock.types import Epoch, PageHash, PageId, RequestId, TransferKey, WorkerId
 from penstock.v1 import worker_pb2

@@ -15,13 +15,13 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from decode_worker.channels import Channels
-from decode_worker.fence_keeper import FenceKeeper
 from engine.sequence import SampledToken
 from engine.step_loop import StepLoop
 from kv_transfer.session import Manifest
 from penstock import wire
+from penstock.channels import Channels
 from penstock.errors import PenstockError, from_rpc_error, from_status
+from penstock.fence_keeper import FenceKeeper
 from penstock.types import Epoch, Lane, PageHash, PageId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 

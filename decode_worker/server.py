@@ -10,9 +10,7 @@ from functools import partial
 from decode_worker.adopt_client import AdoptClient
 from decode_worker.adopt_service import AdoptService
 from decode_worker.adoptions import LEASE_S, Adoptions
-from decode_worker.channels import Channels
 from decode_worker.departures import Departures
-from decode_worker.fence_keeper import FenceKeeper
 from decode_worker.intake import Intake
 from decode_worker.lookaside import LookasidePort, LookasideService, load_spelling, lookaside_secret
 from decode_worker.placement import describe_limits
@@ -26,13 +24,19 @@ from engine.replica import Replica
 from engine.step_loop import StepLoop
 from engine.worker_identity import describe
 from kv_transfer.lease import earliest
+from kv_transfer.page_intake import PageIntake
+from kv_transfer.page_source import PageSource
 from kv_transfer.receiver import TransferReceiver
 from kv_transfer.sender import TransferSender
+from penstock.channels import Channels
 from penstock.config import WorkerConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, TransferError
+from penstock.fence_keeper import FenceKeeper
+from penstock.handover_client import HandoverClient
+from penstock.handover_service import HandoverService
 from penstock.ticket_log import TicketLog
 from penstock.trust import Trust
-from penstock.types import Epoch, Role, WorkerId
+from penstock.types import Epoch, Role, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from penstock.worker_service import WorkerService
 
@@ -75,7 +79,7 @@ class DecodeServer:
         )
         self._loop = StepLoop(config.worker_id, self._step, self._on_fatal, self._sweep)
         self._channels = Channels(trust.channel)
-        self._fences = FenceKeeper(self._channels.get, lambda key: self._loop.post(lambda: worker.on_quiesced(key)))
+        self._fences = FenceKeeper(self._channels.get, lambda key: self._loop.post(lambda: self._on_quiesced(key)))
         self._calls = PrefillClient(self._loop, worker, self._receiver.offer, self._channels, self._fences)
         transfers.calls = self._calls
         moves = self._join_peers(engine, transfers)
@@ -84,15 +88,16 @@ class DecodeServer:
             description,
             events,
             lambda: worker.load,
-            self._adopt_calls.is_open,
+            lambda key: self._adopt_calls.is_open(key) or self._sender.is_open(key),
             partial(check_up, engine, config.engine),
             tickets,
         )
         names = worker_pb2.DESCRIPTOR.services_by_name
-        self._grpc = trust.server([names["Worker"], names["DecodeWorker"]])
+        self._grpc = trust.server([names["Worker"], names["DecodeWorker"], names["PageHandover"]])
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._grpc.server)
         intake = Intake(worker, self.adoptions, self._loop)
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(DecodeService(intake, moves), self._grpc.server)
+        worker_pb2_grpc.add_PageHandoverServicer_to_server(self._hand_over_pages(engine), self._grpc.server)
         self._loop.start()
         if config.lookaside is not None:
             description.lookaside_address = await self._open_lookaside(intake, tickets)
@@ -116,17 +121,47 @@ class DecodeServer:
             engine.layout,
             self.epoch,
             self._config.transfer,
-            on_arrival=lambda key, first, count: self._loop.post(lambda: self.worker.on_arrival(key, first, count)),
-            on_failure=lambda key, error: self._loop.post(lambda: self.worker.on_stalled(key, error)),
+            on_arrival=lambda key, first, count: self._loop.post(lambda: self._on_arrival(key, first, count)),
+            on_failure=lambda key, error: self._loop.post(lambda: self._on_stalled(key, error)),
         )
         self._sender = TransferSender(
             engine.kv_pages,
             engine.layout,
             self.epoch,
             self._config.transfer,
-            on_done=lambda key: self._loop.post(lambda: self.departures.on_sent(key)),
-            on_failure=lambda key, error: self._loop.post(lambda: self.departures.on_failed(key, error)),
+            on_done=lambda key: self._loop.post(lambda: self._on_sent(key)),
+            on_failure=lambda key, error: self._loop.post(lambda: self._on_send_failure(key, error)),
         )
+
+    # Each transfer is a prompt's or a sequence's, or brings cached pages: whoever does not know a key ignores it.
+
+    def _on_arrival(self, key: TransferKey, first_index: int, num_pages: int) -> None:
+        self.worker.on_arrival(key, first_index, num_pages)
+        self.intake.on_arrival(key, first_index, num_pages)
+
+    def _on_stalled(self, key: TransferKey, error: TransferError) -> None:
+        self.worker.on_stalled(key, error)
+        self.intake.on_lost(key, error)
+
+    def _on_quiesced(self, key: TransferKey) -> None:
+        self.worker.on_quiesced(key)
+        self.intake.on_quiesced(key)
+
+    def _on_sent(self, key: TransferKey) -> None:
+        self.departures.on_sent(key)
+        self.source.on_sent(key)
+
+    def _on_send_failure(self, key: TransferKey, error: TransferError) -> None:
+        self.departures.on_failed(key, error)
+        self.source.on_failure(key, error)
+
+    def _hand_over_pages(self, engine: Engine) -> HandoverService:
+        """Cached pages to and from other workers."""
+        config, post = self._config, self._loop.post
+        self.source = PageSource(engine, self._sender)
+        self.intake = PageIntake(engine, lambda: self._receiver, config.transfer.timeout_s, post)
+        client = HandoverClient(self.source, post, self._channels, WorkerId(config.worker_id), self.epoch)
+        return HandoverService(client, self.intake, post, self._fences, self.epoch, lambda: self.address)
 
     def _join_peers(self, engine: Engine, transfers: Transfers) -> AdoptService:
         """What moves sequences between this worker and other decode workers."""
@@ -152,7 +187,8 @@ class DecodeServer:
 
     def _sweep(self, now_s: float) -> float | None:
         """Looks after every lease of this worker's; when to come again."""
-        return earliest(self.worker.sweep(now_s), self.adoptions.sweep(now_s), self.departures.sweep(now_s))
+        owners = (self.worker, self.adoptions, self.departures, self.intake)
+        return earliest(*(owner.sweep(now_s) for owner in owners))
 
     def _on_fatal(self, error: BaseException) -> None:
         def fail() -> None:

@@ -21,19 +21,20 @@ from engine.cache_tiers import CacheTiers
 from engine.page_pool import PageMisuse, PagePool
 from penstock.kv_events import KvEventKind, KvEventLog
 from penstock.page_places import ROOT
-from penstock.types import CacheStats, PageHash, PageId
+from penstock.types import CachedPage, CacheStats, PageHash, PageId
 
 
 class _Node:
     """One cached page and its place in the chain."""
 
-    __slots__ = ("children", "page", "page_hash", "parent")
+    __slots__ = ("children", "num_uses", "page", "page_hash", "parent")
 
     def __init__(self, page_hash: PageHash, page: PageId, parent: _Node | None) -> None:
         self.page_hash = page_hash
         self.page = page
         self.parent = parent
         self.children: dict[PageHash, _Node] | None = None  # None instead of empty: most pages have one child or none
+        self.num_uses = 0  # by requests that came after the one that computed it
 
 
 class PrefixCache:
@@ -82,7 +83,10 @@ class PrefixCache:
 
         To be followed by `promote`, once the caller has pages for the rest.
         """
-        pages = [node.page for node in self._leading(hashes)]
+        found = self._leading(hashes)
+        for node in found:
+            node.num_uses += 1
+        pages = [node.page for node in found]
         self._pool.share(pages)
         if self._tiers is not None:  # allocating the rest evicts pages: not those that are about to be promoted
             self._tiers.touch(self._tiers.leading(hashes[len(pages) :]))
@@ -145,6 +149,51 @@ class PrefixCache:
             first = len(hashes) - len(stored)  # what follows a page that was not cached was not cached either
             self._events.stored(stored, hashes[first - 1] if first else ROOT)
         return len(stored)
+
+    # What comes from, and goes to, another worker's cache.
+
+    def hottest(self, max_pages: int) -> list[CachedPage]:
+        """The pages most likely to be wanted again, parents before their children: those that somebody holds, then
+        those that were found again since they came, then the others; of each kind the latest used first."""
+        idle = [self._by_page[page] for page in self._pool.evictable()]
+        idle.reverse()
+        held = [node for page, node in self._by_page.items() if self._pool.num_references(page)]
+        chosen: dict[PageHash, _Node] = {}
+        for node in (*held, *sorted(idle, key=lambda one: not one.num_uses)):
+            fresh: list[_Node] = []
+            ancestor: _Node | None = node
+            while ancestor is not None and ancestor.page_hash not in chosen:
+                fresh.append(ancestor)
+                ancestor = ancestor.parent
+            if len(chosen) + len(fresh) > max_pages:
+                continue
+            chosen.update((one.page_hash, one) for one in reversed(fresh))
+        return [
+            CachedPage(one, node.parent.page_hash if node.parent else None, node.page) for one, node in chosen.items()
+        ]
+
+    def lacking(self, pages: Sequence[tuple[PageHash, PageHash | None]]) -> list[int]:
+        """Which of (page, parent) could be cached here and are not: indexes. Those that are count as used just now."""
+        if not self.enabled:
+            return []
+        met = [self._nodes[page_hash].page for page_hash, _ in pages if page_hash in self._nodes]
+        self._pool.touch(met)
+        fresh: dict[PageHash, int] = {}
+        for index, (page_hash, parent) in enumerate(pages):
+            if page_hash not in self._nodes and (parent is None or parent in self._nodes or parent in fresh):
+                fresh.setdefault(page_hash, index)
+        return list(fresh.values())
+
+    def graft(self, page_hash: PageHash, parent: PageHash | None, page: PageId) -> bool:
+        """Makes a verified page of another worker's findable; False where its parent has gone meanwhile, or the hash is
+        cached already. The caller holds the page, and keeps its reference."""
+        after = self._nodes.get(parent) if parent is not None else None
+        if not self.enabled or page_hash in self._nodes or (parent is not None and after is None):
+            return False
+        self._link(page_hash, page, after)
+        if self._events is not None:
+            self._events.stored([page_hash], parent if parent is not None else ROOT)
+        return True
 
     def clear(self) -> None:
         """Forget every page, on every tier; those that somebody holds stay with their holders."""

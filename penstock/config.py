@@ -250,6 +250,8 @@ class ServeConfig(_Frozen):
     canary_interval_s: float = Field(60.0, ge=0)  # between two questions with a known answer; 0: only at its start
     start_timeout_s: float = Field(300.0, gt=0)  # until the deployment must be ready
     drain_s: float = Field(30.0, ge=0)  # of a process that is told to end by SIGTERM
+    handover_bytes: int = Field(1 << 30, ge=0)  # of cached pages that a drained worker gives to others; 0: none
+    handover_s: float = Field(5.0, ge=0)  # that this may take
 
     @model_validator(mode="after")
     def _parts_are_valid(self) -> ServeConfig:

@@ -32,7 +32,7 @@ from penstock.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
-StartT = TypeVar("StartT", worker_pb2.PrefillCommand, worker_pb2.AdoptCommand)
+StartT = TypeVar("StartT", worker_pb2.PrefillCommand, worker_pb2.AdoptCommand, worker_pb2.TakeCommand)
 
 _PING_INTERVAL_MS = 1000
 _PING_TIMEOUT_MS = 1000  # a frozen peer is noticed within about 2 s; grpc's default is 60 s

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import NewType
+from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
@@ -180,3 +180,21 @@ class WorkerLoad:
     num_open: int = 0  # requests held, whatever their state
     requests: RequestTotals = RequestTotals()
     leaving: bool = False  # its process was told to end: it wants no new work
+
+
+class CachedPage(NamedTuple):
+    """A page of a prefix cache and its place in the chain: all that another worker's cache needs to find it."""
+
+    page_hash: PageHash
+    parent: PageHash | None  # None: a prompt's first
+    page: PageId
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverTarget:
+    """A worker that cached pages of another one may go to."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    address: str
+    max_pages: int

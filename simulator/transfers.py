@@ -1,6 +1,6 @@
 """Transfers into a decode worker's pool in virtual time, around the real session machine and the real fences.
 
-Follows `decode_worker.transfers` and `decode_worker.fence_keeper`: pages are fenced from the moment they are reserved
+Follows `decode_worker.transfers` and `penstock.fence_keeper`: pages are fenced from the moment they are reserved
 until the sender can write them no more, which time alone never proves.
 """
 

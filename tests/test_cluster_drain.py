@@ -243,7 +243,7 @@ class FakeView:
     """Reports follow each other at once."""
 
     source: FakeDecode
-    members: list[Member]
+    everyone: list[Member]
     free_pages: int = 100
 
     def is_here(self, member: Member) -> bool:
@@ -253,8 +253,8 @@ class FakeView:
         num_open = len(self.source.sequences) if member.epoch == 1 else 0
         return worker_pb2.Load(num_open=num_open, free_pages=self.free_pages)
 
-    def decode_members(self) -> list[Member]:
-        return self.members
+    def members(self, role: Role) -> list[Member]:
+        return [one for one in self.everyone if one.role is role]
 
     async def next_report(self, member: Member) -> None:
         await asyncio.sleep(0)
@@ -333,6 +333,9 @@ def test_each_stage_is_said_in_words() -> None:
         "decode-1 takes no new requests; 3 left, 2 moved (1 ends here)"
     )
     assert say(stage="stopping", num_moved=5) == "decode-1 is empty, 5 moved; it is ended now"
+    assert say(stage="stopping", num_pages_handed=7) == (
+        "decode-1 is empty, 0 moved and 7 cached pages handed over; it is ended now"
+    )
     assert "is not empty in time" in say(stage="stopping", num_cut_short=1)
     assert say(stage="ended", elapsed_s=1.26) == "decode-1 has ended after 1.3 s"
     assert json.dumps(Progress().stage) == '"draining"'

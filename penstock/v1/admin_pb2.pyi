@@ -99,7 +99,7 @@ class DrainRequest(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., replace: _Optional[bool] = ...) -> None: ...
 
 class DrainProgress(_message.Message):
-    __slots__ = ("worker_id", "stage", "num_left", "num_moved", "num_failed_moves", "num_cut_short", "elapsed_s", "detail")
+    __slots__ = ("worker_id", "stage", "num_left", "num_moved", "num_failed_moves", "num_cut_short", "elapsed_s", "detail", "num_pages_handed")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     NUM_LEFT_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class DrainProgress(_message.Message):
     NUM_CUT_SHORT_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_HANDED_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     stage: str
     num_left: int
@@ -116,7 +117,8 @@ class DrainProgress(_message.Message):
     num_cut_short: int
     elapsed_s: float
     detail: str
-    def __init__(self, worker_id: _Optional[str] = ..., stage: _Optional[str] = ..., num_left: _Optional[int] = ..., num_moved: _Optional[int] = ..., num_failed_moves: _Optional[int] = ..., num_cut_short: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+    num_pages_handed: int
+    def __init__(self, worker_id: _Optional[str] = ..., stage: _Optional[str] = ..., num_left: _Optional[int] = ..., num_moved: _Optional[int] = ..., num_failed_moves: _Optional[int] = ..., num_cut_short: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ..., num_pages_handed: _Optional[int] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("pool", "replicas", "timeout_s", "hold_s")

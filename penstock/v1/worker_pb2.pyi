@@ -703,3 +703,111 @@ class CheckupResponse(_message.Message):
     disk_free_bytes: int
     model_fault: str
     def __init__(self, unix_time_s: _Optional[float] = ..., host: _Optional[str] = ..., python: _Optional[str] = ..., torch: _Optional[str] = ..., penstock: _Optional[str] = ..., device: _Optional[str] = ..., device_fault: _Optional[str] = ..., device_free_bytes: _Optional[int] = ..., device_total_bytes: _Optional[int] = ..., memory_free_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., shm_free_bytes: _Optional[int] = ..., disk_path: _Optional[str] = ..., disk_free_bytes: _Optional[int] = ..., model_fault: _Optional[str] = ...) -> None: ...
+
+class HandOverTarget(_message.Message):
+    __slots__ = ("worker_id", "epoch", "address", "max_pages")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PAGES_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    address: str
+    max_pages: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., max_pages: _Optional[int] = ...) -> None: ...
+
+class HandOverRequest(_message.Message):
+    __slots__ = ("targets", "max_bytes", "timeout_ms", "source_address")
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    targets: _containers.RepeatedCompositeFieldContainer[HandOverTarget]
+    max_bytes: int
+    timeout_ms: int
+    source_address: str
+    def __init__(self, targets: _Optional[_Iterable[_Union[HandOverTarget, _Mapping]]] = ..., max_bytes: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., source_address: _Optional[str] = ...) -> None: ...
+
+class HandOverResponse(_message.Message):
+    __slots__ = ("num_pages", "num_known", "num_bytes", "elapsed_ms", "problems")
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_MS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    num_pages: int
+    num_known: int
+    num_bytes: int
+    elapsed_ms: float
+    problems: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, num_pages: _Optional[int] = ..., num_known: _Optional[int] = ..., num_bytes: _Optional[int] = ..., elapsed_ms: _Optional[float] = ..., problems: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CachedPage(_message.Message):
+    __slots__ = ("hash", "parent")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    hash: bytes
+    parent: bytes
+    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
+
+class TakeStart(_message.Message):
+    __slots__ = ("transfer", "pages", "layout_digest", "worker_id", "address")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    transfer: TransferKey
+    pages: _containers.RepeatedCompositeFieldContainer[CachedPage]
+    layout_digest: str
+    worker_id: str
+    address: str
+    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., pages: _Optional[_Iterable[_Union[CachedPage, _Mapping]]] = ..., layout_digest: _Optional[str] = ..., worker_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class TakeClosed(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _status_pb2.Status
+    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class TakeCommand(_message.Message):
+    __slots__ = ("start", "finish", "closed")
+    START_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    start: TakeStart
+    finish: PrefillPushed
+    closed: TakeClosed
+    def __init__(self, start: _Optional[_Union[TakeStart, _Mapping]] = ..., finish: _Optional[_Union[PrefillPushed, _Mapping]] = ..., closed: _Optional[_Union[TakeClosed, _Mapping]] = ...) -> None: ...
+
+class TakeDestination(_message.Message):
+    __slots__ = ("wanted", "pages", "offer")
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    wanted: _containers.RepeatedScalarFieldContainer[int]
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    offer: bytes
+    def __init__(self, wanted: _Optional[_Iterable[int]] = ..., pages: _Optional[_Iterable[int]] = ..., offer: _Optional[bytes] = ...) -> None: ...
+
+class TakeTaken(_message.Message):
+    __slots__ = ("num_pages",)
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    num_pages: int
+    def __init__(self, num_pages: _Optional[int] = ...) -> None: ...
+
+class TakeRefused(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _status_pb2.Status
+    def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+
+class TakeEvent(_message.Message):
+    __slots__ = ("destination", "taken", "refused")
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    destination: TakeDestination
+    taken: TakeTaken
+    refused: TakeRefused
+    def __init__(self, destination: _Optional[_Union[TakeDestination, _Mapping]] = ..., taken: _Optional[_Union[TakeTaken, _Mapping]] = ..., refused: _Optional[_Union[TakeRefused, _Mapping]] = ...) -> None: ...

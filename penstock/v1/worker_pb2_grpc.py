@@ -518,6 +518,127 @@ class DecodeWorker:
             _registered_method=True)
 
 
+class PageHandoverStub:
+    """Every worker, whatever its role: cached pages that outlive the worker that computed them.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.HandOver = channel.unary_unary(
+                '/penstock.v1.PageHandover/HandOver',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.HandOverRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.HandOverResponse.FromString,
+                _registered_method=True)
+        self.Take = channel.stream_stream(
+                '/penstock.v1.PageHandover/Take',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.TakeCommand.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.TakeEvent.FromString,
+                _registered_method=True)
+
+
+class PageHandoverServicer:
+    """Every worker, whatever its role: cached pages that outlive the worker that computed them.
+    """
+
+    def HandOver(self, request, context):
+        """Called by whoever drains: copies the hottest cached pages to other workers' caches; answers once that is over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Take(self, request_iterator, context):
+        """Called by other workers, one call a batch. Commands: start, then finish; closed is always the last and says that
+        nothing will be written any more. Events: destination, then taken; or refused, at any point.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PageHandoverServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'HandOver': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOver,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.HandOverRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.HandOverResponse.SerializeToString,
+            ),
+            'Take': grpc.stream_stream_rpc_method_handler(
+                    servicer.Take,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.TakeCommand.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.TakeEvent.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'penstock.v1.PageHandover', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('penstock.v1.PageHandover', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PageHandover:
+    """Every worker, whatever its role: cached pages that outlive the worker that computed them.
+    """
+
+    @staticmethod
+    def HandOver(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.PageHandover/HandOver',
+            penstock_dot_v1_dot_worker__pb2.HandOverRequest.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.HandOverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Take(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/penstock.v1.PageHandover/Take',
+            penstock_dot_v1_dot_worker__pb2.TakeCommand.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.TakeEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class WorkerHostStub:
     """A process that holds one engine and one role at a time, besides the services of that role.
     """

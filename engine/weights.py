@@ -15,12 +15,14 @@ import torch
 from safetensors import safe_open
 
 from engine.checkpoint import check_tensors
+from engine.models.cuts import Cut
 
 
 class WeightReader:
     """Reads a folder's tensors one by one. A context manager: it holds the files open.
 
-    `expected` is name to shape of all that the model reads, `optional` what may be there and is not read.
+    `expected` is name to shape of all that the model reads, `optional` what may be there and is not read; `cuts` has
+    the tensors of which this rank reads a part.
     """
 
     def __init__(
@@ -31,10 +33,12 @@ class WeightReader:
         dtype: torch.dtype,
         device: torch.device,
         optional: frozenset[str] = frozenset(),
+        cuts: Mapping[str, Cut] | None = None,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._stored = check_tensors(folder, expected, optional)
         self._dtype, self._device = dtype, device
+        self._cuts = cuts or {}
         self._on_progress = on_progress
         self._total_bytes = sum(self._stored[name].num_bytes for name in expected)
         self._read_bytes = 0
@@ -50,11 +54,20 @@ class WeightReader:
         self._files.close()
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, cast to the model's dtype on its device."""
+        """The tensor, or this rank's part of it, cast to the model's dtype on its device."""
         stored = self._stored[name]
         if stored.file not in self._open:
             self._open[stored.file] = self._files.enter_context(safe_open(stored.file, framework="pt"))
-        tensor = self._open[stored.file].get_tensor(name).to(device=self._device, dtype=self._dtype)
+        tensor = _read(self._open[stored.file], name, self._cuts.get(name)).to(device=self._device, dtype=self._dtype)
         self._read_bytes += stored.num_bytes
         self._on_progress(self._read_bytes / self._total_bytes)
         return tensor
+
+
+def _read(file: safe_open, name: str, cut: Cut | None) -> torch.Tensor:
+    if cut is None:
+        return file.get_tensor(name)
+    stored = file.get_slice(name)
+    if cut.zeros:
+        return torch.zeros(stored.get_shape())
+    return stored[cut.start : cut.stop] if cut.dim == 0 else stored[:, cut.start : cut.stop].contiguous()

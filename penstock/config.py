@@ -45,7 +45,9 @@ class EngineConfig(_Frozen):
     disk_bytes: int = Field(0, ge=0)  # for pages evicted from host memory; 0: they are gone
     disk_path: str | None = None  # a folder with room for them
     zero_freed_pages: bool = False  # erase what a page held as soon as nobody holds the page
-    num_threads: int | None = Field(None, ge=1)  # of the math libraries; default: every core
+    num_threads: int | None = Field(None, ge=1)  # of the math libraries, each rank's; default: every core
+    tensor_parallel: int = Field(1, ge=1, le=64)  # ranks that hold a part of each layer; processes of one machine
+    rank_timeout_s: float = Field(10.0, gt=0)  # without a sign of life of a rank; the worker then ends
 
     @model_validator(mode="after")
     def _tiers_stand_on_each_other(self) -> EngineConfig:

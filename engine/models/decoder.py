@@ -23,16 +23,30 @@ from engine.layers.ops import LayerOps
 from engine.layers.rope import build_rope_table
 from engine.model_config import ModelConfig
 from engine.models.shapes import EMBEDDING, FINAL_NORM, HEAD, LAYERS_PREFIX
+from engine.parallel import Alone, ParallelGroup
+from engine.shard import shard_model
 from engine.weights import WeightReader
 
 
 class Decoder:
     """Token embedding, layers, final norm, output head."""
 
-    def __init__(self, config: ModelConfig, reader: WeightReader, max_context: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: WeightReader,
+        max_context: int,
+        device: torch.device,
+        group: ParallelGroup = Alone(),
+    ) -> None:
+        """`config` is of the whole model, whatever this rank has of it."""
         self._eps = config.rms_norm_eps
+        self._group = group
+        self._vocab_size = config.vocab_size
+        self._own_vocab = group.shard.span(config.vocab_size)
         self._embedding_VD = reader.read(EMBEDDING)
-        self._layers = [_Layer(config, reader, layer) for layer in range(config.num_layers)]
+        own = shard_model(config, group.shard)
+        self._layers = [_Layer(own, reader, layer) for layer in range(config.num_layers)]
         self._norm_D = reader.read(FINAL_NORM)
         self._head = Linear(self._embedding_VD if config.tie_embeddings else reader.read(HEAD))
         self._rope_C2H = build_rope_table(config.rope, config.rope_dim, max_context).to(device)
@@ -51,7 +65,7 @@ class Decoder:
         """Logits [R, V] of the tokens at `draw_rows_R`; writes the batch's K/V into `layer_pools`. `on_layer(n)` is
         called when the K/V of the first n layers are written, on a GPU: launched."""
         cos_sin_T2H = self._rope_C2H[positions_T]
-        residual_TD = F.embedding(token_ids_T, self._embedding_VD)
+        residual_TD = self._embed(token_ids_T)
         x_TD = ops.rms_norm(residual_TD, self._layers[0].input_norm_D, self._eps)
         for index, layer in enumerate(self._layers):
             mixed_TA = layer.attention.attend(x_TD, cos_sin_T2H, meta, layer_pools[index], attention, ops)
@@ -59,17 +73,35 @@ class Decoder:
                 on_layer(index + 1)
             if index + 1 == len(self._layers):  # from here on only the rows that draw matter
                 if not len(draw_rows_R):
-                    return residual_TD.new_empty((0, self._embedding_VD.shape[0]))
+                    return residual_TD.new_empty((0, self._vocab_size))
                 mixed_TA, residual_TD = mixed_TA[draw_rows_R], residual_TD[draw_rows_R]
                 next_norm_D = self._norm_D
             else:
                 next_norm_D = self._layers[index + 1].input_norm_D
             x_TD, residual_TD = ops.add_rms_norm(
-                layer.attention.out(mixed_TA), residual_TD, layer.mlp_norm_D, self._eps
+                self._group.sum(layer.attention.out(mixed_TA)), residual_TD, layer.mlp_norm_D, self._eps
             )
-            x_TD = layer.feed_forward(x_TD, ops)
+            x_TD = self._group.sum(layer.feed_forward(x_TD, ops))
             x_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, next_norm_D, self._eps)
-        return self._head(x_TD)
+        return self._join_logits(self._head(x_TD))
+
+    def _embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Each rank looks up the tokens of its part of the vocabulary."""
+        if self._group.shard.num_ranks == 1:
+            return F.embedding(token_ids_T, self._embedding_VD)
+        local_T = token_ids_T - self._own_vocab.start
+        elsewhere_T = (local_T < 0) | (local_T >= len(self._own_vocab))
+        x_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self._embedding_VD)
+        return self._group.sum(x_TD.masked_fill_(elsewhere_T[:, None], 0.0))
+
+    def _join_logits(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """Of the whole vocabulary on rank 0, of its own part on any other."""
+        shard = self._group.shard
+        if shard.num_ranks == 1:
+            return logits_RV
+        missing = -(-self._vocab_size // shard.num_ranks) - logits_RV.shape[1]  # of the last rank's part
+        joined_RV = self._group.join_columns(F.pad(logits_RV, (0, missing)) if missing else logits_RV)
+        return joined_RV[:, : self._vocab_size]
 
 
 class _Layer:

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from engine.model_config import ModelConfig
+from engine.models.cuts import tensor_cuts
 from engine.models.decoder import Decoder
 from engine.models.shapes import optional_tensors, tensor_shapes
+from engine.parallel import Alone, ParallelGroup
 from engine.weights import WeightReader
 
 _MODELS = dict.fromkeys(("deepseek_v2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), Decoder)
@@ -23,14 +25,16 @@ def load_model(
     device: torch.device,
     max_context: int,
     on_progress: Callable[[float], None],
+    group: ParallelGroup = Alone(),
 ) -> Decoder:
-    """Builds the model and reads its weights; blocks.
+    """Builds the model, or a rank's part of it, and reads its weights; blocks.
 
     Raises CheckpointError where they do not fit the configuration.
     """
     model = _MODELS[config.family.model_type]
     expected, optional = tensor_shapes(config), optional_tensors(config)
+    cuts = tensor_cuts(config, group.shard)
     with WeightReader(
-        folder, expected, dtype=dtype, device=device, optional=optional, on_progress=on_progress
+        folder, expected, dtype=dtype, device=device, optional=optional, cuts=cuts, on_progress=on_progress
     ) as reader:
-        return model(config, reader, max_context, device)
+        return model(config, reader, max_context, device, group)

@@ -1,0 +1,104 @@
+"""What each rank of a replica has of it: its part of the weights, the pages of its heads, and the runner over both.
+
+Rank 0's stands inside its `engine.engine.Engine`, another rank's inside its `engine.rank_member.RankMember`. A replica
+of one rank has one part, which is everything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.kernels import AttentionBackend, select_backend, select_ops
+from engine.kv_layout import KVLayout
+from engine.memory_plan import count_pages, make_layout, select_context
+from engine.model_config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.registry import load_model
+from engine.parallel import Alone, ParallelGroup
+from engine.runner import ModelRunner
+from engine.shard import WHOLE, Shard, shard_layout
+from engine.shared_pool import allocate_pool
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+JoinGroup = Callable[[torch.device], ParallelGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    config: EngineConfig
+    model: ModelConfig  # the whole
+    layout: KVLayout  # of this rank's pages
+    device: torch.device
+    decoder: Decoder
+    attention: AttentionBackend
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        shard: Shard = WHOLE,
+        join: JoinGroup = lambda device: Alone(),
+        on_progress: Callable[[float], None] = lambda _: None,
+    ) -> Part:
+        """Reads this rank's share of the checkpoint; blocks, also for the other ranks (`join`).
+
+        Raises CheckpointError for a folder that cannot be served, ConfigError for settings that cannot work."""
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        device = select_device(config.device, shard)
+        attention = select_backend(config.attention, device)
+        model = ModelConfig.from_folder(config.model)
+        max_context = select_context(config, model)
+        layout = shard_layout(make_layout(config, model), shard)
+        decoder = load_model(
+            Path(config.model),
+            model,
+            dtype=getattr(torch, layout.dtype),
+            device=device,
+            max_context=max_context,
+            on_progress=on_progress,
+            group=join(device),
+        )
+        return cls(config, model, layout, device, decoder, attention)
+
+    def count_pages(self) -> int:
+        """That this rank has room for, by what is free once the weights are there."""
+        if self.device.type == "cuda":
+            return count_pages(self.config, self.layout, "cuda", int(torch.cuda.mem_get_info(self.device)[0]))
+        return count_pages(self.config, self.layout, "cpu", 0)
+
+    def make_pool(self, num_pages: int) -> torch.Tensor:
+        return allocate_pool(self.layout.shape(num_pages), getattr(torch, self.layout.dtype), self.device)
+
+    def make_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
+        return ModelRunner(self.decoder, kv_pages, self.attention, select_ops(self.attention))
+
+
+def select_device(name: str, shard: Shard = WHOLE) -> torch.device:
+    """Of one rank: each takes a GPU of its own, by number, or the only one that its process sees."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device = {name!r} is no device; give auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"engine.device = {name!r} is not available here; give auto or cpu")
+    if device.type == "cpu" or shard.num_ranks == 1:
+        return device
+    num_devices = torch.cuda.device_count()
+    if num_devices not in (1, *range(shard.num_ranks, num_devices + 1)):
+        raise ConfigError(
+            f"engine.tensor_parallel = {shard.num_ranks} needs a GPU for each rank, and this process sees {num_devices}"
+        )
+    device = torch.device("cuda", shard.rank if num_devices > 1 else 0)
+    torch.cuda.set_device(device)  # of this thread, for what is launched without saying where
+    return device

@@ -1,0 +1,116 @@
+"""The way between rank 0 of a replica and each other rank: a socket in a folder of their own, framed msgpack.
+
+Ranks of one replica are on one machine. The folder is open to its owner alone, and the kernel tells each end who the
+other one is. Only plain data goes over it: a batch's tensors as dtype, shape and bytes. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgpack
+
+from penstock.errors import InternalError
+
+MAX_FRAME_BYTES = 256 << 20  # a step's batch takes some bytes a token
+_LENGTH = struct.Struct("<I")
+_PEER = struct.Struct("3i")  # pid, uid, gid
+
+
+class Message(NamedTuple):
+    """`call` names a question that wants an answer, and the answer to it; 0: neither."""
+
+    kind: str
+    body: Any = None
+    call: int = 0
+
+
+class RankLost(Exception):
+    """The other end is gone, or speaks nonsense."""
+
+
+class RankChannel:
+    """Safe to send on from any thread; one thread receives."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._sending = threading.Lock()
+        self.peer_pid = _peer_pid(connected)
+
+    def send(self, message: Message) -> None:
+        """Blocks while the other end is far behind. Raises RankLost."""
+        data = msgpack.packb(tuple(message))
+        if len(data) > MAX_FRAME_BYTES:
+            raise InternalError(f"a message of {len(data)} bytes to another rank, at most {MAX_FRAME_BYTES} are sent")
+        try:
+            with self._sending:
+                self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        except OSError as error:
+            raise RankLost(f"sending failed: {error}") from error
+
+    def receive(self) -> Message:
+        """Blocks for the next message. Raises RankLost once there will be none."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if length > MAX_FRAME_BYTES:
+            raise RankLost(f"a frame of {length} bytes")
+        match msgpack.unpackb(self._read(length)):
+            case [str(kind), body, int(call)]:
+                return Message(kind, body, call)
+            case other:
+                raise RankLost(f"frame {str(other)[:80]}: want [kind, body, call]")
+
+    def close(self) -> None:
+        """Whoever receives, here or there, gets RankLost."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other end was faster
+        self._socket.close()
+
+    def _read(self, count: int) -> bytes:
+        data = bytearray(count)
+        view = memoryview(data)
+        while view:
+            try:
+                got = self._socket.recv_into(view)
+            except OSError as error:
+                raise RankLost(f"receiving failed: {error}") from error
+            if not got:
+                raise RankLost("the other end has closed the channel")
+            view = view[got:]
+        return bytes(data)
+
+
+def listen(path: Path) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listening.bind(str(path))
+    listening.listen()
+    return listening
+
+
+def accept(listening: socket.socket, timeout_s: float) -> RankChannel:
+    """Raises TimeoutError, and RankLost for a caller of another user."""
+    listening.settimeout(timeout_s)
+    connected, _ = listening.accept()
+    connected.settimeout(None)
+    return RankChannel(connected)
+
+
+def dial(path: Path) -> RankChannel:
+    """Raises OSError, and RankLost where another user listens."""
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected.connect(str(path))
+    return RankChannel(connected)
+
+
+def _peer_pid(connected: socket.socket) -> int:
+    pid, uid, _ = _PEER.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if uid != os.getuid():
+        connected.close()
+        raise RankLost(f"process {pid} belongs to user {uid}, not to {os.getuid()}")
+    return int(pid)

@@ -1,0 +1,116 @@
+"""A rank other than the first: it loads its part and computes the steps that rank 0 tells it to, in order.
+
+Owns its part of the weights and of each page, and no state beyond them: which page is whose, and what comes next, is
+rank 0's business. It lives as long as its channel to rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.batch import Batch
+from engine.parallel import TorchGroup
+from engine.part import Part
+from engine.plain_batch import from_plain
+from engine.rank_channel import Message, RankChannel, RankLost
+from engine.runner import ModelRunner
+from engine.shard import Shard
+from penstock.config import EngineConfig
+from penstock.errors import PenstockError
+
+log = logging.getLogger(__name__)
+
+Answer = Callable[[Any], Any]  # a message's body to what is answered
+
+
+class RankMember:
+    """`run` returns when rank 0 is gone; `part` and `kv_pages` are there once rank 0 has asked for them."""
+
+    def __init__(self, channel: RankChannel, extend: Callable[[RankMember], Mapping[str, Answer]]) -> None:
+        """`extend` gives more that rank 0 may ask for, besides what a step takes."""
+        self._channel = channel
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._answers: dict[str, Answer] = {"load": self._load, "pool": self._make_pool, "step": self._step}
+        self._answers.update(extend(self))
+        self._num_done = 0
+        self._beat_s = 1.0
+        self._over = threading.Event()
+        self.part: Part
+        self.kv_pages: torch.Tensor  # [P, L, 2, K, S, H] of this rank's heads
+        self.shard = Shard()
+        self._runner: ModelRunner
+
+    def run(self, on_orphaned: Callable[[], None] = lambda: None) -> None:
+        """Blocks. `on_orphaned` is called on another thread when rank 0 is gone: this one may be stuck in a step."""
+        threading.Thread(target=self._read, args=(on_orphaned,), name="rank-inbox", daemon=True).start()
+        threading.Thread(target=self._beat, name="rank-beat", daemon=True).start()
+        try:
+            while (message := self._inbox.get()) is not None:
+                self._do(message)
+                self._num_done += 1
+                if message.call == 0 and self._inbox.empty():
+                    self._say(Message("beat", self._num_done))
+        except RankLost as error:
+            log.info("rank 0 is gone: %s", error)
+        except Exception as error:
+            log.exception("a step failed")
+            self._say(Message("fault", f"{type(error).__name__}: {error}"))
+        finally:
+            self._over.set()
+            self._channel.close()
+
+    def tell(self, kind: str, body: Any) -> None:
+        """Says something to rank 0 without being asked. From any thread; without effect when rank 0 is gone."""
+        self._say(Message(kind, body))
+
+    def _do(self, message: Message) -> None:
+        answer = self._answers[message.kind]
+        if not message.call:
+            answer(message.body)
+            return
+        try:
+            self._channel.send(Message("answer", answer(message.body), message.call))
+        except PenstockError as error:
+            self._channel.send(Message("refused", str(error), message.call))
+
+    def _say(self, message: Message) -> None:
+        try:
+            self._channel.send(message)
+        except RankLost:
+            self._inbox.put(None)
+
+    def _read(self, on_orphaned: Callable[[], None]) -> None:
+        try:
+            while True:
+                self._inbox.put(self._channel.receive())
+        except RankLost:
+            self._inbox.put(None)
+            on_orphaned()
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._beat_s):
+            self._say(Message("beat", self._num_done))
+
+    # What rank 0 asks for.
+
+    def _load(self, body: dict[str, Any]) -> int:
+        config = EngineConfig.model_validate_json(body["config"])
+        self._beat_s = body["beat_s"]
+        self.shard = Shard(body["rank"], config.tensor_parallel)
+        store, timeout_s = Path(body["store"]), body["step_timeout_s"]
+        self.part = Part.load(config, self.shard, lambda device: TorchGroup(self.shard, device, store, timeout_s))
+        return self.part.count_pages()
+
+    def _make_pool(self, num_pages: int) -> None:
+        self.kv_pages = self.part.make_pool(num_pages)
+        self._runner = self.part.make_runner(self.kv_pages)
+
+    def _step(self, body: Any) -> None:
+        self._runner.forward(from_plain(Batch, body, self.part.device))

@@ -26,6 +26,7 @@ from engine.worker_identity import describe
 from kv_transfer.lease import earliest
 from kv_transfer.page_intake import PageIntake
 from kv_transfer.page_source import PageSource
+from kv_transfer.rank import launch_ranks
 from kv_transfer.receiver import TransferReceiver
 from kv_transfer.sender import TransferSender
 from penstock.channels import Channels
@@ -67,7 +68,7 @@ class DecodeServer:
             lookaside_secret(config)  # before weights are loaded for nothing
         trust = Trust(config.security)
         if self.replica is None:
-            self.replica = await asyncio.to_thread(Replica.load, config.engine, on_progress)
+            self.replica = await asyncio.to_thread(Replica.load, config.engine, on_progress, launch_ranks)
         engine, events = self.replica.engine, self.replica.events
         self._open_transfers(engine)
         transfers = Transfers(engine, self._receiver, self.epoch, config.transfer, lambda call: self._loop.post(call))
@@ -99,6 +100,7 @@ class DecodeServer:
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(DecodeService(intake, moves), self._grpc.server)
         worker_pb2_grpc.add_PageHandoverServicer_to_server(self._hand_over_pages(engine), self._grpc.server)
         self._loop.start()
+        engine.when_lost(self._on_fatal)
         if config.lookaside is not None:
             description.lookaside_address = await self._open_lookaside(intake, tickets)
         port = await self._grpc.start(config.host, config.port)

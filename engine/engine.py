@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
@@ -17,24 +17,25 @@ from engine.batch import build_batch
 from engine.cache_tiers import CacheTiers
 from engine.disk_tier import DiskTier
 from engine.host_tier import HostTier
-from engine.kernels import select_backend, select_ops
-from engine.kernels.kv_codes import layers_of
 from engine.kv_layout import KVLayout
-from engine.memory_plan import count_pages, make_layout, saturating_tokens, select_context
+from engine.memory_plan import saturating_tokens
 from engine.model_config import ModelConfig
-from engine.models.registry import load_model
 from engine.page_pool import PagePool
+from engine.part import Part
+from engine.plain_batch import on_device
 from engine.prefix_cache import PrefixCache
+from engine.ranked_pages import RankedHostTier, zero_everywhere
+from engine.ranks import Launch, Ranks
 from engine.runner import ModelRunner
 from engine.sampler import sample
 from engine.sequence import SampledToken, ScheduledSequence, StepOutput
 from engine.sequence import Sequence as Generation
-from engine.shared_pool import allocate_pool
+from engine.shard import Shard, check_ranked
 from engine.zeroing import zero_pages
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.kv_events import KvEventLog
-from penstock.types import RequestId, SamplingParams
+from penstock.types import PageId, RequestId, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Engine:
         cache: PrefixCache,
         pool: PagePool,
         runner: ModelRunner,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.layout = layout
@@ -57,6 +59,7 @@ class Engine:
         self.pool = pool
         self.prefix_cache = cache
         self.runner = runner
+        self.ranks = ranks  # the other ones, where the model is split
 
     @classmethod
     def load(
@@ -64,45 +67,73 @@ class Engine:
         config: EngineConfig,
         on_progress: Callable[[float], None] = lambda _: None,
         on_event: KvEventLog | None = None,
+        launch: Launch | None = None,
     ) -> Engine:
-        """Reads the checkpoint and makes the page pool; blocks. `on_progress` hears the share of weights read.
+        """Reads the checkpoint and makes the page pool; blocks. `on_progress` hears the share of weights read. `launch`
+        starts the processes of the other ranks, where `config` wants any.
 
         Raises CheckpointError for a folder that cannot be served, ConfigError for settings that cannot work.
         """
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
-        device = _select_device(config.device)
-        attention = select_backend(config.attention, device)
-        model_config = ModelConfig.from_folder(config.model)
-        max_context = select_context(config, model_config)
-        layout = make_layout(config, model_config)
-        dtype: torch.dtype = getattr(torch, layout.dtype)
-        model = load_model(
-            Path(config.model),
-            model_config,
-            dtype=dtype,
-            device=device,
-            max_context=max_context,
-            on_progress=on_progress,
-        )
-        num_pages = _count_pages(config, layout, device)
-        kv_pages = allocate_pool(layout.shape(num_pages), getattr(torch, layout.storage_dtype), device)
-        erase = functools.partial(zero_pages, kv_pages) if config.zero_freed_pages else None
-        pool = PagePool(num_pages, erase)
-        tiers = _make_tiers(config, kv_pages, layout.page_bytes)
-        told = on_event if config.kv_events else None
-        cache = PrefixCache(pool, config.page_size, told, config.prefix_caching, tiers)
-        runner = ModelRunner(model, layers_of(kv_pages, layout), attention, select_ops(attention))
+        ranks = None
+        if config.tensor_parallel > 1:
+            if launch is None:
+                raise ConfigError(f"engine.tensor_parallel = {config.tensor_parallel} needs processes: give a launch")
+            check_ranked(config)
+            ranks = Ranks(config, launch)
+        try:
+            return cls._load(config, ranks, on_progress, on_event if config.kv_events else None)
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
+
+    @classmethod
+    def _load(
+        cls,
+        config: EngineConfig,
+        ranks: Ranks | None,
+        on_progress: Callable[[float], None],
+        on_event: KvEventLog | None,
+    ) -> Engine:
+        if ranks is None:
+            part = Part.load(config, on_progress=on_progress)
+            num_pages = part.count_pages()
+        else:
+            answers = ranks.begin_load()
+            part = Part.load(config, Shard(0, ranks.num_ranks), ranks.join, on_progress)
+            num_pages = min(part.count_pages(), *ranks.wait(answers))
+            ranks.ask("pool", num_pages)
+        kv_pages = part.make_pool(num_pages)
+        pool = PagePool(num_pages, _make_eraser(kv_pages, ranks) if config.zero_freed_pages else None)
+        tiers = _make_tiers(config, kv_pages, part.layout.page_bytes, ranks)
+        cache = PrefixCache(pool, config.page_size, on_event, config.prefix_caching, tiers)
+        runner = part.make_runner(kv_pages)
         log.info(
-            "loaded %s: %d pages, %s, KV in %s, %s attention on %s",
+            "loaded %s: %d pages, %s, KV in %s, %s attention on %s%s",
             config.model,
             num_pages,
-            dtype,
-            layout.kv_dtype if layout.is_quantized else dtype,
-            attention.name,
-            device,
+            part.layout.dtype,
+            part.layout.kv_dtype if part.layout.is_quantized else part.layout.dtype,
+            part.attention.name,
+            part.device,
+            f", {ranks.num_ranks} ranks" if ranks is not None else "",
         )
-        return cls(model_config, layout, kv_pages, cache, pool, runner)
+        return cls(part.model, part.layout, kv_pages, cache, pool, runner, ranks)
+
+    @property
+    def model_layout(self) -> KVLayout:
+        """Of the pages of all ranks together: what workers are told apart by. `layout` is of rank 0's."""
+        return replace(self.layout, head_range=None)
+
+    def when_lost(self, on_lost: Callable[[BaseException], None]) -> None:
+        """`on_lost` hears, on any thread, that one of the other ranks is gone: no step will succeed any more."""
+        if self.ranks is not None:
+            self.ranks.when_lost(on_lost)
+
+    def close(self) -> None:
+        """Ends the other ranks, where there are any."""
+        if self.ranks is not None:
+            self.ranks.close()
 
     @property
     def saturating_tokens(self) -> int:
@@ -119,15 +150,26 @@ class Engine:
         what the current stream has been given so far is done."""
         if not work:
             return StepOutput(())
-        batch = build_batch(work, self.layout.page_size, self.kv_pages.device)
-        logits_RV = self.runner.forward(batch, on_layer)
+        logits_RV, drawing = self._forward(work, on_layer)
         tokens: list[SampledToken | None] = [None] * len(work)
-        if batch.drawing:
-            rows = [work[index] for index in batch.drawing]
+        if drawing:
+            rows = [work[index] for index in drawing]
             drawn = sample(logits_RV, rows, self.model.eos_token_ids)
-            for index, token in zip(batch.drawing, drawn, strict=True):
+            for index, token in zip(drawing, drawn, strict=True):
                 tokens[index] = token
         return StepOutput(tuple(tokens))
+
+    def _forward(
+        self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None
+    ) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """Logits of the sequences that draw, and their places in `work`."""
+        device = self.kv_pages.device
+        if self.ranks is None:
+            batch = build_batch(work, self.layout.page_size, device)
+            return self.runner.forward(batch, on_layer), batch.drawing
+        batch = build_batch(work, self.layout.page_size, torch.device("cpu"))
+        with self.ranks.computing(batch):
+            return self.runner.forward(on_device(batch, device), on_layer), batch.drawing
 
     def warm_up(self) -> None:
         """One prefill and one decode on scratch pages, so that the first request pays for no compilation. Blocks."""
@@ -151,28 +193,19 @@ class Engine:
                 self.step([ScheduledSequence(scratch, 1)])
         finally:
             self.pool.release(pages)
+        if self.ranks is not None:
+            self.ranks.set_ready()
 
 
-def _select_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"engine.device = {name!r} is no device; give auto, cpu or cuda") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"engine.device = {name!r} is not available here; give auto or cpu")
-    return device
+def _make_eraser(kv_pages: torch.Tensor, ranks: Ranks | None) -> Callable[[Sequence[PageId]], None]:
+    if ranks is None:
+        return functools.partial(zero_pages, kv_pages)
+    return functools.partial(zero_everywhere, kv_pages, ranks)
 
 
-def _count_pages(config: EngineConfig, layout: KVLayout, device: torch.device) -> int:
-    """By what is free once the weights are there."""
-    if device.type == "cuda":
-        return count_pages(config, layout, "cuda", int(torch.cuda.mem_get_info(device)[0]))
-    return count_pages(config, layout, "cpu", 0)
-
-
-def _make_tiers(config: EngineConfig, kv_pages: torch.Tensor, page_bytes: int) -> CacheTiers | None:
+def _make_tiers(
+    config: EngineConfig, kv_pages: torch.Tensor, page_bytes: int, ranks: Ranks | None
+) -> CacheTiers | None:
     if not config.host_memory_bytes:
         return None
     for name in ("host_memory_bytes", "disk_bytes"):
@@ -184,6 +217,8 @@ def _make_tiers(config: EngineConfig, kv_pages: torch.Tensor, page_bytes: int) -
         raise ConfigError(
             f"engine.host_memory_bytes = {config.host_memory_bytes} cannot be allocated; give less"
         ) from error
+    if ranks is not None:
+        return CacheTiers(RankedHostTier(host, ranks))
     if config.disk_path is None:
         return CacheTiers(host)
     return CacheTiers(host, DiskTier(config.disk_path, config.disk_bytes // page_bytes, page_bytes))

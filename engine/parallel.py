@@ -43,6 +43,9 @@ class Alone:
         return x_RV
 
 
+ALONE = Alone()
+
+
 class TorchGroup:
     """Over gloo between CPUs, over NCCL between GPUs."""
 

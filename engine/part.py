@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 
 from engine.kernels import AttentionBackend, select_backend, select_ops
+from engine.kernels.kv_codes import layers_of
 from engine.kv_layout import KVLayout
 from engine.memory_plan import count_pages, make_layout, select_context
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.registry import load_model
-from engine.parallel import Alone, ParallelGroup
+from engine.parallel import ALONE, ParallelGroup
 from engine.runner import ModelRunner
 from engine.shard import WHOLE, Shard, shard_layout
 from engine.shared_pool import allocate_pool
@@ -45,7 +46,7 @@ class Part:
         cls,
         config: EngineConfig,
         shard: Shard = WHOLE,
-        join: JoinGroup = lambda device: Alone(),
+        join: JoinGroup = lambda device: ALONE,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> Part:
         """Reads this rank's share of the checkpoint; blocks, also for the other ranks (`join`).
@@ -76,10 +77,10 @@ class Part:
         return count_pages(self.config, self.layout, "cpu", 0)
 
     def make_pool(self, num_pages: int) -> torch.Tensor:
-        return allocate_pool(self.layout.shape(num_pages), getattr(torch, self.layout.dtype), self.device)
+        return allocate_pool(self.layout.shape(num_pages), getattr(torch, self.layout.storage_dtype), self.device)
 
     def make_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
-        return ModelRunner(self.decoder, kv_pages, self.attention, select_ops(self.attention))
+        return ModelRunner(self.decoder, layers_of(kv_pages, self.layout), self.attention, select_ops(self.attention))
 
 
 def select_device(name: str, shard: Shard = WHOLE) -> torch.device:

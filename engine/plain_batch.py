@@ -32,14 +32,14 @@ def to_plain(value: Any) -> Any:
 
 def from_plain(kind: type[T], data: Any, device: torch.device) -> T:
     """What `to_plain` was given, of type `kind`. Raises TypeError, ValueError or KeyError for anything else."""
-    values = {name: _read(hint, data[name], device) for name, hint in _hints(kind).items()}
+    values = {name: _read(hint, data[name], device) for name, hint in _hints(kind).items()  # type: ignore[arg-type]}
     return kind(**values)
 
 
 def on_device(value: T, device: torch.device) -> T:
     """The same batch with its tensors there. On a GPU without waiting for the copies."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return value.to(device, non_blocking=True)  # type: ignore[return-value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         moved = {field.name: on_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **moved)

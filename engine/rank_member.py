@@ -20,6 +20,7 @@ from engine.parallel import TorchGroup
 from engine.part import Part
 from engine.plain_batch import from_plain
 from engine.rank_channel import Message, RankChannel, RankLost
+from engine.ranked_pages import page_answers
 from engine.runner import ModelRunner
 from engine.shard import Shard
 from penstock.config import EngineConfig
@@ -33,12 +34,14 @@ Answer = Callable[[Any], Any]  # a message's body to what is answered
 class RankMember:
     """`run` returns when rank 0 is gone; `part` and `kv_pages` are there once rank 0 has asked for them."""
 
-    def __init__(self, channel: RankChannel, extend: Callable[[RankMember], Mapping[str, Answer]]) -> None:
+    def __init__(
+        self, channel: RankChannel, extend: Callable[[RankMember], Mapping[str, Answer]] = lambda member: {}
+    ) -> None:
         """`extend` gives more that rank 0 may ask for, besides what a step takes."""
         self._channel = channel
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {"load": self._load, "pool": self._make_pool, "step": self._step}
-        self._answers.update(extend(self))
+        self._answers |= {**page_answers(self), **extend(self)}
         self._num_done = 0
         self._beat_s = 1.0
         self._over = threading.Event()

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ class Ranks:
 
     def __init__(self, config: EngineConfig, launch: Launch) -> None:
         """Blocks until every other rank's process is there. Raises Unavailable."""
-        self._config = config
+        self.config = config
         self.num_ranks = config.tensor_parallel
         self._patience_s = config.rank_timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
@@ -106,7 +105,7 @@ class Ranks:
         return self._ask(
             "load",
             lambda rank: {
-                "config": self._config.model_dump_json(),
+                "config": self.config.model_dump_json(),
                 "rank": rank,
                 "store": str(self._folder / STORE_FILE),
                 "step_timeout_s": self._patience_s * STEP_PATIENCE,
@@ -133,15 +132,16 @@ class Ranks:
 
     def ask(self, kind: str, body: Any = None) -> list[Any]:
         """Every other rank's answer, by rank. Blocks. Raises ConfigError with what one of them says against it."""
-        return self.wait(self._ask(kind, lambda rank: body), self._patience_s * STEP_PATIENCE)
+        return self.wait(self.begin(kind, body))
 
-    def wait(self, answers: list[Future[Any]], timeout_s: float | None = None) -> list[Any]:
-        """Without a time-out the watch alone ends it."""
+    def begin(self, kind: str, body: Any = None) -> list[Future[Any]]:
+        """As `ask`, without the wait: rank 0 may do its own part meanwhile."""
+        return self._ask(kind, lambda rank: body)
+
+    def wait(self, answers: list[Future[Any]]) -> list[Any]:
+        """Blocks; the watch ends it where a rank is lost. Raises ConfigError with what a rank says against it."""
         with self._explained():
-            try:
-                return [answer.result(timeout_s) for answer in answers]
-            except FutureTimeout as error:
-                raise RankLost(f"no answer for {timeout_s} s") from error
+            return [answer.result() for answer in answers]
 
     @contextlib.contextmanager
     def computing(self, batch: Any) -> Iterator[None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.engine import Engine
+from engine.ranks import Launch
 from penstock.config import EngineConfig
 from penstock.kv_events import KvEventLog
 
@@ -18,10 +19,15 @@ class Replica:
     events: KvEventLog
 
     @classmethod
-    def load(cls, config: EngineConfig, on_progress: Callable[[float], None] = lambda share: None) -> Replica:
+    def load(
+        cls,
+        config: EngineConfig,
+        on_progress: Callable[[float], None] = lambda share: None,
+        launch: Launch | None = None,
+    ) -> Replica:
         """Ready for its first request. Blocks; raises CheckpointError or ConfigError."""
         events = KvEventLog()
-        engine = Engine.load(config, on_progress, events)
+        engine = Engine.load(config, on_progress, events, launch)
         engine.warm_up()
         return cls(engine, events)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from engine.kv_layout import KVLayout
 from engine.model_config import ModelConfig
+from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 
 
@@ -82,3 +83,12 @@ def shard_layout(layout: KVLayout, shard: Shard) -> KVLayout:
     heads = shard.kv_heads(layout.num_kv_heads)
     whole = len(heads) == layout.num_kv_heads
     return replace(layout, head_range=None if whole else (heads.start, heads.stop))
+
+
+def check_ranked(config: EngineConfig) -> None:
+    """Raises ConfigError for settings that one rank alone can follow."""
+    if config.disk_bytes:
+        raise ConfigError(
+            f"engine.disk_bytes = {config.disk_bytes} with engine.tensor_parallel = {config.tensor_parallel}: several "
+            "ranks keep evicted pages in host memory at most; leave it out"
+        )

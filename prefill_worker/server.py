@@ -15,6 +15,7 @@ from engine.worker_identity import describe
 from kv_transfer.lease import earliest
 from kv_transfer.page_intake import PageIntake
 from kv_transfer.page_source import PageSource
+from kv_transfer.rank import launch_ranks
 from kv_transfer.receiver import TransferReceiver
 from kv_transfer.sender import TransferSender
 from penstock.channels import Channels
@@ -52,7 +53,7 @@ class PrefillServer:
         """Raises CheckpointError or ConfigError; `on_progress` hears the share of the weights loaded, 0 to 1."""
         trust = Trust(self._config.security)
         if self.replica is None:
-            self.replica = await asyncio.to_thread(Replica.load, self._config.engine, on_progress)
+            self.replica = await asyncio.to_thread(Replica.load, self._config.engine, on_progress, launch_ranks)
         engine, events = self.replica.engine, self.replica.events
         self._sender = TransferSender(
             engine.kv_pages,
@@ -82,6 +83,7 @@ class PrefillServer:
         worker_pb2_grpc.add_PageHandoverServicer_to_server(self._hand_over_pages(engine), self._grpc.server)
         self._running = asyncio.get_running_loop()
         self._loop.start()
+        engine.when_lost(self._on_fatal)
         port = await self._grpc.start(self._config.host, self._config.port)
         self.address = f"{self._config.host}:{port}"
         await self._grpc.set_serving(True)

@@ -23,7 +23,7 @@ from engine.layers.ops import LayerOps
 from engine.layers.rope import build_rope_table
 from engine.model_config import ModelConfig
 from engine.models.shapes import EMBEDDING, FINAL_NORM, HEAD, LAYERS_PREFIX
-from engine.parallel import Alone, ParallelGroup
+from engine.parallel import ALONE, ParallelGroup
 from engine.shard import shard_model
 from engine.weights import WeightReader
 
@@ -37,7 +37,7 @@ class Decoder:
         reader: WeightReader,
         max_context: int,
         device: torch.device,
-        group: ParallelGroup = Alone(),
+        group: ParallelGroup = ALONE,
     ) -> None:
         """`config` is of the whole model, whatever this rank has of it."""
         self._eps = config.rms_norm_eps

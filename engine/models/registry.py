@@ -11,7 +11,7 @@ from engine.model_config import ModelConfig
 from engine.models.cuts import tensor_cuts
 from engine.models.decoder import Decoder
 from engine.models.shapes import optional_tensors, tensor_shapes
-from engine.parallel import Alone, ParallelGroup
+from engine.parallel import ALONE, ParallelGroup
 from engine.weights import WeightReader
 
 _MODELS = dict.fromkeys(("deepseek_v2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), Decoder)
@@ -25,7 +25,7 @@ def load_model(
     device: torch.device,
     max_context: int,
     on_progress: Callable[[float], None],
-    group: ParallelGroup = Alone(),
+    group: ParallelGroup = ALONE,
 ) -> Decoder:
     """Builds the model, or a rank's part of it, and reads its weights; blocks.
 

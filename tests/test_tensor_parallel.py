@@ -1,0 +1,163 @@
+"""One replica in several ranks: equal to one rank token for token, and whole or gone.
+
+Most ranks here are threads of this process, which share nothing but the channel and the group, as processes do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.batch import Batch, build_batch
+from engine.engine import Engine
+from engine.generate import generate
+from engine.model_config import ModelConfig
+from engine.models.cuts import tensor_cuts
+from engine.models.shapes import tensor_shapes
+from engine.plain_batch import from_plain, to_plain
+from engine.rank_process import serve_rank
+from engine.ranks import RankFailure
+from engine.sequence import ScheduledSequence, Sequence
+from engine.shard import Shard
+from kv_transfer.rank import launch_ranks
+from penstock.config import EngineConfig
+from penstock.errors import CheckpointError, ConfigError
+from penstock.types import PageId, RequestId, SamplingParams
+from tests.checkpoints import FAMILIES, make_checkpoint
+
+SALT = b"tests"
+PROMPT = [3 + (7 * place) % 290 for place in range(21)]
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=6, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
+
+
+def launch_threads(control: Path, num_ranks: int) -> None:
+    """In the place of processes."""
+    for _ in range(num_ranks):
+        threading.Thread(target=serve_rank, args=(control,), kwargs={"on_orphaned": lambda: None}, daemon=True).start()
+
+
+def config(folder: Path, **settings: object) -> EngineConfig:
+    return EngineConfig.model_validate(
+        {"model": str(folder), "num_pages": 16, "page_size": 4, "num_threads": 1, "dtype": "float32", **settings}
+    )
+
+
+def check_equal(folder: Path, num_ranks: int) -> None:
+    alone = Engine.load(config(folder))
+    split = Engine.load(config(folder, tensor_parallel=num_ranks), launch=launch_threads)
+    try:
+        for sampling, chunk in ((GREEDY, None), (SEEDED, 8)):
+            wanted = generate(alone, PROMPT, sampling, SALT, chunk_tokens=chunk, use_prefix_cache=False)
+            assert generate(split, PROMPT, sampling, SALT, chunk_tokens=chunk, use_prefix_cache=False) == wanted
+        assert split.layout.page_bytes * min(num_ranks, alone.layout.num_kv_heads) == alone.layout.page_bytes
+    finally:
+        split.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_give_the_tokens_of_one(family: str, tmp_path: Path) -> None:
+    check_equal(make_checkpoint(family, tmp_path), 2)
+
+
+def test_more_ranks_than_kv_heads_and_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
+    biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    check_equal(make_checkpoint("llama", tmp_path, vocab_size=319, **biases), 4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_the_ranks_read_every_value_of_every_tensor(num_ranks: int, configs: dict[str, ModelConfig]) -> None:
+    for model in configs.values():
+        cuts = [tensor_cuts(model, Shard(rank, num_ranks)) for rank in range(num_ranks)]
+        for name, shape in tensor_shapes(model).items():
+            parts = [cut for of_rank in cuts if (cut := of_rank.get(name)) is not None and not cut.zeros]
+            if not parts:
+                continue  # read whole
+            assert [cut.dim for cut in parts] == [parts[0].dim] * num_ranks, name
+            read = {place for cut in parts for place in range(cut.start, cut.stop)}
+            assert read == set(range(shape[parts[0].dim])), name
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
+    """Of every family, with eight heads."""
+    made = {}
+    for family in FAMILIES:
+        kv_heads = {} if family == "deepseek_v2" else {"num_key_value_heads": 4}
+        folder = make_checkpoint(family, tmp_path_factory.mktemp(family), num_attention_heads=8, **kv_heads)
+        made[family] = ModelConfig.from_folder(folder)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"tensor_parallel": 3}, "does not divide the model's 4 attention heads"),
+        ({"tensor_parallel": 2, "host_memory_bytes": 1 << 20, "disk_bytes": 1 << 20, "disk_path": "/tmp"}, "disk"),
+        ({"tensor_parallel": 2, "model": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(settings: dict[str, object], problem: str, tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    with pytest.raises((ConfigError, CheckpointError), match=problem):
+        Engine.load(config(folder, **settings), launch=launch_threads)
+
+
+def test_pages_leave_for_host_memory_and_come_back_on_every_rank(tmp_path: Path) -> None:
+    """A pool for one sequence: the first prompt's pages are evicted by the second and come back for the third."""
+    folder = make_checkpoint("llama", tmp_path)
+    small = {"num_pages": 8, "host_memory_bytes": 1 << 20, "zero_freed_pages": True}
+    split = Engine.load(config(folder, tensor_parallel=2, **small), launch=launch_threads)
+    alone = Engine.load(config(folder))
+    try:
+        other = [token + 1 for token in PROMPT]
+        for prompt in (PROMPT, other, PROMPT):
+            assert generate(split, prompt, GREEDY, SALT) == generate(alone, prompt, GREEDY, SALT)
+        assert split.prefix_cache.stats.host_hits > 0
+    finally:
+        split.close()
+
+
+@pytest.fixture(scope="module")
+def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Whose other rank is a process."""
+    folder = make_checkpoint("llama", tmp_path_factory.mktemp("replica"))
+    engine = Engine.load(config(folder, tensor_parallel=2, rank_timeout_s=3.0), launch=launch_ranks)
+    try:
+        engine.warm_up()
+        yield engine
+    finally:
+        engine.close()
+
+
+def test_a_process_gives_the_same_tokens_and_a_frozen_one_ends_the_replica(replica: Engine) -> None:
+    assert replica.ranks is not None
+    alone = Engine.load(replica.ranks.config.model_copy(update={"tensor_parallel": 1}))
+    assert generate(replica, PROMPT, SEEDED, SALT) == generate(alone, PROMPT, SEEDED, SALT)
+    told: Future[BaseException] = Future()
+    replica.when_lost(told.set_result)
+    (pid,) = replica.ranks.pids
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RankFailure, match=rf"rank 1 of 2 \(process {pid}\) has been silent for 3 s"):
+        generate(replica, PROMPT, GREEDY, SALT)
+    assert isinstance(told.result(timeout=30), RankFailure)
+
+
+def test_a_batch_is_the_same_after_the_way() -> None:
+    sequences = [
+        Sequence(RequestId("a"), [5, 6, 7], 3, GREEDY, SALT, [PageId(2)]),
+        Sequence(RequestId("b"), [8, 9], 2, GREEDY, SALT, [PageId(3)], num_computed_tokens=1),
+    ]
+    work = [ScheduledSequence(sequences[0], 2), ScheduledSequence(sequences[1], 1)]
+    cpu = torch.device("cpu")
+    batch = build_batch(work, 4, cpu)
+    again = from_plain(Batch, to_plain(batch), cpu)
+    assert to_plain(again) == to_plain(batch)
+    assert again.drawing == batch.drawing
+    assert again.meta.num_decodes == batch.meta.num_decodes

@@ -32,8 +32,8 @@ def to_plain(value: Any) -> Any:
 
 def from_plain(kind: type[T], data: Any, device: torch.device) -> T:
     """What `to_plain` was given, of type `kind`. Raises TypeError, ValueError or KeyError for anything else."""
-    values = {name: _read(hint, data[name], device) for name, hint in _hints(kind).items()  # type: ignore[arg-type]}
-    return kind(**values)
+    hints = _hints(kind)  # type: ignore[arg-type]
+    return kind(**{name: _read(hint, data[name], device) for name, hint in hints.items()})
 
 
 def on_device(value: T, device: torch.device) -> T:

@@ -52,6 +52,7 @@ def as_json(made: MemoryPlan) -> dict[str, Any]:
         "device": asdict(made.device),
         "model": model.family.architecture,
         "dtype": layout.dtype,
+        "kv_dtype": layout.kv_dtype if layout.is_quantized else layout.dtype,
         "weight_bytes": made.weight_bytes,
         "step_bytes": made.step_bytes,
         "kv_bytes_per_token": made.kv_bytes_per_token,
@@ -77,7 +78,8 @@ def describe(made: MemoryPlan, max_sequences: int) -> str:
         ("one step", f"about {in_units(made.step_bytes)}"),
         (
             "KV",
-            f"{made.kv_bytes_per_token:,} bytes a token, {in_units(layout.page_bytes)} a page of {layout.page_size}",
+            f"{made.kv_bytes_per_token:,} bytes a token, {in_units(layout.page_bytes)} a page of {layout.page_size}"
+            f"{f', in {layout.kv_dtype}' if layout.is_quantized else ''}",
         ),
         ("pages", f"{made.num_pages:,} in {in_units(made.kv_bytes)}: {tokens:,} tokens"),
     ]

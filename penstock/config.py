@@ -218,9 +218,9 @@ class PoolConfig(_Frozen):
 
     @model_validator(mode="after")
     def _pools_fit_together(self) -> PoolConfig:
-        if "dtype" in self.engine:
+        for name in {"dtype", "quantization"} & set(self.engine):
             raise ValueError(
-                f"engine.dtype = {self.engine['dtype']!r} of one pool: KV moves between them; set it for all"
+                f"engine.{name} = {self.engine[name]!r} of one pool: KV moves between them; set it for all"
             )
         return self
 

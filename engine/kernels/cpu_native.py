@@ -20,13 +20,15 @@ from engine.layers.ops import TorchOps
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
-    "penstock_paged_attention": [_POINTER] * 6 + [_LONG] * 2 + [_INT] * 7 + [_FLOAT] + [_INT] * 2,
+    "penstock_paged_attention": [_POINTER] * 6 + [_LONG] * 2 + [_INT] * 7 + [_FLOAT] + [_INT] * 3,
     "penstock_write_kv": [_POINTER] * 5 + [_LONG] * 4 + [_INT] * 4,
+    "penstock_write_kv_codes": [_POINTER] * 5 + [_LONG] * 4 + [_INT] * 6,
     "penstock_rms_norm": [_POINTER] * 3 + [_LONG] + [_INT] * 2 + [_LONG, _FLOAT] + [_INT] * 2,
     "penstock_add_rms_norm": [_POINTER] * 3 + [_LONG, _INT, _FLOAT] + [_INT] * 2,
     "penstock_silu_and_mul": [_POINTER] * 2 + [_LONG] + [_INT] * 3,
     "penstock_rope": [_POINTER] * 3 + [_LONG] + [_INT] * 2 + [_LONG] + [_INT] * 2,
 }
+_CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # of a quantized pool
 _HEAD_DIM_MULTIPLE = {torch.float32: 16, torch.bfloat16: 32}
 
 
@@ -41,6 +43,7 @@ class NativeKernels:
 
     paged_attention: Any
     write_kv: Any
+    write_kv_codes: Any
     rms_norm: Any
     add_rms_norm: Any
     silu_and_mul: Any
@@ -71,7 +74,7 @@ class NativeAttention(TorchAttention):
         scales: torch.Tensor | None = None,
     ) -> None:
         if scales is not None:
-            super().write_kv(k_TKH, v_TKH, pool_layer, meta, scales)
+            self._write_codes(k_TKH, v_TKH, pool_layer, meta, scales)
             return
         _, _, num_kv_heads, page_size, head_dim = pool_layer.shape
         assert k_TKH.dtype == v_TKH.dtype == pool_layer.dtype, "K, V and the pool have one dtype"
@@ -93,6 +96,39 @@ class NativeAttention(TorchAttention):
             pool_layer.element_size(),
         )
 
+    def _write_codes(
+        self,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scales: torch.Tensor,
+    ) -> None:
+        _, _, num_kv_heads, page_size, head_dim = pool_layer.shape
+        if not _is_native(k_TKH):
+            super().write_kv(k_TKH, v_TKH, pool_layer, meta, scales)
+            return
+        assert k_TKH.dtype == v_TKH.dtype, "K and V have one dtype"
+        assert k_TKH.stride()[1:] == v_TKH.stride()[1:] == (head_dim, 1), "a token's heads are neighbours"
+        _check_pool(pool_layer, scales)
+        self.kernels.write_kv_codes(
+            pool_layer.data_ptr(),
+            k_TKH.data_ptr(),
+            v_TKH.data_ptr(),
+            meta.slot_page_T.data_ptr(),
+            meta.slot_offset_T.data_ptr(),
+            k_TKH.shape[0],
+            k_TKH.stride(0),
+            v_TKH.stride(0),
+            pool_layer.stride(0),
+            num_kv_heads,
+            page_size,
+            head_dim,
+            k_TKH.dtype == torch.bfloat16,
+            _CODES[pool_layer.dtype],
+            torch.get_num_threads(),
+        )
+
     def paged_attention(
         self,
         q_TNH: torch.Tensor,
@@ -106,11 +142,11 @@ class NativeAttention(TorchAttention):
         num_tokens, num_heads, head_dim = q_TNH.shape
         _, _, num_kv_heads, page_size, _ = pool_layer.shape
         odd = head_dim % _HEAD_DIM_MULTIPLE.get(q_TNH.dtype, head_dim + 1) != 0
-        if odd or softcap is not None or scales is not None:
+        if odd or softcap is not None:
             return super().paged_attention(q_TNH, pool_layer, meta, scale, window, softcap, scales)
-        assert q_TNH.dtype == pool_layer.dtype, "Q and the pool have one dtype"
+        assert scales is not None or q_TNH.dtype == pool_layer.dtype, "Q and the pool have one dtype"
         assert q_TNH.stride()[1:] == (head_dim, 1), "a token's heads are neighbours"
-        _check_pool(pool_layer)
+        _check_pool(pool_layer, scales)
         out_TNH = torch.empty((num_tokens, num_heads, head_dim), dtype=q_TNH.dtype)
         self.kernels.paged_attention(
             out_TNH.data_ptr(),
@@ -120,7 +156,7 @@ class NativeAttention(TorchAttention):
             meta.query_start_B1.data_ptr(),
             meta.context_lens_B.data_ptr(),
             q_TNH.stride(0),
-            pool_layer.stride(0),
+            pool_layer.stride(0) * pool_layer.element_size(),
             meta.num_sequences,
             meta.page_table_BP.shape[1],
             num_heads,
@@ -130,6 +166,7 @@ class NativeAttention(TorchAttention):
             window or 0,
             scale,
             q_TNH.dtype == torch.bfloat16,
+            _CODES[pool_layer.dtype] if scales is not None else 0,
             torch.get_num_threads(),
         )
         return out_TNH
@@ -214,7 +251,12 @@ def _is_native(x: torch.Tensor) -> bool:
     return x.dtype in _HEAD_DIM_MULTIPLE
 
 
-def _check_pool(pool_layer: torch.Tensor) -> None:
+def _check_pool(pool_layer: torch.Tensor, scales: torch.Tensor | None = None) -> None:
     _, _, num_kv_heads, page_size, head_dim = pool_layer.shape
     row = page_size * head_dim
     assert pool_layer.stride()[1:] == (num_kv_heads * row, row, head_dim, 1), "a layer of a contiguous pool is needed"
+    if scales is not None:
+        assert pool_layer.dtype in _CODES, f"{pool_layer.dtype} is no dtype of quantized pages"
+        assert scales.data_ptr() == pool_layer.data_ptr() + 2 * num_kv_heads * row, "scales lie right behind the values"
+        assert scales.stride(0) * 4 == pool_layer.stride(0), "each page has its scales"
+        assert scales.stride()[1:] == (num_kv_heads * page_size, page_size, 1), "a layer's scales are neighbours"

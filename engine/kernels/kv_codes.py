@@ -62,10 +62,10 @@ def quantize(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
     """Rows [..., H] of any float dtype as codes of `dtype` and float32 scales [...]: their product is about the row."""
     exact = rows.float()
     peak = exact.abs().amax(dim=-1)
-    largest = LARGEST[dtype]
     peak = torch.where(peak < SMALLEST_PEAK, 0.0, peak)
+    largest = torch.full_like(peak, LARGEST[dtype])  # a tensor: torch multiplies by a number's reciprocal
     factor = torch.where(peak > 0, largest / peak, 0.0)
-    scaled = (exact * factor[..., None]).clamp_(-largest, largest)
+    scaled = (exact * factor[..., None]).clamp_(-LARGEST[dtype], LARGEST[dtype])
     if dtype == torch.int8:
         scaled.round_()  # halves to even, as the other two do
     return scaled.to(dtype), peak / largest

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels import reference
 from engine.kernels.grouped_gemm import grouped_gemm
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.reference import latent_attention, paged_attention
-from engine.kernels.write_kv import write_kv
+from engine.kernels.write_kv import write_kv, write_kv_codes
 from engine.layers.linear import GroupedLinear
 from engine.layers.ops import TorchOps
 
@@ -33,7 +32,7 @@ class TritonAttention:
         scales: torch.Tensor | None = None,
     ) -> None:
         if scales is not None:
-            reference.write_kv(k_TKH, v_TKH, pool_layer, meta, scales)
+            write_kv_codes(k_TKH, v_TKH, pool_layer, meta.slot_page_T, meta.slot_offset_T, scales)
             return
         write_kv(k_TKH, v_TKH, pool_layer, meta.slot_page_T, meta.slot_offset_T)
 

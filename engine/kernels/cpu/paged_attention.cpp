@@ -5,7 +5,9 @@
 // woven into words. Softmax is the online one (Milakov and Gimelshein 2018, arXiv:1805.02867). An item's result depends
 // on nothing but itself: not on the batch, its order, or the number of threads.
 //
-// Pool layer: [P, 2, K, S, H], pages `page_stride` values apart, each page's layer contiguous.
+// Pool layer: [P, 2, K, S, H], pages `page_stride` bytes apart, each page's layer contiguous; of a quantized pool codes,
+// with their scales right behind the layer (codes.h). A key's scale goes into its scores, a value's into its weights.
+#include "codes.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -24,7 +26,8 @@ struct Problem {
   const int32_t* page_table;  // [B, table_width]
   const int32_t* query_start;  // [B + 1]
   const int32_t* context_lens;  // [B]
-  int64_t q_stride, page_stride;
+  int64_t q_stride;     // values
+  int64_t page_stride;  // bytes
   int32_t num_sequences, table_width, num_heads, num_kv_heads, page_size, head_dim;
   int32_t window;  // 0: none
   float scale;
@@ -36,15 +39,17 @@ struct Item {
 
 // What one item needs while it is computed; one per thread, made once per call.
 struct Scratch {
-  std::vector<uint32_t> queries, keys, values, weights;
+  std::vector<uint32_t> queries, keys, values, weights, decoded;  // decoded: keys of a quantized pool, row by row
   std::vector<float> scores, totals, highest, sums;  // sums: lane by lane, added up at the end
   // `rows` is a multiple of a tile's side: what lies past an item's rows is computed too, and never read.
   Scratch(int rows, int words, int head_dim)
       : queries(rows * words), keys(words * kBlock), values(kBlock * head_dim), weights(rows * kBlock),
+        decoded(kLanes * words),
         scores(rows * kBlock), totals(rows * head_dim), highest(rows), sums(rows * kLanes) {}
 };
 
-template <class T> struct Attention {
+// Codes: what stands in the pool, `Plain` where that is T's own.
+template <class T, class Codes> struct Attention {
   typedef typename T::Stored Stored;
   static constexpr int kStep = T::kPerWord;  // keys that share a word of V
 
@@ -52,7 +57,9 @@ template <class T> struct Attention {
   Scratch& scratch;
   int words, head_dim, group;
   bool uses_tiles;
-  const Stored* places[2][kBlock];  // where the keys of even and odd blocks stand
+  const char* places[2][kBlock];       // where the keys of even and odd blocks stand
+  const float* scale_places[2][kBlock];  // and the scales of those keys
+  float key_scales[kBlock], value_scales[kBlock];  // of this block, with what `decode` leaves out
   int tile_rows = 0;  // what this thread's tiles are configured for; 0: not yet
 
   Attention(const Problem& p, Scratch& s)
@@ -77,7 +84,7 @@ template <class T> struct Attention {
     const int stop = first_position + item.num_queries;  // the last query sees the keys before it and itself
     int key = problem.window ? std::max(0, first_position - problem.window + 1) : 0;
     key -= key % kBlock;  // blocks start at the same keys for every way to cut a prompt into chunks
-    find_rows(item, key, stop, places[key / kBlock % 2]);
+    find_rows(item, key, stop);
     for (; key < stop; key += kBlock) {
       read_block(item, key, stop);
       score_all(rows);
@@ -97,18 +104,25 @@ template <class T> struct Attention {
     }
   }
 
+  static constexpr int row_bytes(int head_dim) { return head_dim * (Codes::kQuantized ? 1 : int(sizeof(Stored))); }
+
   // Where keys [first, first + 64) stand; places from `stop` on repeat the last key and are masked later.
-  void find_rows(const Item& item, int first, int stop, const Stored* rows[kBlock]) const {
+  void find_rows(const Item& item, int first, int stop) {
+    const int which = first / kBlock % 2;
+    const char** rows = places[which];
+    const float** scales = scale_places[which];
     const int32_t* pages = problem.page_table + int64_t(item.sequence) * problem.table_width;
     const int64_t page_size = problem.page_size, to_head = item.kv_head * page_size;
+    const int64_t to_scales = 2 * int64_t(problem.num_kv_heads) * page_size * row_bytes(head_dim);
     int64_t index = first / page_size, place = first % page_size;
     for (int i = 0; i < kBlock; ++i) {
       if (first + i >= stop) {
-        rows[i] = rows[i - 1];
+        rows[i] = rows[i - 1], scales[i] = scales[i - 1];
         continue;
       }
-      rows[i] = static_cast<const Stored*>(problem.pool) + pages[index] * problem.page_stride +
-                (to_head + place) * head_dim;
+      const char* page = static_cast<const char*>(problem.pool) + pages[index] * problem.page_stride;
+      rows[i] = page + (to_head + place) * row_bytes(head_dim);
+      scales[i] = reinterpret_cast<const float*>(page + to_scales) + to_head + place;
       if (++place == page_size) place = 0, ++index;
     }
   }
@@ -116,37 +130,70 @@ template <class T> struct Attention {
   // K and V of keys [first, first + 64). Asks for the next block's rows meanwhile: pages lie anywhere in memory, which
   // the hardware cannot foresee.
   void read_block(const Item& item, int first, int stop) {
-    const int64_t to_value = int64_t(problem.num_kv_heads) * problem.page_size * head_dim;
-    const Stored *const *rows = places[first / kBlock % 2], **next = places[first / kBlock % 2 ^ 1];
+    const int64_t num_rows = int64_t(problem.num_kv_heads) * problem.page_size, to_value = num_rows * row_bytes(head_dim);
+    const int which = first / kBlock % 2;
+    const char *const *rows = places[which], *const *next = places[which ^ 1];
     const bool has_next = first + kBlock < stop;
-    if (has_next) find_rows(item, first + kBlock, stop, next);
-    for (int i = 0; i < kBlock; i += kLanes) {
-      for (int lane = 0; has_next && lane < kLanes; ++lane) {
-        for (int byte = 0; byte < words * 4; byte += 64) {
-          __builtin_prefetch(reinterpret_cast<const char*>(next[i + lane]) + byte);
-          __builtin_prefetch(reinterpret_cast<const char*>(next[i + lane] + to_value) + byte);
+    if (has_next) find_rows(item, first + kBlock, stop);
+    if constexpr (Codes::kQuantized) {
+      for (int i = 0; i < kBlock; ++i) {
+        key_scales[i] = scale_places[which][i][0] * Codes::kDecodedBy;
+        value_scales[i] = scale_places[which][i][num_rows] * Codes::kDecodedBy;
+        if (has_next) {
+          __builtin_prefetch(scale_places[which ^ 1][i]);
+          __builtin_prefetch(scale_places[which ^ 1][i] + num_rows);
         }
       }
+    }
+    for (int i = 0; i < kBlock; i += kLanes) {
+      for (int lane = 0; has_next && lane < kLanes; ++lane) {
+        for (int byte = 0; byte < row_bytes(head_dim); byte += 64) {
+          __builtin_prefetch(next[i + lane] + byte);
+          __builtin_prefetch(next[i + lane] + to_value + byte);
+        }
+      }
+      const char* keys[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) keys[lane] = decoded(rows[i + lane], lane);
       for (int word = 0; word < words; word += kLanes) {
         Words tile[kLanes];
         for (int lane = 0; lane < kLanes; ++lane)
-          tile[lane] = load<Words>(reinterpret_cast<const char*>(rows[i + lane]) + word * 4);
+          tile[lane] = load<Words>(keys[lane] + word * 4);
         transpose(tile, scratch.keys.data() + word * kBlock + i, kBlock);
       }
     }
     for (int i = 0; i < kBlock; i += kStep) weave(rows[i] + to_value, rows[i + kStep - 1] + to_value, i / kStep);
   }
 
-  void weave(const Stored* first, const Stored* second, int place) {
+  // A row of the pool in the form that is computed with; `lane` names a place to put it where it must be made.
+  const char* decoded(const char* row, int lane) {
+    if constexpr (!Codes::kQuantized) return row;
+    char* to = reinterpret_cast<char*>(scratch.decoded.data() + lane * words);
+    for (int d = 0; d < head_dim; d += kLanes)
+      store_floats(reinterpret_cast<Stored*>(to) + d, decode(row, d), kLanes);
+    return to;
+  }
+
+  static Floats decode(const char* row, int d) {
+    if constexpr (Codes::kQuantized) return Codes::decode(reinterpret_cast<const uint8_t*>(row) + d);
+    return Floats{};
+  }
+
+  void weave(const char* first, const char* second, int place) {
     uint32_t* to = scratch.values.data() + place * head_dim;
     if (kStep == 1) {
-      std::memcpy(to, first, head_dim * 4);
+      std::memcpy(to, decoded(first, 0), head_dim * 4);
       return;
     }
     for (int d = 0; d < head_dim; d += kLanes) {
-      Words low = __builtin_convertvector(load<Shorts>(first + d), Words);
-      Words high = __builtin_convertvector(load<Shorts>(second + d), Words);
-      store(to + d, low | (high << 16));
+      Words low, high;
+      if constexpr (Codes::kQuantized) {  // exact in bf16: the upper halves of the floats
+        low = (Words)decode(first, d) >> 16;
+        high = (Words)decode(second, d) & 0xffff0000u;
+      } else {
+        low = __builtin_convertvector(load<Shorts>(first + d * 2), Words);
+        high = __builtin_convertvector(load<Shorts>(second + d * 2), Words) << 16;
+      }
+      store(to + d, low | high);
     }
   }
 
@@ -196,6 +243,7 @@ template <class T> struct Attention {
     Floats score[kVectors], best = splat(kMasked);
     for (int v = 0; v < kVectors; ++v) {
       score[v] = load<Floats>(scratch.scores.data() + row * kBlock + v * kLanes) * (problem.scale * 1.44269504f);
+      if constexpr (Codes::kQuantized) score[v] *= load<Floats>(key_scales + v * kLanes);
       if (!is_whole) {
         Ints key = lane + (first_key + v * kLanes);
         score[v] = ((key >= lowest) & (key <= position)) ? score[v] : splat(kMasked);
@@ -207,6 +255,7 @@ template <class T> struct Attention {
     for (int v = 0; v < kVectors; ++v) {
       Floats weight = exp2(score[v] - now);
       total += weight;
+      if constexpr (Codes::kQuantized) weight *= load<Floats>(value_scales + v * kLanes);
       store_floats(reinterpret_cast<Stored*>(scratch.weights.data() + row * kBlock) + v * kLanes, weight, kLanes);
     }
     const float fade = before == now ? 1.0f : exp2(splat(before - now))[0];
@@ -294,32 +343,41 @@ std::vector<Item> list_items(const Problem& problem, int queries_per_item) {
   return items;
 }
 
-template <class T> void attend(const Problem& problem, int num_threads) {
+template <class T, class Codes> void attend_over(const Problem& problem, int num_threads) {
   const int group = problem.num_heads / problem.num_kv_heads, queries_per_item = std::max(1, kRowTarget / group);
   const std::vector<Item> items = list_items(problem, queries_per_item);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && items.size() > 1)
   {
     const int rows = (queries_per_item * group + tiles::kSide - 1) / tiles::kSide * tiles::kSide;
     Scratch scratch(rows, problem.head_dim / T::kPerWord, problem.head_dim);
-    Attention<T> attention(problem, scratch);
+    Attention<T, Codes> attention(problem, scratch);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < items.size(); ++i) attention.run(items[i]);
   }
 }
 
+template <class T> void attend(const Problem& problem, int codes, int num_threads) {
+  switch (codes) {
+    case 0: return attend_over<T, Plain>(problem, num_threads);
+    case 1: return attend_over<T, Fp8Codes>(problem, num_threads);
+    default: return attend_over<T, Int8Codes>(problem, num_threads);
+  }
+}
+
 }  // namespace
 
-// Head dim is a multiple of 16 for float32 and of 32 for bf16. `is_bf16`: what q, pool and out hold.
+// Head dim is a multiple of 16 for float32 and of 32 for bf16. `is_bf16`: what q, out, and the pool hold; `codes`: 0, or
+// the pool holds codes, 1: fp8, 2: int8.
 extern "C" void penstock_paged_attention(
     void* out, const void* q, const void* pool, const int32_t* page_table, const int32_t* query_start,
     const int32_t* context_lens, int64_t q_stride, int64_t page_stride, int32_t num_sequences, int32_t table_width,
     int32_t num_heads, int32_t num_kv_heads, int32_t page_size, int32_t head_dim, int32_t window, float scale,
-    int32_t is_bf16, int32_t num_threads) {
+    int32_t is_bf16, int32_t codes, int32_t num_threads) {
   const Problem problem{q,           pool,        out,       page_table,   query_start, context_lens, q_stride,
                         page_stride, num_sequences, table_width, num_heads, num_kv_heads, page_size,  head_dim,
                         window,      scale};
   if (is_bf16)
-    attend<BFloat16>(problem, num_threads);
+    attend<BFloat16>(problem, codes, num_threads);
   else
-    attend<Float32>(problem, num_threads);
+    attend<Float32>(problem, codes, num_threads);
 }

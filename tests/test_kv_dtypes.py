@@ -1,4 +1,4 @@
-"""KV pages of one byte a value: the same codes from every kernel, the same tokens wherever they are written and read."""
+"""KV pages of one byte a value: one set of codes from every kernel, one set of tokens wherever they are written."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels import select_backend
+from engine.kernels import join_splits, select_backend
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
@@ -70,19 +70,38 @@ def check(
     dim: int = 64,
     page_size: int = 16,
     window: int | None = None,
+    softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
+    stored: torch.dtype | None = None,
 ) -> None:
     """The Triton backend's attention equals the twin's, computed in fp32 from the same rounded inputs."""
     torch.manual_seed(sum(context_lens) + dim)
     num_pages = sum(-(-context // page_size) for context in context_lens) + 3
     meta = make_meta(query_lens, context_lens, page_size, num_pages)
-    pool_layer = make_pool_layer(meta, num_pages, heads[1], page_size, dim).to(dtype)
-    q_TNH = torch.randn(sum(query_lens), heads[0], dim, device=DEVICE).to(dtype)
-    o_TNH = TritonAttention().paged_attention(q_TNH, pool_layer, meta, dim**-0.5, window)
+    pool_layer = make_pool_layer(meta, num_pages, heads[1], page_size, dim)
     # The twin multiplies masked weights by whatever stands there, hence zeros for it instead of NaN.
-    expected = TorchAttention().paged_attention(q_TNH.float(), pool_layer.float().nan_to_num(), meta, dim**-0.5, window)
+    pool_layer, clean, scales = quantize(pool_layer, stored) if stored else (*[pool_layer.to(dtype)] * 2, None)
+    q_TNH = torch.randn(sum(query_lens), heads[0], dim, device=DEVICE).to(dtype)
+    o_TNH = TritonAttention().paged_attention(q_TNH, pool_layer, meta, dim**-0.5, window, softcap, scales)
+    clean = clean.float().nan_to_num()
+    expected = TorchAttention().paged_attention(q_TNH.float(), clean, meta, dim**-0.5, window, softcap)
     assert o_TNH.dtype == dtype
     torch.testing.assert_close(o_TNH.float(), expected, **TOLERANCE[dtype])
+
+
+def quantize(pool_layer: torch.Tensor, stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pages in 8 bits, what they stand for in fp32, and their scales, which lie behind each page's values."""
+    num_pages, _, heads, page_size, dim = pool_layer.shape
+    size = 2 * heads * page_size * dim
+    memory = torch.zeros(num_pages, size + 4 * 2 * heads, dtype=torch.uint8, device=DEVICE)
+    pages = memory[:, :size].view(stored).view(num_pages, 2, heads, page_size, dim)
+    scales = memory[:, size:].view(torch.float32).view(num_pages, 2, heads)
+    pool_layer = pool_layer.nan_to_num()
+    scales.copy_(pool_layer.abs().amax((3, 4)).clamp(min=1e-3) / (127 if stored == torch.int8 else 448))
+    pages.copy_(
+        (pool_layer / scales[..., None, None]).round() if stored == torch.int8 else pool_layer / scales[..., None, None]
+    )
+    return pages, pages.float() * scales[..., None, None], scales
 
 
 ODD_CONTEXTS = [1, 15, 16, 17, 123]
@@ -122,6 +141,17 @@ def test_other_page_sizes_head_dims_and_groups(page_size: int, dim: int, heads: 
     check([1, 1, 19], [65, 30, 47], page_size=page_size, dim=dim, heads=heads)
 
 
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 30), (torch.bfloat16, None)])
+def test_quantized_pages(stored: torch.dtype, dtype: torch.dtype, window: int | None) -> None:
+    check([1, 1, 23, 70], [5, 60, 50, 70], stored=stored, dtype=dtype, dim=48, heads=(6, 2), window=window)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_capped_scores(window: int | None) -> None:
+    check([1, 1, 9, 40], [3, 70, 66, 41], softcap=1.5, window=window, heads=(4, 2), dim=32)
+
+
 def test_groups_wider_than_a_tensor_core_tile() -> None:
     check([1, 1], [5, 37], heads=(20, 1), dim=32)
 
@@ -144,6 +174,33 @@ def test_a_split_context_gives_the_same_as_a_whole_one(num_splits: int, window: 
     )
     torch.testing.assert_close(o_BNH[:3], expected, **TOLERANCE[torch.float32])
     assert torch.equal(o_BNH[3], torch.zeros_like(o_BNH[3]))
+
+
+@pytest.mark.parametrize(("num_splits", "window"), [(2, None), (5, 50)])
+def test_a_chunk_with_a_split_context_gives_the_same(num_splits: int, window: int | None) -> None:
+    """Beside decodes, whose rows it leaves alone."""
+    torch.manual_seed(num_splits)
+    meta = make_meta([1, 3, 20], [40, 3, 210], 16, 20)
+    pool_layer = make_pool_layer(meta, 20, 2, 16, 32)
+    q_TNH = torch.randn(24, 6, 32, device=DEVICE)
+    expected = TorchAttention().paged_attention(q_TNH, pool_layer.nan_to_num(), meta, 0.2, window)
+    o_TNH = torch.full_like(q_TNH, 7.0)
+    paged_prefill(
+        q_TNH, pool_layer, meta.page_table_BP[1:], meta.query_start_B1[1:], meta.context_lens_B[1:], o_TNH, scale=0.2,
+        window=window, max_query_len=25, max_context_len=300, first_row=1, num_splits=num_splits,
+    )  # fmt: skip
+    torch.testing.assert_close(o_TNH[1:], expected[1:], **TOLERANCE[torch.float32])
+    assert torch.equal(o_TNH[0], torch.full_like(o_TNH[0], 7.0))
+
+
+def test_few_long_contexts_fill_a_device_and_many_do_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_splits, "_num_multiprocessors", lambda _: 132)
+    tile_bytes = 64 * 1024  # three programs to a multiprocessor
+    assert [join_splits.choose_splits(programs, 8192, tile_bytes, DEVICE) for programs in (8, 128, 512, 4096)] == [
+        32, 3, 1, 1,
+    ]  # fmt: skip
+    assert join_splits.choose_splits(8, 131072, tile_bytes, DEVICE) == 50
+    assert join_splits.choose_splits(1, 500, tile_bytes, DEVICE) == 1
 
 
 def test_strided_queries_are_read_where_they_stand() -> None:
@@ -197,7 +254,7 @@ def test_wrong_tensors_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"query_start_B1 has shape \(2,\); expected \(3,\)"):
         paged_prefill(
             q_TNH, pool_layer, table, meta.query_start_B1[:2], lens, torch.empty_like(q_TNH),
-            scale=1.0, window=None, max_query_len=3,
+            scale=1.0, window=None, max_query_len=3, max_context_len=5,
         )  # fmt: skip
     with pytest.raises(ValueError, match="v_TKH has shape"):
         write_kv(q_TNH[:, :2], q_TNH, pool_layer, meta.slot_page_T, meta.slot_offset_T)

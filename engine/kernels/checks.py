@@ -11,23 +11,47 @@ import torch
 
 MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 
 
-def check_pool_layer(operation: str, pool_layer: torch.Tensor) -> None:
+def check_pool_layer(operation: str, pool_layer: torch.Tensor, max_head_dim: int = MAX_HEAD_DIM) -> None:
     """[P, 2, K, S, H], any strides between heads, tokens and pages; a head's values are neighbours."""
     if pool_layer.dim() != 5 or pool_layer.shape[1] != 2:
         raise ValueError(f"{operation}: pool_layer has shape {tuple(pool_layer.shape)}; expected [P, 2, K, S, H]")
     if pool_layer.stride(4) != 1:
         raise ValueError(f"{operation}: pool_layer has strides {pool_layer.stride()}; the last must be 1")
-    if pool_layer.dtype not in _DTYPES:
-        raise ValueError(f"{operation}: pool_layer is {pool_layer.dtype}; expected one of {_DTYPES}")
-    if not 1 <= pool_layer.shape[4] <= MAX_HEAD_DIM:
-        raise ValueError(f"{operation}: head dim {pool_layer.shape[4]}; expected 1 to {MAX_HEAD_DIM}")
+    if pool_layer.dtype not in _DTYPES + _QUANTIZED:
+        raise ValueError(f"{operation}: pool_layer is {pool_layer.dtype}; expected one of {_DTYPES + _QUANTIZED}")
+    if not 1 <= pool_layer.shape[4] <= max_head_dim:
+        raise ValueError(f"{operation}: head dim {pool_layer.shape[4]}; expected 1 to {max_head_dim}")
 
 
-def check_queries(operation: str, q_TNH: torch.Tensor, o_TNH: torch.Tensor, pool_layer: torch.Tensor) -> None:
-    """[T, N, H] like the pool in dtype, device and head dim; N a multiple of K."""
+def check_scales(operation: str, scales: torch.Tensor | None, pool_layer: torch.Tensor) -> None:
+    """float32 [P, 2, K], any strides, where the pool is in 8 bits and nowhere else."""
+    if (scales is not None) != (pool_layer.dtype in _QUANTIZED):
+        have = "none" if scales is None else f"some of shape {tuple(scales.shape)}"
+        raise ValueError(
+            f"{operation}: pool_layer is {pool_layer.dtype}, scales: {have}; 8 bits have scales, others none"
+        )
+    if scales is None:
+        return
+    if scales.shape != pool_layer.shape[:3] or scales.dtype != torch.float32 or scales.device != pool_layer.device:
+        raise ValueError(
+            f"{operation}: scales is {scales.dtype} {tuple(scales.shape)} on {scales.device}; expected torch.float32 "
+            f"{tuple(pool_layer.shape[:3])} on {pool_layer.device}"
+        )
+
+
+def check_queries(
+    operation: str,
+    q_TNH: torch.Tensor,
+    o_TNH: torch.Tensor,
+    pool_layer: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> None:
+    """[T, N, H] like the pool in device, head dim and, where that has no scales, dtype; N a multiple of K."""
     check_pool_layer(operation, pool_layer)
+    check_scales(operation, scales, pool_layer)
     num_kv_heads, head_dim = pool_layer.shape[2], pool_layer.shape[4]
     if q_TNH.dim() != 3 or q_TNH.shape[2] != head_dim or q_TNH.shape[1] % num_kv_heads:
         raise ValueError(
@@ -36,7 +60,7 @@ def check_queries(operation: str, q_TNH: torch.Tensor, o_TNH: torch.Tensor, pool
     if o_TNH.shape != q_TNH.shape:
         raise ValueError(f"{operation}: o_TNH has shape {tuple(o_TNH.shape)}, q_TNH {tuple(q_TNH.shape)}")
     for name, tensor in (("q_TNH", q_TNH), ("o_TNH", o_TNH)):
-        check_like_pool(operation, name, tensor, pool_layer)
+        check_like_pool(operation, name, tensor, pool_layer if scales is None else q_TNH)
 
 
 def check_like_pool(operation: str, name: str, tensor: torch.Tensor, pool_layer: torch.Tensor) -> None:

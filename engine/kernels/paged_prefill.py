@@ -1,12 +1,14 @@
 """Causal attention of a chunk of each prompt over its pages (Triton).
 
 A chunk's queries are the last tokens of the context; the pages hold the KV of everything before them and of
-themselves. One program answers a tile of one query head's queries with an online softmax over the context (Dao 2023,
-"FlashAttention-2"), reading only tiles that some query of it can see. The plain-torch twin is
-`engine.kernels.reference`.
+themselves. One program answers a tile of rows, a row being one query of one of the heads that share a KV head: so K
+and V are read once for all of these, and a short chunk fills its tile. It reads only what some row of it can see,
+without a mask where all do. Where chunks are few and the context is long, that is split as in
+`engine.kernels.paged_decode`.
+The plain-torch twin is `engine.kernels.reference`.
 
-Shapes: `B` sequences, `T` query tokens of all, `N` query heads, `K` KV heads, `H` head dim, `P` pages, `S` page size,
-`Q` queries of a tile, `C` context tokens of a tile.
+Shapes: `B` sequences, `T` query tokens of all, `N` query heads, `K` KV heads, `G` = N / K, `H` head dim, `P` pages,
+`S` page size, `X` splits, `R` rows of a tile, `C` context tokens of a tile.
 """
 
 # mypy: allow-untyped-defs
@@ -18,10 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.attend import Scores, attend
 from engine.kernels.checks import check_index, check_queries
 from engine.kernels.dot_type import dot_type
-
-_LOG2_E = 1.4426950408889634
+from engine.kernels.join_splits import MIN_SPLIT_TOKENS, Partials, choose_splits, join_splits, split_of
+from engine.kernels.tuning import KernelConfig, select_config
 
 
 def paged_prefill(
@@ -35,43 +38,100 @@ def paged_prefill(
     scale: float,
     window: int | None,
     max_query_len: int,
+    max_context_len: int,
+    first_row: int = 0,
+    softcap: float | None = None,
+    scales: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    config: KernelConfig | None = None,
 ) -> None:
     """Write attention of every query of sequence b, rows `query_start_B1[b]` to `[b + 1]`, into `o_TNH`.
 
     The index tensors are int32. Query i of n of a sequence stands at position `context_lens_B[b] - n + i`; `window`
-    counts the query itself. fp32 arithmetic inside, whatever the dtype.
+    counts the query itself; both maxima are bounds. Rows before `first_row` belong to no sequence and are left as they
+    are. `scales`, `num_splits` and `config` as in `paged_decode`. fp32 arithmetic inside, whatever the dtype.
     """
     num_sequences = context_lens_B.shape[0]
     num_heads, head_dim = q_TNH.shape[1:]
     num_kv_heads, page_size = pool_layer.shape[2:4]
-    check_queries("paged_prefill", q_TNH, o_TNH, pool_layer)
+    check_queries("paged_prefill", q_TNH, o_TNH, pool_layer, scales)
     check_index("paged_prefill", "page_table_BP", page_table_BP, torch.int32, (num_sequences, -1))
     check_index("paged_prefill", "query_start_B1", query_start_B1, torch.int32, (num_sequences + 1,))
     check_index("paged_prefill", "context_lens_B", context_lens_B, torch.int32, (num_sequences,))
     if num_sequences == 0 or max_query_len == 0:
         return
-    wide = head_dim > 128 or q_TNH.dtype == torch.float32
-    tile_q = min(32 if wide else 64, max(16, triton.next_power_of_2(max_query_len)))
-    _prefill_kernel[(triton.cdiv(max_query_len, tile_q), num_sequences, num_heads)](
-        q_TNH, pool_layer, page_table_BP, query_start_B1, context_lens_B, o_TNH,
-        scale * _LOG2_E, window or 0,
-        q_TNH.stride(0), q_TNH.stride(1), o_TNH.stride(0), o_TNH.stride(1),
-        *pool_layer.stride()[:4], page_table_BP.stride(0),
-        GROUPS=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        HEAD_DIM_PADDED=max(16, triton.next_power_of_2(head_dim)), PAGE_SIZE=page_size,
-        TILE_Q=tile_q, TILE=32 if wide else 64, DOT_TYPE=dot_type(q_TNH.dtype), num_warps=4, num_stages=2,
+    groups = num_heads // num_kv_heads
+    config = config or _select(q_TNH, pool_layer, groups, max_query_len)
+    padded = max(16, triton.next_power_of_2(head_dim))
+    tiles = triton.cdiv(max_query_len, config.rows // groups)
+    reach = max_context_len if window is None else min(window + config.rows // groups, max_context_len)
+    tile_bytes = padded * (
+        config.rows * q_TNH.element_size() + 2 * config.num_stages * config.tile * pool_layer.itemsize
+    )
+    splits = num_splits or choose_splits(tiles * num_kv_heads * num_sequences, reach, tile_bytes, q_TNH.device)
+    partials = Partials.empty(q_TNH, splits) if splits > 1 else None
+    scores = Scores.of(scale, softcap)
+    _prefill_kernel[(tiles, num_kv_heads * splits, num_sequences)](
+        q_TNH, pool_layer, q_TNH if scales is None else scales, page_table_BP, query_start_B1, context_lens_B, o_TNH,
+        o_TNH if partials is None else partials.o_TNXH, o_TNH if partials is None else partials.lse_TNX,
+        scores.factor, scores.cap, window or 0,
+        q_TNH.stride(0), q_TNH.stride(1), o_TNH.stride(0), o_TNH.stride(1), *pool_layer.stride()[:4],
+        *((0, 0, 0) if scales is None else scales.stride()), page_table_BP.stride(0),
+        GROUPS=groups, HEAD_DIM=head_dim, HEAD_DIM_PADDED=padded, PAGE_SIZE=page_size,
+        NUM_SPLITS=splits, MIN_TOKENS=MIN_SPLIT_TOKENS if num_splits is None else config.tile,
+        ROWS=config.rows, TILE=config.tile, DOT_TYPE=dot_type(q_TNH.dtype, pool_layer.dtype),
+        HAS_CAP=softcap is not None, HAS_SCALES=scales is not None, HAS_WINDOW=window is not None,
+        num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
+    if partials is not None:
+        join_splits(partials.after(first_row), o_TNH[first_row:])
+
+
+def candidates(default: KernelConfig) -> list[KernelConfig]:
+    """What `benchmarks.tune` tries, beside the default's rows; tiles of 128 rows are for long chunks."""
+    rows = (64, 128) if default.rows >= 64 else (default.rows,)
+    return [
+        KernelConfig(count, tile, num_warps, num_stages)
+        for count in rows
+        for tile in (32, 64, 128)
+        for num_warps in (4, 8)
+        for num_stages in (2, 3, 5)
+    ]
+
+
+def tuning_shape(q: torch.Tensor, pool_layer: torch.Tensor, groups: int, rows: int) -> str:
+    return f"{pool_layer.dtype} head_dim {q.shape[2]} groups {groups} page {pool_layer.shape[3]} rows {rows}"
+
+
+def _select(q_TNH: torch.Tensor, pool_layer: torch.Tensor, groups: int, max_query_len: int) -> KernelConfig:
+    default = default_config(q_TNH, pool_layer, groups, max_query_len)
+    return select_config("paged_prefill", tuning_shape(q_TNH, pool_layer, groups, default.rows), default, q_TNH.device)
+
+
+def default_config(q: torch.Tensor, pool_layer: torch.Tensor, groups: int, max_query_len: int) -> KernelConfig:
+    """Rows enough for the longest chunk, up to what two groups of four warps multiply at once on a Hopper."""
+    wanted = max(16, triton.next_power_of_2(max_query_len * groups), triton.next_power_of_2(groups))
+    if q.dtype == torch.float32:  # not on tensor cores: registers are short
+        return KernelConfig(min(wanted, max(32, triton.next_power_of_2(groups))), 32, num_warps=4, num_stages=2)
+    rows = min(wanted, max(128, triton.next_power_of_2(groups)))
+    head_dim = triton.next_power_of_2(pool_layer.shape[4])
+    tile = 128 if head_dim <= 64 else 64
+    return KernelConfig(rows, tile, num_warps=8 if rows >= 128 else 4, num_stages=2 if head_dim > 128 else 5)
 
 
 @triton.jit
 def _prefill_kernel(
     q_ptr,  # [T, N, H], last stride 1
     pool_ptr,  # [P, 2, K, S, H], last stride 1
+    scales_ptr,  # fp32 [P, 2, K]; not read without HAS_SCALES
     page_table_ptr,  # int32 [B, max_pages], last stride 1
     query_start_ptr,  # int32 [B + 1]
     context_lens_ptr,  # int32 [B]
-    o_ptr,  # [T, N, H], last stride 1
-    scale_log2,  # scale * log2(e): exponentials are powers of 2
+    o_ptr,  # [T, N, H], last stride 1; not written where NUM_SPLITS > 1
+    partial_o_ptr,  # fp32 [T, N, X, H] contiguous; not written where NUM_SPLITS == 1
+    partial_lse_ptr,  # fp32 [T, N, X] contiguous, log2; likewise
+    factor,  # see `Scores`
+    cap,
     window,  # 0: none
     q_stride_t,
     q_stride_n,
@@ -81,63 +141,84 @@ def _prefill_kernel(
     pool_stride_kind,
     pool_stride_k,
     pool_stride_s,
+    scales_stride_p,
+    scales_stride_kind,
+    scales_stride_k,
     table_stride_b,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    TILE_Q: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    MIN_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE: tl.constexpr,
     DOT_TYPE: tl.constexpr,
-):  # grid: (tiles of the longest chunk, B, N)
-    sequence = tl.program_id(1)
-    head = tl.program_id(2)
+    HAS_CAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # grid: (tiles of the longest chunk, K * X, B): tiles of one head beside each other, since they read the same
+    QUERIES: tl.constexpr = ROWS // GROUPS  # of a tile; rows that are left over stay empty
+    sequence = tl.program_id(2).to(tl.int64)
+    kv_head = tl.program_id(1) // NUM_SPLITS
+    split = tl.program_id(1) % NUM_SPLITS
     first_row = tl.load(query_start_ptr + sequence)
     num_queries = tl.load(query_start_ptr + sequence + 1) - first_row
-    first_query = tl.program_id(0) * TILE_Q
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the last see most: they begin first
     if first_query >= num_queries:
         return
     context_len = tl.load(context_lens_ptr + sequence)
-    query_Q = first_query + tl.arange(0, TILE_Q)
-    position_Q = context_len - num_queries + query_Q
+    row_R = tl.arange(0, ROWS)
     dim_H = tl.arange(0, HEAD_DIM_PADDED)
-    tile_C = tl.arange(0, TILE)
-    is_query_Q = query_Q < num_queries
-    in_head_H = dim_H < HEAD_DIM
-    mask_QH = is_query_Q[:, None] & in_head_H[None, :]
-    row_Q = (first_row + query_Q).to(tl.int64)
-    q_QH = tl.load(
-        q_ptr + row_Q[:, None] * q_stride_t + head * q_stride_n + dim_H[None, :], mask=mask_QH, other=0.0
-    ).to(DOT_TYPE)
+    query_R = first_query + row_R // GROUPS
+    position_R = context_len - num_queries + query_R
+    is_row_R = (query_R < num_queries) & (row_R < QUERIES * GROUPS)
+    mask_RH = is_row_R[:, None] & (dim_H < HEAD_DIM)[None, :]
+    token_R = (first_row + query_R).to(tl.int64)
+    head_R = kv_head * GROUPS + row_R % GROUPS
+    q_ptr_RH = q_ptr + (token_R * q_stride_t + head_R * q_stride_n)[:, None] + dim_H[None, :]
+    q_RH = tl.load(q_ptr_RH, mask=mask_RH, other=0.0).to(DOT_TYPE)
 
     first_position = context_len - num_queries + first_query
-    begin = tl.where(window > 0, tl.maximum(first_position - window + 1, 0), 0)
-    end = tl.minimum(first_position + TILE_Q, context_len)
-    max_Q = tl.full([TILE_Q], float("-inf"), tl.float32)
-    sum_Q = tl.zeros([TILE_Q], tl.float32)
-    o_QH = tl.zeros([TILE_Q, HEAD_DIM_PADDED], tl.float32)
-    for start in range(begin, end, TILE):
-        token_C = start + tile_C
-        seen_C = token_C < end
-        page_C = tl.load(page_table_ptr + sequence * table_stride_b + token_C // PAGE_SIZE, mask=seen_C, other=0)
-        place_C = page_C.to(tl.int64) * pool_stride_p + (token_C % PAGE_SIZE) * pool_stride_s
-        kv_ptr_CH = pool_ptr + (head // GROUPS) * pool_stride_k + place_C[:, None] + dim_H[None, :]
-        kv_mask_CH = seen_C[:, None] & in_head_H[None, :]
-        k_CH = tl.load(kv_ptr_CH, mask=kv_mask_CH, other=0.0).to(DOT_TYPE)
-        score_QC = tl.dot(q_QH, tl.trans(k_CH), input_precision="ieee") * scale_log2
-        distance_QC = position_Q[:, None] - token_C[None, :]
-        visible_QC = (distance_QC >= 0) & seen_C[None, :] & ((window == 0) | (distance_QC < window))
-        score_QC = tl.where(visible_QC, score_QC, float("-inf"))
-        new_max_Q = tl.maximum(max_Q, tl.max(score_QC, 1))
-        base_Q = tl.where(new_max_Q == float("-inf"), 0.0, new_max_Q)  # a query that has seen nothing yet
-        weight_QC = tl.exp2(score_QC - base_Q[:, None])
-        shrink_Q = tl.exp2(max_Q - base_Q)
-        sum_Q = sum_Q * shrink_Q + tl.sum(weight_QC, 1)
-        # Unwritten slots may hold NaN, and NaN x 0 is NaN: V is masked like K.
-        v_CH = tl.load(kv_ptr_CH + pool_stride_kind, mask=kv_mask_CH, other=0.0).to(DOT_TYPE)
-        o_QH = o_QH * shrink_Q[:, None] + tl.dot(weight_QC.to(DOT_TYPE), v_CH, input_precision="ieee")
-        max_Q = new_max_Q
+    last_position = tl.minimum(first_position + QUERIES, context_len) - 1
+    first_visible = tl.maximum(first_position - window + 1, 0) if HAS_WINDOW else 0
+    begin, end = split_of(first_visible, last_position + 1, split, NUM_SPLITS, TILE, MIN_TOKENS)
+    # What all rows see: up to the first query, and from the last one's window on. Whole tiles, from `begin` on.
+    all_from = begin
+    if HAS_WINDOW:
+        all_from += tl.cdiv(tl.maximum(last_position - window + 1 - begin, 0), TILE) * TILE
+        all_from = tl.minimum(all_from, tl.maximum(end, begin))
+    all_to = all_from + tl.maximum(tl.minimum(first_position + 1, end) - all_from, 0) // TILE * TILE
 
-    o_QH = o_QH / tl.where(sum_Q > 0, sum_Q, 1.0)[:, None]
-    o_ptr_QH = o_ptr + row_Q[:, None] * o_stride_t + head * o_stride_n + dim_H[None, :]
-    tl.store(o_ptr_QH, o_QH.to(o_ptr.dtype.element_ty), mask=mask_QH)
+    max_R = tl.full([ROWS], float("-inf"), tl.float32)
+    sum_R = tl.zeros([ROWS], tl.float32)
+    o_RH = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
+    table = page_table_ptr + sequence * table_stride_b
+    keys = pool_ptr + kv_head * pool_stride_k
+    key_scales = scales_ptr + kv_head * scales_stride_k
+    if HAS_WINDOW:
+        max_R, sum_R, o_RH = attend(
+            q_RH, position_R, max_R, sum_R, o_RH, begin, all_from, table, keys, keys + pool_stride_kind, key_scales,
+            key_scales + scales_stride_kind, pool_stride_p, pool_stride_s, scales_stride_p, factor, cap, window,
+            HEAD_DIM, HEAD_DIM_PADDED, PAGE_SIZE, TILE, DOT_TYPE, HAS_CAP, HAS_SCALES, 2,
+        )  # fmt: skip
+    max_R, sum_R, o_RH = attend(
+        q_RH, position_R, max_R, sum_R, o_RH, all_from, all_to, table, keys, keys + pool_stride_kind, key_scales,
+        key_scales + scales_stride_kind, pool_stride_p, pool_stride_s, scales_stride_p, factor, cap, window,
+        HEAD_DIM, HEAD_DIM_PADDED, PAGE_SIZE, TILE, DOT_TYPE, HAS_CAP, HAS_SCALES, 0,
+    )  # fmt: skip
+    max_R, sum_R, o_RH = attend(
+        q_RH, position_R, max_R, sum_R, o_RH, all_to, end, table, keys, keys + pool_stride_kind, key_scales,
+        key_scales + scales_stride_kind, pool_stride_p, pool_stride_s, scales_stride_p, factor, cap, window,
+        HEAD_DIM, HEAD_DIM_PADDED, PAGE_SIZE, TILE, DOT_TYPE, HAS_CAP, HAS_SCALES, 2,
+    )  # fmt: skip
+
+    divisor_R = tl.where(sum_R > 0, sum_R, 1.0)
+    o_RH = o_RH / divisor_R[:, None]
+    if NUM_SPLITS > 1:
+        place_R = (token_R * (tl.num_programs(1) // NUM_SPLITS * GROUPS) + head_R) * NUM_SPLITS + split
+        tl.store(partial_lse_ptr + place_R, max_R + tl.log2(divisor_R), mask=is_row_R)
+        tl.store(partial_o_ptr + place_R[:, None] * HEAD_DIM + dim_H[None, :], o_RH, mask=mask_RH)
+    else:
+        o_ptr_RH = o_ptr + (token_R * o_stride_t + head_R * o_stride_n)[:, None] + dim_H[None, :]
+        tl.store(o_ptr_RH, o_RH.to(o_ptr.dtype.element_ty), mask=mask_RH)

@@ -12,7 +12,7 @@ from engine.kernels.grouped_gemm import grouped_gemm
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
-from engine.kernels.reference import latent_attention, paged_attention
+from engine.kernels.reference import latent_attention
 from engine.kernels.write_kv import write_kv, write_kv_codes
 from engine.layers.linear import GroupedLinear
 from engine.layers.ops import TorchOps
@@ -46,8 +46,6 @@ class TritonAttention:
         softcap: float | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if softcap is not None or scales is not None:
-            return paged_attention(q_TNH, pool_layer, meta, scale, window, softcap, scales)
         o_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         decodes = slice(0, meta.num_decodes)  # rows and sequences alike: each has one query token
         if meta.num_decodes:
@@ -60,6 +58,8 @@ class TritonAttention:
                 scale=scale,
                 window=window,
                 max_context_len=meta.max_context_len,
+                softcap=softcap,
+                scales=scales,
             )
         if meta.num_decodes < meta.num_sequences:
             paged_prefill(
@@ -72,6 +72,10 @@ class TritonAttention:
                 scale=scale,
                 window=window,
                 max_query_len=meta.max_query_len,
+                max_context_len=meta.max_context_len,
+                first_row=meta.num_decodes,
+                softcap=softcap,
+                scales=scales,
             )
         return o_TNH
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels import join_splits, select_backend
+from engine.kernels import join_splits, kv_codes, select_backend
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
@@ -90,18 +90,9 @@ def check(
 
 
 def quantize(pool_layer: torch.Tensor, stored: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pages in 8 bits, what they stand for in fp32, and their scales, which lie behind each page's values."""
-    num_pages, _, heads, page_size, dim = pool_layer.shape
-    size = 2 * heads * page_size * dim
-    memory = torch.zeros(num_pages, size + 4 * 2 * heads, dtype=torch.uint8, device=DEVICE)
-    pages = memory[:, :size].view(stored).view(num_pages, 2, heads, page_size, dim)
-    scales = memory[:, size:].view(torch.float32).view(num_pages, 2, heads)
-    pool_layer = pool_layer.nan_to_num()
-    scales.copy_(pool_layer.abs().amax((3, 4)).clamp(min=1e-3) / (127 if stored == torch.int8 else 448))
-    pages.copy_(
-        (pool_layer / scales[..., None, None]).round() if stored == torch.int8 else pool_layer / scales[..., None, None]
-    )
-    return pages, pages.float() * scales[..., None, None], scales
+    """Pages in 8 bits, what they stand for in fp32, and their scales."""
+    pages, scales = kv_codes.quantize(pool_layer.nan_to_num(), stored)
+    return pages, kv_codes.dequantize(pages, scales, torch.float32), scales
 
 
 ODD_CONTEXTS = [1, 15, 16, 17, 123]

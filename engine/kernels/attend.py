@@ -44,7 +44,7 @@ def attend(
     table_ptr,  # int32, the sequence's row of the page table
     k_ptr,  # the KV head's keys in page 0
     v_ptr,
-    k_scale_ptr,  # fp32, the KV head's scale of keys in page 0; not read without HAS_SCALES
+    k_scale_ptr,  # fp32, the KV head's scales of keys in page 0; not read without HAS_SCALES
     v_scale_ptr,
     pool_stride_p,
     pool_stride_s,
@@ -75,8 +75,8 @@ def attend(
         k_CH = _load(k_ptr + place_CH, seen_C, dim_H, HEAD_DIM, HEAD_DIM_PADDED, SEEN).to(DOT_TYPE)
         score_RC = tl.dot(q_RH, tl.trans(k_CH), input_precision="ieee") * factor
         if HAS_SCALES:
-            scales_C = page_C.to(tl.int64) * scales_stride_p
-            score_RC *= tl.load(k_scale_ptr + scales_C)[None, :]
+            scales_C = page_C.to(tl.int64) * scales_stride_p + token_C % PAGE_SIZE
+            score_RC *= tl.load(k_scale_ptr + scales_C, mask=seen_C, other=0.0)[None, :]
         if HAS_CAP:
             shrunk_RC = tl.exp2(tl.abs(score_RC) * -2.8853900817779268)  # exp(-2 |x|)
             tanh_RC = (1.0 - shrunk_RC) / (1.0 + shrunk_RC)
@@ -96,7 +96,7 @@ def attend(
         sum_R = sum_R * shrink_R + tl.sum(weight_RC, 1)
         max_R = new_max_R
         if HAS_SCALES:
-            weight_RC *= tl.load(v_scale_ptr + scales_C)[None, :]
+            weight_RC *= tl.load(v_scale_ptr + scales_C, mask=seen_C, other=0.0)[None, :]
         # Unwritten slots may hold NaN, and NaN x 0 is NaN: V is masked like K.
         v_CH = _load(v_ptr + place_CH, seen_C, dim_H, HEAD_DIM, HEAD_DIM_PADDED, SEEN).to(DOT_TYPE)
         o_RH = tl.dot(weight_RC.to(DOT_TYPE), v_CH, o_RH * shrink_R[:, None], input_precision="ieee")

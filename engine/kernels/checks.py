@@ -27,7 +27,7 @@ def check_pool_layer(operation: str, pool_layer: torch.Tensor, max_head_dim: int
 
 
 def check_scales(operation: str, scales: torch.Tensor | None, pool_layer: torch.Tensor) -> None:
-    """float32 [P, 2, K], any strides, where the pool is in 8 bits and nowhere else."""
+    """float32 [P, 2, K, S], a head's side by side, where the pool is in 8 bits and nowhere else."""
     if (scales is not None) != (pool_layer.dtype in _QUANTIZED):
         have = "none" if scales is None else f"some of shape {tuple(scales.shape)}"
         raise ValueError(
@@ -35,10 +35,15 @@ def check_scales(operation: str, scales: torch.Tensor | None, pool_layer: torch.
         )
     if scales is None:
         return
-    if scales.shape != pool_layer.shape[:3] or scales.dtype != torch.float32 or scales.device != pool_layer.device:
+    if (
+        scales.shape != pool_layer.shape[:4]
+        or scales.stride(3) != 1
+        or scales.dtype != torch.float32
+        or scales.device != pool_layer.device
+    ):
         raise ValueError(
-            f"{operation}: scales is {scales.dtype} {tuple(scales.shape)} on {scales.device}; expected torch.float32 "
-            f"{tuple(pool_layer.shape[:3])} on {pool_layer.device}"
+            f"{operation}: scales is {scales.dtype} {tuple(scales.shape)}, strides {scales.stride()}, on {scales.device}; "
+            f"expected torch.float32 {tuple(pool_layer.shape[:4])}, the last dense, on {pool_layer.device}"
         )
 
 

@@ -49,7 +49,7 @@ def paged_decode(
     """Write attention of each sequence's last token into `o_BNH`. fp32 arithmetic inside, whatever the dtype.
 
     `page_table_BP` and `context_lens_B` are int32; a sequence of context 0 (padding of a batch) gets zeros. `window`
-    counts the query itself; `max_context_len` is a bound. `scales`: fp32 [P, 2, K], of a pool in 8 bits. `num_splits`
+    counts the query itself; `max_context_len` is a bound. `scales`: fp32 [P, 2, K, S] of a pool in 8 bits. `num_splits`
     is chosen from batch and bound where it is None, `config` from `engine.kernels.tuning`.
     """
     num_sequences, num_heads, head_dim = q_BNH.shape
@@ -72,7 +72,7 @@ def paged_decode(
         o_BNH if partials is None else partials.o_TNXH, o_BNH if partials is None else partials.lse_TNX,
         scores.factor, scores.cap, window or 0,
         q_BNH.stride(0), q_BNH.stride(1), o_BNH.stride(0), o_BNH.stride(1), *pool_layer.stride()[:4],
-        *((0, 0, 0) if scales is None else scales.stride()), page_table_BP.stride(0),
+        *((0, 0, 0) if scales is None else scales.stride()[:3]), page_table_BP.stride(0),
         GROUPS=groups, GROUPS_PADDED=config.rows, HEAD_DIM=head_dim, HEAD_DIM_PADDED=padded, PAGE_SIZE=page_size,
         NUM_SPLITS=splits, MIN_TOKENS=MIN_SPLIT_TOKENS if num_splits is None else config.tile, TILE=config.tile,
         DOT_TYPE=dot_type(q_BNH.dtype, pool_layer.dtype), HAS_CAP=softcap is not None, HAS_SCALES=scales is not None,
@@ -113,7 +113,7 @@ def default_config(pool_layer: torch.Tensor, groups: int) -> KernelConfig:
 def _decode_kernel(
     q_ptr,  # [B, N, H], last stride 1
     pool_ptr,  # [P, 2, K, S, H], last stride 1
-    scales_ptr,  # fp32 [P, 2, K]; not read without HAS_SCALES
+    scales_ptr,  # fp32 [P, 2, K, S], last stride 1; not read without HAS_SCALES
     page_table_ptr,  # int32 [B, max_pages], last stride 1
     context_lens_ptr,  # int32 [B]
     o_ptr,  # [B, N, H], last stride 1; not written where NUM_SPLITS > 1

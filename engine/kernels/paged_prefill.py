@@ -76,7 +76,7 @@ def paged_prefill(
         o_TNH if partials is None else partials.o_TNXH, o_TNH if partials is None else partials.lse_TNX,
         scores.factor, scores.cap, window or 0,
         q_TNH.stride(0), q_TNH.stride(1), o_TNH.stride(0), o_TNH.stride(1), *pool_layer.stride()[:4],
-        *((0, 0, 0) if scales is None else scales.stride()), page_table_BP.stride(0),
+        *((0, 0, 0) if scales is None else scales.stride()[:3]), page_table_BP.stride(0),
         GROUPS=groups, HEAD_DIM=head_dim, HEAD_DIM_PADDED=padded, PAGE_SIZE=page_size,
         NUM_SPLITS=splits, MIN_TOKENS=MIN_SPLIT_TOKENS if num_splits is None else config.tile,
         ROWS=config.rows, TILE=config.tile, DOT_TYPE=dot_type(q_TNH.dtype, pool_layer.dtype),
@@ -123,7 +123,7 @@ def default_config(q: torch.Tensor, pool_layer: torch.Tensor, groups: int, max_q
 def _prefill_kernel(
     q_ptr,  # [T, N, H], last stride 1
     pool_ptr,  # [P, 2, K, S, H], last stride 1
-    scales_ptr,  # fp32 [P, 2, K]; not read without HAS_SCALES
+    scales_ptr,  # fp32 [P, 2, K, S], last stride 1; not read without HAS_SCALES
     page_table_ptr,  # int32 [B, max_pages], last stride 1
     query_start_ptr,  # int32 [B + 1]
     context_lens_ptr,  # int32 [B]

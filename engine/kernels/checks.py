@@ -35,15 +35,11 @@ def check_scales(operation: str, scales: torch.Tensor | None, pool_layer: torch.
         )
     if scales is None:
         return
-    if (
-        scales.shape != pool_layer.shape[:4]
-        or scales.stride(3) != 1
-        or scales.dtype != torch.float32
-        or scales.device != pool_layer.device
-    ):
+    wanted, like = pool_layer.shape[:4], (torch.float32, pool_layer.device)
+    if scales.shape != wanted or scales.stride(3) != 1 or (scales.dtype, scales.device) != like:
         raise ValueError(
-            f"{operation}: scales is {scales.dtype} {tuple(scales.shape)}, strides {scales.stride()}, on {scales.device}; "
-            f"expected torch.float32 {tuple(pool_layer.shape[:4])}, the last dense, on {pool_layer.device}"
+            f"{operation}: scales is {scales.dtype} {tuple(scales.shape)}, strides {scales.stride()}, on "
+            f"{scales.device}; expected torch.float32 {tuple(wanted)}, the last dense, on {pool_layer.device}"
         )
 
 

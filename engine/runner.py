@@ -27,6 +27,7 @@ class ModelRunner:
         self._layer_pools = kv_layers
         self._attention = attention
         self._ops = ops
+        self.stack = model.fuse(self._layer_pools, attention)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
@@ -43,4 +44,5 @@ class ModelRunner:
             self._attention,
             self._ops,
             on_layer,
+            self.stack,
         )

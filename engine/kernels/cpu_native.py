@@ -8,52 +8,16 @@ Shapes: `T` tokens, `N` query heads, `K` KV heads, `H` head dim, `D` hidden, `F`
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
-
 import torch
 
-from engine.kernels.cpu_build import load_library
+from engine.kernels.cpu_library import NativeKernels
+from engine.kernels.cpu_library import load_native as load_native
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.reference import TorchAttention
 from engine.layers.ops import TorchOps
 
-_POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-_SIGNATURES: dict[str, list[Any]] = {
-    "penstock_paged_attention": [_POINTER] * 6 + [_LONG] * 2 + [_INT] * 7 + [_FLOAT] + [_INT] * 3,
-    "penstock_write_kv": [_POINTER] * 5 + [_LONG] * 4 + [_INT] * 4,
-    "penstock_write_kv_codes": [_POINTER] * 5 + [_LONG] * 4 + [_INT] * 6,
-    "penstock_rms_norm": [_POINTER] * 3 + [_LONG] + [_INT] * 2 + [_LONG, _FLOAT] + [_INT] * 2,
-    "penstock_add_rms_norm": [_POINTER] * 3 + [_LONG, _INT, _FLOAT] + [_INT] * 2,
-    "penstock_silu_and_mul": [_POINTER] * 2 + [_LONG] + [_INT] * 3,
-    "penstock_rope": [_POINTER] * 3 + [_LONG] + [_INT] * 2 + [_LONG] + [_INT] * 2,
-}
 _CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # of a quantized pool
 _HEAD_DIM_MULTIPLE = {torch.float32: 16, torch.bfloat16: 32}
-
-
-class NativeKernels:
-    """The library's functions, typed."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
-            setattr(self, name.removeprefix("penstock_"), function)
-
-    paged_attention: Any
-    write_kv: Any
-    write_kv_codes: Any
-    rms_norm: Any
-    add_rms_norm: Any
-    silu_and_mul: Any
-    rope: Any
-
-
-def load_native() -> NativeKernels | None:
-    """None where this machine cannot build them; `engine.kernels.cpu_build` logs why."""
-    library = load_library()
-    return NativeKernels(library) if library is not None else None
 
 
 class NativeAttention(TorchAttention):
@@ -79,7 +43,7 @@ class NativeAttention(TorchAttention):
         _, _, num_kv_heads, page_size, head_dim = pool_layer.shape
         assert k_TKH.dtype == v_TKH.dtype == pool_layer.dtype, "K, V and the pool have one dtype"
         assert k_TKH.stride()[1:] == v_TKH.stride()[1:] == (head_dim, 1), "a token's heads are neighbours"
-        _check_pool(pool_layer)
+        check_pool(pool_layer)
         self.kernels.write_kv(
             pool_layer.data_ptr(),
             k_TKH.data_ptr(),
@@ -110,7 +74,7 @@ class NativeAttention(TorchAttention):
             return
         assert k_TKH.dtype == v_TKH.dtype, "K and V have one dtype"
         assert k_TKH.stride()[1:] == v_TKH.stride()[1:] == (head_dim, 1), "a token's heads are neighbours"
-        _check_pool(pool_layer, scales)
+        check_pool(pool_layer, scales)
         self.kernels.write_kv_codes(
             pool_layer.data_ptr(),
             k_TKH.data_ptr(),
@@ -146,7 +110,7 @@ class NativeAttention(TorchAttention):
             return super().paged_attention(q_TNH, pool_layer, meta, scale, window, softcap, scales)
         assert scales is not None or q_TNH.dtype == pool_layer.dtype, "Q and the pool have one dtype"
         assert q_TNH.stride()[1:] == (head_dim, 1), "a token's heads are neighbours"
-        _check_pool(pool_layer, scales)
+        check_pool(pool_layer, scales)
         out_TNH = torch.empty((num_tokens, num_heads, head_dim), dtype=q_TNH.dtype)
         self.kernels.paged_attention(
             out_TNH.data_ptr(),
@@ -251,7 +215,8 @@ def _is_native(x: torch.Tensor) -> bool:
     return x.dtype in _HEAD_DIM_MULTIPLE
 
 
-def _check_pool(pool_layer: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+def check_pool(pool_layer: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+    """Asserts the strides that the kernels count on."""
     _, _, num_kv_heads, page_size, head_dim = pool_layer.shape
     row = page_size * head_dim
     assert pool_layer.stride()[1:] == (num_kv_heads * row, row, head_dim, 1), "a layer of a contiguous pool is needed"

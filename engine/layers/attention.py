@@ -43,13 +43,13 @@ class GroupedAttention:
     def __init__(self, config: ModelConfig, layer: int, read: Callable[[str], torch.Tensor]) -> None:
         """`read` gives a tensor of this layer by name."""
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
-        self._head_dim, self._window = config.head_dim, config.windows[layer]
+        self._head_dim, self.window = config.head_dim, config.windows[layer]
         self._scale, self._eps = config.head_dim**-0.5, config.rms_norm_eps
-        self._qkv = fuse(read, [f"self_attn.{name}_proj" for name in "qkv"], config.qkv_bias)
-        self._qk_norms_H: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.qkv = fuse(read, [f"self_attn.{name}_proj" for name in "qkv"], config.qkv_bias)
+        self.qk_norms_H: tuple[torch.Tensor, torch.Tensor] | None = None
         if config.qk_norm:
             q_norm_H, k_norm_H = (read(f"self_attn.{name}_norm.weight") for name in "qk")
-            self._qk_norms_H = (q_norm_H, k_norm_H)
+            self.qk_norms_H = (q_norm_H, k_norm_H)
         self.out = fuse(read, ["self_attn.o_proj"], config.o_bias)
 
     def attend(
@@ -62,18 +62,18 @@ class GroupedAttention:
         ops: LayerOps,
     ) -> torch.Tensor:
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
-        qkv_TXH = self._qkv(x_TD).view(-1, num_heads + 2 * num_kv_heads, self._head_dim)
-        if self._qk_norms_H is None:
+        qkv_TXH = self.qkv(x_TD).view(-1, num_heads + 2 * num_kv_heads, self._head_dim)
+        if self.qk_norms_H is None:
             qk_TXH = ops.rope(qkv_TXH[:, : num_heads + num_kv_heads], cos_sin_T2H)
             q_TNH, k_TKH = qk_TXH[:, :num_heads], qk_TXH[:, num_heads:]
         else:
-            q_norm_H, k_norm_H = self._qk_norms_H
+            q_norm_H, k_norm_H = self.qk_norms_H
             q_TNH, k_TKH, _ = qkv_TXH.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
             q_TNH = ops.rope(ops.rms_norm(q_TNH, q_norm_H, self._eps), cos_sin_T2H)
             k_TKH = ops.rope(ops.rms_norm(k_TKH, k_norm_H, self._eps), cos_sin_T2H)
         v_TKH = qkv_TXH[:, num_heads + num_kv_heads :]
         attention.write_kv(k_TKH, v_TKH, kv.pages, meta, kv.scales)
-        return attention.paged_attention(q_TNH, kv.pages, meta, self._scale, self._window, scales=kv.scales).flatten(1)
+        return attention.paged_attention(q_TNH, kv.pages, meta, self._scale, self.window, scales=kv.scales).flatten(1)
 
 
 class LatentAttention:

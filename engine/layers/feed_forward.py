@@ -29,11 +29,11 @@ class DenseFeedForward:
 
     def __init__(self, read: Callable[[str], torch.Tensor], block: str, has_bias: bool) -> None:
         """`read` gives a tensor of this layer by name."""
-        self._gate_up = fuse(read, [f"{block}.gate_proj", f"{block}.up_proj"], has_bias)
-        self._down = fuse(read, [f"{block}.down_proj"], has_bias)
+        self.gate_up = fuse(read, [f"{block}.gate_proj", f"{block}.up_proj"], has_bias)
+        self.down = fuse(read, [f"{block}.down_proj"], has_bias)
 
     def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor:
-        return self._down(ops.silu_and_mul(self._gate_up(x_TD)))
+        return self.down(ops.silu_and_mul(self.gate_up(x_TD)))
 
 
 class ExpertFeedForward:

@@ -1,7 +1,8 @@
 """Linear layers whose weights are laid out for the machine they run on: one, and one for each of many experts.
 
-On CPU the weight is packed once for oneDNN (a third faster than a plain product at batch 1-64 on AVX-512 and AMX,
-measured 2026-11); everywhere else it is an ordinary matrix product.
+On a CPU with AMX tiles a bf16 weight is packed for the kernel of `engine.kernels.cpu_linear`, on others once for oneDNN
+(a third faster than a plain product at batch 1-64 on AVX-512, measured 2026-11); everywhere else it is an ordinary
+matrix product.
 
 Shapes: `T` tokens, `I` in, `O` out, `E` experts.
 """
@@ -13,16 +14,21 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.cpu_linear import pack_for_tiles
+
 
 class Linear:
     """`y_TO = x_TI @ weight_OI.T + bias_O`."""
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> None:
         self._bias_O = bias_O
-        self._packed = _pack(weight_OI)
-        self._weight_OI = None if self._packed is not None else weight_OI.contiguous()
+        self.tiles = pack_for_tiles(weight_OI, bias_O) if weight_OI.device.type == "cpu" else None
+        self._packed = _pack(weight_OI) if self.tiles is None else None
+        self._weight_OI = weight_OI.contiguous() if self.tiles is None and self._packed is None else None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        if self.tiles is not None:
+            return self.tiles(x_TI)
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x_TI, self._packed, self._bias_O, "none", [], "")
         assert self._weight_OI is not None

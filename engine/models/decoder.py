@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels import AttentionBackend
+from engine.kernels.cpu_stack import DenseLayer, DenseShape, DenseStack, make_stack
 from engine.kernels.metadata import AttentionMetadata, KvLayer
 from engine.layers.attention import Attention, GroupedAttention, LatentAttention
 from engine.layers.feed_forward import DenseFeedForward, ExpertFeedForward, FeedForward
@@ -49,7 +50,19 @@ class Decoder:
         self._layers = [_Layer(own, reader, layer) for layer in range(config.num_layers)]
         self._norm_D = reader.read(FINAL_NORM)
         self._head = Linear(self._embedding_VD if config.tie_embeddings else reader.read(HEAD))
+        self._dense_shape = DenseShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
+        )
         self._rope_C2H = build_rope_table(config.rope, config.rope_dim, max_context).to(device)
+
+    def fuse(self, layer_pools: Sequence[KvLayer], attention: AttentionBackend) -> DenseStack | None:
+        """The layers as one call, where they can be had so; ranks meet within a layer."""
+        if self._group.shard.num_ranks > 1:
+            return None
+        layers = [layer.dense() for layer in self._layers]
+        dense = [layer for layer in layers if layer is not None]
+        whole = dense if len(dense) == len(layers) else None
+        return make_stack(attention, self._dense_shape, whole, layer_pools, self._norm_D)
 
     def forward(
         self,
@@ -61,11 +74,14 @@ class Decoder:
         attention: AttentionBackend,
         ops: LayerOps,
         on_layer: Callable[[int], None] | None = None,
+        stack: DenseStack | None = None,
     ) -> torch.Tensor:
         """Logits [R, V] of the tokens at `draw_rows_R`; writes the batch's K/V into `layer_pools`. `on_layer(n)` is
-        called when the K/V of the first n layers are written, on a GPU: launched."""
+        called when the K/V of the first n layers are written, on a GPU: launched. `stack` is what `fuse` made."""
         cos_sin_T2H = self._rope_C2H[positions_T]
         residual_TD = self._embed(token_ids_T)
+        if stack is not None:
+            return self._head(stack.forward(residual_TD, cos_sin_T2H, draw_rows_R, meta, on_layer))
         x_TD = ops.rms_norm(residual_TD, self._layers[0].input_norm_D, self._eps)
         for index, layer in enumerate(self._layers):
             mixed_TA = layer.attention.attend(x_TD, cos_sin_T2H, meta, layer_pools[index], attention, ops)
@@ -123,3 +139,14 @@ class _Layer:
             self.feed_forward = ExpertFeedForward(config.experts, read)
         else:
             self.feed_forward = DenseFeedForward(read, "mlp", config.mlp_bias)
+
+    def dense(self) -> DenseLayer | None:
+        """What one kernel for all layers needs of it, or None where it is of another kind."""
+        attention, mlp = self.attention, self.feed_forward
+        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, DenseFeedForward):
+            return None
+        qkv, out, gate_up, down = attention.qkv.tiles, attention.out.tiles, mlp.gate_up.tiles, mlp.down.tiles
+        if qkv is None or out is None or gate_up is None or down is None:
+            return None
+        norms = attention.qk_norms_H
+        return DenseLayer(self.input_norm_D, qkv, norms, out, self.mlp_norm_D, gate_up, down, attention.window)

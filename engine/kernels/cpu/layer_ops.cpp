@@ -1,27 +1,10 @@
 // What stands between a decoder's matrix products, each in one pass over its rows. Twins: engine/layers/ops.py.
 #include "codes.h"
-#include "vectors.h"
+#include "rows.h"
 
 namespace {
 
 constexpr int64_t kValuesWorthThreads = 1 << 15;  // below, waking threads costs more than it saves
-
-template <class S> float root_mean_square_factor(const S* row, int width, float eps) {
-  Floats total{};
-  for (int i = 0; i < width; i += kLanes) {
-    Floats x = load_floats(row + i, width - i);
-    total += x * x;
-  }
-  return 1.0f / std::sqrt(sum(total) / width + eps);
-}
-
-template <class S> void normalise(S* to, const S* row, const S* weight, int width, float eps) {
-  const float factor = root_mean_square_factor(row, width, eps);
-  for (int i = 0; i < width; i += kLanes) {
-    Floats x = load_floats(row + i, width - i) * factor;
-    store_floats(to + i, x * load_floats(weight + i, width - i), width - i);
-  }
-}
 
 // Rows are `heads` runs of `width` values, tokens `stride` values apart; `to` is contiguous.
 template <class S>
@@ -49,9 +32,7 @@ template <class S> void silu_and_mul(S* to, const S* gate_up, int64_t tokens, in
     const S *gate = gate_up + t * 2 * width, *up = gate + width;
     for (int i = 0; i < width; i += kLanes) {
       Floats g = load_floats(gate + i, width - i), u = load_floats(up + i, width - i);
-      Floats opposite = g * -1.44269504f;
-      opposite = opposite < splat(120.0f) ? opposite : splat(120.0f);  // 2^120 is as good as infinity here
-      store_floats(to + t * width + i, g / (1.0f + exp2(opposite)) * u, width - i);
+      store_floats(to + t * width + i, silu(g) * u, width - i);
     }
   }
 }
@@ -62,16 +43,9 @@ void rope(S* to, const S* x, const float* cos_sin, int64_t tokens, int heads, in
   const int half = width / 2;
 #pragma omp parallel for num_threads(n) if (n > 1 && tokens * heads * width > kValuesWorthThreads)
   for (int64_t t = 0; t < tokens; ++t) {
-    const float *cosine = cos_sin + t * width, *sine = cosine + half;
+    const float* cosine = cos_sin + t * width;
     for (int head = 0; head < heads; ++head) {
-      const S* from = x + t * stride + head * width;
-      S* out = to + (t * heads + head) * width;
-      for (int i = 0; i < half; i += kLanes) {
-        Floats a = load_floats(from + i, half - i), b = load_floats(from + half + i, half - i);
-        Floats c = load_floats(cosine + i, half - i), s = load_floats(sine + i, half - i);
-        store_floats(out + i, a * c - b * s, half - i);
-        store_floats(out + half + i, b * c + a * s, half - i);
-      }
+      rotate(to + (t * heads + head) * width, x + t * stride + head * width, cosine, half);
     }
   }
 }

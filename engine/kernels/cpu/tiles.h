@@ -28,11 +28,11 @@ inline bool available() {
 inline void configure(int rows) {
   struct alignas(64) {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64};
+    uint16_t bytes_per_row[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {};
   } config;
   for (int tile = 0; tile < 5; ++tile) config.rows[tile] = uint8_t(rows);
-  config.rows[5] = kSide;
+  for (int tile = 5; tile < 8; ++tile) config.rows[tile] = kSide;
   _tile_loadconfig(&config);
 }
 inline void release() { _tile_release(); }

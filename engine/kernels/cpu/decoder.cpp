@@ -1,0 +1,237 @@
+// All layers of a dense decoder in one call: bf16, packed weights, AMX tiles. Twin: the same layers operation by
+// operation (engine/models/decoder.py), whose roundings are kept.
+//
+// The threads of one parallel region go through the operations together and meet after each. What an operation leaves
+// for a matrix product is written as strips of tiles (linear.h), so that nothing is laid out anew.
+//
+// Shapes: T tokens, D hidden, N query heads, K KV heads, H head dim, A = N * H, F intermediate, R rows that draw.
+#include "attention.h"
+#include "linear.h"
+#include "rows.h"
+
+#include <memory>
+#include <omp.h>
+
+#if defined(PENSTOCK_TILES)
+namespace {
+
+using linear::kSide;
+
+// The same in engine/kernels/cpu_stack.py, field by field.
+struct Layer {
+  const uint16_t *input_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
+  linear::Packed qkv, out, gate_up, down;
+  const uint16_t* pool;  // this layer of the pool's first page
+  int64_t window;        // 0: none
+};
+
+// The same in engine/kernels/cpu_stack.py, field by field.
+struct Step {
+  const uint16_t* residual;  // [T, D], changed
+  const float* cos_sin;      // [T, 2, H / 2]
+  const int32_t *page_table, *query_start, *context_lens;
+  const int64_t *slot_page, *slot_offset;
+  const int64_t* draw_rows;   // rising
+  const uint16_t* next_norm;  // the norm after the last of these layers
+  uint16_t* drawn;            // [R, D]: residual of the rows that draw, normalised by `next_norm`
+  int64_t page_stride;
+  int32_t num_tokens, num_drawn, num_sequences, table_width, page_size;
+  int32_t hidden, num_heads, num_kv_heads, head_dim, intermediate;
+  float eps, scale;
+};
+
+// What stands between the operations of a step; one for all layers.
+struct Between {
+  std::unique_ptr<uint16_t[]> normed, qkv, mixed, inner;
+  explicit Between(const Step& step)
+      : normed(make(step, step.hidden)), qkv(make(step, (step.num_heads + 2 * step.num_kv_heads) * step.head_dim)),
+        mixed(make(step, step.num_heads * step.head_dim)), inner(make(step, step.intermediate)) {}
+
+ private:
+  static std::unique_ptr<uint16_t[]> make(const Step& step, int width) {
+    return std::unique_ptr<uint16_t[]>(new uint16_t[linear::padded(step.num_tokens) * width]);
+  }
+};
+
+// One thread's part of a step.
+class Worker {
+ public:
+  Worker(const Step& step, Between& between, int thread, int num_threads)
+      : step(step), between(between), thread(thread), num_threads(num_threads),
+        residual(const_cast<uint16_t*>(step.residual)), num_rows(step.num_tokens) {}
+
+  void normalise_first(const Layer& layer) { normalise_rows(layer.input_norm); }
+
+  // `next_norm` is null after the last layer of the model: then only the rows that draw go on.
+  void run(const Layer& layer, const std::vector<Item>& items, const uint16_t* next_norm) {
+    const int qkv_width = layer.qkv.outputs;
+    uint16_t* const qkv = between.qkv.get();
+    tiles::configure(kSide);
+    multiply(layer.qkv, between.normed.get(), [&](int row, int panel, Floats sums) {
+      store_rounded(qkv + int64_t(row) * qkv_width + panel * kSide, sums, layer.qkv, panel);
+    });
+    meet();
+    place_tokens(layer);
+    meet();
+    tiles::release();
+    attend(layer, items);
+    if (!next_norm && !keep_drawing()) return;
+    tiles::configure(kSide);
+    add_to_residual(layer.out, between.mixed.get());
+    meet();
+    normalise_rows(layer.mlp_norm);
+    meet();
+    activate(layer.gate_up);
+    meet();
+    add_to_residual(layer.down, between.inner.get());
+    tiles::release();
+    meet();
+    if (next_norm) {
+      normalise_rows(next_norm);
+      meet();
+      return;
+    }
+    const linear::Share mine(num_rows, thread, num_threads);
+    for (int64_t row = mine.from; row < mine.to; ++row)
+      normalise(step.drawn + row * step.hidden, residual + row * step.hidden, step.next_norm, step.hidden, step.eps);
+  }
+
+ private:
+  const Step& step;
+  Between& between;
+  const int thread, num_threads;
+  uint16_t* const residual;
+  int num_rows;
+
+  void meet() {
+#pragma omp barrier
+  }
+
+  static Floats with_bias(Floats sums, const linear::Packed& weight, int panel) {
+    return weight.bias ? sums + load_floats(weight.bias + panel * kSide, kLanes) : sums;
+  }
+
+  static void store_rounded(uint16_t* to, Floats sums, const linear::Packed& weight, int panel) {
+    store_floats(to, with_bias(sums, weight, panel), kLanes);
+  }
+
+  // Calls take(row, panel, sums) for this thread's panels.
+  template <class Take> void multiply(const linear::Packed& weight, const uint16_t* strips, const Take& take) {
+    linear::for_outputs(weight, strips, num_rows, linear::Share(weight.outputs / kSide, thread, num_threads), 1,
+                        [&](int row, int panel, Floats first, bool is_pair, Floats second) {
+                          take(row, panel, first);
+                          if (is_pair) take(row, panel + 1, second);
+                        });
+  }
+
+  void add_to_residual(const linear::Packed& weight, const uint16_t* strips) {
+    multiply(weight, strips, [&](int row, int panel, Floats sums) {
+      uint16_t* total = residual + int64_t(row) * step.hidden + panel * kSide;
+      const Floats out = widen(narrow(with_bias(sums, weight, panel)));
+      store_floats(total, load_floats(total, kLanes) + out, kLanes);
+    });
+  }
+
+  void activate(const linear::Packed& gate_up) {
+    uint16_t* const inner = between.inner.get();
+    const int panels = step.intermediate / kSide;
+    linear::for_outputs(gate_up, between.normed.get(), num_rows, linear::Share(panels, thread, num_threads), panels,
+                        [&](int row, int panel, Floats gate, bool, Floats up) {
+                          gate = widen(narrow(with_bias(gate, gate_up, panel)));
+                          up = widen(narrow(with_bias(up, gate_up, panel + panels)));
+                          store_floats(inner + linear::place(row, panel * kSide, step.intermediate), silu(gate) * up,
+                                       kLanes);
+                        });
+  }
+
+  // Rows of the residual to strips of tiles.
+  void normalise_rows(const uint16_t* weight) {
+    const linear::Share mine(num_rows, thread, num_threads);
+    const int width = step.hidden;
+    for (int64_t row = mine.from; row < mine.to; ++row) {
+      const uint16_t* from = residual + row * width;
+      const float factor = root_mean_square_factor(from, width, step.eps);
+      for (int i = 0; i < width; i += kLanes)
+        store_floats(between.normed.get() + linear::place(row, i, width),
+                     load_floats(from + i, kLanes) * factor * load_floats(weight + i, kLanes), kLanes);
+    }
+  }
+
+  // Q and K are rotated, K and V go to their slots.
+  void place_tokens(const Layer& layer) {
+    const linear::Share mine(num_rows, thread, num_threads);
+    const int head_dim = step.head_dim, num_heads = step.num_heads, num_kv_heads = step.num_kv_heads;
+    const int64_t to_value = int64_t(num_kv_heads) * step.page_size * head_dim;
+    for (int64_t t = mine.from; t < mine.to; ++t) {
+      uint16_t* const token = between.qkv.get() + t * layer.qkv.outputs;
+      const float* cosine = step.cos_sin + t * head_dim;
+      for (int head = 0; head < num_heads + num_kv_heads; ++head) {
+        uint16_t* at = token + head * head_dim;
+        if (layer.q_norm) normalise(at, at, head < num_heads ? layer.q_norm : layer.k_norm, head_dim, step.eps);
+        rotate(at, at, cosine, head_dim / 2);
+      }
+      uint16_t* slot = const_cast<uint16_t*>(layer.pool) + step.slot_page[t] * step.page_stride + step.slot_offset[t] * head_dim;
+      for (int head = 0; head < num_kv_heads; ++head, slot += int64_t(step.page_size) * head_dim) {
+        std::memcpy(slot, token + (num_heads + head) * head_dim, head_dim * 2);
+        std::memcpy(slot + to_value, token + (num_heads + num_kv_heads + head) * head_dim, head_dim * 2);
+      }
+    }
+  }
+
+  void attend(const Layer& layer, const std::vector<Item>& items) {
+    const Problem problem{between.qkv.get(), layer.pool,        between.mixed.get(), step.page_table,
+                          step.query_start,  step.context_lens, layer.qkv.outputs,   step.page_stride * 2,
+                          step.num_sequences, step.table_width, step.num_heads,      step.num_kv_heads,
+                          step.page_size,    step.head_dim,     int32_t(layer.window), step.scale, true};
+    const int group = step.num_heads / step.num_kv_heads, rows = rows_of_item(group);
+    Scratch scratch(rows, step.head_dim / 2, step.head_dim);
+    Attention<BFloat16, Plain> attention(problem, scratch);
+#pragma omp for schedule(dynamic)
+    for (size_t i = 0; i < items.size(); ++i) attention.run(items[i]);
+  }
+
+  // The rows that draw move to the front; false where there is none.
+  bool keep_drawing() {
+    num_rows = step.num_drawn;
+    if (num_rows == step.num_tokens) return true;
+    const int width = step.num_heads * step.head_dim;
+    uint16_t* const mixed = between.mixed.get();
+    if (thread == 0)
+      for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t from = step.draw_rows[row];
+        if (from == row) continue;
+        std::memcpy(residual + row * step.hidden, residual + from * step.hidden, step.hidden * 2);
+        for (int i = 0; i < width; i += kLanes)
+          std::memcpy(mixed + linear::place(row, i, width), mixed + linear::place(from, i, width), kLanes * 2);
+      }
+    meet();
+    return num_rows > 0;
+  }
+};
+
+}  // namespace
+
+// Layers [first, last) of `layers`; at the first of them the residual is normalised anew. With `draws` the last of them
+// is the model's last: only rows that draw go through its feed-forward, and `drawn` is written.
+extern "C" void penstock_decoder(const Layer* layers, int32_t first, int32_t last, const Step* step, int32_t draws,
+                                 int32_t num_threads) {
+  Between between(*step);
+  Problem shape{};
+  shape.query_start = step->query_start;
+  shape.num_sequences = step->num_sequences;
+  shape.num_kv_heads = step->num_kv_heads;
+  const int group = step->num_heads / step->num_kv_heads;
+  const std::vector<Item> items = list_items(shape, queries_of_item(group));
+#pragma omp parallel num_threads(num_threads)
+  {
+    Worker worker(*step, between, omp_get_thread_num(), omp_get_num_threads());
+    worker.normalise_first(layers[first]);
+#pragma omp barrier
+    for (int layer = first; layer < last; ++layer) {
+      const bool is_end = layer + 1 == last;
+      worker.run(layers[layer], items,
+                 !is_end ? layers[layer + 1].input_norm : draws ? nullptr : layers[layer].input_norm);
+    }
+  }
+}
+#endif

@@ -1,0 +1,52 @@
+// A product with a packed weight by itself, and the packing. Twin: torch's linear.
+#include "linear.h"
+
+#include <memory>
+#include <omp.h>
+
+extern "C" int32_t penstock_has_tiles() { return tiles::available(); }
+
+#if defined(PENSTOCK_TILES)
+// weight: bf16 [outputs, inputs], contiguous; packed: as many values.
+extern "C" void penstock_pack_linear(
+    uint16_t* packed, const uint16_t* weight, int32_t outputs, int32_t inputs, int32_t num_threads) {
+  using namespace linear;
+  const int steps = inputs / kDepth;
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
+  for (int p = 0; p < outputs / kSide; ++p)
+    for (int i = 0; i < steps; ++i) {
+      Words rows[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane)
+        rows[lane] = load<Words>(weight + int64_t(p * kSide + lane) * inputs + i * kDepth);
+      transpose(rows, reinterpret_cast<uint32_t*>(packed + (int64_t(p) * steps + i) * kTile), kLanes);
+    }
+}
+
+// out [count, outputs] = rows [count, inputs] @ weight + bias.
+extern "C" void penstock_linear(
+    uint16_t* out, const uint16_t* rows, const uint16_t* packed, const uint16_t* bias, int32_t count, int64_t stride,
+    int32_t outputs, int32_t inputs, int32_t num_threads) {
+  using namespace linear;
+  const Packed weight{packed, bias, inputs, outputs};
+  const std::unique_ptr<uint16_t[]> strips(new uint16_t[padded(count) * inputs]);
+  const auto finish = [=](int row, int panel, Floats first, bool is_pair, Floats second) {
+    uint16_t* to = out + int64_t(row) * outputs + panel * kSide;
+    if (bias) first += load_floats(bias + panel * kSide, kLanes);
+    store_floats(to, first, kLanes);
+    if (!is_pair) return;
+    if (bias) second += load_floats(bias + (panel + 1) * kSide, kLanes);
+    store_floats(to + kSide, second, kLanes);
+  };
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+    tiles::configure(kSide);
+#pragma omp for
+    for (int row = 0; row < count; ++row)
+      for (int i = 0; i < inputs; i += kDepth)
+        store(strips.get() + place(row, i, inputs), load<Words>(rows + row * stride + i));
+    for_outputs(weight, strips.get(), count, Share(outputs / kSide, omp_get_thread_num(), omp_get_num_threads()), 1,
+                finish);
+    tiles::release();
+  }
+}
+#endif

@@ -1,0 +1,110 @@
+// Matrix products with packed bf16 weights on AMX tiles.
+//
+// A weight [O, I] is packed as panels of 16 outputs, each a run of tiles of 32 inputs: [O / 16][I / 32][16][16][2]; rows
+// as strips of 16, each a run of tiles too: [T / 16][I / 32][16][32]. Either is read from front to back, which is what
+// memory is best at. An output is one running sum over the inputs in their order, whatever the number of rows and of
+// threads: a row's bits depend on nothing but the row.
+#pragma once
+
+#include "tiles.h"
+#include "vectors.h"
+
+namespace linear {
+
+constexpr int kSide = 16;    // outputs of a panel, rows of a strip
+constexpr int kDepth = 32;   // inputs of a tile
+constexpr int kTile = kSide * kDepth;
+constexpr int kBlock = 2 * kSide;  // rows and outputs that are computed at once
+constexpr int kRowsInCache = 256;  // of which the inputs stay in L2 while panels pass by
+
+struct Packed {
+  const uint16_t* values;
+  const uint16_t* bias;  // or null
+  int32_t inputs, outputs;
+};
+
+// A thread's share of `count` things that stand in a row.
+struct Share {
+  int from, to;
+  Share(int count, int thread, int num_threads)
+      : from(int64_t(count) * thread / num_threads), to(int64_t(count) * (thread + 1) / num_threads) {}
+};
+
+inline int64_t padded(int64_t rows) { return (rows + kBlock - 1) / kBlock * kBlock; }
+
+// Where 16 values of a row from input `i` on stand among strips of tiles.
+inline int64_t place(int64_t row, int i, int inputs) {
+  return (row / kSide * (inputs / kDepth) + i / kDepth) * kTile + row % kSide * kDepth + i % kDepth;
+}
+
+#if defined(PENSTOCK_TILES)
+inline void ask_for(const uint16_t* tile) {
+  for (int value = 0; value < kTile; value += 32) __builtin_prefetch(tile + value, 0, 2);
+}
+
+// out[16 R, 16 C], 32 floats a row, = strips @ panels. Tiles 0-3: sums, 4-5: strips, 6-7: panels.
+template <int R, int C>
+inline void multiply(float* out, const uint16_t* strips, const uint16_t* first, const uint16_t* second, int steps,
+                     int64_t ahead) {
+  _tile_zero(0);
+  if (C > 1) _tile_zero(1);
+  if (R > 1) _tile_zero(2);
+  if (R > 1 && C > 1) _tile_zero(3);
+  for (int64_t at = 0; at < int64_t(steps) * kTile; at += kTile) {
+    if (ahead) {
+      ask_for(first + at + ahead);
+      if (C > 1) ask_for(second + at + ahead);
+    }
+    _tile_loadd(6, first + at, 64);
+    _tile_loadd(4, strips + at, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (C > 1) {
+      _tile_loadd(7, second + at, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (R > 1) {
+      _tile_loadd(5, strips + steps * kTile + at, 64);
+      _tile_dpbf16ps(2, 5, 6);
+      if (C > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, out, kBlock * 4);
+  if (C > 1) _tile_stored(1, out + kSide, kBlock * 4);
+  if (R > 1) _tile_stored(2, out + kSide * kBlock, kBlock * 4);
+  if (R > 1 && C > 1) _tile_stored(3, out + kSide * kBlock + kSide, kBlock * 4);
+}
+
+// Calls finish(row, panel, sums of `first`, whether there is a second, its sums) for every row and for the panels
+// (p, p + apart) of the share: with apart = 1 they are neighbours, taken two at a time, and the last stands alone where
+// their number is odd. The thread's tiles are configured for 16 rows.
+template <class Finish>
+inline void for_outputs(const Packed& weight, const uint16_t* strips, int count, Share share, int apart,
+                        const Finish& finish) {
+  alignas(64) float sums[kBlock * kBlock];
+  const int steps = weight.inputs / kDepth, stride = apart == 1 ? 2 : 1;
+  const int64_t panel = int64_t(steps) * kTile, last = weight.outputs / kSide - 1;
+  for (int start = 0; start < count; start += kRowsInCache) {
+    const int stop = std::min(count, start + kRowsInCache);
+    for (int p = share.from; p < share.to; p += stride) {
+      const bool is_pair = apart > 1 || p + 1 < share.to;
+      const uint16_t* first = weight.values + p * panel;
+      const uint16_t* second = is_pair ? first + apart * panel : first;
+      for (int row = start; row < stop; row += kBlock) {
+        const int64_t ahead = row == start && p + apart + stride <= last ? stride * panel : 0;
+        const uint16_t* these = strips + int64_t(row) * weight.inputs;
+        if (count - row > kSide) {
+          if (is_pair) multiply<2, 2>(sums, these, first, second, steps, ahead);
+          else multiply<2, 1>(sums, these, first, second, steps, ahead);
+        } else {
+          if (is_pair) multiply<1, 2>(sums, these, first, second, steps, ahead);
+          else multiply<1, 1>(sums, these, first, second, steps, ahead);
+        }
+        for (int r = 0; r < std::min(kBlock, count - row); ++r)
+          finish(row + r, p, load<Floats>(sums + r * kBlock), is_pair, load<Floats>(sums + r * kBlock + kSide));
+      }
+    }
+  }
+}
+#endif
+
+}  // namespace linear

@@ -29,7 +29,7 @@ from cluster.actors import ControllerActor
 from cluster.addresses import LOOPBACK, callable_host
 from cluster.admin_token import leave_token, remove_token
 from cluster.ray_cluster import check_ray_version, connect, disconnect, with_descendants
-from cluster.ray_process import NAMESPACE
+from cluster.ray_process import NAMESPACE, ONE_BYTE
 from cluster.shares import FRONT_SHARE, Share
 from engine.model_config import ModelConfig
 from penstock.config import ServeConfig
@@ -173,6 +173,7 @@ class RayDeployment:
             "name": CONTROLLER,
             "namespace": NAMESPACE,
             "num_cpus": 0,
+            "memory": ONE_BYTE,
             "max_restarts": -1,
             "max_task_retries": -1,  # a call waits for the successor
             "lifetime": None if embedded else "detached",

@@ -32,6 +32,9 @@ from penstock.v1 import worker_pb2
 log = logging.getLogger(__name__)
 
 NAMESPACE = "penstock"
+# Of memory, asked for by actors that belong on their maker's node. Ray lets a random node place an actor that asks for
+# nothing, and one that has just joined and does not know that node yet keeps it.
+ONE_BYTE = 1
 _REMOVE_TIMEOUT_S = 5.0  # until Ray has confirmed that a killed actor is gone
 _WORKER_REMOVE_TIMEOUT_S = 2.0
 
@@ -109,6 +112,7 @@ class RayProcess:
         spec, options = self._spec, actor_options(self._spec, self._host.python_path)
         if spec.node_id:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(spec.node_id, soft=False)
+            options["memory"] = ONE_BYTE
         else:
             group = await ray_placement.place(spec.name, spec.share, self._on_unplaced)
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)

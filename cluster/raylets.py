@@ -55,6 +55,11 @@ class Raylets:
         """host:port of the head."""
         return str(self._cluster.address)
 
+    @property
+    def head(self) -> Any:
+        """Its node, to which the driver connects."""
+        return self._cluster.head_node
+
     def add(self, resources: Mapping[str, float], labels: Mapping[str, str] | None = None, num_cpus: int = 1) -> Any:
         """A node that has joined; its processes are this machine's."""
         return self._cluster.add_node(
@@ -70,7 +75,8 @@ class Raylets:
 
     def node_of(self, pid: int) -> Any:
         """The node that a worker's process belongs to."""
-        return next(one for one in self._cluster.worker_nodes if pid in {process.pid for process in _family(one)})
+        nodes = [self.head, *self._cluster.worker_nodes]
+        return next(one for one in nodes if pid in {process.pid for process in _family(one)})
 
     def kill_head(self) -> None:
         """The head's own process alone; its node's other processes go on."""

@@ -97,6 +97,14 @@ def ask(client: Client, max_tokens: int = 40) -> list[int]:
     return list(result.token_ids)
 
 
+def test_the_controller_and_its_routers_are_where_they_were_asked_for(
+    raylets: Raylets, deployment: RayDeployment
+) -> None:
+    """And not on a node that has just joined, to which Ray hands an actor that asks for nothing."""
+    router = whole(deployment)["router-0"]
+    assert raylets.node_of(_controller(deployment).pid) is raylets.node_of(router.pid) is raylets.head
+
+
 def test_each_worker_has_a_reservation_that_outlives_the_controller(deployment: RayDeployment) -> None:
     whole(deployment)
     groups = {
@@ -180,8 +188,7 @@ def test_a_node_dies_and_its_worker_waits_for_another(
 
 def test_a_detached_controller_comes_back_and_takes_over_what_runs(deployment: RayDeployment, client: Client) -> None:
     before, tokens = whole(deployment), ask(client)
-    (controller,) = [one for one in psutil.process_iter(["cmdline", "ppid"]) if _is_controller_of(one, deployment)]
-    controller.kill()
+    _controller(deployment).kill()
     assert ask(client) == tokens
     after = whole(deployment)
     assert {(one.pid, one.member.epoch) for one in after.values()} == {
@@ -191,6 +198,11 @@ def test_a_detached_controller_comes_back_and_takes_over_what_runs(deployment: R
     assert ask(client) == tokens
     replaced = until_replaced(deployment, after["decode-0"])
     assert replaced["decode-0"].num_restarts == after["decode-0"].num_restarts + 1
+
+
+def _controller(deployment: RayDeployment) -> psutil.Process:
+    (found,) = [one for one in psutil.process_iter(["cmdline", "ppid"]) if _is_controller_of(one, deployment)]
+    return found
 
 
 def _is_controller_of(process: psutil.Process, deployment: RayDeployment) -> bool:

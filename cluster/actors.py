@@ -24,6 +24,7 @@ from cluster.controller import Controller
 from cluster.demand import Demand
 from cluster.pool import Incarnation
 from cluster.proving import Proving
+from cluster.ray_nodes import RayNodes
 from cluster.ray_process import ActorSpec, Host, RayProcess, StartReport
 from cluster.ray_record import RecordWriter, load_record
 from cluster.record import FIRST_RECORD, Record
@@ -274,6 +275,7 @@ class ControllerActor:
             record,
             self._on_record,
             Proving(Judge(record.canary), self._trust.channel),
+            None if self._embedded else RayNodes(self._node_id),
         )
         # Routers keep the last membership until the service is back, hence it comes back knowing every member.
         self._admin_address = f"{LOOPBACK}:{self._config.admin_port}"

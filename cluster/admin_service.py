@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
@@ -10,6 +11,7 @@ import grpc.aio
 
 from cluster.controller import Controller
 from cluster.drain import TIMEOUT_S, Progress
+from cluster.evacuating import Evacuation
 from cluster.events import Event
 from cluster.findings import Finding
 from cluster.flip import Flip, FlipProgress
@@ -54,6 +56,28 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             drain = self._controller.drain(request.worker_id, request.timeout_s or TIMEOUT_S, replaced=request.replace)
             async for progress in drain.follow():
                 yield _progress_to_wire(request.worker_id, progress)
+
+    async def DrainNode(
+        self, request: admin_pb2.DrainNodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.DrainProgress]:
+        async with typed_errors(context):
+            evacuations = await self._controller.drain_node(request.node, request.within_s or None)
+            told: asyncio.Queue[admin_pb2.DrainProgress | None] = asyncio.Queue()
+
+            async def follow(one: Evacuation) -> None:
+                async for progress in one.follow():
+                    told.put_nowait(_progress_to_wire(one.worker_id, progress))
+
+            async def follow_all() -> None:
+                await asyncio.gather(*(follow(one) for one in evacuations))
+                told.put_nowait(None)
+
+            following = asyncio.create_task(follow_all())
+            try:
+                while (message := await told.get()) is not None:
+                    yield message
+            finally:
+                following.cancel()
 
     async def Flip(
         self, request: admin_pb2.FlipRequest, context: grpc.aio.ServicerContext

@@ -159,12 +159,22 @@ def stop(arguments: Namespace) -> int:
 
 def drain(arguments: Namespace) -> int:
     """Prints how far it is; Ctrl-C leaves, and the drain goes on."""
+    if (arguments.worker is None) is (arguments.node is None):
+        raise InvalidInput("worker", "or --node must be given, and not both")
+    if arguments.within is not None and (arguments.node is None or arguments.within <= 0):
+        raise InvalidInput("within", f"is {arguments.within:g}; give seconds above 0, beside --node")
     if arguments.timeout <= 0:
         raise InvalidInput("timeout", f"is {arguments.timeout:g}; give a number of seconds above 0")
     request = admin_pb2.DrainRequest(worker_id=arguments.worker, timeout_s=arguments.timeout, replace=arguments.replace)
 
+    whole = admin_pb2.DrainNodeRequest(node=arguments.node or "", within_s=arguments.within or 0.0)
+
     with admin_stub(arguments) as (stub, metadata):
-        for progress in stub.Drain(request, timeout=arguments.timeout + _STOP_TIMEOUT_S, metadata=metadata):
+        if arguments.node is not None:
+            told = stub.DrainNode(whole, metadata=metadata)
+        else:
+            told = stub.Drain(request, timeout=arguments.timeout + _STOP_TIMEOUT_S, metadata=metadata)
+        for progress in told:
             if arguments.json:
                 fields = MessageToDict(
                     progress, preserving_proto_field_name=True, always_print_fields_with_no_presence=True

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from cluster.drain import TIMEOUT_S, Drain
 from cluster.draining import Draining
+from cluster.evacuating import Evacuating, Evacuation
 from cluster.events import EventLog
 from cluster.examination import examine
 from cluster.examiner import Examiner, Proves
 from cluster.findings import Finding
 from cluster.flip import Flip
+from cluster.node_leave import Notice
 from cluster.pool import Incarnation, Start, Stop
 from cluster.pools import Pools
 from cluster.publication import Publication
@@ -34,7 +37,7 @@ from cluster.supervision import Supervision
 from cluster.upgrade import Plan, Upgrade
 from cluster.upgrading import Upgrading, with_model
 from penstock.config import ServeConfig
-from penstock.errors import PenstockError
+from penstock.errors import InvalidInput, PenstockError
 from penstock.grpc_server import Dial, make_channel
 from penstock.types import Role, WorkerId
 from penstock.v1 import admin_pb2, worker_pb2
@@ -50,6 +53,18 @@ class Snapshot:
     stopped: bool = False
 
 
+class Nodes(Protocol):
+    """The machines that the deployment runs on."""
+
+    async def watch(self, note: Callable[[Sequence[Notice]], None]) -> None:
+        """Tells of those that are about to go, for ever."""
+        ...
+
+    async def leave(self, name: str, within_s: float | None) -> Notice:
+        """Nothing is placed there any more. Raises InvalidInput and Unavailable."""
+        ...
+
+
 class Controller:
     """Implements `supervision.Listener`."""
 
@@ -62,6 +77,7 @@ class Controller:
         record: Record = FIRST_RECORD,
         save: Save = lambda record: None,
         proving: Proves | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         """`dial` opens channels to workers; `proving` asks each of them for an answer that is known. `record` is what
         the controller before this one left, one generation up; `save` gets each later one."""
@@ -95,6 +111,17 @@ class Controller:
             can_flip=config.engine_config(Role.PREFILL) == config.engine_config(Role.DECODE),
         )
         self.scaling = Scaling(config, self._reshaping)
+        self._nodes = nodes
+        self._evacuating = Evacuating(
+            pools,
+            self.reports,
+            self._supervision,
+            self.draining,
+            self._publication,
+            self.events,
+            config.start_timeout_s,
+        )
+        self._watching: asyncio.Task[None] | None = None
         self._main: asyncio.Task[None] | None = None
         self._scaler: asyncio.Task[None] | None = None
         self._stopping = False
@@ -117,6 +144,8 @@ class Controller:
     def start(self) -> None:
         """Begins to bring the pools to their size; returns at once."""
         self._main = asyncio.create_task(self._reconcile_for_ever())
+        if self._nodes is not None:
+            self._watching = asyncio.create_task(self._nodes.watch(self._evacuating.note), name="nodes")
         if self.scaling.is_on:
             self._scaler = asyncio.create_task(self.scaling.run(), name="autoscaler")
 
@@ -131,6 +160,7 @@ class Controller:
                     self._supervision.cancel(action.incarnation)
             if actions:
                 self._publication.publish()
+            self._evacuating.look()
             self._readiness.check()
             retry_s = self._pools.next_retry_s()
             timeout_s = max(0.0, retry_s - time.monotonic()) if retry_s is not None else None
@@ -147,10 +177,11 @@ class Controller:
             return
         self._stopping = True
         self._keeper.close()
-        for task in (self._main, self._scaler):
+        for task in (self._main, self._scaler, self._watching):
             if task:
                 task.cancel()
         self._readiness.close()
+        self._evacuating.close()
         self.draining.close()
         self._upgrading.close()
         for names in ([ROUTER], [role.value for role in Role]):
@@ -189,7 +220,8 @@ class Controller:
 
     def _keep_record(self) -> None:
         upgrading = self._upgrading
-        self._keeper.keep(upgrading.model, upgrading.current, was_ready=self._readiness.was_ready)
+        was_ready = self._readiness.was_ready
+        self._keeper.keep(upgrading.model, upgrading.current, self._evacuating.waiting, was_ready=was_ready)
 
     # What it tells.
 
@@ -227,6 +259,14 @@ class Controller:
 
     def drain(self, worker_id: str, timeout_s: float = TIMEOUT_S, *, replaced: bool = False) -> Drain:
         return self.draining.drain(worker_id, timeout_s, replaced=replaced)
+
+    async def drain_node(self, name: str, within_s: float | None = None) -> Sequence[Evacuation]:
+        """What is there and serves, on its way out."""
+        if self._nodes is None:
+            raise InvalidInput("node", f"is {name!r}; this deployment has one machine, and no nodes")
+        notice = await self._nodes.leave(name, within_s)
+        self._evacuating.note([*self._evacuating.notices, notice])
+        return self._evacuating.evacuations(notice.node)
 
     def scale(self, pool_name: str, replicas: int, timeout_s: float = TIMEOUT_S) -> list[WorkerId]:
         return self._reshaping.scale(pool_name, replicas, timeout_s)

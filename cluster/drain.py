@@ -38,6 +38,7 @@ _HANDOVER_GRACE_S = 3.0  # for what is under way when the hand-over's time is up
 
 
 class Stage(StrEnum):
+    WAITING = "waiting"  # for a successor on another node: it still serves
     DRAINING = "draining"
     STOPPING = "stopping"
     ENDED = "ended"

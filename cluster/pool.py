@@ -75,6 +75,7 @@ class Slot:
     epoch: Epoch = NO_EPOCH
     address: str = ""
     pid: int = 0
+    node: str = ""  # that it runs on, where the host has nodes
     detail: str = ""  # progress while starting, the reason when lost
     failures_in_a_row: int = 0  # losses since it was last ready
     num_restarts: int = 0
@@ -211,11 +212,11 @@ class Pool:
         if slot and slot.state in _COMING:
             slot.state, slot.detail = WorkerState.UNPLACED, reason
 
-    def on_ready(self, incarnation: Incarnation, epoch: Epoch, address: str, pid: int) -> None:
+    def on_ready(self, incarnation: Incarnation, epoch: Epoch, address: str, pid: int, node: str = "") -> None:
         slot = self._current(incarnation)
         if slot and slot.state in _COMING:
             slot.state, slot.detail = WorkerState.READY, ""
-            slot.epoch, slot.address, slot.pid = epoch, address, pid
+            slot.epoch, slot.address, slot.pid, slot.node = epoch, address, pid, node
             slot.failures_in_a_row = 0
 
     def on_doubt(self, incarnation: Incarnation, reason: str) -> bool:

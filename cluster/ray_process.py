@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -134,7 +134,7 @@ class RayProcess:
         self._report = report
         if report.started is None:
             raise from_status(status_pb2.Status.FromString(report.error))
-        return report.started
+        return replace(report.started, node=report.node_id)
 
     async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
         assert self._report is not None
@@ -174,7 +174,7 @@ class RayProcess:
         if report.started is None:
             raise from_status(status_pb2.Status.FromString(report.error))
         self._report = report
-        return report.started
+        return replace(report.started, node=report.node_id)
 
     async def stop(self) -> None:
         if self._actor is None:

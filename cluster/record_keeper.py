@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.canary import Judge
 from cluster.pools import Pools
 from cluster.record import Record
 from cluster.upgrade import Upgrade
-from penstock.types import Role
+from penstock.types import Role, WorkerId
 
 Save = Callable[[Record], None]  # must not block
 
@@ -23,13 +23,17 @@ class RecordKeeper:
         self._judge = judge
         self._is_closed = False
 
-    def keep(self, model: str, upgrade: Upgrade | None, *, was_ready: bool) -> None:
-        """`upgrade` is the one under way, and `model` the folder that a successor serves."""
+    def keep(self, model: str, upgrade: Upgrade | None, evacuated: Sequence[WorkerId] = (), *, was_ready: bool) -> None:
+        """`upgrade` is the one under way, and `model` the folder that a successor serves. `evacuated` workers serve
+        beside their successors: a successor of ours drains them."""
         if self._is_closed:
             return
         slots = self._pools.slots
         replicas = {pool.name: pool.replicas for pool in self._pools}
         leaving: dict[str, bool] = {slot.worker_id: slot.is_replaced for slot in slots if slot.is_leaving}
+        for worker_id in evacuated:
+            leaving[worker_id] = False
+            replicas[worker_id.rpartition("-")[0]] -= 1
         if upgrade is not None:
             # A successor goes on with what was decided, and takes back what was not.
             roles = list(Role)

@@ -44,6 +44,7 @@ class Status:
             pid=slot.pid,
             num_restarts=slot.num_restarts,
             detail=slot.detail,
+            node=slot.node,
         )
         load = self._reports.get(slot.incarnation)
         if load is not None and slot.state in (WorkerState.READY, WorkerState.DRAINING):

@@ -25,6 +25,7 @@ class Started:
     http_address: str = ""  # of a router
     public_address: str = ""  # of a router's gRPC port; `address` is the one that it is supervised by
     encrypted: bool = False  # both of them
+    node: str = ""  # that it runs on, where the host has nodes
 
 
 class SupervisedProcess(Protocol):

@@ -131,7 +131,8 @@ class Supervision:
         log.info("%s is ready at %s, epoch %d", incarnation.worker_id, started.address, started.epoch)
 
     def note_ready(self, incarnation: Incarnation, started: Started) -> None:
-        self._pools.of(incarnation).on_ready(incarnation, started.epoch, started.address, started.pid)
+        pool = self._pools.of(incarnation)
+        pool.on_ready(incarnation, started.epoch, started.address, started.pid, started.node)
         self._listener.on_ready(incarnation, started)
 
     async def _live(self, process: SupervisedProcess, incarnation: Incarnation) -> str:

@@ -110,6 +110,8 @@ def format_drain(progress: admin_pb2.DrainProgress) -> str:
         moved += f" and {progress.num_pages_handed} cached pages handed over"
     waits = f" ({progress.detail})" if progress.detail else ""
     match progress.stage:
+        case "waiting":
+            return f"{name} serves until another one can: {progress.detail}"
         case "draining":
             return f"{name} takes no new requests; {progress.num_left} left, {moved}{waits}"
         case "stopping" if progress.num_cut_short:

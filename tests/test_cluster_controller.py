@@ -9,10 +9,11 @@ import grpc.aio
 import pytest
 
 from cluster.admin_service import start_admin_server
-from cluster.controller import Controller
+from cluster.controller import Controller, Nodes
 from cluster.examiner import Proves
 from cluster.heartbeats import OnDoubt
 from cluster.pool import Incarnation
+from cluster.record import FIRST_RECORD, Record
 from cluster.supervised import Started
 from penstock.config import PoolConfig, ServeConfig
 from penstock.errors import CheckpointError, PenstockError, Unavailable
@@ -43,7 +44,8 @@ class FakeProcess:
         if error:
             raise error
         self.world.num_started += 1
-        return Started(Epoch(self.world.num_started), f"{self.incarnation.worker_id}:1", 4000, "router:2")
+        node = self.world.node_of.get(self.incarnation.worker_id, "")
+        return Started(Epoch(self.world.num_started), f"{self.incarnation.worker_id}:1", 4000, "router:2", node=node)
 
     async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
         self.report, self.doubt = on_load, on_doubt
@@ -62,7 +64,15 @@ class FakeProcess:
 
 
 class World:
-    def __init__(self, proving: Proves | None = None, canary_interval_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        proving: Proves | None = None,
+        canary_interval_s: float = 60.0,
+        nodes: Nodes | None = None,
+        record: Record = FIRST_RECORD,
+    ) -> None:
+        self.node_of: dict[str, str] = {}
+        self.records: list[Record] = []
         self.processes: dict[tuple[str, int], FakeProcess] = {}
         self.unplaced: dict[str, str] = {}  # why, by worker
         self.may_start = asyncio.Event()
@@ -74,7 +84,9 @@ class World:
         self.num_canaries = 0
         self.stop_order: list[str] = []
         config = CONFIG.model_copy(update={"canary_interval_s": canary_interval_s})
-        self.controller = Controller(config, self.spawn, self.canary, proving=proving)
+        self.controller = Controller(
+            config, self.spawn, self.canary, record=record, save=self.records.append, proving=proving, nodes=nodes
+        )
 
     def spawn(self, incarnation: Incarnation) -> FakeProcess:
         process = FakeProcess(self, incarnation)

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,39 @@ def test_a_node_dies_and_its_worker_waits_for_another(
     assert ask(client) == tokens
 
 
+def test_a_node_that_ray_drains_is_left_without_a_lost_token(
+    raylets: Raylets, deployment: RayDeployment, client: Client
+) -> None:
+    """As for a spot notice: a successor starts elsewhere first, what runs moves there, the node is empty in time."""
+    before, tokens = whole(deployment), ask(client, max_tokens=400)
+    fixed = before["router-0"].node
+    going = next(before[name].node for name in ("decode-1", "decode-0") if before[name].node != fixed)
+    leaving = {name for name, one in before.items() if one.node == going}
+    token = (("authorization", f"Bearer {deployment.admin_token}"),)
+    with ThreadPoolExecutor(6) as pool, grpc.insecure_channel(deployment.admin_address) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        for name, problem in ((fixed, "holds the controller and the routers"), ("nowhere", "is none of them")):
+            refused = admin.DrainNode(admin_pb2.DrainNodeRequest(node=name), metadata=token)
+            with pytest.raises(grpc.RpcError, match=problem):
+                next(refused)
+        streams = [pool.submit(ask, client, 400) for _ in range(6)]
+        raylets.add({"decode": 1, "prefill": 1})
+        request = admin_pb2.DrainNodeRequest(node=going[:16], within_s=WITHIN_S)
+        told = list(admin.DrainNode(request, timeout=2 * WITHIN_S, metadata=token))
+        assert [one.result() for one in streams] == [tokens] * 6
+    assert {one.worker_id for one in told} == leaving
+    for name in leaving:
+        steps = [one for one in told if one.worker_id == name]
+        assert list(dict.fromkeys(one.stage for one in steps)) == ["waiting", "draining", "stopping", "ended"]
+        assert steps[-1].num_cut_short == 0
+    after = whole(deployment)
+    assert len(after) == len(before)
+    assert not leaving & set(after)
+    assert going not in {one.node for one in after.values()}
+    assert all(after[name].pid == before[name].pid for name in before if name not in leaving)
+    assert ask(client, max_tokens=400) == tokens
+
+
 def test_a_detached_controller_comes_back_and_takes_over_what_runs(deployment: RayDeployment, client: Client) -> None:
     before, tokens = whole(deployment), ask(client)
     _controller(deployment).kill()
@@ -194,10 +228,11 @@ def test_a_detached_controller_comes_back_and_takes_over_what_runs(deployment: R
     assert {(one.pid, one.member.epoch) for one in after.values()} == {
         (one.pid, one.member.epoch) for one in before.values()
     }
-    os.kill(after["decode-0"].pid, signal.SIGKILL)
+    name = next(one for one in after if one.startswith("decode"))
+    os.kill(after[name].pid, signal.SIGKILL)
     assert ask(client) == tokens
-    replaced = until_replaced(deployment, after["decode-0"])
-    assert replaced["decode-0"].num_restarts == after["decode-0"].num_restarts + 1
+    replaced = until_replaced(deployment, after[name])
+    assert replaced[name].num_restarts == after[name].num_restarts + 1
 
 
 def _controller(deployment: RayDeployment) -> psutil.Process:

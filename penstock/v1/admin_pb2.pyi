@@ -47,20 +47,22 @@ class WatchMembershipRequest(_message.Message):
     def __init__(self, router: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("member", "state", "pid", "num_restarts", "load", "detail")
+    __slots__ = ("member", "state", "pid", "num_restarts", "load", "detail", "node")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     member: Member
     state: str
     pid: int
     num_restarts: int
     load: _worker_pb2.Load
     detail: str
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., num_restarts: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., detail: _Optional[str] = ...) -> None: ...
+    node: str
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., num_restarts: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., detail: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -97,6 +99,14 @@ class DrainRequest(_message.Message):
     timeout_s: float
     replace: bool
     def __init__(self, worker_id: _Optional[str] = ..., timeout_s: _Optional[float] = ..., replace: _Optional[bool] = ...) -> None: ...
+
+class DrainNodeRequest(_message.Message):
+    __slots__ = ("node", "within_s")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    within_s: float
+    def __init__(self, node: _Optional[str] = ..., within_s: _Optional[float] = ...) -> None: ...
 
 class DrainProgress(_message.Message):
     __slots__ = ("worker_id", "stage", "num_left", "num_moved", "num_failed_moves", "num_cut_short", "elapsed_s", "detail", "num_pages_handed")

@@ -54,6 +54,11 @@ class AdminStub:
                 request_serializer=penstock_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.DrainProgress.FromString,
                 _registered_method=True)
+        self.DrainNode = channel.unary_stream(
+                '/penstock.v1.Admin/DrainNode',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.DrainProgress.FromString,
+                _registered_method=True)
         self.Scale = channel.unary_unary(
                 '/penstock.v1.Admin/Scale',
                 request_serializer=penstock_dot_v1_dot_admin__pb2.ScaleRequest.SerializeToString,
@@ -116,6 +121,14 @@ class AdminServicer:
     def Drain(self, request, context):
         """Empties a worker and ends it: it gets no new requests, running sequences move to other decode workers, the rest
         ends where it is. Tells how far it is until the worker has ended; goes on without a caller. A second call joins in.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainNode(self, request, context):
+        """A node goes: its workers get successors elsewhere, are emptied and end, by the deadline if there is one. Ray is told,
+        and places nothing there any more. Tells how far each is until all have ended; goes on without a caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,6 +206,11 @@ def add_AdminServicer_to_server(servicer, server):
             'Drain': grpc.unary_stream_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.DrainProgress.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_stream_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.DrainNodeRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.DrainProgress.SerializeToString,
             ),
             'Scale': grpc.unary_unary_rpc_method_handler(
@@ -338,6 +356,33 @@ class Admin:
             target,
             '/penstock.v1.Admin/Drain',
             penstock_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.Admin/DrainNode',
+            penstock_dot_v1_dot_admin__pb2.DrainNodeRequest.SerializeToString,
             penstock_dot_v1_dot_admin__pb2.DrainProgress.FromString,
             options,
             channel_credentials,

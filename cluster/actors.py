@@ -22,7 +22,7 @@ from cluster.admin_service import start_admin_server
 from cluster.canary import Judge
 from cluster.controller import Controller
 from cluster.demand import Demand
-from cluster.pool import Incarnation
+from cluster.pool import SPARE, Incarnation
 from cluster.proving import Proving
 from cluster.ray_nodes import RayNodes
 from cluster.ray_process import ActorSpec, Host, RayProcess, StartReport
@@ -70,8 +70,8 @@ class Server(Protocol):
 class WorkerHost:
     """A prefill or decode worker; the same server that `python -m decode_worker` runs."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._host = RoleHost(config)
+    def __init__(self, config: WorkerConfig, *, waits: bool) -> None:
+        self._host = RoleHost(config, waits=waits)
 
     async def start(self, on_progress: Callable[[float], None]) -> Started:
         await self._host.start(on_progress)
@@ -199,7 +199,7 @@ class ServerActor:
 def _make_server(kind: str, config: Mapping[str, object]) -> Server:
     if kind == ROUTER:
         return RouterHost(parse(RouterConfig, config, source=kind))
-    return WorkerHost(parse(WorkerConfig, config, source=kind))
+    return WorkerHost(parse(WorkerConfig, config, source=kind), waits=kind == SPARE)
 
 
 def at_node_address(config: Mapping[str, object]) -> dict[str, object]:
@@ -297,7 +297,8 @@ class ControllerActor:
     def _on_record(self, record: Record) -> None:
         self._records.save(record)
         if self._demand is not None:
-            self._demand.want([self._shares[role] for role in Role for _ in range(record.replicas[role])])
+            counts = {role: record.replicas[role] + self._config.pool(role).spares for role in Role}
+            self._demand.want([self._shares[role] for role in Role for _ in range(counts[role])])
 
     def _spawn(self, incarnation: Incarnation) -> RayProcess:
         return self._process(incarnation)
@@ -312,9 +313,11 @@ class ControllerActor:
             config = with_secret(config, self._secret)
             spec = ActorSpec(kind, incarnation, config, FRONT_SHARE, node_id=self._node_id)
         else:
-            share = self._shares[kind]
-            config = _worker_config(self._controller.config_of(incarnation), incarnation, share).model_dump(mode="json")
-            config = with_secret(config, self._secret)
+            role = Role(incarnation.spare_of or kind)
+            share = self._shares[role]
+            worker = _worker_config(self._controller.config_of(incarnation), incarnation.worker_id, role, share)
+            config = with_secret(worker.model_dump(mode="json"), self._secret)
+            kind = SPARE if incarnation.spare_of else kind
             spec = ActorSpec(kind, incarnation, config, share, use_node_address=not self._embedded)
         return RayProcess(spec, self._host, lambda why: self._controller.on_unplaced(incarnation, why), found)
 
@@ -356,9 +359,9 @@ class ControllerActor:
             ray.actor.exit_actor()
 
 
-def _worker_config(config: ServeConfig, incarnation: Incarnation, share: Share) -> WorkerConfig:
+def _worker_config(config: ServeConfig, worker_id: WorkerId, role: Role, share: Share) -> WorkerConfig:
     """Workers are never public: they listen on loopback, or on their node's address, whatever `host` says."""
-    worker = config.worker_config(incarnation.worker_id, Role(incarnation.pool_name))
+    worker = config.worker_config(worker_id, role)
     engine = worker.engine
     if engine.num_threads is None:
         engine = engine.model_copy(update={"num_threads": share.num_threads})

@@ -31,8 +31,9 @@ from cluster.record_keeper import RecordKeeper, Save
 from cluster.reports import Reports
 from cluster.reshaping import Reshaping
 from cluster.scaling import Scaling
+from cluster.spares import Spares
 from cluster.status import Status
-from cluster.supervised import ROUTER, Found, Spawn, Started
+from cluster.supervised import ROUTER, Found, Spawn, Started, SupervisedProcess
 from cluster.supervision import Supervision
 from cluster.upgrade import Plan, Upgrade
 from cluster.upgrading import Upgrading, with_model
@@ -91,12 +92,23 @@ class Controller:
         publish = self._publication.publish
         self._readiness = Readiness(pools, canary, config.start_timeout_s, publish, was_ready=record.was_ready)
         self.reports = Reports(pools)
-        self._status = Status(config.model_name, pools, self.reports)
+        self._spawn = spawn
+        counts = {role: config.pool(role).spares for role in Role}
+        self.spares = Spares(counts, pools, spawn, config.start_timeout_s, self.events, publish)
+        self._status = Status(config.model_name, pools, self.reports, self.spares)
         examiner = None
         if proving is not None:
             examiner = Examiner(proving, pools, self._publication, self._keep_record, config.canary_interval_s)
         self._supervision = Supervision(
-            pools, spawn, config.start_timeout_s, self._readiness, examiner, listener=self, publish=publish
+            pools,
+            self._take_or_spawn,
+            config.start_timeout_s,
+            self._readiness,
+            examiner,
+            listener=self,
+            publish=publish,
+            spares=self.spares,
+            next_change=self._publication.next_change,
         )
         self.draining = Draining(config, pools, self.reports, self._supervision, dial, publish)
         self._upgrading = Upgrading(config, pools, self.reports, self._supervision, self.draining, self._publication)
@@ -162,13 +174,20 @@ class Controller:
                 self._publication.publish()
             self._evacuating.look()
             self._readiness.check()
-            retry_s = self._pools.next_retry_s()
+            self.spares.reconcile(time.monotonic(), upgrading=self._upgrading.current is not None)
+            retries = (self._pools.next_retry_s(), self.spares.next_retry_s(time.monotonic()))
+            retry_s = min((one for one in retries if one is not None), default=None)
             timeout_s = max(0.0, retry_s - time.monotonic()) if retry_s is not None else None
             try:
                 async with asyncio.timeout(timeout_s):
                     await changed.wait()
             except TimeoutError:
                 continue
+
+    def _take_or_spawn(self, incarnation: Incarnation) -> SupervisedProcess:
+        """During an upgrade new ones are of the code that is installed then, and of either model."""
+        taken = self.spares.take(incarnation, self._spawn) if self._upgrading.current is None else None
+        return taken or self._spawn(incarnation)
 
     async def stop(self) -> None:
         """Ends the router, then the workers; everything is gone when it returns. May be called twice."""
@@ -184,6 +203,7 @@ class Controller:
         self._evacuating.close()
         self.draining.close()
         self._upgrading.close()
+        await self.spares.close()
         for names in ([ROUTER], [role.value for role in Role]):
             for pool in (self._pools[name] for name in names):
                 pool.set_replicas(0)
@@ -204,10 +224,16 @@ class Controller:
             self.draining.replace_leaving(incarnation)
 
     def on_unplaced(self, incarnation: Incarnation, reason: str) -> None:
+        if incarnation.spare_of:
+            self.spares.on_progress(incarnation, reason, self.on_unplaced)
+            return
         self._pools.of(incarnation).on_unplaced(incarnation, reason)
         self._publication.publish()
 
     def on_progress(self, incarnation: Incarnation, detail: str) -> None:
+        if incarnation.spare_of:
+            self.spares.on_progress(incarnation, detail, self.on_progress)
+            return
         self._pools.of(incarnation).on_progress(incarnation, detail)
         self._publication.publish()
 

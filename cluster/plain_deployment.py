@@ -66,8 +66,9 @@ async def plain_deployment(config: ServeConfig) -> AsyncIterator[PlainDeployment
             made_of, name = controller.config_of(incarnation), f"{incarnation.worker_id}.{incarnation.number}"
             if incarnation.pool_name == ROUTER:
                 return PlainProcess(made_of.router_config(admin_address, incarnation.place), Path(folder), name)
-            worker = made_of.worker_config(incarnation.worker_id, Role(incarnation.pool_name))
-            return PlainProcess(worker, Path(folder), name)
+            role = Role(incarnation.spare_of or incarnation.pool_name)
+            worker = made_of.worker_config(incarnation.worker_id, role)
+            return PlainProcess(worker, Path(folder), name, is_spare=bool(incarnation.spare_of))
 
         controller = Controller(config, spawn, _canary, proving=Proving(Judge(), make_channel))
         server, admin_address = await start_admin_server(controller, _LOOPBACK, config.admin_port)

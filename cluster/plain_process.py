@@ -34,9 +34,18 @@ _LOG_TAIL_BYTES = 2000
 class PlainProcess:
     """Implements `supervised.SupervisedProcess`."""
 
-    def __init__(self, config: WorkerConfig | RouterConfig, folder: Path, name: str, dial: Dial = make_channel) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig | RouterConfig,
+        folder: Path,
+        name: str,
+        dial: Dial = make_channel,
+        *,
+        is_spare: bool = False,
+    ) -> None:
         """Configuration and log of the process are kept in `folder`."""
         self._config = config
+        self._is_spare = is_spare
         self._is_router = isinstance(config, RouterConfig)
         self._path, self._log = folder / f"{name}.json", folder / f"{name}.log"
         self._dial = dial
@@ -50,6 +59,8 @@ class PlainProcess:
     async def start(self) -> Started:
         self._path.write_text(self._config.model_dump_json())
         command = [sys.executable, "-m", "router" if self._is_router else "cluster.worker", "--config", str(self._path)]
+        if self._is_spare:
+            command.append("--spare")
         environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
         if isinstance(self._config, WorkerConfig) and self._config.engine.num_threads is not None:
             threads = str(self._config.engine.num_threads)
@@ -74,6 +85,8 @@ class PlainProcess:
         assert self._process is not None
         assert self._started is not None
         address, epoch = self._started.address, self._started.epoch
+        if not address:  # a spare: nobody asks it anything
+            return await self._outlive()
         if self._is_router:
             following = follow_router(address, on_doubt)
         else:

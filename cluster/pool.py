@@ -15,6 +15,7 @@ from types import MappingProxyType
 from penstock.types import Epoch, WorkerId
 
 NO_EPOCH = Epoch(0)
+SPARE = "spare"  # decode-spare-0: the first process that stands ready for the decode pool
 FIRST_RETRY_S = 1.0  # after the second loss in a row that never became ready; the first is replaced at once
 MAX_RETRY_S = 30.0
 FIRST_QUARANTINE_S = 10.0  # doubled each time
@@ -46,6 +47,12 @@ class Incarnation:
     @property
     def pool_name(self) -> str:
         return self.worker_id.rpartition("-")[0]
+
+    @property
+    def spare_of(self) -> str:
+        """The pool that it stands ready for; "" for a worker or a router."""
+        pool, _, what = self.pool_name.rpartition("-")
+        return pool if what == SPARE else ""
 
     @property
     def place(self) -> int:

@@ -43,7 +43,7 @@ _WORKER_REMOVE_TIMEOUT_S = 2.0
 class ActorSpec:
     """Everything that decides how one incarnation's actor is made."""
 
-    kind: str  # prefill, decode or router
+    kind: str  # prefill, decode, router or spare
     incarnation: Incarnation
     config: Mapping[str, object]  # of the worker or router, plain data
     share: Share
@@ -140,6 +140,8 @@ class RayProcess:
         assert self._report is not None
         assert self._report.started is not None
         started = self._report.started
+        if not started.address:  # a spare: nobody asks it anything
+            return await self._outlive()
         if self._is_router:
             following = follow_router(started.address, on_doubt)
         else:

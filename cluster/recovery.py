@@ -13,7 +13,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from cluster.pool import Incarnation
+from cluster.pool import SPARE, Incarnation
 from cluster.ray_placement import group_names, release_now
 from cluster.ray_process import NAMESPACE
 from cluster.supervised import ROUTER, Found, SupervisedProcess
@@ -22,7 +22,7 @@ from penstock.types import Role, WorkerId
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(rf"((?:{'|'.join([*(role.value for role in Role), ROUTER])})-\d+)\.(\d+)")
+_NAME = re.compile(rf"((?:{'|'.join(role.value for role in Role)})(?:-{SPARE})?-\d+|{ROUTER}-\d+)\.(\d+)")
 _ANSWER_TIMEOUT_S = 2.0  # of a running worker, which answers from memory
 
 
@@ -40,7 +40,8 @@ class Process(SupervisedProcess, Protocol):
 
 
 async def find_running(make_process: Callable[[Incarnation, ActorHandle], Process]) -> list[Found]:
-    """The newest incarnation of each worker and router that Ray knows; older ones are ended."""
+    """The newest incarnation of each worker and router that Ray knows; older ones are ended, and so are spares that
+    have not become workers: each controller makes its own."""
     actors = await asyncio.to_thread(_named_actors)
     asked = await asyncio.gather(*(_ask(make_process(name, actor)) for name, actor in actors.items()))
     current = newest(dict(zip(actors, asked, strict=True)))
@@ -50,10 +51,10 @@ async def find_running(make_process: Callable[[Incarnation, ActorHandle], Proces
 
 
 def newest(found: Mapping[Incarnation, Found]) -> dict[Incarnation, Found]:
-    """Of each worker its last incarnation, by the names of their actors."""
+    """Of each worker its last incarnation, by the names of their actors. A spare is no worker yet."""
     order = sorted(found, key=lambda name: found[name].incarnation.number)
     last = {found[name].incarnation.worker_id: name for name in order}
-    return {name: found[name] for name in last.values()}
+    return {name: found[name] for name in last.values() if not found[name].incarnation.spare_of}
 
 
 async def remove_everything() -> None:

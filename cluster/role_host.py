@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -23,15 +24,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 IDLE_TIMEOUT_S = 5.0  # a drained worker's last pages are quiet long before
+_NO_EPOCH = Epoch(0)
 
 
 class RoleHost:
     """A worker server whose role may change. After a failed flip only `stop` may be called."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, *, waits: bool = False) -> None:
+        """One that `waits` is a spare: it loads what `config` names and serves only once it was given a name and a role
+        by `flip`."""
         self._config = config
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._server = self._make(config, None)
+        self._replica: Replica | None = None
+        self._warming = threading.Thread(target=_warm_up_wires, args=(config,), name="warm up", daemon=True)
+        self._warming.start()
+        self._serving: PrefillServer | DecodeServer | None = None if waits else self._make(config, None)
 
     def _make(self, config: WorkerConfig, replica: Replica | None) -> PrefillServer | DecodeServer:
         # Imported here: only a worker's process pays for torch, after its thread bounds are set.
@@ -62,44 +69,62 @@ class RoleHost:
 
     @property
     def epoch(self) -> Epoch:
-        return self._server.epoch
+        return self._serving.epoch if self._serving is not None else _NO_EPOCH
 
     @property
     def address(self) -> str:
-        return self._server.address
+        return self._serving.address if self._serving is not None else ""
 
     @property
     def server(self) -> PrefillServer | DecodeServer:
-        return self._server
+        assert self._serving is not None, "a spare serves nobody"
+        return self._serving
 
     async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
         """Raises CheckpointError or ConfigError."""
-        await self._server.start(on_progress)
+        await asyncio.to_thread(self._warming.join)
+        if self._serving is not None:
+            await self._serving.start(on_progress)
+            return
+        from engine.replica import Replica
+
+        self._make(self._config, None)  # what it will serve with is imported too
+        self._replica = await asyncio.to_thread(Replica.load, self._config.engine, on_progress)
 
     async def flip(self, worker_id: WorkerId, role: Role) -> None:
-        """Serves in the other role from now on, under this name and a new epoch.
+        """Serves in the other role from now on, or a spare in its first one, under this name and a new epoch.
 
         The worker must have been drained: what it still has ends. Raises Unavailable where a peer may still write into
         its pages; they cannot be used then.
         """
-        if role is self.role:
-            raise InvalidInput("role", f"is {role.value}, which {self.worker_id} has already")
-        old, before = self._server, self.worker_id
-        await old.wait_idle(IDLE_TIMEOUT_S)
-        await old.stop()
-        assert old.replica is not None
-        if num_pinned := old.replica.num_pinned_pages:
+        before, replica = self.worker_id, self._replica
+        if self._serving is not None:
+            if role is self.role:
+                raise InvalidInput("role", f"is {role.value}, which {before} has already")
+            await self._serving.wait_idle(IDLE_TIMEOUT_S)
+            await self._serving.stop()
+            replica = self._serving.replica
+        assert replica is not None, "started before"
+        if num_pinned := replica.num_pinned_pages:
             raise Unavailable(f"{before} cannot change its role: {num_pinned} of its pages may still be written")
         self._config = self._config.model_copy(update={"role": role, "worker_id": worker_id})
-        self._server = self._make(self._config, old.replica)
-        await self._server.start()
+        self._serving = self._make(self._config, replica)
+        await self._serving.start()
         log.info("%s is %s, epoch %d", before, worker_id, self.epoch)
 
     async def leave(self) -> None:
-        await self._server.leave()
+        if self._serving is not None:
+            await self._serving.leave()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        return await self._server.wait_idle(timeout_s)
+        return self._serving is None or await self._serving.wait_idle(timeout_s)
 
     async def stop(self) -> None:
-        await self._server.stop()
+        if self._serving is not None:
+            await self._serving.stop()
+
+
+def _warm_up_wires(config: WorkerConfig) -> None:
+    from kv_transfer.nixl_agent import Agent
+
+    Agent.warm_up(config.transfer)

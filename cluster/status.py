@@ -7,13 +7,15 @@ import time
 from cluster.pool import Slot, WorkerState
 from cluster.pools import Pools
 from cluster.reports import Reports
+from cluster.spares import Spares
 from cluster.supervised import Started
 from penstock.types import WorkerId
 from penstock.v1 import admin_pb2
 
 
 class Status:
-    def __init__(self, model_name: str, pools: Pools, reports: Reports) -> None:
+    def __init__(self, model_name: str, pools: Pools, reports: Reports, spares: Spares) -> None:
+        self._spares = spares
         self._model_name = model_name
         self._pools = pools
         self._reports = reports
@@ -34,6 +36,7 @@ class Status:
             workers=[self._of_worker(slot) for slot in self._pools.slots],
             endpoints=[one for worker_id in sorted(self._endpoints) for one in self._endpoints[worker_id]],
             uptime_s=time.monotonic() - self._began_s,
+            spares=self._spares.tell(),
         )
 
     def _of_worker(self, slot: Slot) -> admin_pb2.WorkerStatus:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from cluster.examiner import Examiner
 from cluster.flip import Flip
-from cluster.pool import Incarnation
+from cluster.heartbeats import DOUBT_AFTER_S
+from cluster.pool import Incarnation, WorkerState
 from cluster.pools import Pools
 from cluster.proving import Poisoned
 from cluster.readiness import Readiness
+from cluster.spares import REPLACE_AFTER_S, Spares
 from cluster.supervised import ROUTER, Found, Spawn, Started, SupervisedProcess
 from penstock.errors import PenstockError
 from penstock.v1 import worker_pb2
@@ -48,7 +50,10 @@ class Supervision:
         examiner: Examiner | None,
         listener: Listener,
         publish: Callable[[], None],
+        spares: Spares,
+        next_change: Callable[[], Awaitable[None]],
     ) -> None:
+        """`next_change` returns at the next call of `publish`, whosever it is."""
         self._pools = pools
         self._spawn = spawn
         self._start_timeout_s = start_timeout_s
@@ -56,7 +61,10 @@ class Supervision:
         self._examiner = examiner
         self._listener = listener
         self._publish = publish
+        self._spares = spares
+        self._next_change = next_change
         self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
+        self._doubts: dict[Incarnation, asyncio.Event] = {}  # set while a worker is silent
         self._handed: dict[Incarnation, asyncio.Future[SupervisedProcess]] = {}  # processes that somebody else takes on
 
     def begin(self, incarnation: Incarnation, found: Found | None = None, flip: Flip | None = None) -> None:
@@ -140,20 +148,40 @@ class Supervision:
         life = process.watch(
             lambda load: self._listener.on_report(incarnation, load), lambda doubt: self._on_doubt(incarnation, doubt)
         )
-        if self._examiner is None or incarnation.pool_name == ROUTER or not self._examiner.asks_again:
+        if incarnation.pool_name == ROUTER:
             return await life
-        watching = asyncio.create_task(life)
-        proving = asyncio.create_task(self._examiner.prove_again(incarnation))
+        self._doubts[incarnation] = asyncio.Event()
+        ends = [asyncio.create_task(life), asyncio.create_task(self._lose_patience(incarnation))]
+        if self._examiner is not None and self._examiner.asks_again:
+            ends.append(asyncio.create_task(self._examiner.prove_again(incarnation)))
         try:
-            await asyncio.wait([watching, proving], return_when=asyncio.FIRST_COMPLETED)
-            return watching.result() if watching.done() else await proving
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return next(one for one in ends if one.done()).result()
         finally:
-            watching.cancel()
-            proving.cancel()
+            del self._doubts[incarnation]
+            for one in ends:
+                one.cancel()
+
+    async def _lose_patience(self, incarnation: Incarnation) -> str:
+        """Why it is given up before it counts as lost: it has been silent for long, and its stand-in is warm."""
+        doubted = self._doubts[incarnation]
+        while True:
+            await doubted.wait()
+            try:
+                async with asyncio.timeout(REPLACE_AFTER_S - DOUBT_AFTER_S):
+                    while doubted.is_set():
+                        await self._next_change()
+            except TimeoutError:
+                while doubted.is_set():
+                    if self._spares.has_warm(incarnation.pool_name):
+                        return f"no sign of life for {REPLACE_AFTER_S:g} s, and a warm process stands ready"
+                    await self._next_change()
 
     def _on_doubt(self, incarnation: Incarnation, reason: str) -> None:
         if self._pools.of(incarnation).on_doubt(incarnation, reason):
             log.info("%s: %s", incarnation.worker_id, reason or "it answers again")
+            if (doubted := self._doubts.get(incarnation)) is not None:
+                doubted.set() if reason else doubted.clear()
             self._publish()
 
     async def _bury(self, process: SupervisedProcess, incarnation: Incarnation, flip: Flip | None, reason: str) -> None:
@@ -162,6 +190,8 @@ class Supervision:
         log.info("%s is lost: %s", incarnation.worker_id, reason)
         pool.on_lost(incarnation, reason)
         self._readiness.on_lost(incarnation)
+        if self._has_successor(incarnation):
+            pool.on_removed(incarnation, time.monotonic())
         self._publish()  # routers hear of it first, then the corpse is removed, then it is replaced
         if incarnation not in self._handed:
             await process.kill()
@@ -170,6 +200,12 @@ class Supervision:
         self._tasks.pop(incarnation, None)
         pool.on_removed(incarnation, time.monotonic())
         self._publish()
+
+    def _has_successor(self, incarnation: Incarnation) -> bool:
+        """Whether a process with a place of its own can follow a lost one, which then need not be gone first."""
+        slot = self._pools.slot_of(incarnation)
+        is_lost = slot is not None and slot.state is WorkerState.LOST and not slot.is_leaving
+        return is_lost and self._spares.has_warm(incarnation.pool_name)
 
 
 async def _stop_in_order(process: SupervisedProcess) -> None:

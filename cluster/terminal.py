@@ -100,7 +100,8 @@ def format_status(status: admin_pb2.StatusResponse) -> str:
         for worker in status.workers
     ]
     header = ("worker", "state", "pid", "restarts", "running", "waiting", "free pages", "address", "")
-    return f"{head}\n\n{format_table(header, rows)}"
+    spares = [[one.name, one.state, str(one.pid or "-"), *["-"] * 5, one.detail] for one in status.spares]
+    return f"{head}\n\n{format_table(header, rows + spares)}"
 
 
 def format_drain(progress: admin_pb2.DrainProgress) -> str:

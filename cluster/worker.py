@@ -46,19 +46,20 @@ def main() -> int:
     """The process's exit status, as `penstock.worker_main.main`'s."""
     parser = argparse.ArgumentParser(prog="python -m cluster.worker", description=__doc__)
     parser.add_argument("--config", required=True, help="a WorkerConfig, TOML or JSON")
+    parser.add_argument("--spare", action="store_true", help="serve only once WorkerHost has given a name and a role")
     parser.add_argument("--secret-file", help="security.secret_file, where the configuration does not say")
     try:
         arguments = parser.parse_args()
         config = with_secret_file(load(WorkerConfig, arguments.config), arguments.secret_file)
         log.set_up(config.worker_id)
-        return uvloop.run(_serve(config))
+        return uvloop.run(_serve(config, waits=arguments.spare))
     except PenstockError as error:
         print(error.message, file=sys.stderr)
         return 2
 
 
-async def _serve(config: WorkerConfig) -> int:
-    host, ending = RoleHost(config), Ending()
+async def _serve(config: WorkerConfig, *, waits: bool) -> int:
+    host, ending = RoleHost(config, waits=waits), Ending()
     await host.start()
     control = await _start_control(config, host)
     ready = {**ready_line(host.worker_id, host), "host": f"{config.host}:{control.port}"}

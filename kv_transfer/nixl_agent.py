@@ -5,9 +5,11 @@ Beneath nixl.py. NIXL calls are made under `Agent.lock`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import ipaddress
+import mmap
 import os
 import secrets
 import threading
@@ -63,6 +65,14 @@ class Agent:
             self.register(pages.tensor)
         except self.errors as error:
             raise TransferError(f"NIXL agent: {error}") from error
+
+    @classmethod
+    def warm_up(cls, config: TransferConfig) -> None:
+        """UCX looks at the machine once a process, for 0.4 s of a core: here, beside what else a start takes. Blocks;
+        afterwards nothing of it is left open. Whoever makes the real agent hears what is wrong."""
+        if config.transport in ("auto", "nixl") and is_installed():
+            with contextlib.suppress(TransferError):
+                cls(PageBuffer(torch.zeros(1, mmap.PAGESIZE, dtype=torch.uint8)), config).close()
 
     def register(self, tensor: torch.Tensor) -> None:
         self._registered.append(self.api.register_memory(tensor))

@@ -191,6 +191,9 @@ class PoolConfig(_Frozen):
     replicas: int = Field(1, ge=0)
     min_replicas: int | None = Field(None, ge=0)  # for the autoscaler; default: 1, or 0 where `replicas` is
     max_replicas: int | None = Field(None, ge=0)  # for the autoscaler; default: `replicas`
+    spares: int = Field(
+        0, ge=0
+    )  # warm processes, weights loaded, that become workers in an instant; each holds a worker's share
     num_gpus: float = Field(0, ge=0)
     num_cpus: float | None = Field(None, gt=0)  # default: an even share of the machine's cores
     resources: dict[str, float] = Field(default_factory=dict)  # custom Ray resources
@@ -274,6 +277,9 @@ class ServeConfig(_Frozen):
     @property
     def model_name(self) -> str:
         return self.served_model or Path(self.model).name
+
+    def pool(self, role: Role) -> PoolConfig:
+        return self.prefill_pool if role is Role.PREFILL else self.decode_pool
 
     def engine_config(self, role: Role | None = None) -> EngineConfig:
         """Of one pool's workers, or what all pools share."""

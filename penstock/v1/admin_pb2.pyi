@@ -69,18 +69,34 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("model", "ready", "workers", "endpoints", "uptime_s")
+    __slots__ = ("model", "ready", "workers", "endpoints", "uptime_s", "spares")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    SPARES_FIELD_NUMBER: _ClassVar[int]
     model: str
     ready: bool
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     uptime_s: float
-    def __init__(self, model: _Optional[str] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., endpoints: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    spares: _containers.RepeatedCompositeFieldContainer[SpareStatus]
+    def __init__(self, model: _Optional[str] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., endpoints: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., spares: _Optional[_Iterable[_Union[SpareStatus, _Mapping]]] = ...) -> None: ...
+
+class SpareStatus(_message.Message):
+    __slots__ = ("pool", "name", "state", "pid", "detail")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    pool: str
+    name: str
+    state: str
+    pid: int
+    detail: str
+    def __init__(self, pool: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ()

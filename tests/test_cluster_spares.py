@@ -1,0 +1,191 @@
+"""Warm processes: taken by workers that start, replaced behind them, standing in for silent ones. Processes are played
+by the test; `test_cluster_nodes.py` and the benchmark have real ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster import supervision
+from cluster.controller import Controller
+from cluster.pool import Incarnation, Slot, WorkerState
+from cluster.recovery import newest, parse_name
+from cluster.spare_count import choose_count
+from cluster.supervised import Found, Started
+from penstock.config import PoolConfig
+from penstock.errors import Unavailable
+from penstock.types import Epoch, WorkerId
+from penstock.v1 import admin_pb2
+from tests.test_cluster_controller import CONFIG, FakeProcess, World, worker
+
+
+class Warmable(FakeProcess):
+    """A worker, a router, or a process that becomes a worker when it is flipped."""
+
+    async def start(self) -> Started:
+        started = await super().start()
+        return Started(Epoch(0), "", 5000) if self.incarnation.spare_of else started
+
+    async def flip(self, incarnation: Incarnation) -> Started:
+        if self.incarnation.worker_id in self.world.broken:
+            raise Unavailable("it is of no use")
+        self.world.num_started += 1
+        return Started(Epoch(self.world.num_started), f"{incarnation.worker_id}:1", 5000)
+
+
+class SpareWorld(World):
+    def __init__(self, spares: int) -> None:
+        super().__init__()
+        self.broken: set[str] = set()
+        config = CONFIG.model_copy(update={"decode_pool": PoolConfig(replicas=2, spares=spares)})
+        self.controller = Controller(config, self.spawn, self.canary)
+
+    def spawn(self, incarnation: Incarnation) -> Warmable:
+        key = (incarnation.worker_id, 1 if incarnation.spare_of else incarnation.number)
+        process = self.processes[key] = Warmable(self, incarnation)
+        return process
+
+    async def warm(self, name: str) -> admin_pb2.StatusResponse:
+        return await self.until(lambda status: [(one.name, one.state) for one in status.spares] == [(name, "warm")])
+
+    def told(self, subject: str) -> list[str]:
+        return [event.what for event in self.controller.events.after(0) if event.subject == subject]
+
+
+async def test_a_lost_worker_is_followed_by_the_spare_and_another_one_warms_up() -> None:
+    world = SpareWorld(spares=1)
+    await world.ready()
+    before = await world.warm("decode-spare-0")
+    assert (before.spares[0].pool, before.spares[0].pid) == ("decode", 5000)
+    world.processes["decode-1", 1].lose()
+    after = await world.until(lambda status: status.spares and status.spares[0].name == "decode-spare-1")
+    now = worker(after, "decode-1")
+    assert (now.state, now.pid, now.num_restarts) == ("ready", 5000, 1)
+    assert now.member.epoch > worker(before, "decode-1").member.epoch
+    assert ("decode-1", 2) not in world.processes  # nothing was started for it
+    assert world.processes["decode-1", 1].killed
+    assert not world.processes["decode-spare-0", 1].killed
+    assert world.told("decode-spare-0") == ["starting", "warm", "taken"]
+    await world.controller.stop()
+    assert all(process.killed for process in world.processes.values())
+    assert world.processes["decode-spare-0", 1].stopped  # in order, as the worker that it is
+
+
+async def test_a_successor_with_a_place_of_its_own_does_not_wait_for_the_corpse() -> None:
+    world = SpareWorld(spares=1)
+    await world.ready()
+    await world.warm("decode-spare-0")
+    corpse, may_go = world.processes["decode-1", 1], asyncio.Event()
+    corpse.kill = may_go.wait  # type: ignore[method-assign]
+    corpse.lose()
+    await world.until(lambda status: worker(status, "decode-1").num_restarts == 1)
+    await world.until(lambda status: worker(status, "decode-1").state == "ready")
+    may_go.set()
+    await world.controller.stop()
+
+
+async def test_none_warms_up_while_workers_start() -> None:
+    world = SpareWorld(spares=2)
+    world.may_start.clear()
+    world.controller.start()
+    await world.until(lambda status: len(status.workers) == 4)
+    assert not world.controller.status().spares
+    world.may_start.set()
+    status = await world.until(lambda status: len(status.spares) == 2)
+    assert {one.state for one in status.workers} == {"ready"}
+    await world.controller.stop()
+
+
+async def test_a_spare_that_dies_is_replaced() -> None:
+    world = SpareWorld(spares=1)
+    await world.ready()
+    await world.warm("decode-spare-0")
+    world.processes["decode-spare-0", 1].lose("its process died")
+    await world.warm("decode-spare-1")
+    assert world.told("decode-spare-0") == ["starting", "warm", "lost"]
+    assert world.processes["decode-spare-0", 1].killed
+    await world.controller.stop()
+
+
+async def test_a_spare_that_cannot_become_a_worker_costs_a_cold_start() -> None:
+    world = SpareWorld(spares=1)
+    await world.ready()
+    await world.warm("decode-spare-0")
+    world.broken.add("decode-spare-0")
+    world.processes["decode-0", 1].lose()
+    await world.until(lambda status: worker(status, "decode-0").pid == 4000 and status.workers[1].num_restarts == 1)
+    await world.warm("decode-spare-1")
+    assert ("decode-0", 2) in world.processes
+    assert world.processes["decode-spare-0", 1].killed
+    await world.controller.stop()
+
+
+async def test_a_silent_worker_gets_a_stand_in_that_leaves_when_it_speaks_again() -> None:
+    world = SpareWorld(spares=0)
+    await world.ready()
+    world.processes["decode-1", 1].doubt("no sign of life for 2.3 s")
+    await world.warm("decode-spare-0")
+    assert world.told("prefill-spare-0") == []
+    world.processes["decode-1", 1].doubt("")
+    await world.until(lambda status: not status.spares)
+    await world.until(lambda status: world.processes["decode-spare-0", 1].killed)
+    assert worker(world.controller.status(), "decode-1").num_restarts == 0
+    await world.controller.stop()
+
+
+async def test_a_silent_worker_is_given_up_once_its_stand_in_is_warm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervision, "REPLACE_AFTER_S", supervision.DOUBT_AFTER_S)
+    world = SpareWorld(spares=0)
+    await world.ready()
+    world.may_start.clear()
+    world.processes["decode-1", 1].doubt("no sign of life for 2.3 s")
+    await world.until(lambda status: len(status.spares) == 1)
+    assert worker(world.controller.status(), "decode-1").state == "silent"  # nothing could follow it yet
+    world.may_start.set()
+    status = await world.until(lambda status: worker(status, "decode-1").num_restarts == 1)
+    status = await world.until(lambda status: worker(status, "decode-1").state == "ready")
+    assert worker(status, "decode-1").pid == 5000
+    assert not status.spares
+    assert world.processes["decode-1", 1].killed
+    await world.controller.stop()
+
+
+async def test_a_stop_while_one_warms_up_ends_it() -> None:
+    world = SpareWorld(spares=1)
+    await world.ready()
+    world.may_start.clear()
+    world.processes["decode-0", 1].lose()
+    await world.until(lambda status: worker(status, "decode-0").num_restarts == 1)
+    await asyncio.wait_for(world.controller.stop(), 10)
+    assert all(process.killed for process in world.processes.values())
+
+
+def test_names_tell_spares_from_workers() -> None:
+    spare, becomes = Incarnation(WorkerId("decode-spare-3"), 17), Incarnation(WorkerId("decode-0"), 2)
+    assert parse_name("decode-spare-3.17") == spare
+    assert (spare.spare_of, becomes.spare_of) == ("decode", "")
+    assert parse_name("router-spare-0.1") is None
+    process = FakeProcess.__new__(FakeProcess)
+    idle, taken = Found(spare, process, None), Found(becomes, process, None)
+    other = Incarnation(WorkerId("decode-spare-4"), 18)
+    assert newest({spare: taken, other: Found(other, process, None)}) == {spare: taken}
+    assert newest({spare: idle}) == {}
+
+
+@given(st.integers(0, 3), st.integers(0, 3), st.lists(st.sampled_from(list(WorkerState)), min_size=1, max_size=6))
+def test_how_many(configured: int, present: int, states: list[WorkerState]) -> None:
+    slots = [Slot(Incarnation(WorkerId(f"decode-{n}"), 1), state) for n, state in enumerate(states)]
+    count = choose_count(configured, present, slots, slots)
+    if WorkerState.UNPLACED in states:
+        assert count == 0  # a worker may want its place
+    elif WorkerState.SILENT in states:
+        assert count >= max(1, configured, present)
+    elif WorkerState.STARTING in states or WorkerState.LOST in states:
+        assert count == present  # no start beside a start, and no stand-in leaves before it is taken
+    else:
+        assert count == configured

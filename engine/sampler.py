@@ -9,25 +9,29 @@ temperature, then min-p, top-k and top-p, each on what the one before left. All 
 probability, and tokens that tie with the last one kept are kept: no result depends on how ties are sorted.
 Log-probabilities are those of the untouched distribution.
 
-Rows are grouped by what they ask for. A greedy row costs one argmax, also beside rows that ask for more.
+On a CPU rows are grouped by what they ask for: a greedy row costs one argmax, also beside rows that ask for more. On a
+GPU with Triton one set of kernels (`engine.kernels.sample`) serves all rows of a batch.
 
 Shapes: `B` rows of logits, `R` rows of a group, `V` vocabulary, `C` likeliest candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import torch
 
 from engine.counter_random import uniform
+from engine.draws import Draws
 from engine.logit_edits import edit_logits, is_edited
 from engine.sequence import SampledToken, ScheduledSequence, Sequence
 from penstock.errors import InternalError
 from penstock.types import SamplingParams, TokenLogprob
 
+DrawTokens = Callable[[torch.Tensor, Draws], tuple[torch.Tensor, torch.Tensor]]  # see `engine.kernels.sample`
 _MIN_TEMPERATURE = 1e-30  # below, fp32 division would give 0 / 0; any such temperature is an argmax already
 _NUCLEUS_GUESS = 1024  # candidates tried for top-p before all of V is sorted; text rarely needs more than 200
 _BLOCK = 128  # neighbours in the vocabulary whose weights are summed at once
@@ -46,20 +50,63 @@ def sample(
     if logits_BV.shape[0] != len(rows):
         raise InternalError(f"sample: {logits_BV.shape[0]} rows of logits for {len(rows)} sequences")
     sequences = [row.sequence for row in rows]
+    draw_tokens = _device_kernel() if logits_BV.is_cuda else None
+    if draw_tokens is not None:
+        token_ids = sample_on_device(logits_BV, sequences, eos_token_ids, draw_tokens)
+    else:
+        token_ids = _sample_by_group(logits_BV, sequences, eos_token_ids)
+    logprobs = _logprobs(logits_BV, sequences, token_ids)
+    return [SampledToken(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)]
+
+
+def sample_on_device(
+    logits_BV: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: Collection[int], draw_tokens: DrawTokens
+) -> list[int]:
+    """The same tokens by the sampling kernel, all rows at once; the only wait is for the tokens."""
+    if any(is_edited(sequence) for sequence in sequences):
+        logits_BV = logits_BV.to(torch.float32, copy=True)
+        edit_logits(logits_BV, sequences, eos_token_ids)
+    samplings = [sequence.sampling for sequence in sequences]
+    positions = [len(sequence.token_ids) for sequence in sequences]
+    draws = Draws.of(samplings, positions, logits_BV.shape[1], logits_BV.device)
+    tokens_B, totals_B = draw_tokens(logits_BV, draws)
+    found = torch.stack((tokens_B.double(), totals_B)).cpu()  # one copy; a double holds every token id
+    _check_totals(sequences, found[1].tolist())
+    return found[0].long().tolist()
+
+
+@functools.cache
+def _device_kernel() -> DrawTokens | None:
+    """None where Triton is missing: torch's own operations serve then."""
+    try:
+        from engine.kernels.sample import draw_tokens
+    except ImportError:
+        return None
+    return draw_tokens
+
+
+def _check_totals(sequences: SequenceOf[Sequence], totals: SequenceOf[float]) -> None:
+    for sequence, total in zip(sequences, totals, strict=True):
+        if not 0.0 < total < float("inf"):
+            raise InternalError(f"request {sequence.request_id}: its logits hold no finite distribution to draw from")
+
+
+def _sample_by_group(
+    logits_BV: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: Collection[int]
+) -> list[int]:
     plain: list[int] = []
     edited: list[int] = []
     drawn: list[int] = []
     for index, sequence in enumerate(sequences):
         group = drawn if not _is_greedy(sequence.sampling) else edited if is_edited(sequence) else plain
         group.append(index)
-    token_ids = [0] * len(rows)
+    token_ids = [0] * len(sequences)
     for group, pick in ((plain, _pick_plain), (edited, _pick_edited), (drawn, _draw)):
         if group:
             picked = pick(_select(logits_BV, group), [sequences[index] for index in group], eos_token_ids)
             for index, token_id in zip(group, picked, strict=True):
                 token_ids[index] = token_id
-    logprobs = _logprobs(logits_BV, sequences, token_ids)
-    return [SampledToken(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)]
+    return token_ids
 
 
 def _is_greedy(sampling: SamplingParams) -> bool:
@@ -110,9 +157,7 @@ def _draw_chunk(logits_RV: torch.Tensor, sequences: SequenceOf[Sequence], eos: C
     _filter(weights_RV, samplings, vocab_size)
     uniforms = [uniform(sequence.sampling.seed, len(sequence.token_ids)) for sequence in sequences]
     token_ids, totals = _invert_cdf(weights_RV, uniforms)
-    for sequence, total in zip(sequences, totals, strict=True):
-        if not 0.0 < total < float("inf"):
-            raise InternalError(f"request {sequence.request_id}: its logits hold no finite distribution to draw from")
+    _check_totals(sequences, totals)
     return token_ids
 
 

@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 
-.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-autoscale bench-flips gpu-check clean
+.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-autoscale bench-flips bench-engine gpu-check clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint types     ruff, mypy"
 	@echo "make proto          regenerate the gRPC stubs from proto/"
 	@echo "make bench bench-router bench-serving bench-transfer   benchmarks, results in benchmarks/results/"
+	@echo "make bench-engine   one engine beside the bare-torch floor, eager torch, transformers and, where installed, vLLM"
 	@echo "make bench-replay   every policy on every trace in virtual time   (PENSTOCK_TRACES=DIR for recorded ones)"
 	@echo "make bench-faults   workers, routers, a node and the controller killed or frozen: noticed when, replaced when"
 	@echo "make bench-autoscale   the autoscaler beside one that goes by queue lengths, in virtual time"
@@ -62,6 +63,9 @@ bench: setup
 # Two cores: one for the router, the other for null worker and clients. Decisions and index first, as they stand.
 bench-router: setup
 	for name in index choice router; do test ! -f benchmarks/$$name.py || $(PY) -m benchmarks.$$name || exit 1; done
+
+bench-engine: setup
+	$(PY) -m benchmarks.engine
 
 bench-serving: setup
 	$(PY) -m benchmarks.serving

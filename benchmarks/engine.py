@@ -2,7 +2,7 @@
 
 Decode steps of 1, 16 and 64 sequences at 512 tokens of context, prompts of 512 and 2048 tokens, 16 requests from prompt
 to last token, and the start of a process to its first token; 135M shape, bf16, greedy. Held against the bare-torch
-floor, plain eager torch, `transformers` and, where it is installed, vLLM's CPU build (in a process of its own, for which
+floor, plain eager torch, `transformers` and, where it is installed, vLLM's CPU build (in a process of its own, while
 this one stands still).
 
 Subjects take turns, round after round, and the quickest call of each counts: other work on the machine only adds time.

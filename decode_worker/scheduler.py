@@ -1,5 +1,13 @@
 """Which sequences a decode step computes: admission, continuous batching, preemption, page reservations. Pure.
 
+Sequences that decode have a row in a table (engine/row_table.py), and a step that changes nothing but tokens costs a few
+vector operations; only who joins, leaves or needs a page is looked at.
+
+A step is under way from `schedule` until it is recorded, and meanwhile anything may be asked of the scheduler: requests
+come and end, pages land, sequences pause. One rule makes that safe: pages that are given back while a step is under way
+are free only when it is over, since it may still write them. What a step draws for a sequence that has lost its pages
+meanwhile is dropped. One step more may be scheduled ahead, where it needs nobody's tokens but the device's.
+
 Every sequence that is running gets its next token first; what is left of the step's token budget goes to chunks of
 prompts that are computed here. Sequences have a rank for their whole life: by arrival, interactive ones with a head
 start before standard ones before bulk (penstock/aging.py). A sequence that needs a page when none is left preempts one
@@ -10,11 +18,16 @@ again later. So the first in rank always gets on, everybody comes to be first, a
 from __future__ import annotations
 
 import bisect
+from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.page_pool import OutOfPages, PagePool
 from engine.prefix_cache import PrefixCache
+from engine.row_table import Ends, RowTable, StepPlan
 from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
 from penstock.aging import Aging
 from penstock.config import DecodeConfig
@@ -44,9 +57,11 @@ class Reservation:
 
 
 class DecodeScheduler:
-    """Owns who runs and who waits. `schedule` and `commit` alternate; all on the step loop."""
+    """Owns who runs and who waits. Every step that was scheduled is recorded, in order; all on the step loop."""
 
-    def __init__(self, pool: PagePool, cache: PrefixCache, page_size: int, config: DecodeConfig) -> None:
+    def __init__(
+        self, pool: PagePool, cache: PrefixCache, page_size: int, config: DecodeConfig, ends: Ends | None = None
+    ) -> None:
         self._pool = pool
         self._cache = cache
         self._page_size = page_size
@@ -54,6 +69,12 @@ class DecodeScheduler:
         self._watermark_pages = int(config.watermark * pool.num_pages)
         self._entries: dict[Sequence, _Entry] = {}
         self._running: list[_Entry] = []  # by rank
+        self._rowless: list[_Entry] = []  # of these, by rank: computed in chunks, or new
+        self._table = RowTable(page_size, ends)
+        self._under_way: deque[StepPlan] = deque()
+        self._num_steps = 0
+        self._dropped: dict[Sequence, int] = {}  # lost their pages: what steps up to this one draw for them is void
+        self._parked: deque[tuple[int, list[PageId]]] = deque()  # to be free when that step is over
         self._waiting: list[_Entry] = []  # by rank; to be computed here
         self._num_arrivals = 0
         self._aging = Aging(HANDICAP_REQUESTS)
@@ -70,7 +91,12 @@ class DecodeScheduler:
     def num_uncomputed_tokens(self) -> int:
         """Tokens of prompts (and of preempted sequences) that are to be computed here."""
         waiting = sum(entry.sequence.num_uncomputed_tokens for entry in self._waiting)
-        return waiting + sum(entry.sequence.num_uncomputed_tokens - 1 for entry in self._running)
+        return waiting + sum(entry.sequence.num_uncomputed_tokens - 1 for entry in self._rowless)
+
+    @property
+    def num_under_way(self) -> int:
+        """Steps scheduled and not recorded yet."""
+        return len(self._under_way)
 
     def track(self, sequence: Sequence) -> None:
         """From now on the sequence has its rank."""
@@ -93,38 +119,72 @@ class DecodeScheduler:
         entry = self._entries[sequence]
         sequence.num_computed_tokens = num_computed_tokens
         self._share_full_pages(entry)
-        bisect.insort(self._running, entry, key=_rank)
+        self._run(entry)
 
     def is_running(self, sequence: Sequence) -> bool:
         """Whether it gets a token in every step: it runs, and the KV of all its tokens but the last is here."""
+        if sequence in self._table:
+            return True
         entry = self._entries.get(sequence)
-        return entry in self._running and sequence.num_uncomputed_tokens == 1
+        return entry in self._rowless and sequence.num_uncomputed_tokens == 1
+
+    def is_at_rest(self, sequence: Sequence) -> bool:
+        """Whether no step under way computes it: its tokens and its KV are what they seem."""
+        return not any(item.sequence is sequence for plan in self._under_way for item in plan)
 
     def pause(self, sequence: Sequence) -> None:
-        """A running sequence stands still and keeps its pages."""
-        self._running.remove(self._entries[sequence])
+        """A running sequence stands still, from when it is at rest on, and keeps its pages."""
+        self._stop(self._entries[sequence])
 
     def resume(self, sequence: Sequence) -> None:
         """A paused one runs again."""
-        bisect.insort(self._running, self._entries[sequence], key=_rank)
+        self._run(self._entries[sequence])
+
+    def extend(self, sequence: Sequence, token_ids: Collection[int]) -> None:
+        """More tokens of a running sequence are known than were drawn; their KV is computed next."""
+        sequence.token_ids += token_ids
+        if sequence in self._table:
+            self._table.remove(sequence)
+            bisect.insort(self._rowless, self._entries[sequence], key=_rank)
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ends here: whatever it holds goes back."""
-        entry = self._entries.pop(sequence, None)
+        entry = self._entries.get(sequence)
         if entry is None:
             return
-        if entry in self._running:
-            self._running.remove(entry)
-        elif entry in self._waiting:
+        if entry in self._waiting:
             self._waiting.remove(entry)
+        elif entry in self._running:
+            self._stop(entry)
         self.drop_pages(sequence)
+        del self._entries[sequence]
 
     def drop_pages(self, sequence: Sequence) -> None:
-        self._pool.release(sequence.pages)
+        """Of one that does not run."""
+        self._give_back(sequence)
         sequence.pages = []
         sequence.num_computed_tokens = 0
         if sequence in self._entries:
             self._entries[sequence].num_shared_pages = 0
+
+    def _give_back(self, sequence: Sequence) -> None:
+        if not self._under_way:
+            self._pool.release(sequence.pages)
+            return
+        self._dropped[sequence] = self._num_steps
+        if sequence.pages:
+            self._parked.append((self._num_steps, sequence.pages))
+
+    def _run(self, entry: _Entry) -> None:
+        bisect.insort(self._running, entry, key=_rank)
+        bisect.insort(self._rowless, entry, key=_rank)
+
+    def _stop(self, entry: _Entry) -> None:
+        self._running.remove(entry)
+        if entry.sequence in self._table:
+            self._table.remove(entry.sequence)
+        else:
+            self._rowless.remove(entry)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         return self._entries[sequence].num_cached_tokens
@@ -153,45 +213,134 @@ class DecodeScheduler:
         self._entries[sequence].num_cached_tokens = num_held * self._page_size
         return Reservation(taken[:num_held], taken[num_held:])
 
-    def schedule(self) -> list[ScheduledSequence]:
-        """The next step: each running sequence's next token, then chunks of prompts within the token budget."""
-        budget = self._config.max_batch_tokens
-        work: list[ScheduledSequence] = []
+    def schedule(self, max_chunk_tokens: int | None = None) -> StepPlan:
+        """The next step: each running sequence's next token, then chunks of prompts within the token budget, of at most
+        `max_chunk_tokens` in all. With no step under way."""
+        assert not self._under_way, "a step is under way"
         num_waiting = len(self._waiting)
+        self._seat()
         # One token each first (decode), then chunks: a long prompt must not delay those already streaming.
-        for entry in sorted(self._running, key=lambda item: (item.sequence.num_uncomputed_tokens > 1, item.rank)):
+        for entry in sorted((self._entries[sequence] for sequence in self._table.short()), key=_rank):
+            if entry.sequence in self._table:  # not preempted for the sake of one before it
+                self._make_room(entry, 1)
+        budget = self._config.max_batch_tokens - len(self._table)
+        if max_chunk_tokens is not None:
+            budget = min(budget, max_chunk_tokens)
+        chunks = self._schedule_chunks(budget)
+        budget -= sum(chunk.num_tokens for chunk in chunks)
+        # Where pages are short, whoever was preempted does not come straight back.
+        while self._waiting and budget > 0 and len(self._waiting) <= num_waiting:
+            entry = self._waiting[0]
+            if self._num_holding() >= self._config.max_batch_sequences or not self._admit(entry):
+                break
+            chunks.append(ScheduledSequence(entry.sequence, min(budget, entry.sequence.num_uncomputed_tokens)))
+            budget -= chunks[-1].num_tokens
+        return self._launch(chunks)
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """The step after the one under way, before that has drawn its tokens: a token more for everyone who decodes.
+
+        None where it has to wait for the tokens or the pages, since there are prompts to compute, too few pages, or
+        draws that depend on the text. Never preempts.
+        """
+        if len(self._under_way) != 1 or self._under_way[0].chunks or self._waiting:
+            return None
+        if self._rowless and not all(self._is_seatable(entry) for entry in self._rowless):
+            return None
+        self._seat()
+        short = self._table.short()
+        if self._table.is_special() or len(short) > self._pool.num_available:
+            return None
+        for sequence in short:
+            self._add_pages(sequence, 1)
+        return self._launch([]) or None
+
+    def _launch(self, chunks: list[ScheduledSequence]) -> StepPlan:
+        self._num_steps += 1
+        plan = StepPlan(self._table.launch(self._num_steps), chunks)
+        if plan:
+            self._under_way.append(plan)
+        return plan
+
+    def _seat(self) -> None:
+        """Those who decode from now on get their row."""
+        if any(self._is_seatable(entry) for entry in self._rowless):
+            for entry in self._rowless:
+                if self._is_seatable(entry):
+                    self._table.add(entry.sequence)
+            self._rowless = [entry for entry in self._rowless if entry.sequence not in self._table]
+
+    def _is_seatable(self, entry: _Entry) -> bool:
+        return entry.sequence.num_uncomputed_tokens == 1 and self.is_at_rest(entry.sequence)
+
+    def _schedule_chunks(self, budget: int) -> list[ScheduledSequence]:
+        chunks: list[ScheduledSequence] = []
+        for entry in self._rowless.copy():
             num_tokens = min(budget, entry.sequence.num_uncomputed_tokens)
-            if num_tokens == 0:
+            if num_tokens <= 0:
                 break
             if entry not in self._running or not self._make_room(entry, num_tokens):
                 continue
-            work.append(ScheduledSequence(entry.sequence, num_tokens))
+            chunks.append(ScheduledSequence(entry.sequence, num_tokens))
             budget -= num_tokens
         # A preemption may have hit a sequence that was scheduled before it in this very step.
-        running = {entry.sequence for entry in self._running}
-        work = [scheduled for scheduled in work if scheduled.sequence in running]
-        if len(self._waiting) > num_waiting:
-            return work  # pages are short: whoever was preempted does not come straight back
-        while self._waiting and budget > 0 and self._num_holding() < self._config.max_batch_sequences:
-            entry = self._waiting[0]
-            if not self._admit(entry):
-                break
-            num_tokens = min(budget, entry.sequence.num_uncomputed_tokens)
-            work.append(ScheduledSequence(entry.sequence, num_tokens))
-            budget -= num_tokens
-        return work
+        return [chunk for chunk in chunks if chunk.sequence.pages]
+
+    def record(self, work: Seq[ScheduledSequence], token_ids: Seq[int | None]) -> Collection[Sequence]:
+        """The oldest step under way is over: appends the tokens that it has drawn. Returns the sequences for which it
+        has drawn in vain.
+
+        `work` is its plan, with a token or None for each, or, where some of it failed, what did not: then no step after
+        it may be under way.
+        """
+        if not self._under_way:
+            assert not work, "a step that was not scheduled"
+            return ()
+        plan = self._under_way.popleft()
+        void = self._dropped.keys() & {item.sequence for item in work} if self._dropped else ()
+        num_rows = len(plan.rows) if work is plan else 0
+        if void:
+            for item, token_id in zip(work[:num_rows], token_ids, strict=False):
+                if item.sequence not in void:
+                    self._record_one(item, token_id)
+        else:
+            self._record_rows(plan.rows.items[:num_rows], token_ids)
+            for place in plan.rows.filled(self._page_size) if num_rows else ():
+                self._share_full_pages(self._entries[work[place].sequence])
+        for item, token_id in zip(work[num_rows:], token_ids[num_rows:], strict=True):
+            if item.sequence not in void:
+                self._record_one(item, token_id)
+        if work is not plan:
+            self._table.rewind()
+        elif num_rows:
+            self._table.settle(plan.step, np.array(token_ids[:num_rows], np.int64))
+        self._free_parked(plan.step)
+        return void
+
+    def _record_rows(self, items: list[ScheduledSequence], token_ids: Seq[int | None]) -> None:
+        for item, token_id in zip(items, token_ids, strict=False):
+            sequence = item.sequence
+            sequence.num_computed_tokens += 1
+            sequence.token_ids.append(token_id)  # type: ignore[arg-type]  # rows always draw
+
+    def _record_one(self, item: ScheduledSequence, token_id: int | None) -> None:
+        sequence = item.sequence
+        sequence.num_computed_tokens += item.num_tokens
+        self._share_full_pages(self._entries[sequence])
+        if token_id is not None:
+            sequence.token_ids.append(token_id)
 
     def commit(self, work: Seq[ScheduledSequence], output: StepOutput) -> list[tuple[Sequence, SampledToken]]:
-        """Records a computed step; returns each drawn token, already appended to its sequence."""
-        drawn = []
-        for scheduled, token in zip(work, output.tokens, strict=True):
-            sequence = scheduled.sequence
-            sequence.num_computed_tokens += scheduled.num_tokens
-            self._share_full_pages(self._entries[sequence])
-            if token is not None:
-                sequence.token_ids.append(token.token_id)
-                drawn.append((sequence, token))
-        return drawn
+        """`record`; returns each drawn token, already appended to its sequence."""
+        void = self.record(work, [None if token is None else token.token_id for token in output.tokens])
+        pairs = zip(work, output.tokens, strict=True)
+        return [(item.sequence, token) for item, token in pairs if token is not None and item.sequence not in void]
+
+    def _free_parked(self, step: int) -> None:
+        while self._parked and self._parked[0][0] <= step:
+            self._pool.release(self._parked.popleft()[1])
+        if self._dropped:
+            self._dropped = {sequence: last for sequence, last in self._dropped.items() if last > step}
 
     def _num_holding(self) -> int:
         """Sequences that hold pages: running, or with a transfer under way."""
@@ -207,7 +356,7 @@ class DecodeScheduler:
         if entry.num_preemptions == 0:
             entry.num_cached_tokens = entry.sequence.num_computed_tokens
         self._waiting.remove(entry)
-        bisect.insort(self._running, entry, key=_rank)
+        self._run(entry)
         return True
 
     def _take_pages(self, sequence: Sequence, num_tokens: int) -> tuple[int, list[PageId]] | None:
@@ -238,7 +387,7 @@ class DecodeScheduler:
         missing = num_pages - len(sequence.pages)
         while missing > 0:
             try:
-                sequence.pages += self._pool.allocate(missing)
+                self._add_pages(sequence, missing)
                 return True
             except OutOfPages:
                 victim = self._choose_victim(entry)
@@ -246,6 +395,12 @@ class DecodeScheduler:
                 if victim is entry:
                     return False
         return True
+
+    def _add_pages(self, sequence: Sequence, num_pages: int) -> None:
+        pages = self._pool.allocate(num_pages)
+        sequence.pages += pages
+        if sequence in self._table:
+            self._table.add_pages(sequence, pages)
 
     def _choose_victim(self, entry: _Entry) -> _Entry:
         """Who makes room for `entry`: one that ranks behind it, or itself where there is none."""
@@ -257,7 +412,7 @@ class DecodeScheduler:
         return min(behind, key=cost, default=entry)
 
     def _preempt(self, entry: _Entry) -> None:
-        self._running.remove(entry)
+        self._stop(entry)
         self.drop_pages(entry.sequence)
         entry.num_preemptions += 1
         bisect.insort(self._waiting, entry, key=_rank)

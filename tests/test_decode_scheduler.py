@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from decode_worker.scheduler import HANDICAP_REQUESTS, DecodeScheduler
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
-from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
+from engine.row_table import StepPlan
+from engine.sequence import SampledToken, Sequence, StepOutput
 from penstock.config import DecodeConfig
 from penstock.types import Lane, RequestId, SamplingParams
 
@@ -35,7 +36,7 @@ def next_token(sequence: Sequence) -> int:
     return sum(sequence.token_ids) % 997
 
 
-def run_step(scheduler: DecodeScheduler) -> list[ScheduledSequence]:
+def run_step(scheduler: DecodeScheduler) -> StepPlan:
     work = scheduler.schedule()
     for scheduled in work:
         covered = scheduled.sequence.num_computed_tokens + scheduled.num_tokens

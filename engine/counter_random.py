@@ -6,6 +6,8 @@ worker, gets the same one: that is what lets a sequence move or be recomputed wi
 
 from __future__ import annotations
 
+import numpy as np
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: the step of SplitMix64
 
@@ -25,3 +27,18 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`uniform` of many at once: uint64 seeds and the positions beside them, to the same bits."""
+    with np.errstate(over="ignore"):
+        counters = positions.astype(np.uint64) + np.uint64(1)
+        mixed = _mix_all(_mix_all(seeds.astype(np.uint64)) + np.uint64(_GOLDEN) * counters)
+    return (mixed >> np.uint64(11)) * 2.0**-53
+
+
+def _mix_all(values: np.ndarray) -> np.ndarray:
+    """`_mix`, where arithmetic wraps by itself."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

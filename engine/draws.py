@@ -1,6 +1,5 @@
-"""What rows of logits ask of a draw, as tensors: what the sampling kernel reads (`engine.kernels.sample`).
-
-Made once where a batch's sequences change; from step to step only positions rise.
+"""What rows of logits ask of a draw: in columns on the host, as steps are laid out, and as the tensors that the sampling
+kernel reads (`engine.kernels.sample`).
 
 Shapes: `B` rows.
 """
@@ -10,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from engine.row_table import SAMPLING_FIELDS, fill_sampling
+from engine.sequence import Sequence
 from penstock.types import SamplingParams
 
 
@@ -53,4 +55,45 @@ class Draws:
             some_draw=bool(drawing),
             some_top_k=any(0 < sampling.top_k < vocab_size for sampling in drawing),
             some_top_p=any(sampling.top_p < 1.0 for sampling in drawing),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DrawColumns:
+    """What plain draws need to know, one record a row: no text, no edits, no log-probabilities."""
+
+    records: np.ndarray  # with the fields of `SAMPLING_FIELDS`
+    positions: np.ndarray  # int64, of the token that is drawn in its sequence
+
+    @classmethod
+    def of(cls, sequences: SequenceOf[Sequence]) -> DrawColumns:
+        records = np.zeros(len(sequences), SAMPLING_FIELDS)
+        for row, sequence in enumerate(sequences):
+            fill_sampling(records, row, sequence.sampling)
+        return cls(records, np.array([len(sequence.token_ids) for sequence in sequences], np.int64))
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, rows: slice | np.ndarray) -> DrawColumns:
+        return DrawColumns(self.records[rows], self.positions[rows])
+
+    def on(self, vocab_size: int, device: torch.device) -> Draws:
+        """Copied to the device without waiting for it."""
+        records, is_drawn = self.records, ~self.records["is_greedy"]
+        top_k = np.where(records["top_k"] < vocab_size, records["top_k"], 0)
+
+        def column(values: np.ndarray, dtype: type) -> torch.Tensor:
+            return torch.from_numpy(values.astype(dtype)).to(device, non_blocking=True)
+
+        return Draws(
+            column(np.where(is_drawn, np.maximum(records["temperature"], 1e-30), 0.0), np.float32),
+            column(top_k, np.int32),
+            column(records["top_p"], np.float64),
+            column(records["min_p"], np.float32),
+            column(records["seed"].copy().view(np.int64), np.int64),
+            column(self.positions, np.int64),
+            some_draw=bool(is_drawn.any()),
+            some_top_k=bool((is_drawn & (top_k > 0)).any()),
+            some_top_p=bool((is_drawn & (records["top_p"] < 1.0)).any()),
         )

@@ -24,8 +24,8 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import torch
 
-from engine.counter_random import uniform
-from engine.draws import Draws
+from engine.counter_random import uniforms
+from engine.draws import DrawColumns, Draws
 from engine.logit_edits import edit_logits, is_edited
 from engine.sequence import SampledToken, ScheduledSequence, Sequence
 from penstock.errors import InternalError
@@ -36,6 +36,39 @@ _MIN_TEMPERATURE = 1e-30  # below, fp32 division would give 0 / 0; any such temp
 _NUCLEUS_GUESS = 1024  # candidates tried for top-p before all of V is sorted; text rarely needs more than 200
 _BLOCK = 128  # neighbours in the vocabulary whose weights are summed at once
 _CPU_CHUNK = 1 << 18  # logits worked on at a time on a CPU: 1 MiB of fp32 stays in L2, 3x faster than 64 rows at once
+
+
+@torch.inference_mode()
+def draw(logits_RV: torch.Tensor, draws: DrawColumns) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids, whether there was anything finite to draw from), int64 and bool [R], where the logits are.
+
+    The same tokens as `sample` gives rows without edits. What it gives a row that was not finite is a token, but
+    means nothing. Greedy rows are always taken to be finite.
+    """
+    kernel = _device_kernel() if logits_RV.is_cuda else None
+    if kernel is not None:
+        token_ids_R, totals_R = kernel(logits_RV, draws.on(logits_RV.shape[1], logits_RV.device))
+        return token_ids_R, _is_mass(totals_R)
+    is_greedy = draws.records["is_greedy"]
+    if is_greedy.all():
+        token_ids_R = _likeliest(logits_RV)
+        return token_ids_R, torch.ones_like(token_ids_R, dtype=torch.bool)
+    if not is_greedy.any():
+        token_ids_R, totals_R = _draw(logits_RV, draws)
+        return token_ids_R, _is_mass(totals_R)
+    token_ids_R = logits_RV.new_empty(len(draws), dtype=torch.int64)
+    valid_R = torch.ones_like(token_ids_R, dtype=torch.bool)
+    greedy, drawn = np.flatnonzero(is_greedy), np.flatnonzero(~is_greedy)
+    device = logits_RV.device
+    greedy_G, drawn_D = (torch.from_numpy(rows).to(device) for rows in (greedy, drawn))
+    token_ids_R[greedy_G] = _likeliest(logits_RV[greedy_G])
+    token_ids_R[drawn_D], totals_D = _draw(logits_RV[drawn_D], draws[drawn])
+    valid_R[drawn_D] = _is_mass(totals_D)
+    return token_ids_R, valid_R
+
+
+def _is_mass(totals_R: torch.Tensor) -> torch.Tensor:
+    return (totals_R > 0.0) & (totals_R < float("inf"))
 
 
 @torch.inference_mode()
@@ -88,7 +121,7 @@ def _device_kernel() -> DrawTokens | None:
 def _check_totals(sequences: SequenceOf[Sequence], totals: SequenceOf[float]) -> None:
     for sequence, total in zip(sequences, totals, strict=True):
         if not 0.0 < total < float("inf"):
-            raise InternalError(f"request {sequence.request_id}: its logits hold no finite distribution to draw from")
+            raise nothing_to_draw(sequence)
 
 
 def _sample_by_group(
@@ -101,7 +134,7 @@ def _sample_by_group(
         group = drawn if not _is_greedy(sequence.sampling) else edited if is_edited(sequence) else plain
         group.append(index)
     token_ids = [0] * len(sequences)
-    for group, pick in ((plain, _pick_plain), (edited, _pick_edited), (drawn, _draw)):
+    for group, pick in ((plain, _pick_plain), (edited, _pick_edited), (drawn, _pick_drawn)):
         if group:
             picked = pick(_select(logits_BV, group), [sequences[index] for index in group], eos_token_ids)
             for index, token_id in zip(group, picked, strict=True):
@@ -120,11 +153,15 @@ def _select(logits_BV: torch.Tensor, group: list[int]) -> torch.Tensor:
     return logits_BV[torch.tensor(group, device=logits_BV.device)]
 
 
-def _pick_plain(logits_RV: torch.Tensor, sequences: SequenceOf[Sequence], eos: Collection[int]) -> list[int]:
+def _likeliest(logits_RV: torch.Tensor) -> torch.Tensor:
     """The likeliest token, the first of equals."""
     if logits_RV.device.type == "cpu":  # numpy's argmax is vectorized: 3 us a row of 32000 where torch takes 40
-        return np.argmax(logits_RV.float().numpy(), axis=-1).tolist()
-    return logits_RV.argmax(-1).tolist()
+        return torch.from_numpy(np.argmax(logits_RV.float().numpy(), axis=-1))
+    return logits_RV.argmax(-1)
+
+
+def _pick_plain(logits_RV: torch.Tensor, sequences: SequenceOf[Sequence], eos: Collection[int]) -> list[int]:
+    return _likeliest(logits_RV).tolist()
 
 
 def _pick_edited(logits_RV: torch.Tensor, sequences: SequenceOf[Sequence], eos: Collection[int]) -> list[int]:
@@ -133,57 +170,74 @@ def _pick_edited(logits_RV: torch.Tensor, sequences: SequenceOf[Sequence], eos: 
     return _pick_plain(edited_RV, sequences, eos)
 
 
-def _draw(logits_RV: torch.Tensor, sequences: SequenceOf[Sequence], eos: Collection[int]) -> list[int]:
-    step = len(sequences)
+def _pick_drawn(logits_RV: torch.Tensor, sequences: SequenceOf[Sequence], eos: Collection[int]) -> list[int]:
+    token_ids_R, totals_R = _draw(logits_RV, DrawColumns.of(sequences), sequences, eos)
+    _check_totals(sequences, totals_R.tolist())
+    return token_ids_R.tolist()
+
+
+def nothing_to_draw(sequence: Sequence) -> InternalError:
+    return InternalError(f"request {sequence.request_id}: its logits hold no finite distribution to draw from")
+
+
+def _draw(
+    logits_RV: torch.Tensor, draws: DrawColumns, sequences: SequenceOf[Sequence] = (), eos: Collection[int] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and the weight of all that was left of each row. `sequences`: where some may ask for edits."""
+    step = len(draws)
     if logits_RV.device.type == "cpu":
         step = max(1, _CPU_CHUNK // logits_RV.shape[1])
-    token_ids: list[int] = []
-    for start in range(0, len(sequences), step):
-        token_ids += _draw_chunk(logits_RV[start : start + step], sequences[start : start + step], eos)
-    return token_ids
+    parts = []
+    for start in range(0, len(draws), step):
+        rows = slice(start, start + step)
+        scores_RV = _pad(logits_RV[rows])
+        if any(is_edited(sequence) for sequence in sequences[rows]):
+            edit_logits(scores_RV[:, : logits_RV.shape[1]], sequences[rows], eos)
+        parts.append(_draw_chunk(scores_RV, draws[rows], logits_RV.shape[1]))
+    token_ids, totals = zip(*parts, strict=True)
+    return torch.cat(token_ids), torch.cat(totals)
 
 
-def _draw_chunk(logits_RV: torch.Tensor, sequences: SequenceOf[Sequence], eos: Collection[int]) -> list[int]:
+def _pad(logits_RV: torch.Tensor) -> torch.Tensor:
+    """An fp32 copy, as wide as a whole number of blocks."""
     num_rows, vocab_size = logits_RV.shape
     padded_size = -(-vocab_size // _BLOCK) * _BLOCK
     scores_RV = torch.full((num_rows, padded_size), float("-inf"), device=logits_RV.device)
     scores_RV[:, :vocab_size] = logits_RV
-    if any(is_edited(sequence) for sequence in sequences):
-        edit_logits(scores_RV[:, :vocab_size], sequences, eos)
-    samplings = [sequence.sampling for sequence in sequences]
-    temperature_R1 = _column([max(sampling.temperature, _MIN_TEMPERATURE) for sampling in samplings], scores_RV)
+    return scores_RV
+
+
+def _draw_chunk(scores_RV: torch.Tensor, draws: DrawColumns, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    temperature_R1 = _column(np.maximum(draws.records["temperature"], _MIN_TEMPERATURE), scores_RV)
     scores_RV.sub_(scores_RV.amax(-1, keepdim=True)).div_(temperature_R1)
     weights_RV = scores_RV.exp_()  # probabilities up to one factor a row: the likeliest token weighs 1
-    _filter(weights_RV, samplings, vocab_size)
-    uniforms = [uniform(sequence.sampling.seed, len(sequence.token_ids)) for sequence in sequences]
-    token_ids, totals = _invert_cdf(weights_RV, uniforms)
-    _check_totals(sequences, totals)
-    return token_ids
+    _filter(weights_RV, draws.records, vocab_size)
+    return _invert_cdf(weights_RV, uniforms(draws.records["seed"], draws.positions))
 
 
-def _filter(weights_RV: torch.Tensor, samplings: SequenceOf[SamplingParams], vocab_size: int) -> None:
+def _filter(weights_RV: torch.Tensor, records: np.ndarray, vocab_size: int) -> None:
     """Set to 0 in place the weights that min-p, top-k and top-p leave out."""
-    with_k = [row for row, sampling in enumerate(samplings) if 0 < sampling.top_k < vocab_size]
-    with_p = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1.0]
-    floor_R1 = _column([sampling.min_p for sampling in samplings], weights_RV)  # of 1, the largest weight
+    top_k, top_p, min_p = records["top_k"], records["top_p"], records["min_p"]
+    with_k = np.flatnonzero((top_k > 0) & (top_k < vocab_size)).tolist()
+    with_p = np.flatnonzero(top_p < 1.0).tolist()
+    floor_R1 = _column(min_p, weights_RV)  # of 1, the largest weight
     top_RC: torch.Tensor | None = None
     if with_k:
-        ks = torch.tensor([[samplings[row].top_k] for row in with_k], device=weights_RV.device)
-        top_RC = _largest(_select(weights_RV, with_k), int(ks.max()))
+        ks = torch.from_numpy(top_k[with_k, None]).to(weights_RV.device)
+        top_RC = _largest(_select(weights_RV, with_k), int(top_k[with_k].max()))
         floor_R1[with_k] = torch.maximum(floor_R1[with_k], top_RC.gather(1, ks - 1))
-    if with_k or any(sampling.min_p > 0.0 for sampling in samplings):
+    if with_k or (min_p > 0.0).any():
         _apply_floor(weights_RV, floor_R1)
     if with_p:
         if top_RC is not None and with_k == with_p:
             _apply_floor(top_RC, floor_R1[with_p])
         else:
             top_RC = None
-        goals = [samplings[row].top_p for row in with_p]
-        floor_R1[with_p] = _nucleus_floor(_select(weights_RV, with_p), goals, top_RC)
+        floor_R1[with_p] = _nucleus_floor(_select(weights_RV, with_p), top_p[with_p], top_RC)
         _apply_floor(weights_RV, floor_R1)
 
 
-def _nucleus_floor(weights_RV: torch.Tensor, goals: list[float], top_RC: torch.Tensor | None) -> torch.Tensor:
+def _nucleus_floor(weights_RV: torch.Tensor, goals: np.ndarray, top_RC: torch.Tensor | None) -> torch.Tensor:
     """The smallest weight in the least set that holds the goal, a share of all that is left of the row.
 
     Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration". `top_RC`: what top-k has left, descending,
@@ -232,20 +286,20 @@ def _block_sums(weights_RV: torch.Tensor) -> torch.Tensor:
     return weights_RV.view(weights_RV.shape[0], -1, _BLOCK).sum(-1).double()
 
 
-def _invert_cdf(weights_RV: torch.Tensor, uniforms: list[float]) -> tuple[list[int], list[float]]:
-    """The first token in vocabulary order at which the running weight exceeds uniform x total, and the totals.
+def _invert_cdf(weights_RV: torch.Tensor, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first token in vocabulary order at which the running weight exceeds its number x total, and the totals.
 
     In two steps, the block and the place in it: a running sum over the whole vocabulary takes 20 times as long.
     """
     cdf_RX = _block_sums(weights_RV).cumsum(-1)
     total_R1 = cdf_RX[:, -1:].contiguous()
-    target_R1 = total_R1 * _column(uniforms, total_R1)
+    target_R1 = total_R1 * _column(numbers, total_R1)
     block_R1 = _first_above(cdf_RX, target_R1)
     before_R1 = torch.where(block_R1 > 0, cdf_RX.gather(1, (block_R1 - 1).clamp(min=0)), 0.0)
     blocks_RXY = weights_RV.view(weights_RV.shape[0], -1, _BLOCK)
-    inside_RY = blocks_RXY[torch.arange(len(uniforms), device=weights_RV.device), block_R1[:, 0]]
+    inside_RY = blocks_RXY[torch.arange(len(numbers), device=weights_RV.device), block_R1[:, 0]]
     place_R1 = _first_above(inside_RY.cumsum(-1, dtype=torch.float64), target_R1 - before_R1)
-    return (block_R1 * _BLOCK + place_R1)[:, 0].tolist(), total_R1[:, 0].tolist()
+    return (block_R1 * _BLOCK + place_R1)[:, 0], total_R1[:, 0]
 
 
 def _first_above(sums_RX: torch.Tensor, target_R1: torch.Tensor) -> torch.Tensor:
@@ -283,5 +337,5 @@ def _logprobs(
     return found
 
 
-def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.float64)[:, None]).to(like.device, like.dtype)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from decode_worker import sequence_state
-from decode_worker.request import DecodeRequest, TokenDelta
+from decode_worker.request import DecodeRequest, Delta, TokenDelta, one_by_one
 from decode_worker.transfers import Transfers
 from decode_worker.worker import DecodeWorker
 from kv_transfer.lease import Lease, Sweeper
@@ -57,9 +57,9 @@ class Adoption:
     deltas: list[TokenDelta] = field(default_factory=list)
     reader: DecodeRequest | None = None  # of its router, once that is here
 
-    def hold(self, deltas: list[TokenDelta]) -> None:
+    def hold(self, deltas: list[Delta]) -> None:
         """In the place of a router; what was on its way when that came is passed on."""
-        self.deltas += deltas
+        self.deltas += one_by_one(deltas)
         if self.reader is not None:
             self.pass_on(self.reader)
 

@@ -41,7 +41,8 @@ class Departure:
     checksums: list[int] = field(default_factory=list)
     borrowed: dict[int, PageId] = field(default_factory=dict)  # ours, by index; a reference each until sent
     token_s: float = 0.0  # the last step, monotonic
-    stopped_s: float = 0.0  # 0: it is still decoding
+    is_stopping: bool = False  # it decodes no further, but a step under way may still compute it
+    stopped_s: float = 0.0  # 0: it does not stand still yet
     adopted: bool = False
     error: PenstockError | None = None
 

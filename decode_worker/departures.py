@@ -209,17 +209,22 @@ class Departures:
             self._advance(one)
 
     def _advance(self, one: Departure) -> None:
-        """Pushes what is complete; stops the sequence once little is left."""
+        """Pushes what is complete; stops the sequence once little is left, when no step computes it any more."""
         if one.has_outcome or one.stopped_s:
             return
         sequence = one.sequence
-        if not self._worker.scheduler.is_running(sequence):
+        if one.is_stopping:
+            if one.plan is not None and self._worker.scheduler.is_at_rest(sequence):
+                self._stop(one, one.plan)
+        elif not self._worker.scheduler.is_running(sequence):
             self._fail(one, Unavailable(f"{sequence.request_id} was preempted; it has no pages to move now"))
         elif one.plan is not None:
             num_full = sequence.num_computed_tokens // one.page_size
             self._push(one, one.plan, min(num_full, one.num_reserved))
             if should_stop(CopyProgress(num_full, one.num_held, one.num_landed, one.num_reserved)):
-                self._stop(one, one.plan)
+                one.is_stopping = True
+                self._worker.scheduler.pause(sequence)
+                self._advance(one)
 
     def _push(self, one: Departure, plan: Plan, end: int) -> None:
         """Sends what fills the target's pages of the sequence up to `end`."""
@@ -249,7 +254,6 @@ class Departures:
         if num_pages > one.num_reserved:
             self._fail(one, Unavailable(f"{sequence.request_id} outgrew the {one.num_reserved} pages reserved"))
             return
-        self._worker.scheduler.pause(sequence)
         one.stopped_s = time.monotonic()
         self._push(one, plan, num_pages)
         self._sender.finish(one.key)
@@ -284,7 +288,7 @@ class Departures:
         one.error = error
         self.num_failed += 1
         log.info("%s did not move to %s: %s", one.sequence.request_id, one.target.worker_id, error)
-        if one.stopped_s and self._worker.request_of(one.sequence) is not None:
+        if one.is_stopping and self._worker.request_of(one.sequence) is not None:
             self._worker.scheduler.resume(one.sequence)
         one.report(error)
         if one.is_open:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.types import StepTotals
 
 _SMOOTHING = 0.2  # weight of the newest measurement
+_LEAST_CHUNK_TOKENS = 16
 
 
 class Pace:
@@ -15,6 +16,15 @@ class Pace:
         self.chunk_tokens_per_s = 0.0  # of a step with chunks of prompts in it
         self.decode_steps = StepTotals()
         self.prefill_steps = StepTotals()
+
+    def chunk_tokens_within(self, itl_s: float | None) -> int | None:
+        """How many tokens of prompts a step may compute besides, to end within that time; None: as many as may be.
+
+        At least a few, or prompts would wait for ever where decoding alone takes as long.
+        """
+        if itl_s is None or not self.chunk_tokens_per_s:
+            return None
+        return max(_LEAST_CHUNK_TOKENS, int((itl_s - self.step_s) * self.chunk_tokens_per_s))
 
     def on_step(self, num_sequences: int, num_tokens: int, contexts: float, elapsed_s: float) -> None:
         if num_tokens == num_sequences:

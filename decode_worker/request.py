@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -73,7 +73,26 @@ class TokenDelta:
     prefill: PrefillOutcome | None = None
 
 
-Send = Callable[[list[TokenDelta]], None]
+@dataclass(slots=True)
+class TokenRun:
+    """What most of a step's sequences have to say, all at once: a token each and nothing else."""
+
+    stream_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # one for each stream
+
+
+Delta = TokenDelta | TokenRun
+Send = Callable[[list[Delta]], None]
+
+
+def one_by_one(deltas: Iterable[Delta]) -> Iterator[TokenDelta]:
+    """The same news, of one sequence each."""
+    for delta in deltas:
+        if isinstance(delta, TokenDelta):
+            yield delta
+        else:
+            for stream_id, token_id in zip(delta.stream_ids, delta.token_ids, strict=True):
+                yield TokenDelta(stream_id, SampledToken(token_id))
 
 
 @dataclass(slots=True)

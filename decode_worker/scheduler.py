@@ -1,7 +1,7 @@
 """Which sequences a decode step computes: admission, continuous batching, preemption, page reservations. Pure.
 
-Sequences that decode have a row in a table (engine/row_table.py), and a step that changes nothing but tokens costs a few
-vector operations; only who joins, leaves or needs a page is looked at.
+Sequences that decode have a row in a table (engine/row_table.py), and a step that changes nothing but tokens costs a
+few vector operations; only who joins, leaves or needs a page is looked at.
 
 A step is under way from `schedule` until it is recorded, and meanwhile anything may be asked of the scheduler: requests
 come and end, pages land, sequences pause. One rule makes that safe: pages that are given back while a step is under way
@@ -143,7 +143,7 @@ class DecodeScheduler:
     def extend(self, sequence: Sequence, token_ids: Collection[int]) -> None:
         """More tokens of a running sequence are known than were drawn; their KV is computed next."""
         sequence.token_ids += token_ids
-        if sequence in self._table:
+        if token_ids and sequence in self._table:
             self._table.remove(sequence)
             bisect.insort(self._rowless, self._entries[sequence], key=_rank)
 
@@ -255,6 +255,12 @@ class DecodeScheduler:
             self._add_pages(sequence, 1)
         return self._launch([]) or None
 
+    def cancel_ahead(self) -> None:
+        """The step under way has failed: whatever was scheduled after it is not computed."""
+        if len(self._under_way) > 1:
+            self._under_way.pop()
+            self._table.rewind()
+
     def _launch(self, chunks: list[ScheduledSequence]) -> StepPlan:
         self._num_steps += 1
         plan = StepPlan(self._table.launch(self._num_steps), chunks)
@@ -314,7 +320,7 @@ class DecodeScheduler:
             self._table.rewind()
         elif num_rows:
             self._table.settle(plan.step, np.array(token_ids[:num_rows], np.int64))
-        self._free_parked(plan.step)
+        self._free_parked(plan.step if self._under_way else self._num_steps)
         return void
 
     def _record_rows(self, items: list[ScheduledSequence], token_ids: Seq[int | None]) -> None:
@@ -335,6 +341,16 @@ class DecodeScheduler:
         void = self.record(work, [None if token is None else token.token_id for token in output.tokens])
         pairs = zip(work, output.tokens, strict=True)
         return [(item.sequence, token) for item, token in pairs if token is not None and item.sequence not in void]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless everybody is where they should be. With no step under way."""
+        self._table.check_integrity()
+        rowless = {entry.sequence for entry in self._rowless}
+        running = [entry.sequence for entry in self._running]
+        assert len(rowless) + len(self._table) == len(running), "who runs has a row or is among the rowless"
+        assert all((one in self._table) != (one in rowless) for one in running)
+        assert not self._parked, "pages wait for a step that is over"
+        assert not self._dropped
 
     def _free_parked(self, step: int) -> None:
         while self._parked and self._parked[0][0] <= step:

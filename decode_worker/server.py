@@ -16,6 +16,7 @@ from decode_worker.lookaside import LookasidePort, LookasideService, load_spelli
 from decode_worker.placement import describe_limits
 from decode_worker.prefill_client import PrefillClient
 from decode_worker.service import DecodeService
+from decode_worker.step_driver import StepDriver
 from decode_worker.transfers import Transfers
 from decode_worker.worker import DecodeWorker
 from engine.checkup import check_up
@@ -79,6 +80,7 @@ class DecodeServer:
             WorkerId(config.worker_id), engine, transfers, config.decode, description.context_length
         )
         self._loop = StepLoop(config.worker_id, self._step, self._on_fatal, self._sweep)
+        self._driver = StepDriver(worker, engine, config.worker_id, self._loop.post)
         self._channels = Channels(trust.channel)
         self._fences = FenceKeeper(self._channels.get, lambda key: self._loop.post(lambda: self._on_quiesced(key)))
         self._calls = PrefillClient(self._loop, worker, self._receiver.offer, self._channels, self._fences)
@@ -183,9 +185,9 @@ class DecodeServer:
         )
 
     def _step(self) -> bool:
-        worked = self.worker.step()
+        self._driver.turn()
         self._service.notify()
-        return worked
+        return False  # the end of a step is a call like any other
 
     def _sweep(self, now_s: float) -> float | None:
         """Looks after every lease of this worker's; when to come again."""
@@ -220,5 +222,6 @@ class DecodeServer:
         await self._adopt_calls.stop()
         await self._channels.close()
         await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._driver.stop)
         await asyncio.to_thread(self._sender.shutdown)
         await asyncio.to_thread(self._receiver.shutdown)

@@ -11,17 +11,32 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import cast
+
+import numpy as np
 
 from decode_worker.attempts import PrefillAttempts
 from decode_worker.pace import Pace
 from decode_worker.prefill_client import RemoteFirstToken
-from decode_worker.request import DecodeRequest, Moved, PrefillOutcome, RequestTiming, Send, StageTimes, TokenDelta
+from decode_worker.request import (
+    DecodeRequest,
+    Delta,
+    Moved,
+    PrefillOutcome,
+    RequestTiming,
+    Send,
+    StageTimes,
+    TokenDelta,
+    TokenRun,
+)
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.transfers import Landed, Mismatch, Transfers
+from engine.drawing import StepTokens
 from engine.engine import Engine
 from engine.finish import finish_reason
 from engine.isolation import step_isolated
-from engine.sequence import SampledToken, ScheduledSequence, Sequence
+from engine.row_table import DecodeRows, Ends, StepPlan
+from engine.sequence import SampledToken, Sequence
 from engine.token_check import check_token_ids
 from kv_transfer.session import Manifest
 from penstock.config import DecodeConfig
@@ -44,10 +59,11 @@ class DecodeWorker:
         self._engine = engine
         self._config = config
         self._context_length = context_length
-        self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, engine.layout.page_size, config)
+        ends = Ends(engine.model.eos_token_ids, context_length)
+        self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, engine.layout.page_size, config, ends)
         self._transfers = transfers
         self._requests: dict[Sequence, DecodeRequest] = {}
-        self._outbox: dict[Send, list[TokenDelta]] = {}
+        self._outbox: dict[Send, list[Delta]] = {}
         self._totals = RequestTotals()
         self._pace = Pace()
         self._attempts = PrefillAttempts(
@@ -197,38 +213,111 @@ class DecodeWorker:
             return
         self._attempts.on_failed(request, key, error)
 
-    # The step.
+    # The step: scheduled, computed by whoever drives this worker, and dealt out. Anything above may come meanwhile.
+
+    def take_in(self) -> None:
+        """Beside a step under way: pages for those who have asked, and out with what there is to tell."""
+        self._transfers.grant_reservations(self.scheduler)
+        self._flush()
+        self._refresh_load()
+
+    def begin(self) -> StepPlan:
+        """The next step; empty where there is nothing to compute."""
+        self._transfers.grant_reservations(self.scheduler)
+        plan = self.scheduler.schedule(self._pace.chunk_tokens_within(self._config.itl_target_s))
+        started_s = time.monotonic()
+        for scheduled in plan.chunks:
+            times = self._requests[scheduled.sequence].times
+            times.started_s = times.started_s or started_s
+        self._flush()  # first tokens from prefill workers do not wait for this step
+        if not plan:
+            self._rest()
+        return plan
+
+    def finish(self, plan: StepPlan, drawn: StepTokens, elapsed_s: float) -> None:
+        """The oldest step under way is over."""
+        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
+        for sequence, error in drawn.failed:
+            self._fail(sequence, error)
+        void = self.scheduler.record(plan, drawn.token_ids)
+        now_s = time.monotonic()
+        num_rows = len(plan.rows)
+        self._deal_rows(plan.rows, drawn, void, now_s)
+        for place, scheduled in enumerate(plan.chunks, start=num_rows):
+            token_id = drawn.token_ids[place]
+            if token_id is not None and scheduled.sequence not in void:
+                self._on_draw(scheduled.sequence, SampledToken(token_id, drawn.logprobs.get(place)), now_s)
+        self._flush()
+        self._rest()
+
+    def _deal_rows(self, rows: DecodeRows, drawn: StepTokens, void: Collection[Sequence], now_s: float) -> None:
+        """Most have a token and nothing more to say: those of one router travel together."""
+        token_ids = cast(list[int], drawn.token_ids[: len(rows)])
+        apart = set(rows.over(np.array(token_ids, np.int64), self._engine.model.eos_token_ids))
+        apart |= drawn.logprobs.keys()
+        requests, runs = self._requests, dict[Send, TokenRun]()
+        for place, (item, token_id) in enumerate(zip(rows.items, token_ids, strict=True)):
+            request = requests.get(item.sequence)
+            if request is None or (void and item.sequence in void):
+                continue
+            if place in apart or request.paused_since_s:
+                self._on_draw(item.sequence, SampledToken(token_id, drawn.logprobs.get(place)), now_s)
+                continue
+            run = runs.get(request.send)
+            if run is None:
+                run = runs[request.send] = TokenRun()
+            run.stream_ids.append(request.stream_id)
+            run.token_ids.append(token_id)
+        for send, run in runs.items():
+            self._outbox.setdefault(send, []).append(run)
 
     def step(self) -> bool:
-        self._transfers.grant_reservations(self.scheduler)
-        work = self.scheduler.schedule()
-        self._flush()  # first tokens from prefill workers do not wait for this step
-        if work:
-            self._compute(work)
-            self._flush()
+        """A whole step on this thread; False where there was nothing to compute."""
+        plan = self.begin()
+        if not plan:
+            return False
+        started_s = time.monotonic()
+        try:
+            output = self._engine.step(plan)
+        except PenstockError:
+            self.finish_alone(plan)
+        else:
+            self.finish(plan, StepTokens.of(output), time.monotonic() - started_s)
+        return True
+
+    def finish_alone(self, plan: StepPlan) -> None:
+        """The only step under way has failed: computes it again on this thread, each sequence by itself where need be,
+        and ends those that fail."""
+        started_s = time.monotonic()
+        done = step_isolated(self._engine.step, [item for item in plan if item.sequence in self._requests])
+        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, time.monotonic() - started_s)
+        for sequence, error in done.failed:
+            self._fail(sequence, error)
+        now_s = time.monotonic()
+        for sequence, token in self.scheduler.commit(done.work, done.output):
+            self._on_draw(sequence, token, now_s)
+        self._flush()
+        self._rest()
+
+    def _fail(self, sequence: Sequence, error: PenstockError) -> None:
+        request = self._requests.get(sequence)
+        if request is not None:
+            self.cancel(request, error)
+
+    def _rest(self) -> None:
+        """Between two steps, also where there was nothing to do."""
         for call in self.after_step:
             call()
         self._refresh_load()
-        return bool(work)
 
-    def _compute(self, work: list[ScheduledSequence]) -> None:
-        started_s = time.monotonic()
-        for scheduled in work:
-            times = self._requests[scheduled.sequence].times
-            times.started_s = times.started_s or started_s
-        contexts = sum(one.num_contexts for one in work)
-        done = step_isolated(self._engine.step, work)
-        now_s = time.monotonic()
-        self._pace.on_step(len(work), sum(one.num_tokens for one in work), contexts, now_s - started_s)
-        for sequence, error in done.failed:
-            self.cancel(self._requests[sequence], error)
-        for sequence, token in self.scheduler.commit(done.work, done.output):
-            request = self._requests[sequence]
-            if not request.times.first_token_s:
-                request.times.first_token_s = now_s
-                request.times.queue_s = request.times.started_s - request.times.submitted_s
-                request.times.prefill_s = now_s - request.times.started_s
-            self._on_token(request, token)
+    def _on_draw(self, sequence: Sequence, token: SampledToken, now_s: float) -> None:
+        """A token that this worker has drawn and appended."""
+        request = self._requests[sequence]
+        if not request.times.first_token_s:
+            request.times.first_token_s = now_s
+            request.times.queue_s = request.times.started_s - request.times.submitted_s
+            request.times.prefill_s = now_s - request.times.started_s
+        self._on_token(request, token)
 
     def _on_token(self, request: DecodeRequest, token: SampledToken) -> None:
         """A token that has just been appended to the request's sequence."""

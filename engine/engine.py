@@ -16,6 +16,7 @@ import torch
 from engine.batch import build_batch
 from engine.cache_tiers import CacheTiers
 from engine.disk_tier import DiskTier
+from engine.drawing import Drawn, Known, LaidOutStep, compute, lay_out_step
 from engine.host_tier import HostTier
 from engine.kv_layout import KVLayout
 from engine.memory_plan import saturating_tokens
@@ -52,7 +53,9 @@ class Engine:
         pool: PagePool,
         runner: ModelRunner,
         ranks: Ranks | None = None,
+        runs_ahead: bool = False,
     ) -> None:
+        """`runs_ahead`: decode steps are given to the device before those ahead of them are over."""
         self.model = model
         self.layout = layout
         self.kv_pages = kv_pages  # `layout.shape`, contiguous
@@ -60,6 +63,7 @@ class Engine:
         self.prefix_cache = cache
         self.runner = runner
         self.ranks = ranks  # the other ones, where the model is split
+        self.runs_ahead = runs_ahead
 
     @classmethod
     def load(
@@ -118,7 +122,8 @@ class Engine:
             part.device,
             f", {ranks.num_ranks} ranks" if ranks is not None else "",
         )
-        return cls(part.model, part.layout, kv_pages, cache, pool, runner, ranks)
+        runs_ahead = kv_pages.is_cuda if config.run_ahead is None else config.run_ahead
+        return cls(part.model, part.layout, kv_pages, cache, pool, runner, ranks, runs_ahead)
 
     @property
     def model_layout(self) -> KVLayout:
@@ -170,6 +175,16 @@ class Engine:
         batch = build_batch(work, self.layout.page_size, torch.device("cpu"))
         with self.ranks.computing(batch):
             return self.runner.forward(on_device(batch, device), on_layer), batch.drawing
+
+    def lay_out(self, work: Sequence[ScheduledSequence]) -> LaidOutStep:
+        """All that `compute` needs of a step that is not empty; sequences may change afterwards."""
+        return lay_out_step(work, self.layout.page_size)
+
+    def compute(self, step: LaidOutStep, before: Drawn | Known | None = None) -> Drawn | Known:
+        """Gives the device a step; on a GPU it returns before that is done. From one thread at a time, like `step`.
+
+        `before`: the step whose tokens this one awaits."""
+        return compute(step, self.runner.forward, self.kv_pages.device, self.model.eos_token_ids, before)
 
     def warm_up(self) -> None:
         """One prefill and one decode on scratch pages, so that the first request pays for no compilation. Blocks."""

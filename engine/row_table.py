@@ -104,6 +104,10 @@ class StepPlan(Seq[ScheduledSequence]):
         self.rows = rows
         self.chunks = chunks
         self._items = rows.items + chunks
+        self.num_tokens = len(rows) + sum(chunk.num_tokens for chunk in chunks)
+        # Over the tokens to compute, the sum of those before each.
+        self.num_contexts = float(rows.records["position"].sum()) + len(rows) / 2
+        self.num_contexts += sum(chunk.num_contexts for chunk in chunks)
 
     @property
     def step(self) -> int:
@@ -178,12 +182,12 @@ class RowTable:
         self._records[row] = self._records[end]
         self._pages_RW[row] = self._pages_RW[end]
 
-    def add_pages(self, sequence: Sequence, pages: Collection[PageId]) -> None:
+    def add_pages(self, sequence: Sequence, pages: Seq[PageId]) -> None:
         """They follow those that the row knows."""
         row = self._rows[sequence]
         self._write_pages(row, int(self._records["room"][row]) // self._page_size, pages)
 
-    def _write_pages(self, row: int, first: int, pages: Collection[PageId]) -> None:
+    def _write_pages(self, row: int, first: int, pages: Seq[PageId]) -> None:
         stop, width = first + len(pages), self._pages_RW.shape[1]
         if stop > width:
             self._pages_RW = np.pad(self._pages_RW, ((0, 0), (0, max(width, stop - width))))

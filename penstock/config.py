@@ -45,6 +45,7 @@ class EngineConfig(_Frozen):
     disk_bytes: int = Field(0, ge=0)  # for pages evicted from host memory; 0: they are gone
     disk_path: str | None = None  # a folder with room for them
     zero_freed_pages: bool = False  # erase what a page held as soon as nobody holds the page
+    run_ahead: bool | None = None  # decode: give the device the next step before this one is over; default: on GPUs
     num_threads: int | None = Field(None, ge=1)  # of the math libraries, each rank's; default: every core
     tensor_parallel: int = Field(1, ge=1, le=64)  # ranks that hold a part of each layer; processes of one machine
     rank_timeout_s: float = Field(10.0, gt=0)  # without a sign of life of a rank; the worker then ends
@@ -76,6 +77,7 @@ class PrefillConfig(_Frozen):
 class DecodeConfig(_Frozen):
     max_batch_sequences: int = Field(64, ge=1)
     max_batch_tokens: int = Field(256, ge=1)  # of one step, local prefill chunks included
+    itl_target_s: float | None = Field(None, gt=0)  # steps with chunks of prompts shall not take longer
     max_waiting: int = Field(1024, ge=1)  # requests held; more are refused with RESOURCE_EXHAUSTED
     placement: Literal["auto", "remote", "local"] = "auto"  # where prompts are computed
     max_local_tokens: int = Field(32, ge=0)  # with auto: longer uncached suffixes always go to a prefill worker

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from decode_worker.pace import Pace
@@ -97,7 +98,7 @@ class DecodeModel(Owner):
         self._stride = stride
         self._submissions: dict[Sequence, Submission] = {}
         self._outbox: dict[Callable[[list[Delta]], None], list[Delta]] = {}
-        self._work: list[ScheduledSequence] = []
+        self._work: Seq[ScheduledSequence] = ()
         self._work_s = 0.0
         self._contexts = 0.0
         self._pace = Pace()
@@ -225,7 +226,7 @@ class DecodeModel(Owner):
         return self._work_s
 
     def _end_step(self) -> None:
-        work, self._work = self._work, []
+        work, self._work = self._work, ()
         self._measure(work)
         tokens = [
             SampledToken(self._submissions[item.sequence].draw(len(item.sequence.token_ids))) if item.draws else None
@@ -239,7 +240,7 @@ class DecodeModel(Owner):
         self._flush()
         self.on_change()
 
-    def _measure(self, work: list[ScheduledSequence]) -> None:
+    def _measure(self, work: Seq[ScheduledSequence]) -> None:
         num_tokens = sum(item.num_tokens for item in work)
         if num_tokens > len(work) * self._stride:
             self.num_computed_tokens += sum(item.num_tokens for item in work if item.num_tokens > self._stride)
@@ -270,9 +271,10 @@ class DecodeModel(Owner):
         """The tokens of the steps that were computed together with this one; their KV follows with the next."""
         sequence = submission.sequence
         left = sequence.sampling.max_tokens - sequence.num_output_tokens
-        for _ in range(min(self._stride - 1, left)):
-            token_ids.append(submission.draw(len(sequence.token_ids)))
-            sequence.token_ids.append(token_ids[-1])
+        first = len(sequence.token_ids)
+        more = [submission.draw(position) for position in range(first, first + min(self._stride - 1, left))]
+        token_ids += more
+        self.scheduler.extend(sequence, more)
 
     def _release(self, submission: Submission) -> None:
         del self._submissions[submission.sequence]

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.prefill_client import PrefillCandidate, RemoteFirstToken, RemotePrefill
-from decode_worker.request import DecodeRequest, TokenDelta
+from decode_worker.request import DecodeRequest, Delta, TokenDelta, one_by_one
 from decode_worker.transfers import Transfers
 from decode_worker.worker import DecodeWorker
 from engine.kv_layout import KVLayout
@@ -253,8 +253,8 @@ class World:
         self.requests[stream_id] = request
         self.decode.submit(request)
 
-    def receive(self, deltas: list[TokenDelta]) -> None:
-        for delta in deltas:
+    def receive(self, deltas: list[Delta]) -> None:
+        for delta in one_by_one(deltas):
             self.received[delta.stream_id].append(delta)
 
     def complete_write(self) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from decode_worker.adoptions import Adoptions
 from decode_worker.departure import Target
 from decode_worker.departures import Departures
-from decode_worker.request import DecodeRequest, Moved, TokenDelta
+from decode_worker.request import DecodeRequest, Delta, Moved, TokenDelta, one_by_one
 from decode_worker.transfers import Transfers
 from decode_worker.worker import DecodeWorker
 from engine.sequence import Sequence
@@ -134,8 +134,8 @@ class Node:
 
         self.inbox.append(begin)
 
-    def send(self, deltas: list[TokenDelta]) -> None:
-        for delta in deltas:
+    def send(self, deltas: list[Delta]) -> None:
+        for delta in one_by_one(deltas):
             self.router_inbox.append(lambda delta=delta: self.world.receive(self, delta))  # type: ignore[misc]
 
     # `departures.AdoptCalls`

@@ -1,0 +1,162 @@
+"""One step from its plan to its tokens, in three moves that may happen on three threads.
+
+`lay_out_step` reads sequences and rows, on the step loop. `compute` gives the device its work; on a GPU it returns
+before that is done, and the next step may follow at once, with the tokens of this one fed back on the device.
+`Drawn.wait` brings the tokens to the host. Neither of the last two looks at a sequence, unless somebody's draw depends
+on its text: then no step may be ahead of it, and that text must not change until it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engine.batch import Batch, HostBatch, lay_out, to_device
+from engine.logit_edits import is_edited
+from engine.row_table import SAMPLING_FIELDS, StepPlan
+from engine.sampler import Draws, draw, nothing_to_draw, sample
+from engine.sequence import ScheduledSequence, Sequence, StepOutput
+from penstock.errors import InternalError
+from penstock.types import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What a step has drawn: a token for each of its sequences, None where a chunk did not reach the sequence's end."""
+
+    token_ids: list[int | None]
+    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)  # by place
+    failed: list[tuple[Sequence, InternalError]] = field(default_factory=list)  # their tokens mean nothing
+
+    @classmethod
+    def of(cls, output: StepOutput) -> StepTokens:
+        logprobs = {place: token.logprob for place, token in enumerate(output.tokens) if token and token.logprob}
+        return cls([None if token is None else token.token_id for token in output.tokens], logprobs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaidOutStep:
+    """All that computing a step needs."""
+
+    work: Seq[ScheduledSequence]
+    host: HostBatch
+    draws: Draws | None  # None: `engine.sampler.sample` looks at the sequences
+    awaited: np.ndarray | None  # bool [B]: tokens that the step before draws ...
+    awaited_places: np.ndarray | None  # ... and which of its tokens, int64 of those alone
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether everybody draws, in the order of `work`."""
+        return isinstance(self.work, StepPlan) and not self.work.chunks
+
+
+def lay_out_step(work: Seq[ScheduledSequence], page_size: int) -> LaidOutStep:
+    host = lay_out(work, page_size)
+    awaited = awaited_places = None
+    if isinstance(work, StepPlan) and work.rows.records["awaited"].any():
+        assert not work.chunks, "a step ahead has no chunks"
+        awaited = work.rows.records["awaited"].copy()
+        awaited_places = work.rows.records["place"][awaited]
+    return LaidOutStep(work, host, _draws(work, host), awaited, awaited_places)
+
+
+def _draws(work: Seq[ScheduledSequence], host: HostBatch) -> Draws | None:
+    if not isinstance(work, StepPlan):
+        return _draws_of([work[place].sequence for place in host.drawing])
+    if work.rows.is_special:
+        return None
+    rows = Draws(work.rows.records, host.positions_T[: len(work.rows)] + 1)
+    if not work.chunks:
+        return rows
+    others = _draws_of([work[place].sequence for place in host.drawing[len(rows) :]])
+    return _join(rows, others) if others is not None else None
+
+
+def _draws_of(sequences: list[Sequence]) -> Draws | None:
+    if any(one.sampling.logprobs is not None or is_edited(one) for one in sequences):
+        return None
+    return Draws.of(sequences)
+
+
+def _join(first: Draws, second: Draws) -> Draws:
+    records = np.zeros(len(first) + len(second), SAMPLING_FIELDS)
+    for name, _ in SAMPLING_FIELDS:
+        records[name] = np.concatenate((first.records[name], second.records[name]))
+    return Draws(records, np.concatenate((first.positions, second.positions)))
+
+
+class Drawn:
+    """Tokens on the device, on their way to the host."""
+
+    def __init__(self, step: LaidOutStep, token_ids_R: torch.Tensor, valid_R: torch.Tensor) -> None:
+        self.token_ids_R = token_ids_R
+        self._step = step
+        self._event: torch.cuda.Event | None = None
+        if token_ids_R.is_cuda:
+            both = torch.stack((token_ids_R, valid_R.to(torch.int64)))
+            self._host = torch.empty(both.shape, dtype=torch.int64, pin_memory=True)
+            self._host.copy_(both, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = torch.stack((token_ids_R, valid_R.to(torch.int64)))
+
+    def wait(self) -> StepTokens:
+        """Blocks until they are here."""
+        if self._event is not None:
+            self._event.synchronize()
+        drawn, valid = self._host
+        step, drawing = self._step, self._step.host.drawing
+        token_ids: list[int | None] = [None] * len(step.work)
+        if step.is_in_order:
+            token_ids = drawn.tolist()
+        else:
+            for place, token_id in zip(drawing.tolist(), drawn.tolist(), strict=True):
+                token_ids[place] = token_id
+        bad = drawing[(valid == 0).numpy()].tolist()
+        sequences = [step.work[place].sequence for place in bad]
+        return StepTokens(token_ids, failed=[(one, nothing_to_draw(one)) for one in sequences])
+
+
+class Known:
+    """Tokens that were brought to the host at once."""
+
+    def __init__(self, tokens: StepTokens, device: torch.device) -> None:
+        self._tokens = tokens
+        self.token_ids_R = torch.tensor([one for one in tokens.token_ids if one is not None], device=device)
+
+    def wait(self) -> StepTokens:
+        return self._tokens
+
+
+def compute(
+    step: LaidOutStep,
+    forward: Callable[[Batch], torch.Tensor],
+    device: torch.device,
+    eos_token_ids: Collection[int],
+    before: Drawn | Known | None = None,
+) -> Drawn | Known:
+    """`forward` gives logits of the rows that draw; `before`: the step before, where this one awaits tokens of it."""
+    batch = to_device(step.host, device)
+    if step.awaited is not None:
+        assert before is not None
+        assert step.awaited_places is not None
+        awaited, places = (torch.from_numpy(one).to(device) for one in (step.awaited, step.awaited_places))
+        batch.token_ids_T[awaited] = before.token_ids_R[places]
+    logits_RV = forward(batch)
+    if not len(step.host.drawing):
+        return Known(StepTokens([None] * len(step.work)), device)
+    if step.draws is not None:
+        return Drawn(step, *draw(logits_RV, step.draws))
+    rows = [step.work[place] for place in step.host.drawing]
+    token_ids: list[int | None] = [None] * len(step.work)
+    logprobs: dict[int, TokenLogprob] = {}
+    for place, token in zip(step.host.drawing.tolist(), sample(logits_RV, rows, eos_token_ids), strict=True):
+        token_ids[place] = token.token_id
+        if token.logprob is not None:
+            logprobs[place] = token.logprob
+    return Known(StepTokens(token_ids, logprobs), device)

@@ -1,0 +1,353 @@
+"""Steps under way: whatever is asked meanwhile, sequences get their tokens, and no page that one writes is reused."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_worker.pace import Pace
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.step_driver import StepDriver
+from engine.batch import lay_out
+from engine.counter_random import uniform, uniforms
+from engine.drawing import StepTokens
+from engine.page_pool import PagePool
+from engine.prefix_cache import PrefixCache
+from engine.row_table import Ends, RowTable, StepPlan
+from engine.sampler import Draws, draw, sample
+from engine.sequence import ScheduledSequence, Sequence
+from engine.step_thread import StepThread
+from penstock.config import DecodeConfig
+from penstock.errors import InternalError
+from penstock.types import PageId, RequestId, Role, SamplingParams
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
+
+PAGE_SIZE = 4
+EOS = 0
+
+
+def next_token(token_ids: list[int]) -> int:
+    """Depends on the tokens alone, as a model's does; now and then it is the end."""
+    return (sum(token_ids) * 31 + len(token_ids)) % 23
+
+
+class Machine:
+    """A scheduler and the device that its steps are given to, one step or two at a time."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.pool = PagePool(num_pages)
+        self._allocate, self.pool.allocate = self.pool.allocate, self.allocate  # type: ignore[method-assign]
+        config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, watermark=0.0)
+        cache = PrefixCache(self.pool, PAGE_SIZE)
+        self.scheduler = DecodeScheduler(self.pool, cache, PAGE_SIZE, config, Ends({EOS}, 60))
+        self.under_way: deque[tuple[StepPlan, list[int | None], set[PageId]]] = deque()
+        self.live: list[Sequence] = []
+        self.landing: list[Sequence] = []
+        self.paused: list[Sequence] = []
+        self.ended: list[Sequence] = []
+
+    def allocate(self, num_pages: int) -> list[PageId]:
+        pages = self._allocate(num_pages)
+        for _, _, written in self.under_way:
+            assert not written & set(pages), "a step under way may still write it"
+        return pages
+
+    def launch(self, plan: StepPlan | None) -> None:
+        """Computes the step at once, from what a device would know: rows' columns and the tokens that they await."""
+        if not plan:
+            return
+        tokens: list[int | None] = []
+        written: set[PageId] = set()
+        records = plan.rows.records
+        for place, item in enumerate(plan.rows.items):
+            known = item.sequence.token_ids
+            if records["awaited"][place]:
+                before, drawn, _ = self.under_way[-1]
+                assert before.rows.items[int(records["place"][place])].sequence is item.sequence
+                token = drawn[int(records["place"][place])]
+                assert token is not None
+                known = [*known, token]
+            else:
+                assert records["token"][place] == known[-1]
+            position = int(records["position"][place])
+            assert position == len(known) - 1
+            written.add(PageId(int(plan.rows.pages_RW[place, position // PAGE_SIZE])))
+            tokens.append(next_token(known))
+        for chunk in plan.chunks:
+            sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
+            written |= set(sequence.pages[start // PAGE_SIZE : -(-(start + chunk.num_tokens) // PAGE_SIZE)])
+            tokens.append(next_token(sequence.token_ids) if chunk.draws else None)
+        self.under_way.append((plan, tokens, written))
+
+    def record(self) -> None:
+        plan, tokens, _ = self.under_way.popleft()
+        void = self.scheduler.record(plan, tokens)
+        over = {plan.rows.items[place].sequence for place in plan.rows.over(np.array(tokens[: len(plan.rows)]), {EOS})}
+        for item, token in zip(plan, tokens, strict=True):
+            if token is None or item.sequence in void:
+                continue
+            is_over = token == EOS or len(item.sequence.token_ids) >= self.end(item.sequence)
+            assert not is_over or item.sequence in over or item in plan.chunks
+            if is_over:
+                self.end_of(item.sequence)
+
+    def end(self, sequence: Sequence) -> int:
+        return min(60, sequence.num_prompt_tokens + sequence.sampling.max_tokens)
+
+    def end_of(self, sequence: Sequence) -> None:
+        self.scheduler.forget(sequence)
+        for where in (self.live, self.landing, self.paused):
+            if sequence in where:
+                where.remove(sequence)
+        self.ended.append(sequence)
+
+    def check(self) -> None:
+        self.pool.check_integrity()
+        if not self.under_way:
+            self.scheduler.check_integrity()
+        for sequence in (*self.live, *self.ended):
+            tokens = sequence.token_ids
+            for length in range(sequence.num_prompt_tokens, len(tokens)):
+                assert tokens[length] == next_token(tokens[:length]), f"{sequence.request_id}: wrong at {length}"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), num_pages=st.integers(8, 30))
+def test_whatever_is_asked_beside_steps_under_way_nothing_is_lost_or_overwritten(
+    data: st.DataObject, num_pages: int
+) -> None:
+    machine = Machine(num_pages)
+    scheduler = machine.scheduler
+    actions = ["local", "remote", "land", "cancel", "pause", "resume", "record", "record", *["step", "ahead"] * 3]
+    for number in range(data.draw(st.integers(1, 60))):
+        action = data.draw(st.sampled_from(actions))
+        if action in ("local", "remote") and len(machine.live) < 6:
+            length = data.draw(st.integers(1, 16))
+            tokens = [(number % 3 + i) % 20 + 1 for i in range(length)]  # prefixes repeat
+            sampling = SamplingParams(max_tokens=data.draw(st.integers(1, 12)))
+            sequence = Sequence(RequestId(str(number)), tokens, length, sampling, SALT)
+            scheduler.track(sequence)
+            machine.live.append(sequence)
+            if action == "remote" and (granted := scheduler.reserve(sequence, length)):
+                sequence.pages = [*granted.held, *granted.fresh]
+                machine.landing.append(sequence)
+            else:
+                scheduler.compute_here(sequence)
+        elif action == "land" and machine.landing:
+            sequence = machine.landing.pop(data.draw(st.integers(0, len(machine.landing) - 1)))
+            sequence.token_ids.append(next_token(sequence.token_ids))
+            scheduler.join(sequence, sequence.num_prompt_tokens)
+            if sequence.sampling.max_tokens == 1 or sequence.token_ids[-1] == EOS:
+                machine.end_of(sequence)
+        elif action == "cancel" and machine.live:
+            machine.end_of(machine.live[data.draw(st.integers(0, len(machine.live) - 1))])
+        elif action == "pause":
+            running = [one for one in machine.live if scheduler.is_running(one)]
+            if running:
+                machine.paused.append(data.draw(st.sampled_from(running)))
+                scheduler.pause(machine.paused[-1])
+        elif action == "resume" and machine.paused:
+            scheduler.resume(machine.paused.pop())
+        elif action == "record" and machine.under_way:
+            machine.record()
+        elif action == "step" and not machine.under_way:
+            machine.launch(scheduler.schedule())
+        elif action == "ahead":
+            machine.launch(scheduler.schedule_ahead())
+        machine.check()
+    while machine.under_way:
+        machine.record()
+    for sequence in list(machine.live):
+        machine.end_of(sequence)
+    machine.check()
+    assert machine.pool.num_available == machine.pool.num_pages
+
+
+def test_a_step_that_fails_takes_the_one_ahead_of_it_along() -> None:
+    machine = Machine(40)
+    scheduler = machine.scheduler
+    for number in range(3):
+        sequence = Sequence(RequestId(str(number)), [number + 1] * 3, 3, SamplingParams(max_tokens=50), SALT)
+        scheduler.track(sequence)
+        scheduler.compute_here(sequence)
+        machine.live.append(sequence)
+    for _ in range(2):
+        machine.launch(scheduler.schedule())
+        machine.record()
+    machine.launch(scheduler.schedule())
+    machine.launch(scheduler.schedule_ahead())
+    plan, tokens, _ = machine.under_way.popleft()
+    machine.under_way.clear()
+    scheduler.cancel_ahead()
+    victim = plan[1].sequence
+    machine.end_of(victim)
+    survivors = [(item, token) for item, token in zip(plan, tokens, strict=True) if item.sequence is not victim]
+    scheduler.record([item for item, _ in survivors], [token for _, token in survivors])
+    for _ in range(8):
+        machine.check()
+        machine.launch(scheduler.schedule())
+        machine.record()
+    assert {len(one.token_ids) for one in machine.live} <= {3 + 2 + 1 + 8}
+
+
+rows_of = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=rows_of, chunk=st.integers(0, 9), seed=st.integers(0, 99))
+def test_columns_lay_out_the_same_batch_as_sequences(lengths: list[tuple[int, bool]], chunk: int, seed: int) -> None:
+    """What leaves in between does not show."""
+    rng = np.random.default_rng(seed)
+    table = RowTable(PAGE_SIZE)
+    for number, (length, stays) in enumerate(lengths):
+        sequence = Sequence(RequestId(str(number)), rng.integers(0, 9, length).tolist(), 1, SamplingParams(9), SALT)
+        sequence.pages = [PageId(int(page)) for page in rng.integers(0, 99, -(-length // PAGE_SIZE))]
+        sequence.num_computed_tokens = length - 1
+        table.add(sequence)
+        if not stays:
+            table.remove(sequence)
+    other = Sequence(RequestId("chunk"), list(range(9)), 9, SamplingParams(9), SALT, [PageId(i) for i in range(3)])
+    plan = StepPlan(table.launch(1), [ScheduledSequence(other, chunk)] if chunk else [])
+    if not plan:
+        return
+    columns, one_by_one = lay_out(plan, PAGE_SIZE), lay_out(list(plan), PAGE_SIZE)
+    for name in columns.__slots__:
+        assert np.array_equal(getattr(columns, name), getattr(one_by_one, name)), name
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**20)), min_size=1, max_size=9),
+)
+def test_many_random_numbers_are_those_drawn_one_by_one(pairs: list[tuple[int, int]]) -> None:
+    seeds = np.array([seed for seed, _ in pairs], np.uint64)
+    positions = np.array([position for _, position in pairs], np.int64)
+    assert uniforms(seeds, positions).tolist() == [uniform(seed, position) for seed, position in pairs]
+
+
+def test_columns_draw_what_sequences_draw() -> None:
+    samplings = [
+        SamplingParams(9, temperature=0.0),
+        SamplingParams(9, seed=3),
+        SamplingParams(9, seed=2**63 + 5, top_k=5, temperature=0.7),
+        SamplingParams(9, seed=4, top_p=0.5, min_p=0.01),
+        SamplingParams(9, top_k=1, seed=8),
+    ]
+    logits = torch.randn(len(samplings), 300, generator=torch.Generator().manual_seed(0)) * 3
+    sequences = [Sequence(RequestId(str(i)), [1] * (i + 2), 1, one, SALT) for i, one in enumerate(samplings)]
+    rows = [ScheduledSequence(sequence, 1) for sequence in sequences]
+    wanted = [token.token_id for token in sample(logits, rows, ())]
+    token_ids, valid = draw(logits, Draws.of(sequences))
+    assert (token_ids.tolist(), valid.all().item()) == (wanted, True)
+    logits[1] = float("nan")
+    token_ids, valid = draw(logits, Draws.of(sequences))
+    assert valid.tolist() == [True, False, True, True, True]
+    assert [token for token, good in zip(token_ids.tolist(), valid, strict=True) if good] == [
+        token for i, token in enumerate(wanted) if i != 1
+    ]
+
+
+def test_chunks_beside_decoding_shrink_to_the_target() -> None:
+    pace = Pace()
+    assert pace.chunk_tokens_within(0.05) is None  # nothing is known yet
+    pace.on_step(8, 8, 100.0, 0.03)
+    pace.on_step(9, 208, 100.0, 0.08)
+    rate = pace.chunk_tokens_per_s
+    assert pace.chunk_tokens_within(None) is None
+    assert pace.chunk_tokens_within(0.05) == int(0.02 * rate)
+    assert pace.chunk_tokens_within(0.01) == 16  # prompts get on in any case
+
+
+class Told(Exception):
+    pass
+
+
+def test_what_a_step_raises_comes_back_to_the_loop() -> None:
+    calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    thread: StepThread[Tokens] = StepThread("test", calls.put, waits=False)
+    outcomes: list[object] = []
+    thread.start(lambda before: Tokens([7]), outcomes.append, False)
+    thread.start(lambda before: Tokens([*before.tokens, 8]) if before else Tokens([]), outcomes.append, True)
+    thread.start(lambda before: fail(InternalError("no number")), outcomes.append, False)
+    thread.start(lambda before: Tokens([9]), outcomes.append, True)  # awaits one that failed
+    thread.start(lambda before: Tokens([10]), outcomes.append, False)
+    thread.start(lambda before: fail(Told()), outcomes.append, False)
+    for _ in range(5):
+        calls.get(timeout=60)()
+    tokens = [one.token_ids if isinstance(one, StepTokens) else str(one) for one in outcomes]
+    assert tokens == [[7], [7, 8], "no number", "the step before it failed", [10]]
+    with pytest.raises(Told):
+        calls.get(timeout=60)()
+    assert thread.stop()
+
+
+class Tokens:
+    def __init__(self, tokens: list[int | None]) -> None:
+        self.tokens = tokens
+
+    def wait(self) -> StepTokens:
+        return StepTokens(self.tokens)
+
+
+def fail(error: Exception) -> Tokens:
+    raise error
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy, seeded and penalized at once, beside ends, cancels and prompts that are computed here."""
+    model = make_checkpoint("llama", tmp_path / "llama")
+    if waits:  # as with a GPU: one thread gives, another waits
+        monkeypatch.setattr(
+            "decode_worker.step_driver.StepThread", lambda name, post, waits: StepThread(name, post, waits=True)
+        )
+    kinds = [
+        GREEDY,
+        SamplingParams(max_tokens=40, temperature=0.75, top_p=0.875, top_k=50, seed=7, ignore_eos=True),
+        SamplingParams(max_tokens=33, temperature=1.0, seed=9, stop_token_ids=tuple(range(3, 40))),
+        SamplingParams(max_tokens=24, temperature=0.0, repetition_penalty=1.25, ignore_eos=True),
+        SamplingParams(max_tokens=28, temperature=0.5, seed=1, logprobs=2, min_tokens=20),
+    ]
+    prompts = [[(7 * i + j) % (VOCAB_SIZE - 2) + 2 for j in range(3 + 11 * i)] for i in range(8)]
+    answers = []
+    num_ahead = 0
+    counted = DecodeScheduler.schedule_ahead
+
+    def count(scheduler: DecodeScheduler) -> StepPlan | None:
+        nonlocal num_ahead
+        plan = counted(scheduler)
+        num_ahead += plan is not None
+        return plan
+
+    monkeypatch.setattr(DecodeScheduler, "schedule_ahead", count)
+    for ahead in (False, True):
+        engine = {"dtype": "float32", "run_ahead": ahead, "num_pages": 40}
+        async with workers(
+            worker_config(Role.PREFILL, model, engine={"dtype": "float32"}),
+            worker_config(Role.DECODE, model, engine=engine),
+        ) as (prefill, decode):
+            async with caller(decode) as router:
+                told = []
+                for only in (kinds[:2], kinds[:3], kinds):  # with penalties, steps are not scheduled ahead
+                    streams = [
+                        router.submit(prompt, only[i % len(only)], [prefill] if i % 3 else [])
+                        for i, prompt in enumerate(prompts)
+                    ]
+                    gone = router.submit(prompts[2], kinds[1], [])
+                    await asyncio.sleep(0)
+                    router.cancel(gone)
+                    told += [(await router.answer(stream)).token_ids for stream in streams]
+                answers.append(told)
+            await wait_until_empty(prefill, decode)
+            assert isinstance(decode._driver, StepDriver)
+        assert (num_ahead > 0) == ahead
+    assert answers[0] == answers[1]

@@ -22,13 +22,12 @@ from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Generic
 
 from engine.page_pool import OutOfPages, PagePool
 from engine.prefix_cache import PrefixCache
-from engine.row_table import Ends, RowTable, StepPlan
 from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
+from engine.step_plan import LaunchedT, Rows, StepPlan
 from penstock.aging import Aging
 from penstock.config import DecodeConfig
 from penstock.types import Lane, PageHash, PageId
@@ -56,12 +55,13 @@ class Reservation:
     fresh: list[PageId]
 
 
-class DecodeScheduler:
+class DecodeScheduler(Generic[LaunchedT]):
     """Owns who runs and who waits. Every step that was scheduled is recorded, in order; all on the step loop."""
 
     def __init__(
-        self, pool: PagePool, cache: PrefixCache, page_size: int, config: DecodeConfig, ends: Ends | None = None
+        self, pool: PagePool, cache: PrefixCache, page_size: int, config: DecodeConfig, rows: Rows[LaunchedT]
     ) -> None:
+        """`rows` is empty, and nobody else's."""
         self._pool = pool
         self._cache = cache
         self._page_size = page_size
@@ -70,8 +70,8 @@ class DecodeScheduler:
         self._entries: dict[Sequence, _Entry] = {}
         self._running: list[_Entry] = []  # by rank
         self._rowless: list[_Entry] = []  # of these, by rank: computed in chunks, or new
-        self._table = RowTable(page_size, ends)
-        self._under_way: deque[StepPlan] = deque()
+        self._table = rows
+        self._under_way: deque[StepPlan[LaunchedT]] = deque()
         self._num_steps = 0
         self._dropped: dict[Sequence, int] = {}  # lost their pages: what steps up to this one draw for them is void
         self._parked: deque[tuple[int, list[PageId]]] = deque()  # to be free when that step is over
@@ -213,7 +213,7 @@ class DecodeScheduler:
         self._entries[sequence].num_cached_tokens = num_held * self._page_size
         return Reservation(taken[:num_held], taken[num_held:])
 
-    def schedule(self, max_chunk_tokens: int | None = None) -> StepPlan:
+    def schedule(self, max_chunk_tokens: int | None = None) -> StepPlan[LaunchedT]:
         """The next step: each running sequence's next token, then chunks of prompts within the token budget, of at most
         `max_chunk_tokens` in all. With no step under way."""
         assert not self._under_way, "a step is under way"
@@ -237,7 +237,7 @@ class DecodeScheduler:
             budget -= chunks[-1].num_tokens
         return self._launch(chunks)
 
-    def schedule_ahead(self) -> StepPlan | None:
+    def schedule_ahead(self) -> StepPlan[LaunchedT] | None:
         """The step after the one under way, before that has drawn its tokens: a token more for everyone who decodes.
 
         None where it has to wait for the tokens or the pages, since there are prompts to compute, too few pages, or
@@ -261,7 +261,7 @@ class DecodeScheduler:
             self._under_way.pop()
             self._table.rewind()
 
-    def _launch(self, chunks: list[ScheduledSequence]) -> StepPlan:
+    def _launch(self, chunks: list[ScheduledSequence]) -> StepPlan[LaunchedT]:
         self._num_steps += 1
         plan = StepPlan(self._table.launch(self._num_steps), chunks)
         if plan:
@@ -304,7 +304,7 @@ class DecodeScheduler:
             return ()
         plan = self._under_way.popleft()
         void = self._dropped.keys() & {item.sequence for item in work} if self._dropped else ()
-        num_rows = len(plan.rows) if work is plan else 0
+        num_rows = len(plan.rows.items) if work is plan else 0
         if void:
             for item, token_id in zip(work[:num_rows], token_ids, strict=False):
                 if item.sequence not in void:
@@ -319,7 +319,7 @@ class DecodeScheduler:
         if work is not plan:
             self._table.rewind()
         elif num_rows:
-            self._table.settle(plan.step, np.array(token_ids[:num_rows], np.int64))
+            self._table.settle(plan.step, token_ids[:num_rows])
         self._free_parked(plan.step if self._under_way else self._num_steps)
         return void
 

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from decode_worker.worker import DecodeWorker
 from engine.drawing import Drawn, Known, StepTokens
 from engine.engine import Engine
-from engine.row_table import StepPlan
+from engine.row_table import DecodeRows
+from engine.step_plan import StepPlan
 from engine.step_thread import StepThread
 from penstock.errors import PenstockError
 
@@ -32,7 +33,7 @@ class StepDriver:
         self._engine = engine
         self._thread: StepThread[Drawn | Known] = StepThread(name, post, waits=engine.kv_pages.is_cuda)
         self._runs_ahead = engine.runs_ahead
-        self._under_way: deque[StepPlan] = deque()
+        self._under_way: deque[StepPlan[DecodeRows]] = deque()
         self._since_s = 0.0  # the oldest of them is computed since
 
     def turn(self) -> None:
@@ -47,7 +48,7 @@ class StepDriver:
             if plan is not None:
                 self._start(plan)
 
-    def _start(self, plan: StepPlan) -> None:
+    def _start(self, plan: StepPlan[DecodeRows]) -> None:
         if not plan:
             return
         engine, step, is_ahead = self._engine, self._engine.lay_out(plan), bool(self._under_way)
@@ -56,7 +57,7 @@ class StepDriver:
             lambda before: engine.compute(step, before), lambda outcome: self._on_done(plan, outcome), is_ahead
         )
 
-    def _on_done(self, plan: StepPlan, outcome: StepTokens | PenstockError) -> None:
+    def _on_done(self, plan: StepPlan[DecodeRows], outcome: StepTokens | PenstockError) -> None:
         if plan not in self._under_way:
             return  # it was to follow one that has failed
         now_s = time.monotonic()

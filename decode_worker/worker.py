@@ -35,8 +35,9 @@ from engine.drawing import StepTokens
 from engine.engine import Engine
 from engine.finish import finish_reason
 from engine.isolation import step_isolated
-from engine.row_table import DecodeRows, Ends, StepPlan
+from engine.row_table import DecodeRows, Ends, RowTable
 from engine.sequence import SampledToken, Sequence
+from engine.step_plan import StepPlan
 from engine.token_check import check_token_ids
 from kv_transfer.session import Manifest
 from penstock.config import DecodeConfig
@@ -59,8 +60,8 @@ class DecodeWorker:
         self._engine = engine
         self._config = config
         self._context_length = context_length
-        ends = Ends(engine.model.eos_token_ids, context_length)
-        self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, engine.layout.page_size, config, ends)
+        rows = RowTable(engine.layout.page_size, Ends(engine.model.eos_token_ids, context_length))
+        self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows)
         self._transfers = transfers
         self._requests: dict[Sequence, DecodeRequest] = {}
         self._outbox: dict[Send, list[Delta]] = {}
@@ -221,7 +222,7 @@ class DecodeWorker:
         self._flush()
         self._refresh_load()
 
-    def begin(self) -> StepPlan:
+    def begin(self) -> StepPlan[DecodeRows]:
         """The next step; empty where there is nothing to compute."""
         self._transfers.grant_reservations(self.scheduler)
         plan = self.scheduler.schedule(self._pace.chunk_tokens_within(self._config.itl_target_s))
@@ -234,7 +235,7 @@ class DecodeWorker:
             self._rest()
         return plan
 
-    def finish(self, plan: StepPlan, drawn: StepTokens, elapsed_s: float) -> None:
+    def finish(self, plan: StepPlan[DecodeRows], drawn: StepTokens, elapsed_s: float) -> None:
         """The oldest step under way is over."""
         self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
         for sequence, error in drawn.failed:
@@ -285,7 +286,7 @@ class DecodeWorker:
             self.finish(plan, StepTokens.of(output), time.monotonic() - started_s)
         return True
 
-    def finish_alone(self, plan: StepPlan) -> None:
+    def finish_alone(self, plan: StepPlan[DecodeRows]) -> None:
         """The only step under way has failed: computes it again on this thread, each sequence by itself where need be,
         and ends those that fail."""
         started_s = time.monotonic()

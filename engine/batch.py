@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from engine.kernels.metadata import AttentionMetadata
-from engine.row_table import DecodeRows, StepPlan
+from engine.row_table import DecodeRows
 from engine.sequence import ScheduledSequence
+from engine.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

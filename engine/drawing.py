@@ -17,9 +17,10 @@ import torch
 
 from engine.batch import Batch, HostBatch, lay_out, to_device
 from engine.logit_edits import is_edited
-from engine.row_table import SAMPLING_FIELDS, StepPlan
+from engine.row_table import SAMPLING_FIELDS
 from engine.sampler import Draws, draw, nothing_to_draw, sample
 from engine.sequence import ScheduledSequence, Sequence, StepOutput
+from engine.step_plan import StepPlan
 from penstock.errors import InternalError
 from penstock.types import TokenLogprob
 

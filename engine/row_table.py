@@ -13,10 +13,9 @@ Shapes: `R` rows, `W` pages of a row.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import overload
 
 import numpy as np
 
@@ -80,6 +79,11 @@ class DecodeRows:
         return len(self.items)
 
     @property
+    def num_contexts(self) -> float:
+        """See `ScheduledSequence.num_contexts`; of all together."""
+        return float(self.records["position"].sum()) + len(self.items) / 2
+
+    @property
     def is_special(self) -> bool:
         """Whether a row's draw needs its tokens, or more than a token is wanted of it."""
         return bool((self.records["position"] + 1 < self.records["special_until"]).any())
@@ -97,40 +101,8 @@ class DecodeRows:
         return np.flatnonzero((self.records["position"] + 1) % page_size == 0).tolist()
 
 
-class StepPlan(Seq[ScheduledSequence]):
-    """What one step computes: the rows' next tokens, then chunks of prompts and whoever else has no row yet."""
-
-    def __init__(self, rows: DecodeRows, chunks: list[ScheduledSequence]) -> None:
-        self.rows = rows
-        self.chunks = chunks
-        self._items = rows.items + chunks
-        self.num_tokens = len(rows) + sum(chunk.num_tokens for chunk in chunks)
-        # Over the tokens to compute, the sum of those before each.
-        self.num_contexts = float(rows.records["position"].sum()) + len(rows) / 2
-        self.num_contexts += sum(chunk.num_contexts for chunk in chunks)
-
-    @property
-    def step(self) -> int:
-        return self.rows.step
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    @overload
-    def __getitem__(self, index: int) -> ScheduledSequence: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[ScheduledSequence]: ...
-
-    def __getitem__(self, index: int | slice) -> ScheduledSequence | list[ScheduledSequence]:
-        return self._items[index]
-
-    def __iter__(self) -> Iterator[ScheduledSequence]:
-        return iter(self._items)
-
-
 class RowTable:
-    """Owns the rows."""
+    """Owns the rows. See `engine.step_plan.Rows`."""
 
     def __init__(self, page_size: int, ends: Ends | None = None) -> None:
         self._page_size = page_size
@@ -226,10 +198,11 @@ class RowTable:
         live["position"][going] += 1
         return DecodeRows(items, records, pages_RW[: len(items), :width].copy(), step)
 
-    def settle(self, step: int, token_ids: np.ndarray) -> None:
+    def settle(self, step: int, drawn: Seq[int | None]) -> None:
         """The tokens of a step are known on the host: rows that no later step has taken on begin with them."""
         live = self._live
         waiting = np.flatnonzero(live["awaited"] & (live["step"] == step))
+        token_ids = np.array(drawn, np.int64)
         live["token"][waiting] = token_ids[live["place"][waiting]]
         live["awaited"][waiting] = False
 

@@ -25,6 +25,7 @@ from simulator.costs import DecodeCosts, LinkCosts
 from simulator.events import Timer
 from simulator.network import Network, Node
 from simulator.prefill_model import PrefillModel
+from simulator.rows import PlainRows
 from simulator.step_loop import StepLoop
 from simulator.transfers import Candidate, Owner, Transfers
 
@@ -86,7 +87,7 @@ class DecodeModel(Owner):
         self.events = KvEventLog()
         self.pool = PagePool(num_pages)
         self.cache = PrefixCache(self.pool, page_size, self.events)
-        self.scheduler = DecodeScheduler(self.pool, self.cache, page_size, config)
+        self.scheduler = DecodeScheduler(self.pool, self.cache, page_size, config, PlainRows(page_size))
         self.transfers = Transfers(node, network, self.pool, self.scheduler, page_size, find_prefill, self)
         self.loop = StepLoop(node, self._begin_step, self._end_step)
         self.on_change: Callable[[], None] = lambda: None

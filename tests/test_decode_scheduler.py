@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from decode_worker.scheduler import HANDICAP_REQUESTS, DecodeScheduler
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
-from engine.row_table import StepPlan
+from engine.row_table import RowTable
 from engine.sequence import SampledToken, Sequence, StepOutput
+from engine.step_plan import StepPlan
 from penstock.config import DecodeConfig
 from penstock.types import Lane, RequestId, SamplingParams
 
@@ -23,7 +24,7 @@ def make_scheduler(num_pages: int, **config: float) -> tuple[DecodeScheduler, Pa
     pool = PagePool(num_pages)
     defaults = {"max_batch_sequences": 4, "max_batch_tokens": 8, "watermark": 0.0}
     settings_ = DecodeConfig.model_validate(defaults | config)
-    return DecodeScheduler(pool, PrefixCache(pool, PAGE_SIZE), PAGE_SIZE, settings_), pool
+    return DecodeScheduler(pool, PrefixCache(pool, PAGE_SIZE), PAGE_SIZE, settings_, RowTable(PAGE_SIZE)), pool
 
 
 def make_sequence(name: str, num_tokens: int, seed: int = 0, lane: Lane = Lane.STANDARD) -> Sequence:

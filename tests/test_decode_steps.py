@@ -22,9 +22,10 @@ from engine.counter_random import uniform, uniforms
 from engine.drawing import StepTokens
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
-from engine.row_table import Ends, RowTable, StepPlan
+from engine.row_table import Ends, RowTable
 from engine.sampler import Draws, draw, sample
 from engine.sequence import ScheduledSequence, Sequence
+from engine.step_plan import StepPlan
 from engine.step_thread import StepThread
 from penstock.config import DecodeConfig
 from penstock.errors import InternalError
@@ -49,7 +50,7 @@ class Machine:
         self._allocate, self.pool.allocate = self.pool.allocate, self.allocate  # type: ignore[method-assign]
         config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, watermark=0.0)
         cache = PrefixCache(self.pool, PAGE_SIZE)
-        self.scheduler = DecodeScheduler(self.pool, cache, PAGE_SIZE, config, Ends({EOS}, 60))
+        self.scheduler = DecodeScheduler(self.pool, cache, PAGE_SIZE, config, RowTable(PAGE_SIZE, Ends({EOS}, 60)))
         self.under_way: deque[tuple[StepPlan, list[int | None], set[PageId]]] = deque()
         self.live: list[Sequence] = []
         self.landing: list[Sequence] = []

@@ -1,0 +1,111 @@
+"""What a scheduler asks to be computed in one step, and what it asks of the columns that it keeps for sequences.
+
+No numpy here: `engine.row_table` has the columns of workers, the simulator plain ones of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import Generic, Protocol, TypeVar, overload
+
+from engine.sequence import ScheduledSequence, Sequence
+from penstock.types import PageId
+
+
+class LaunchedRows(Protocol):
+    """The rows of one step, as they stood when it was scheduled."""
+
+    @property
+    def items(self) -> list[ScheduledSequence]:
+        """One token each."""
+        ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def num_contexts(self) -> float:
+        """See `ScheduledSequence.num_contexts`; of all together."""
+        ...
+
+    def filled(self, page_size: int) -> list[int]:
+        """Places of those whose token has filled a page, once it is recorded."""
+        ...
+
+
+LaunchedT = TypeVar("LaunchedT", bound=LaunchedRows)
+LaunchedT_co = TypeVar("LaunchedT_co", bound=LaunchedRows, covariant=True)
+
+
+class StepPlan(Seq[ScheduledSequence], Generic[LaunchedT]):
+    """What one step computes: the rows' next tokens, then chunks of prompts and whoever else has no row yet."""
+
+    def __init__(self, rows: LaunchedT, chunks: list[ScheduledSequence]) -> None:
+        self.rows = rows
+        self.chunks = chunks
+        self._items = rows.items + chunks
+        self.num_tokens = len(rows.items) + sum(chunk.num_tokens for chunk in chunks)
+        # Over the tokens to compute, the sum of those before each.
+        self.num_contexts = rows.num_contexts + sum(chunk.num_contexts for chunk in chunks)
+
+    @property
+    def step(self) -> int:
+        return self.rows.step
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> ScheduledSequence: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[ScheduledSequence]: ...
+
+    def __getitem__(self, index: int | slice) -> ScheduledSequence | list[ScheduledSequence]:
+        return self._items[index]
+
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        return iter(self._items)
+
+
+class Rows(Protocol[LaunchedT_co]):
+    """The sequences that get a token in every step."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, sequence: Sequence) -> bool: ...
+
+    def add(self, sequence: Sequence) -> None:
+        """All its tokens but the last have their KV in its pages."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """Does nothing where it has no row."""
+        ...
+
+    def add_pages(self, sequence: Sequence, pages: Seq[PageId]) -> None:
+        """They follow those that the row knows."""
+        ...
+
+    def short(self) -> list[Sequence]:
+        """Those whose next token has no page yet."""
+        ...
+
+    def is_special(self) -> bool:
+        """Whether somebody's next draw needs more than the columns."""
+        ...
+
+    def launch(self, step: int) -> LaunchedT_co:
+        """The rows of a step that is computed from now on; they stand at their next token then."""
+        ...
+
+    def settle(self, step: int, drawn: Seq[int | None]) -> None:
+        """The tokens of a step are known on the host."""
+        ...
+
+    def rewind(self) -> None:
+        """Steps that were launched have come to nothing: every row stands where its sequence does."""
+        ...
+
+    def check_integrity(self) -> None: ...

@@ -185,9 +185,9 @@ class DecodeServer:
         )
 
     def _step(self) -> bool:
-        self._driver.turn()
+        again = self._driver.turn()
         self._service.notify()
-        return False  # the end of a step is a call like any other
+        return again
 
     def _sweep(self, now_s: float) -> float | None:
         """Looks after every lease of this worker's; when to come again."""

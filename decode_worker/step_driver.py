@@ -3,6 +3,8 @@
 While a step computes, the step loop takes calls: requests come and end, first tokens go out, pages are reserved and
 land. On a GPU the next step is scheduled and given to the device meanwhile, where it can be (`schedule_ahead`). On a
 CPU it is not: scheduling takes a hundredth of a step there, and whoever arrives during one would miss the next.
+
+Where a model is split between ranks, steps are computed on the step loop: pages and steps share the way to the ranks.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ class StepDriver:
         self._under_way: deque[StepPlan[DecodeRows]] = deque()
         self._since_s = 0.0  # the oldest of them is computed since
 
-    def turn(self) -> None:
-        """After the calls that have come: what can be computed is given to the device."""
+    def turn(self) -> bool:
+        """After the calls that have come: what can be computed is given to the device. True: turn again at once."""
+        if self._engine.ranks is not None:
+            return self._worker.step()
         if self._under_way:
             self._worker.take_in()
         else:
@@ -47,6 +51,7 @@ class StepDriver:
             plan = self._worker.scheduler.schedule_ahead()
             if plan is not None:
                 self._start(plan)
+        return False  # the end of a step is a call like any other
 
     def _start(self, plan: StepPlan[DecodeRows]) -> None:
         if not plan:

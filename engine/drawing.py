@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from engine.batch import Batch, HostBatch, lay_out, to_device
+from engine.draws import DrawColumns
 from engine.logit_edits import is_edited
 from engine.row_table import SAMPLING_FIELDS
-from engine.sampler import Draws, draw, nothing_to_draw, sample
+from engine.sampler import draw, nothing_to_draw, sample
 from engine.sequence import ScheduledSequence, Sequence, StepOutput
 from engine.step_plan import StepPlan
 from penstock.errors import InternalError
@@ -45,7 +46,7 @@ class LaidOutStep:
 
     work: Seq[ScheduledSequence]
     host: HostBatch
-    draws: Draws | None  # None: `engine.sampler.sample` looks at the sequences
+    draws: DrawColumns | None  # None: `engine.sampler.sample` looks at the sequences
     awaited: np.ndarray | None  # bool [B]: tokens that the step before draws ...
     awaited_places: np.ndarray | None  # ... and which of its tokens, int64 of those alone
 
@@ -65,29 +66,29 @@ def lay_out_step(work: Seq[ScheduledSequence], page_size: int) -> LaidOutStep:
     return LaidOutStep(work, host, _draws(work, host), awaited, awaited_places)
 
 
-def _draws(work: Seq[ScheduledSequence], host: HostBatch) -> Draws | None:
+def _draws(work: Seq[ScheduledSequence], host: HostBatch) -> DrawColumns | None:
     if not isinstance(work, StepPlan):
         return _draws_of([work[place].sequence for place in host.drawing])
     if work.rows.is_special:
         return None
-    rows = Draws(work.rows.records, host.positions_T[: len(work.rows)] + 1)
+    rows = DrawColumns(work.rows.records, host.positions_T[: len(work.rows)] + 1)
     if not work.chunks:
         return rows
     others = _draws_of([work[place].sequence for place in host.drawing[len(rows) :]])
     return _join(rows, others) if others is not None else None
 
 
-def _draws_of(sequences: list[Sequence]) -> Draws | None:
+def _draws_of(sequences: list[Sequence]) -> DrawColumns | None:
     if any(one.sampling.logprobs is not None or is_edited(one) for one in sequences):
         return None
-    return Draws.of(sequences)
+    return DrawColumns.of(sequences)
 
 
-def _join(first: Draws, second: Draws) -> Draws:
+def _join(first: DrawColumns, second: DrawColumns) -> DrawColumns:
     records = np.zeros(len(first) + len(second), SAMPLING_FIELDS)
     for name, _ in SAMPLING_FIELDS:
         records[name] = np.concatenate((first.records[name], second.records[name]))
-    return Draws(records, np.concatenate((first.positions, second.positions)))
+    return DrawColumns(records, np.concatenate((first.positions, second.positions)))
 
 
 class Drawn:

@@ -1,5 +1,5 @@
-"""What rows of logits ask of a draw: in columns on the host, as steps are laid out, and as the tensors that the sampling
-kernel reads (`engine.kernels.sample`).
+"""What rows of logits ask of a draw: in columns on the host, as steps are laid out, and as the tensors that the
+sampling kernel reads (`engine.kernels.sample`).
 
 Shapes: `B` rows.
 """

@@ -20,10 +20,11 @@ from decode_worker.step_driver import StepDriver
 from engine.batch import lay_out
 from engine.counter_random import uniform, uniforms
 from engine.drawing import StepTokens
+from engine.draws import DrawColumns
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.row_table import Ends, RowTable
-from engine.sampler import Draws, draw, sample
+from engine.sampler import draw, sample
 from engine.sequence import ScheduledSequence, Sequence
 from engine.step_plan import StepPlan
 from engine.step_thread import StepThread
@@ -247,10 +248,10 @@ def test_columns_draw_what_sequences_draw() -> None:
     sequences = [Sequence(RequestId(str(i)), [1] * (i + 2), 1, one, SALT) for i, one in enumerate(samplings)]
     rows = [ScheduledSequence(sequence, 1) for sequence in sequences]
     wanted = [token.token_id for token in sample(logits, rows, ())]
-    token_ids, valid = draw(logits, Draws.of(sequences))
+    token_ids, valid = draw(logits, DrawColumns.of(sequences))
     assert (token_ids.tolist(), valid.all().item()) == (wanted, True)
     logits[1] = float("nan")
-    token_ids, valid = draw(logits, Draws.of(sequences))
+    token_ids, valid = draw(logits, DrawColumns.of(sequences))
     assert valid.tolist() == [True, False, True, True, True]
     assert [token for token, good in zip(token_ids.tolist(), valid, strict=True) if good] == [
         token for i, token in enumerate(wanted) if i != 1

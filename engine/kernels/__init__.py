@@ -15,7 +15,7 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from engine.kernels.metadata import AttentionMetadata
+    from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
     from engine.layers.ops import LayerOps
 
 
@@ -31,6 +31,20 @@ class AttentionBackend(Protocol):
         scales: torch.Tensor | None = None,
     ) -> None:
         """Stores the batch's K/V at `meta`'s slots."""
+        ...
+
+    def store_qkv(
+        self,
+        qkv_TXH: torch.Tensor,
+        cos_sin_T2H: torch.Tensor,
+        norms: QkNorms | None,
+        kv: KvLayer,
+        meta: AttentionMetadata,
+        ops: LayerOps,
+    ) -> torch.Tensor:
+        """From a layer's projection, heads of queries, keys and values in this order, to rotated queries [T, N, H];
+        rotated keys and values stand at `meta`'s slots afterwards. Queries and keys go through their norms before,
+        where there are any. `cos_sin_T2H` is as in `LayerOps.rope`."""
         ...
 
     def paged_attention(

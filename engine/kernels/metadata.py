@@ -21,6 +21,15 @@ class KvLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class QkNorms:
+    """Norms of each query's and each key's head, where a family has them."""
+
+    q_H: torch.Tensor
+    k_H: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Where each sequence's queries and pages stand.
 

@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from engine.kernels.kv_codes import quantize
-from engine.kernels.metadata import AttentionMetadata
+from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
+
+if TYPE_CHECKING:
+    from engine.layers.ops import LayerOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,26 @@ class TorchAttention:
         scales: torch.Tensor | None = None,
     ) -> None:
         write_kv(k_TKH, v_TKH, pool_layer, meta, scales)
+
+    def store_qkv(
+        self,
+        qkv_TXH: torch.Tensor,
+        cos_sin_T2H: torch.Tensor,
+        norms: QkNorms | None,
+        kv: KvLayer,
+        meta: AttentionMetadata,
+        ops: LayerOps,
+    ) -> torch.Tensor:
+        num_kv_heads = kv.pages.shape[2]
+        qk_TXH, v_TKH = qkv_TXH[:, :-num_kv_heads], qkv_TXH[:, -num_kv_heads:]
+        if norms is None:
+            turned_TXH = ops.rope(qk_TXH, cos_sin_T2H)
+            q_TNH, k_TKH = turned_TXH[:, :-num_kv_heads], turned_TXH[:, -num_kv_heads:]
+        else:
+            q_TNH = ops.rope(ops.rms_norm(qk_TXH[:, :-num_kv_heads], norms.q_H, norms.eps), cos_sin_T2H)
+            k_TKH = ops.rope(ops.rms_norm(qk_TXH[:, -num_kv_heads:], norms.k_H, norms.eps), cos_sin_T2H)
+        self.write_kv(k_TKH, v_TKH, kv.pages, meta, kv.scales)
+        return q_TNH
 
     def paged_attention(
         self,

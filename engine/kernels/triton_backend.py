@@ -9,13 +9,16 @@ from __future__ import annotations
 import torch
 
 from engine.kernels.grouped_gemm import grouped_gemm
-from engine.kernels.metadata import AttentionMetadata
+from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import paged_prefill
 from engine.kernels.reference import latent_attention
+from engine.kernels.rms_norm import add_rms_norm, rms_norm
+from engine.kernels.rope_qkv import rope, rope_qkv
+from engine.kernels.swiglu import silu_and_mul
 from engine.kernels.write_kv import write_kv, write_kv_codes
 from engine.layers.linear import GroupedLinear
-from engine.layers.ops import TorchOps
+from engine.layers.ops import LayerOps, TorchOps
 
 
 class TritonAttention:
@@ -35,6 +38,24 @@ class TritonAttention:
             write_kv_codes(k_TKH, v_TKH, pool_layer, meta.slot_page_T, meta.slot_offset_T, scales)
             return
         write_kv(k_TKH, v_TKH, pool_layer, meta.slot_page_T, meta.slot_offset_T)
+
+    def store_qkv(
+        self,
+        qkv_TXH: torch.Tensor,
+        cos_sin_T2H: torch.Tensor,
+        norms: QkNorms | None,
+        kv: KvLayer,
+        meta: AttentionMetadata,
+        ops: LayerOps,
+    ) -> torch.Tensor:
+        slots = (meta.slot_page_T, meta.slot_offset_T)
+        if kv.scales is None:
+            return rope_qkv(qkv_TXH, cos_sin_T2H, norms, kv.pages, *slots)
+        num_kv_heads = kv.pages.shape[2]
+        qk_TXH, v_TKH = qkv_TXH[:, :-num_kv_heads], qkv_TXH[:, -num_kv_heads:]
+        turned_TXH = rope(qk_TXH, cos_sin_T2H, norms, num_queries=qk_TXH.shape[1] - num_kv_heads)
+        write_kv_codes(turned_TXH[:, -num_kv_heads:], v_TKH, kv.pages, *slots, kv.scales)
+        return turned_TXH[:, :-num_kv_heads]
 
     def paged_attention(
         self,
@@ -92,7 +113,21 @@ class TritonAttention:
 
 
 class TritonOps(TorchOps):
-    """`LayerOps` with the experts' products in one launch, and no wait for where their rows end."""
+    """`LayerOps` by one kernel each, the experts' products too: nothing waits for where their rows end."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(x_TD.contiguous(), residual_TD.contiguous(), weight_D, eps)
+
+    def silu_and_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(gate_up_T2F)
+
+    def rope(self, x_TNH: torch.Tensor, cos_sin_T2H: torch.Tensor) -> torch.Tensor:
+        return rope(x_TNH, cos_sin_T2H)
 
     def grouped_gemm(
         self, x_RI: torch.Tensor, weight: GroupedLinear, start_E1: torch.Tensor, rows_X: torch.Tensor | None

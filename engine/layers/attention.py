@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from engine.kernels import AttentionBackend
-from engine.kernels.metadata import AttentionMetadata, KvLayer
+from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from engine.latent_config import LatentConfig
 from engine.layers.linear import Linear, fuse
 from engine.layers.ops import LayerOps
@@ -44,12 +44,12 @@ class GroupedAttention:
         """`read` gives a tensor of this layer by name."""
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim, self.window = config.head_dim, config.windows[layer]
-        self._scale, self._eps = config.head_dim**-0.5, config.rms_norm_eps
+        self._scale = config.head_dim**-0.5
         self.qkv = fuse(read, [f"self_attn.{name}_proj" for name in "qkv"], config.qkv_bias)
-        self.qk_norms_H: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.qk_norms: QkNorms | None = None
         if config.qk_norm:
             q_norm_H, k_norm_H = (read(f"self_attn.{name}_norm.weight") for name in "qk")
-            self.qk_norms_H = (q_norm_H, k_norm_H)
+            self.qk_norms = QkNorms(q_norm_H, k_norm_H, config.rms_norm_eps)
         self.out = fuse(read, ["self_attn.o_proj"], config.o_bias)
 
     def attend(
@@ -61,18 +61,8 @@ class GroupedAttention:
         attention: AttentionBackend,
         ops: LayerOps,
     ) -> torch.Tensor:
-        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
-        qkv_TXH = self.qkv(x_TD).view(-1, num_heads + 2 * num_kv_heads, self._head_dim)
-        if self.qk_norms_H is None:
-            qk_TXH = ops.rope(qkv_TXH[:, : num_heads + num_kv_heads], cos_sin_T2H)
-            q_TNH, k_TKH = qk_TXH[:, :num_heads], qk_TXH[:, num_heads:]
-        else:
-            q_norm_H, k_norm_H = self.qk_norms_H
-            q_TNH, k_TKH, _ = qkv_TXH.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-            q_TNH = ops.rope(ops.rms_norm(q_TNH, q_norm_H, self._eps), cos_sin_T2H)
-            k_TKH = ops.rope(ops.rms_norm(k_TKH, k_norm_H, self._eps), cos_sin_T2H)
-        v_TKH = qkv_TXH[:, num_heads + num_kv_heads :]
-        attention.write_kv(k_TKH, v_TKH, kv.pages, meta, kv.scales)
+        qkv_TXH = self.qkv(x_TD).view(-1, self._num_heads + 2 * self._num_kv_heads, self._head_dim)
+        q_TNH = attention.store_qkv(qkv_TXH, cos_sin_T2H, self.qk_norms, kv, meta, ops)
         return attention.paged_attention(q_TNH, kv.pages, meta, self._scale, self.window, scales=kv.scales).flatten(1)
 
 

@@ -148,5 +148,5 @@ class _Layer:
         qkv, out, gate_up, down = attention.qkv.tiles, attention.out.tiles, mlp.gate_up.tiles, mlp.down.tiles
         if qkv is None or out is None or gate_up is None or down is None:
             return None
-        norms = attention.qk_norms_H
+        norms = None if attention.qk_norms is None else (attention.qk_norms.q_H, attention.qk_norms.k_H)
         return DenseLayer(self.input_norm_D, qkv, norms, out, self.mlp_norm_D, gate_up, down, attention.window)

@@ -67,11 +67,13 @@ class AdoptClient:
         events: DepartureEvents,
         channels: Channels,
         worker_id: WorkerId,
+        num_ranks: int,
     ) -> None:
         self._loop = loop
         self._events = events
         self._channels = channels
         self._worker_id = worker_id
+        self._num_ranks = num_ranks
         self._running = asyncio.get_running_loop()
         self._calls: dict[TransferKey, _Call] = {}  # until `close`: the transfer may write
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,6 +88,7 @@ class AdoptClient:
             num_tokens=num_tokens,
             worker_id=self._worker_id,
             address=target.source_address,
+            num_ranks=self._num_ranks,
         )
         self._running.call_soon_threadsafe(self._start, key, target, start)
 

@@ -11,7 +11,7 @@ from decode_worker.departure import Target
 from decode_worker.departures import Departures
 from decode_worker.request import DecodeRequest
 from engine.step_loop import StepLoop
-from kv_transfer.receiver import TransferReceiver
+from kv_transfer.group_receiver import GroupReceiver
 from kv_transfer.session import Manifest
 from penstock import wire
 from penstock.addresses import is_every_interface
@@ -75,7 +75,7 @@ class AdoptService:
         self,
         departures: Departures,
         adoptions: Adoptions,
-        receiver: TransferReceiver,
+        receiver: GroupReceiver,
         loop: StepLoop,
         fences: FenceKeeper,
         epoch: Epoch,
@@ -148,7 +148,8 @@ class AdoptService:
         key = wire.transfer_key_from_wire(start.transfer)
         if key.receiver_epoch != self._epoch:
             raise TransferError(f"transfer {key.transfer_id}: for epoch {key.receiver_epoch}, this is {self._epoch}")
-        call = AdoptCall(self._receiver.offer(WorkerId(start.worker_id), key.sender_epoch))
+        num_ranks = start.num_ranks or 1
+        call = AdoptCall(self._receiver.offer(WorkerId(start.worker_id), key.sender_epoch, num_ranks))
         self._loop.post(lambda: self._adoptions.ask(key, start, call))
         reader = asyncio.create_task(self._follow(commands, key, call))
         try:

@@ -23,11 +23,10 @@ from decode_worker.request import DecodeRequest, Moved
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from engine.sequence import Sequence as Generation
+from kv_transfer.group_sender import GroupSender
 from kv_transfer.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.reshard import Plan
-from kv_transfer.sender import TransferSender
 from kv_transfer.session import Manifest
-from kv_transfer.staging import sent_checksums
 from penstock.config import TransferConfig
 from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, PenstockError, Unavailable
 from penstock.page_hash import hash_pages
@@ -58,13 +57,12 @@ class Departures:
         self,
         engine: Engine,
         worker: DecodeWorker,
-        sender: TransferSender,
+        sender: GroupSender,
         epoch: Epoch,
         config: TransferConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = engine.pool
-        self._kv_pages = engine.kv_pages
         self._page_size = engine.layout.page_size
         self._worker = worker
         self._sender = sender
@@ -220,13 +218,13 @@ class Departures:
             self._fail(one, Unavailable(f"{sequence.request_id} was preempted; it has no pages to move now"))
         elif one.plan is not None:
             num_full = sequence.num_computed_tokens // one.page_size
-            self._push(one, one.plan, min(num_full, one.num_reserved))
+            self._push(one, min(num_full, one.num_reserved))
             if should_stop(CopyProgress(num_full, one.num_held, one.num_landed, one.num_reserved)):
                 one.is_stopping = True
                 self._worker.scheduler.pause(sequence)
                 self._advance(one)
 
-    def _push(self, one: Departure, plan: Plan, end: int) -> None:
+    def _push(self, one: Departure, end: int) -> None:
         """Sends what fills the target's pages of the sequence up to `end`."""
         first, held, size = one.num_pushed, one.num_held, one.page_size
         if end <= first:
@@ -235,7 +233,7 @@ class Departures:
         tokens = range(first * size, min(end * size, one.sequence.num_computed_tokens))
         self._borrow(one, range(tokens.start // self._page_size, -(-tokens.stop // self._page_size)))
         if self._checksums:
-            one.checksums += sent_checksums(plan, self._kv_pages, tokens, pages)
+            one.checksums += self._sender.sent_checksums(one.key, tokens, pages)
         self._sender.push_tokens(one.key, first - held, tokens, pages, one.destination[first - held : end - held])
         one.num_pushed = end
 
@@ -255,7 +253,7 @@ class Departures:
             self._fail(one, Unavailable(f"{sequence.request_id} outgrew the {one.num_reserved} pages reserved"))
             return
         one.stopped_s = time.monotonic()
-        self._push(one, plan, num_pages)
+        self._push(one, num_pages)
         self._sender.finish(one.key)
         manifest = Manifest(
             num_tokens=num_tokens,

@@ -61,7 +61,9 @@ def _request(submit: worker_pb2.DecodeSubmit, stream: RouterStream, deadline_s: 
         lane=wire.lane_from_wire(submit.lane),
     )
     candidates = deque(
-        PrefillCandidate(item.worker_id, Epoch(item.epoch), item.address, item.queue_s, item.prefill_s)
+        PrefillCandidate(
+            item.worker_id, Epoch(item.epoch), item.address, item.queue_s, item.prefill_s, item.num_ranks or 1
+        )
         for item in submit.prefill_candidates
     )
     return DecodeRequest(submit.stream_id, sequence, stream.send, candidates, deadline_s)

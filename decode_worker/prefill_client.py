@@ -37,6 +37,7 @@ class PrefillCandidate:
     address: str
     queue_s: float
     prefill_s: float
+    num_ranks: int = 1  # that its pages are spread over
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class PrefillClient:
         self,
         loop: StepLoop,
         events: TransferEvents,
-        make_offer: Callable[[WorkerId, Epoch], bytes],
+        make_offer: Callable[[WorkerId, Epoch, int], bytes],
         channels: Channels,
         fences: FenceKeeper,
     ) -> None:
@@ -139,7 +140,7 @@ class PrefillClient:
         commands = self._commands[key]
         slow = self._watch_start(prefill)
         try:
-            offer = self._make_offer(WorkerId(candidate.worker_id), candidate.epoch)
+            offer = self._make_offer(WorkerId(candidate.worker_id), candidate.epoch, candidate.num_ranks)
             stub = worker_pb2_grpc.PrefillWorkerStub(self._channels.get(candidate.address))
             call = stub.Prefill(_requests(_start_message(prefill, offer), commands))
             async for event in call:

@@ -24,12 +24,12 @@ from engine.engine import Engine
 from engine.replica import Replica
 from engine.step_loop import StepLoop
 from engine.worker_identity import describe
+from kv_transfer.group_receiver import GroupReceiver
+from kv_transfer.group_sender import GroupSender
 from kv_transfer.lease import earliest
 from kv_transfer.page_intake import PageIntake
 from kv_transfer.page_source import PageSource
 from kv_transfer.rank import launch_ranks
-from kv_transfer.receiver import TransferReceiver
-from kv_transfer.sender import TransferSender
 from penstock.channels import Channels
 from penstock.config import WorkerConfig
 from penstock.errors import ConfigError, TransferError
@@ -71,7 +71,7 @@ class DecodeServer:
         if self.replica is None:
             self.replica = await asyncio.to_thread(Replica.load, config.engine, on_progress, launch_ranks)
         engine, events = self.replica.engine, self.replica.events
-        self._open_transfers(engine)
+        await asyncio.to_thread(self._open_transfers, engine)
         transfers = Transfers(engine, self._receiver, self.epoch, config.transfer, lambda call: self._loop.post(call))
         description = describe(engine, config, self.epoch)
         description.transports.extend(self._receiver.transports)
@@ -120,17 +120,15 @@ class DecodeServer:
 
     def _open_transfers(self, engine: Engine) -> None:
         """Both ends: prompts come from prefill workers, running sequences come from and go to decode workers."""
-        self._receiver = TransferReceiver(
-            engine.kv_pages,
-            engine.layout,
+        self._receiver = GroupReceiver(
+            engine,
             self.epoch,
             self._config.transfer,
             on_arrival=lambda key, first, count: self._loop.post(lambda: self._on_arrival(key, first, count)),
             on_failure=lambda key, error: self._loop.post(lambda: self._on_stalled(key, error)),
         )
-        self._sender = TransferSender(
-            engine.kv_pages,
-            engine.layout,
+        self._sender = GroupSender(
+            engine,
             self.epoch,
             self._config.transfer,
             on_done=lambda key: self._loop.post(lambda: self._on_sent(key)),
@@ -171,7 +169,9 @@ class DecodeServer:
         """What moves sequences between this worker and other decode workers."""
         config, worker = self._config, self.worker
         self.departures = Departures(engine, worker, self._sender, self.epoch, config.transfer)
-        self._adopt_calls = AdoptClient(self._loop, self.departures, self._channels, WorkerId(config.worker_id))
+        self._adopt_calls = AdoptClient(
+            self._loop, self.departures, self._channels, WorkerId(config.worker_id), engine.num_ranks
+        )
         self.departures.calls = self._adopt_calls
         self.adoptions = Adoptions(worker, transfers, LEASE_S)
         return AdoptService(

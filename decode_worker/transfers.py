@@ -21,9 +21,8 @@ from decode_worker.prefill_client import PrefillCandidate, RemotePrefill
 from decode_worker.request import DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
 from engine.engine import Engine
-from kv_transfer.checksum import page_checksums
+from kv_transfer.group_receiver import GroupReceiver
 from kv_transfer.lease import Lease, Sweeper, heartbeat_s
-from kv_transfer.receiver import TransferReceiver
 from kv_transfer.session import ENDED, Effect, Manifest, TransferSession
 from penstock.config import TransferConfig
 from penstock.errors import PenstockError, TransferError
@@ -95,7 +94,7 @@ class Transfers:
     def __init__(
         self,
         engine: Engine,
-        receiver: TransferReceiver,
+        receiver: GroupReceiver,
         epoch: Epoch,
         config: TransferConfig,
         post: Callable[[Callable[[], None]], None],
@@ -263,7 +262,7 @@ class Transfers:
             != request.sequence.hash_full_pages(self._page_size)[transfer.num_held : num_full]
         ):
             return "the page hashes differ from those of the prompt"
-        if self._config.checksums and list(manifest.checksums) != page_checksums(self._engine.kv_pages, pages):
+        if self._config.checksums and list(manifest.checksums) != self._receiver.checksums(transfer.session.key, pages):
             return "the pages' checksums differ from the sender's"
         return None
 

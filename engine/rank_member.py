@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,24 +24,32 @@ from engine.ranked_pages import page_answers
 from engine.runner import ModelRunner
 from engine.shard import Shard
 from penstock.config import EngineConfig
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, to_status
 
 log = logging.getLogger(__name__)
 
 Answer = Callable[[Any], Any]  # a message's body to what is answered
 
 
+class Extension(NamedTuple):
+    """More that rank 0 may ask for."""
+
+    in_turn: Mapping[str, Answer] = {}  # behind the steps that it was told of before
+    at_once: Mapping[str, Answer] = {}  # beside a step, on another thread
+
+
 class RankMember:
     """`run` returns when rank 0 is gone; `part` and `kv_pages` are there once rank 0 has asked for them."""
 
     def __init__(
-        self, channel: RankChannel, extend: Callable[[RankMember], Mapping[str, Answer]] = lambda member: {}
+        self, channel: RankChannel, extend: Callable[[RankMember], Extension] = lambda member: Extension()
     ) -> None:
-        """`extend` gives more that rank 0 may ask for, besides what a step takes."""
         self._channel = channel
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {"load": self._load, "pool": self._make_pool, "step": self._step}
-        self._answers |= {**page_answers(self), **extend(self)}
+        extension = extend(self)
+        self._answers |= {**page_answers(self), **extension.in_turn}
+        self._at_once = extension.at_once
         self._num_done = 0
         self._beat_s = 1.0
         self._over = threading.Event()
@@ -75,13 +83,16 @@ class RankMember:
 
     def _do(self, message: Message) -> None:
         answer = self._answers[message.kind]
-        if not message.call:
+        if message.call:
+            self._answer(answer, message)
+        else:
             answer(message.body)
-            return
+
+    def _answer(self, answer: Answer, message: Message) -> None:
         try:
             self._channel.send(Message("answer", answer(message.body), message.call))
         except PenstockError as error:
-            self._channel.send(Message("refused", str(error), message.call))
+            self._channel.send(Message("refused", to_status(error).SerializeToString(), message.call))
 
     def _say(self, message: Message) -> None:
         try:
@@ -92,10 +103,17 @@ class RankMember:
     def _read(self, on_orphaned: Callable[[], None]) -> None:
         try:
             while True:
-                self._inbox.put(self._channel.receive())
+                message = self._channel.receive()
+                if (answer := self._at_once.get(message.kind)) is not None:
+                    self._answer(answer, message)
+                else:
+                    self._inbox.put(message)
         except RankLost:
             self._inbox.put(None)
             on_orphaned()
+        except Exception as error:
+            log.exception("answering rank 0 failed")
+            self._say(Message("fault", f"{type(error).__name__}: {error}"))
 
     def _beat(self) -> None:
         while not self._over.wait(self._beat_s):

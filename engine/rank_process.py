@@ -11,11 +11,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.rank_channel import dial
-from engine.rank_member import Answer, RankMember
+from engine.rank_member import Extension, RankMember
 from engine.ranks import Launch
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -47,7 +47,7 @@ def end_with(parent_pid: int) -> None:
 
 def serve_rank(
     control: Path,
-    extend: Callable[[RankMember], Mapping[str, Answer]] = lambda member: {},
+    extend: Callable[[RankMember], Extension] = lambda member: Extension(),
     on_orphaned: Callable[[], None] = lambda: os._exit(0),
 ) -> None:
     """Blocks until rank 0 is gone; a process then ends at once, since it may be stuck in a collective."""

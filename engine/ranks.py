@@ -24,16 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from google.rpc.status_pb2 import Status
 
 from engine.parallel import TorchGroup
 from engine.plain_batch import to_plain
 from engine.rank_channel import Message, RankChannel, RankLost, accept, listen
 from engine.shard import Shard
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError, Unavailable
+from penstock.errors import Unavailable, from_status
 
 log = logging.getLogger(__name__)
 
+AT_ONCE = frozenset({"end_at_once"})  # done beside steps, hence no part of what must make progress
 CONTROL_FILE, STORE_FILE = "control.sock", "store"
 BEATS = 8  # signs of life of each rank in the time within which one is due
 STEP_PATIENCE = 6  # times that: what a step, or one collective in it, may take
@@ -58,10 +60,11 @@ class _Member:
     num_done: int = 0  # of the messages sent, as it says itself
     progress_s: float = 0.0  # when that last grew, or there was nothing to do
     asked: dict[int, Future[Any]] = field(default_factory=dict)
+    sending: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Ranks:
-    """`tell`, `ask` and `compute` from one thread at a time; handlers are called on threads of this object."""
+    """Safe from any thread, but for steps. Handlers run on threads of this object, and must not wait for ranks."""
 
     def __init__(self, config: EngineConfig, launch: Launch) -> None:
         """Blocks until every other rank's process is there. Raises Unavailable."""
@@ -130,6 +133,10 @@ class Ranks:
         with self._explained():
             self._send(self._members[rank - 1], Message(kind, body))
 
+    def ask_one(self, rank: int, kind: str, body: Any = None) -> Any:
+        """That rank's answer. Blocks; from any thread. Raises what it says against it."""
+        return self.wait(self._ask(kind, lambda _: body, [self._members[rank - 1]]))[0]
+
     def ask(self, kind: str, body: Any = None) -> list[Any]:
         """Every other rank's answer, by rank. Blocks. Raises ConfigError with what one of them says against it."""
         return self.wait(self.begin(kind, body))
@@ -158,6 +165,13 @@ class Ranks:
         """`handler` hears what ranks say of this kind without being asked, in a rank's order."""
         self._handlers[kind] = handler
 
+    def off(self, kind: str) -> None:
+        self._handlers.pop(kind, None)
+
+    def new_number(self) -> int:
+        """One that nobody else got from here."""
+        return next(self._calls)
+
     def when_lost(self, on_lost: Callable[[RankFailure], None]) -> None:
         """At once where it is so already."""
         with self._lock:
@@ -179,10 +193,10 @@ class Ranks:
             self._watch.join(self._patience_s)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _ask(self, kind: str, body: Callable[[int], Any]) -> list[Future[Any]]:
+    def _ask(self, kind: str, body: Callable[[int], Any], members: list[_Member] | None = None) -> list[Future[Any]]:
         answers: list[Future[Any]] = []
         with self._explained():
-            for member in self._members:
+            for member in self._members if members is None else members:
                 call, answer = next(self._calls), Future[Any]()
                 member.asked[call] = answer
                 answers.append(answer)
@@ -192,10 +206,12 @@ class Ranks:
     def _send(self, member: _Member, message: Message) -> None:
         if self._lost is not None:
             raise RankLost(self._lost)
-        if member.num_sent == member.num_done:
-            member.progress_s = time.monotonic()
-        member.num_sent += 1
-        member.channel.send(message)
+        with member.sending:
+            if message.kind not in AT_ONCE:
+                if member.num_sent == member.num_done:
+                    member.progress_s = time.monotonic()
+                member.num_sent += 1
+            member.channel.send(message)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -230,9 +246,9 @@ class Ranks:
             case ("answer", body, call):
                 member.asked.pop(call).set_result(body)
             case ("refused", text, call):
-                member.asked.pop(call).set_exception(ConfigError(f"rank {member.rank}: {text}"))
-            case (kind, body, _):
-                self._handlers[kind](member.rank, body)
+                member.asked.pop(call).set_exception(from_status(Status.FromString(text)))
+            case (kind, body, _) if (handler := self._handlers.get(kind)) is not None:
+                handler(member.rank, body)
 
     def _watch_over(self, launch: Launch) -> None:
         """Also the thread that starts the processes: the kernel ends them with it."""

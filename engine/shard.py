@@ -85,6 +85,11 @@ def shard_layout(layout: KVLayout, shard: Shard) -> KVLayout:
     return replace(layout, head_range=None if whole else (heads.start, heads.stop))
 
 
+def shard_layouts(layout: KVLayout, num_ranks: int) -> list[KVLayout]:
+    """Of every rank's pages."""
+    return [shard_layout(layout, Shard(rank, num_ranks)) for rank in range(num_ranks)]
+
+
 def check_ranked(config: EngineConfig) -> None:
     """Raises ConfigError for settings that one rank alone can follow."""
     if config.disk_bytes:

@@ -23,10 +23,11 @@ def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.W
         model_revision=engine.model.revision,
         page_size=engine.layout.page_size,
         num_pages=engine.pool.num_pages,
-        layout_digest=engine.layout.digest(),
+        layout_digest=engine.model_layout.digest(),
         context_length=min(context_length, config.engine.max_context or context_length),
-        page_bytes=engine.layout.page_bytes,
-        kv_digest=engine.layout.kv_digest(),
+        page_bytes=engine.model_layout.page_bytes,
+        kv_digest=engine.model_layout.kv_digest(),
+        num_ranks=engine.num_ranks,
         silent_cache=config.engine.prefix_caching and not config.engine.kv_events,
         labels=wire.labels_to_wire(
             Labels(config.labels.host or platform.node(), config.labels.rack, config.labels.zone)

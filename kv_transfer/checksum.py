@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
+from kv_transfer.pages import PageBuffer, rows_of_pages
+from kv_transfer.reshard import WHOLE_PAGE, PageRows
 from penstock.types import PageId
 
 
@@ -23,3 +25,23 @@ def page_checksums(pool: torch.Tensor, pages: Sequence[PageId]) -> list[int]:
         return [xxhash.xxh3_64_intdigest(rows_P[page]) for page in pages]
     rows_P = bytes_P[torch.tensor(pages, device=pool.device)].cpu().numpy()
     return [xxhash.xxh3_64_intdigest(row) for row in rows_P]
+
+
+def part_checksums(pool: torch.Tensor, pages: Sequence[PageId], rows: PageRows) -> list[int]:
+    """As `page_checksums`, of those rows of each page alone, as if they were a page of their own."""
+    if rows == WHOLE_PAGE:
+        return page_checksums(pool, pages)
+    whole = PageBuffer(pool).in_rows(rows.num_in_page)
+    index = torch.tensor(rows_of_pages(pages, rows.num_in_page, rows.places), device=pool.device)
+    parts = whole.rows_PW[index].view(len(pages), -1)
+    return page_checksums(parts, [PageId(page) for page in range(len(pages))])
+
+
+def join_checksums(by_part: Sequence[Sequence[int]]) -> list[int]:
+    """One for each page, of those of its parts; every part has as many pages."""
+    if len(by_part) == 1:
+        return list(by_part[0])
+    return [
+        xxhash.xxh3_64_intdigest(b"".join(one.to_bytes(8, "little") for one in parts))
+        for parts in zip(*by_part, strict=True)
+    ]

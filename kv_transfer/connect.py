@@ -9,6 +9,8 @@ import logging
 from collections.abc import Mapping
 
 from kv_transfer.handshake import Offer
+from kv_transfer.reshard import WHOLE_PAGE, PageRows
+from kv_transfer.row_link import RowLink
 from kv_transfer.transport import Link, SendingTransport
 from penstock.errors import TransferError
 
@@ -27,13 +29,15 @@ def common_wires(offer: Offer, wires: Mapping[str, SendingTransport]) -> list[st
     return names
 
 
-def connect(offer: Offer, wires: Mapping[str, SendingTransport]) -> tuple[str, Link, int]:
-    """(wire, link, number of wires that failed before). Raises TransferError that names what each wire said."""
+def connect(offer: Offer, wires: Mapping[str, SendingTransport], rows: PageRows = WHOLE_PAGE) -> tuple[str, Link, int]:
+    """(wire, link, number of wires that failed before). The wires move `rows` of pages; the link takes pages. Raises
+    TransferError that names what each wire said."""
     details = dict(offer.transports)
     problems: list[str] = []
     for name in common_wires(offer, wires):
         try:
-            return name, wires[name].connect(details[name], offer.receiver_epoch), len(problems)
+            link = wires[name].connect(details[name], offer.receiver_epoch, rows.num_in_page)
+            return name, link if rows == WHOLE_PAGE else RowLink(link, rows), len(problems)
         except TransferError as error:
             problems.append(f"{name}: {error}")
             log.warning("receiver epoch %d cannot be reached over %s: %s", offer.receiver_epoch, name, error)

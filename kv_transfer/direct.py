@@ -301,9 +301,9 @@ class DirectSender:
     def suits(self, details: Details) -> bool:
         return details.get("boot_id") == boot_id()
 
-    def connect(self, details: Details, receiver_epoch: Epoch) -> Link:
+    def connect(self, details: Details, receiver_epoch: Epoch, num_rows: int = 1) -> Link:
         host, port, token = take(details, "host", str), take(details, "port", int), take(details, "token", bytes)
-        num_pages = take(details, "num_pages", int)
+        num_pages = take(details, "num_pages", int) * num_rows
         if not self.suits(details):
             raise TransferError("the receiver is on another host")
         channel = dial(host, port, token, self._config.connect_timeout_s)

@@ -30,6 +30,7 @@ class Offer:
     layout: KVLayout
     num_pages: int  # of the receiver's pool
     transports: tuple[tuple[str, Mapping[str, object]], ...]  # (name, details), the receiver's favourite first
+    heads: tuple[int, int] | None = None  # first and end of those wanted; None: all that the receiver's pages hold
 
     def encode(self) -> bytes:
         return msgpack.packb(
@@ -40,6 +41,7 @@ class Offer:
                 "layout_digest": self.layout.digest(),
                 "num_pages": self.num_pages,
                 "transports": [[name, dict(details)] for name, details in self.transports],
+                **({"heads": list(self.heads)} if self.heads is not None else {}),
             }
         )
 
@@ -69,6 +71,7 @@ def parse_offer(data: bytes) -> Offer:
         layout=layout,
         num_pages=_positive(raw, "num_pages"),
         transports=_transports(raw.get("transports")),
+        heads=_heads(raw, layout) if "heads" in raw else None,
     )
 
 
@@ -123,6 +126,14 @@ def _share(raw: Mapping[str, object], field: str, whole: int) -> tuple[int, int]
             return None if (start, end) == (0, whole) else (start, end)
         case other:
             raise TransferError(f"offer.{field}: {str(other)[:80]!r}, want [first, end] within 0 to {whole}")
+
+
+def _heads(raw: Mapping[str, object], layout: KVLayout) -> tuple[int, int]:
+    match raw.get("heads"):
+        case [int(start), int(end)] if layout.heads.start <= start < end <= layout.heads.stop:
+            return start, end
+        case other:
+            raise TransferError(f"offer.heads: {str(other)[:80]!r}, want [first, end] of {layout.heads}")
 
 
 def _transports(raw: object) -> tuple[tuple[str, Mapping[str, object]], ...]:

@@ -15,7 +15,7 @@ import torch
 from engine.kv_layout import KVLayout
 from kv_transfer import wires
 from kv_transfer.pages import PageBuffer
-from kv_transfer.reshard import Plan, make_plan
+from kv_transfer.reshard import PageRows, Plan, make_plan, page_rows
 from kv_transfer.staging import PageParts, Staging, page_parts
 from kv_transfer.transport import SendingTransport
 from penstock.config import TransferConfig
@@ -32,6 +32,7 @@ class Lane:
         self, plan: Plan, pool: torch.Tensor, config: TransferConfig, epoch: Epoch, wake: Callable[[], None]
     ) -> None:
         self.plan = plan
+        self.rows: PageRows = page_rows(plan.page, plan.target.heads)  # that wires move, of a page
         self._pool = pool
         self._config = config
         self._epoch = epoch
@@ -55,7 +56,7 @@ class Lane:
                 if not self.plan.whole_pages:
                     self._staging = Staging(self.plan, self._pool, self._wake)
                 pages = self._staging.pages if self._staging else PageBuffer(self._pool)
-                made = wires.sending(pages, self._config, self._epoch, self._wake)
+                made = wires.sending(pages.in_rows(self.rows.num_in_part), self._config, self._epoch, self._wake)
                 self._wires = {wire.name: wire for wire in made}
             return self._wires
 
@@ -93,20 +94,20 @@ class Lanes:
         self._make = lambda plan: Lane(plan, pool, config, epoch, wake)
         self.own = self._make(make_plan(layout, layout))
         self.own.wires()
-        self._staged: dict[KVLayout, Lane] = {}
+        self._staged: dict[Plan, Lane] = {}
 
     def find(self, plan: Plan, in_use: Collection[Lane]) -> tuple[Lane, list[SendingTransport]]:
         """The lane for a plan, and wires of an unused one that had to make room for it, to be closed. Where all are in
         use it is a lane that does not lead anywhere."""
-        if plan.whole_pages:
+        if plan.whole_pages and plan.fills_pages:
             return self.own, []
-        if (known := self._staged.get(plan.target)) is not None:
+        if (known := self._staged.get(plan)) is not None:
             return known, []
         lane = self._make(plan)
         if len(self._staged) < MAX_STAGED_LANES:
-            self._staged[plan.target] = lane
+            self._staged[plan] = lane
             return lane, []
-        unused = next((target for target, one in self._staged.items() if one not in in_use), None)
+        unused = next((other for other, one in self._staged.items() if one not in in_use), None)
         if unused is None:
             return lane, lane.close(
                 TransferError(
@@ -114,7 +115,7 @@ class Lanes:
                     "most that it has staging memory for; use fewer page sizes"
                 )
             )
-        self._staged[plan.target] = lane
+        self._staged[plan] = lane
         return lane, self._staged.pop(unused).close(TransferError("another page layout has taken this one's place"))
 
     def close(self) -> list[SendingTransport]:

@@ -236,10 +236,10 @@ class NixlSender:
     def suits(self, details: Details) -> bool:
         return True
 
-    def connect(self, details: Details, receiver_epoch: Epoch) -> Link:
+    def connect(self, details: Details, receiver_epoch: Epoch, num_rows: int = 1) -> Link:
         deadline_s = time.monotonic() + self._config.connect_timeout_s
         agent, page_bytes = self._agent, self._pages.page_bytes
-        num_pages, memory = take(details, "num_pages", int), take(details, "memory", str)
+        num_pages, memory = take(details, "num_pages", int) * num_rows, take(details, "memory", str)
         address, device = take(details, "address", int), take(details, "device", int)
         metadata = take(details, "metadata", bytes)
         if not (0 < num_pages <= MAX_REMOTE_PAGES and 0 <= address < 1 << 63 and 0 <= device < 1 << 16):

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.engine import Engine
-from kv_transfer.checksum import page_checksums
+from kv_transfer.group_receiver import GroupReceiver
 from kv_transfer.lease import Lease, Sweeper, heartbeat_s
-from kv_transfer.receiver import TransferReceiver
 from kv_transfer.session import ENDED, Effect, Manifest, TransferSession
 from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, Overloaded, PenstockError, TransferRefused
 from penstock.types import Epoch, PageHash, PageId, TransferKey, WorkerId
@@ -58,7 +57,7 @@ class PageIntake:
     def __init__(
         self,
         engine: Engine,
-        make_receiver: Callable[[], TransferReceiver],
+        make_receiver: Callable[[], GroupReceiver],
         lease_s: float,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float] = time.monotonic,
@@ -72,7 +71,7 @@ class PageIntake:
         self._sweeper = Sweeper(heartbeat_s(lease_s))
         self._batches: dict[TransferKey, _Batch] = {}
         self._making = threading.Lock()
-        self._receiver: TransferReceiver | None = None
+        self._receiver: GroupReceiver | None = None
         self.num_taken = 0  # pages
 
     @property
@@ -81,13 +80,13 @@ class PageIntake:
 
     @property
     def layout_digest(self) -> str:
-        return self._engine.layout.digest()
+        return self._engine.ranked_digest
 
     def offer(self, peer: WorkerId, epoch: Epoch) -> bytes:
         """How the source can write here. Blocks where it is the first one; not on the step loop."""
         with self._making:
             self._receiver = self._receiver or self._make_receiver()
-        return self._receiver.offer(peer, epoch)
+        return self._receiver.offer(peer, epoch, self._engine.num_ranks)  # peers of another number are refused
 
     def shutdown(self) -> None:
         with self._making:
@@ -180,12 +179,13 @@ class PageIntake:
         if list(manifest.page_hashes) != [page_hash for page_hash, _ in batch.announced] or not manifest.checksums:
             self._on_verified(batch, "its hashes are not those that were announced")
             return
-        kv_pages, told = self._engine.kv_pages, list(manifest.checksums)
+        receiver, told = self._receiver, list(manifest.checksums)
+        assert receiver is not None
 
         def compare(found: list[int]) -> None:
             self._on_verified(batch, "" if found == told else "its checksums differ from the source's")
 
-        batch.call.compute(lambda: page_checksums(kv_pages, pages), compare)
+        batch.call.compute(lambda: receiver.page_checksums(pages), compare)
 
     def _on_verified(self, batch: _Batch, problem: str) -> None:
         session = batch.session

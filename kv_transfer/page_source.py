@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.engine import Engine
-from kv_transfer.checksum import page_checksums
+from kv_transfer.group_sender import GroupSender
 from kv_transfer.handover_plan import assign
-from kv_transfer.sender import TransferSender
 from penstock.errors import PenstockError
 from penstock.types import CachedPage, Epoch, HandoverTarget, Lane, PageId, TransferKey
 
@@ -28,18 +27,18 @@ class _Push:
 class PageSource:
     """Implements `handover_client.Source`. Owns the references of what is handed over."""
 
-    def __init__(self, engine: Engine, sender: TransferSender) -> None:
+    def __init__(self, engine: Engine, sender: GroupSender) -> None:
         self._engine = engine
         self._sender = sender
         self._pushes: dict[TransferKey, _Push] = {}
 
     @property
     def page_bytes(self) -> int:
-        return self._engine.layout.page_bytes
+        return self._engine.model_layout.page_bytes
 
     @property
     def layout_digest(self) -> str:
-        return self._engine.layout.digest()
+        return self._engine.ranked_digest
 
     def pick(self, targets: Sequence[HandoverTarget], max_pages: int) -> dict[Epoch, list[CachedPage]]:
         """What each target is to get, hottest first; at most `max_pages` in all, which the caller has to `release`."""
@@ -67,7 +66,7 @@ class PageSource:
 
     def checksums(self, pages: Sequence[PageId]) -> list[int]:
         """From any thread, since nothing writes them. Blocks."""
-        return page_checksums(self._engine.kv_pages, pages)
+        return self._sender.page_checksums(pages)
 
     def abort(self, key: TransferKey) -> None:
         """Starts nothing more of it; its `on_sent` follows."""

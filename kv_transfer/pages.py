@@ -50,6 +50,12 @@ class PageBuffer:
         """The same bytes as `count` rows for each page, no copy. `count` divides a page's words."""
         return PageBuffer(self.rows_PW.view(self.num_pages * count, -1)) if count > 1 else self
 
+    def in_rows(self, count: int) -> PageBuffer:
+        """As `split`, however the bytes of a page divide."""
+        if count == 1:
+            return self
+        return PageBuffer(self.rows_PW.view(torch.uint8).view(self.num_pages * count, -1))
+
     def head(self, num_pages: int) -> PageBuffer:
         """The first pages of this buffer, no copy."""
         return PageBuffer(self.tensor[:num_pages])
@@ -80,3 +86,8 @@ class PageBuffer:
     def scatter(self, pages: Sequence[PageId], staged: PageBuffer, rows: Sequence[PageId]) -> None:
         """Copies row rows[i] of `staged` into pages[i]."""
         self.copy_from(staged, rows, pages)
+
+
+def rows_of_pages(pages: Sequence[PageId], num_rows: int, places: Sequence[int]) -> list[PageId]:
+    """Of each page of `num_rows` rows those at `places`, in order."""
+    return [PageId(page * num_rows + place) for page in pages for place in places]

@@ -24,7 +24,8 @@ from engine.kv_layout import KVLayout
 from kv_transfer import wires
 from kv_transfer.handshake import Offer
 from kv_transfer.own_sockets import unread_bytes
-from kv_transfer.pages import PageBuffer
+from kv_transfer.pages import PageBuffer, rows_of_pages
+from kv_transfer.reshard import WHOLE_PAGE, PageRows, page_rows
 from kv_transfer.transport import Arrival, Peer, ReceivingTransport
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
@@ -98,6 +99,7 @@ class TransferReceiver:
         self._lock = threading.Condition()
         self._open: dict[TransferKey, _Incoming] = {}
         self._peers: dict[WorkerId, Peer] = {}
+        self._heads: dict[Peer, range] = {}  # of those that have a share of our pages' heads
         self._awaited: dict[Epoch, float] = {}  # peers that may be connecting, and until when
         self._events: deque[Callable[[], None]] = deque()
         self._quieting: list[_Quieting] = []
@@ -113,21 +115,26 @@ class TransferReceiver:
     def transports(self) -> list[str]:
         return [wire.name for wire in self._wires]
 
-    def offer(self, peer_worker_id: WorkerId, peer_epoch: Epoch) -> bytes:
-        """What that incarnation needs to push here. A newer incarnation of a known worker replaces the old one."""
+    def offer(self, peer_worker_id: WorkerId, peer_epoch: Epoch, heads: range | None = None) -> bytes:
+        """What that incarnation needs to push here, of each page only `heads` where given. A newer incarnation of a
+        known worker replaces the old one."""
         peer = Peer(peer_worker_id, peer_epoch)
         with self._lock:
             known = self._peers.get(peer_worker_id)
             if known is not None and known.epoch > peer_epoch:
                 raise TransferError(f"{peer_worker_id}: epoch {peer_epoch} is past, {known.epoch} has come since")
             self._peers[peer_worker_id] = peer
+            if heads not in (None, self._layout.heads):
+                self._heads[peer] = heads
             if self._polled:
                 self._awaited[peer_epoch] = time.monotonic() + self._config.connect_timeout_s
                 self._lock.notify()
         if known is not None and known != peer:
             self.forget(known)
         details = tuple((wire.name, wire.offer(peer)) for wire in self._wires)
-        return Offer(self._epoch, self._layout, self._pages.num_pages, details).encode()
+        share = self._heads.get(peer)
+        wanted = (share.start, share.stop) if share is not None else None
+        return Offer(self._epoch, self._layout, self._pages.num_pages, details, wanted).encode()
 
     def open(self, key: TransferKey, pages: Sequence[PageId], timeout_s: float | None = None) -> None:
         """From now on the transfer may write `pages`; index i of an arrival is pages[i]. They are fenced already.
@@ -172,6 +179,7 @@ class TransferReceiver:
         """The incarnation is known to be dead: fails what it has open and drops its connections."""
         with self._lock:
             self._awaited.pop(peer.epoch, None)
+            self._heads.pop(peer, None)
             if self._peers.get(peer.worker_id) == peer:
                 del self._peers[peer.worker_id]
         for wire in self._wires:
@@ -208,7 +216,7 @@ class TransferReceiver:
             # A duplicate may come after the fence was lifted for pages that have all landed: it must write nothing.
             fresh = [index for index in _indexes(arrival) if index in incoming.missing]
             offsets = [PageId(index - arrival.first_index) for index in fresh]
-            self._pages.scatter([incoming.pages[index] for index in fresh], staged, offsets)
+            self._scatter([incoming.pages[index] for index in fresh], staged, offsets, arrival.key.sender_epoch)
             self._pages.settle()  # the engine's stream may read them as soon as they are reported
             with self._lock:
                 incoming.missing -= set(fresh)
@@ -218,6 +226,21 @@ class TransferReceiver:
             return True
         self._guard(lambda: self._tell(arrival))
         return True
+
+    def _scatter(
+        self, pages: Sequence[PageId], staged: PageBuffer, offsets: Sequence[PageId], sender_epoch: Epoch
+    ) -> None:
+        rows = next((self.rows_of(peer) for peer in self._heads if peer.epoch == sender_epoch), WHOLE_PAGE)
+        if rows == WHOLE_PAGE:
+            self._pages.scatter(pages, staged, offsets)
+            return
+        into, of = rows_of_pages(pages, rows.num_in_page, rows.places), range(rows.num_in_part)
+        source = rows_of_pages(offsets, rows.num_in_part, of)
+        self._pages.in_rows(rows.num_in_page).scatter(into, staged.in_rows(rows.num_in_part), source)
+
+    def rows_of(self, peer: Peer) -> PageRows:
+        heads = self._heads.get(peer)
+        return WHOLE_PAGE if heads is None else page_rows(self._layout, heads)
 
     def landed(self, arrival: Arrival) -> None:
         self._guard(lambda: self._arrived(arrival))

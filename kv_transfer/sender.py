@@ -113,7 +113,7 @@ class TransferSender:
         TransferRefused where they cannot, and TransferError for an offer that cannot be used; then the transfer is not
         open and no callback comes."""
         parsed = parse_offer(offer)
-        plan = make_plan(self._layout, parsed.layout)
+        plan = make_plan(self._layout, parsed.layout, range(*parsed.heads) if parsed.heads else None)
         common_wires(parsed, self._wires)
         if key.sender_epoch != self._epoch or key.receiver_epoch != parsed.receiver_epoch:
             raise TransferError(
@@ -269,7 +269,7 @@ class TransferSender:
         """In a thread of its own; each wire bounds it by connect_timeout_s."""
         result: tuple[str, Link, int] | TransferError
         try:
-            result = connect(receiver.offer, receiver.lane.wires())
+            result = connect(receiver.offer, receiver.lane.wires(), receiver.lane.rows)
         except TransferError as error:
             result = error
         except Exception as error:

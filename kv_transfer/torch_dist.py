@@ -96,14 +96,16 @@ class TorchReceiver:
         return Group(dist.PrefixStore(prefix, store), RECEIVER, self._pages, host, self._config)
 
     def _receive_pushes(self, peer: Peer, channel: Channel, group: Group) -> None:
-        max_pages = max(1, MAX_PUSH_BYTES // self._pages.page_bytes)
+        rows = self._landing.rows_of(peer)
+        page_bytes = self._pages.page_bytes // rows.num_in_page * rows.num_in_part  # that come for one page
+        max_pages = max(1, MAX_PUSH_BYTES // page_bytes)
         staging: PageBuffer | None = None
         while True:
             arrival = parse_notice(channel.receive())
             if arrival.num_pages > max_pages or arrival.key.sender_epoch != peer.epoch:
                 raise TransferError(f"push {arrival} from {peer}: over {max_pages} pages, or not its own transfer")
             if staging is None or staging.num_pages < arrival.num_pages:
-                staging = PageBuffer.staging(arrival.num_pages, self._pages.page_bytes, self._pages.device)
+                staging = PageBuffer.staging(arrival.num_pages, page_bytes, self._pages.device)
             staged = staging.head(arrival.num_pages)
             group.receive(staged)
             with group.copying():
@@ -222,7 +224,7 @@ class TorchSender:
     def suits(self, details: Details) -> bool:
         return True
 
-    def connect(self, details: Details, receiver_epoch: Epoch) -> Link:
+    def connect(self, details: Details, receiver_epoch: Epoch, num_rows: int = 1) -> Link:
         host, port, token = take(details, "host", str), take(details, "port", int), take(details, "token", bytes)
         backend, own = take(details, "backend", str), "nccl" if self._pages.is_cuda else "gloo"
         if backend != own:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kv_transfer.pages import PageBuffer
+from kv_transfer.reshard import PageRows
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferId, TransferKey, WorkerId
 
@@ -75,6 +76,9 @@ class Landing(Protocol):
     def landed(self, arrival: Arrival) -> None:
         """The peer has written these pages by itself."""
 
+    def rows_of(self, peer: Peer) -> PageRows:
+        """What each page of a push of this peer's is made of."""
+
     def lost(self, peer: Peer, error: TransferError) -> None:
         """The peer's wire broke: fails what it still has open."""
 
@@ -136,7 +140,8 @@ class SendingTransport(Protocol):
     def suits(self, details: Details) -> bool:
         """Whether this wire can reach that receiver at all. Cheap; never blocks."""
 
-    def connect(self, details: Details, receiver_epoch: Epoch) -> Link:
-        """Blocks, at most connect_timeout_s. Raises TransferError. Called from any thread, also at the same time."""
+    def connect(self, details: Details, receiver_epoch: Epoch, num_rows: int = 1) -> Link:
+        """`num_rows`: how many pages of this end's buffer make one of the receiver's. Blocks, at most
+        connect_timeout_s. Raises TransferError. Called from any thread, also at the same time."""
 
     def close(self) -> None: ...

@@ -12,12 +12,12 @@ from engine.engine import Engine
 from engine.replica import Replica
 from engine.step_loop import StepLoop
 from engine.worker_identity import describe
+from kv_transfer.group_receiver import GroupReceiver
+from kv_transfer.group_sender import GroupSender
 from kv_transfer.lease import earliest
 from kv_transfer.page_intake import PageIntake
 from kv_transfer.page_source import PageSource
 from kv_transfer.rank import launch_ranks
-from kv_transfer.receiver import TransferReceiver
-from kv_transfer.sender import TransferSender
 from penstock.channels import Channels
 from penstock.config import WorkerConfig
 from penstock.errors import ConfigError, TransferError
@@ -55,9 +55,9 @@ class PrefillServer:
         if self.replica is None:
             self.replica = await asyncio.to_thread(Replica.load, self._config.engine, on_progress, launch_ranks)
         engine, events = self.replica.engine, self.replica.events
-        self._sender = TransferSender(
-            engine.kv_pages,
-            engine.layout,
+        self._sender = await asyncio.to_thread(
+            GroupSender,
+            engine,
             self.epoch,
             self._config.transfer,
             on_done=lambda key: self._loop.post(lambda: self._on_sent(key)),
@@ -97,13 +97,11 @@ class PrefillServer:
         client = HandoverClient(self.source, post, self._channels, WorkerId(config.worker_id), self.epoch)
         return HandoverService(client, intake, post, self._fences, self.epoch, lambda: self.address)
 
-    def _make_receiver(self) -> TransferReceiver:
+    def _make_receiver(self) -> GroupReceiver:
         """Once the first peer's pages are to come: most prefill workers never need it."""
         assert self.replica is not None
-        engine = self.replica.engine
-        return TransferReceiver(
-            engine.kv_pages,
-            engine.layout,
+        return GroupReceiver(
+            self.replica.engine,
             self.epoch,
             self._config.transfer,
             on_arrival=lambda key, first, count: self._loop.post(lambda: self.intake.on_arrival(key, first, count)),

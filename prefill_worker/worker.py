@@ -20,10 +20,9 @@ from engine.engine import Engine
 from engine.isolation import step_isolated
 from engine.sequence import SampledToken, ScheduledSequence, Sequence
 from engine.token_check import check_token_ids
+from kv_transfer.group_sender import GroupSender
 from kv_transfer.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.reshard import Plan
-from kv_transfer.sender import TransferSender
-from kv_transfer.staging import sent_checksums
 from kv_transfer.transport import WHOLE, Part
 from penstock.config import WorkerConfig
 from penstock.errors import Cancelled, InvalidInput, PenstockError, TransferError
@@ -116,7 +115,7 @@ class PrefillWorker:
     def __init__(
         self,
         engine: Engine,
-        sender: TransferSender,
+        sender: GroupSender,
         config: WorkerConfig,
         context_length: int,
         clock: Callable[[], float] = time.monotonic,
@@ -286,7 +285,7 @@ class PrefillWorker:
         if ready > first:
             tokens = range(first * size, min(ready * size, len(sequence.token_ids)))
             if self._checksums:
-                job.checksums += sent_checksums(job.plan, self._engine.kv_pages, tokens, sequence.pages)
+                job.checksums += self._sender.sent_checksums(job.key, tokens, sequence.pages)
             self._push_pages(job, ready, part)
             job.num_pages_pushed = ready
         if job.computed:

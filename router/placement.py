@@ -227,6 +227,7 @@ def _candidates(choice: Choice, group: Group) -> list[worker_pb2.PrefillCandidat
             address=members[one.worker_id].address,
             queue_s=one.queue_s,
             prefill_s=one.prefill_s,
+            num_ranks=members[one.worker_id].description.num_ranks,
         )
         for one in choice.prefill
     ]

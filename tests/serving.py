@@ -137,7 +137,13 @@ class Caller:
 def _candidate(server: PrefillServer | worker_pb2.PrefillCandidate) -> worker_pb2.PrefillCandidate:
     if isinstance(server, worker_pb2.PrefillCandidate):
         return server
-    return worker_pb2.PrefillCandidate(worker_id="prefill", epoch=server.epoch, address=server.address)
+    assert server.replica is not None
+    return worker_pb2.PrefillCandidate(
+        worker_id="prefill",
+        epoch=server.epoch,
+        address=server.address,
+        num_ranks=server.replica.engine.num_ranks,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -153,6 +159,8 @@ async def workers(*configs: WorkerConfig) -> AsyncIterator[list[PrefillServer | 
     finally:
         for server in servers:
             await server.stop()
+            if server.replica is not None:
+                server.replica.engine.close()
 
 
 @contextlib.asynccontextmanager

@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.generate import generate
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
-from kv_transfer import page_intake
+from kv_transfer import group_receiver
 from kv_transfer.handover_plan import assign
 from penstock.async_client import AsyncClient
 from penstock.completions import Result
@@ -237,8 +237,8 @@ async def test_another_revision_gets_nothing_and_what_came_damaged_is_dropped(
         assert "layout_digest" in refused.problems[0]
         part = await hand_over(leaving, full)  # as much as it can spare
         assert 0 < part.num_pages < 16
-        whole = page_intake.page_checksums
-        monkeypatch.setattr(page_intake, "page_checksums", lambda pool, pages: [1, *whole(pool, pages)[1:]])
+        whole = group_receiver.page_checksums
+        monkeypatch.setattr(group_receiver, "page_checksums", lambda pool, pages: [1, *whole(pool, pages)[1:]])
         damaged = await hand_over(leaving, staying)
         assert "checksums differ" in damaged.problems[0]
         assert damaged.num_pages == 0

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from engine.rank_process import serve_rank
 from engine.ranks import RankFailure
 from engine.sequence import ScheduledSequence, Sequence
 from engine.shard import Shard
-from kv_transfer.rank import launch_ranks
+from kv_transfer.rank import extend, launch_ranks
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.types import PageId, RequestId, SamplingParams
@@ -40,7 +41,8 @@ SEEDED = SamplingParams(max_tokens=6, temperature=0.9, top_p=0.95, seed=11, igno
 def launch_threads(control: Path, num_ranks: int) -> None:
     """In the place of processes."""
     for _ in range(num_ranks):
-        threading.Thread(target=serve_rank, args=(control,), kwargs={"on_orphaned": lambda: None}, daemon=True).start()
+        serve = partial(serve_rank, control, extend, on_orphaned=lambda: None)
+        threading.Thread(target=serve, name="rank", daemon=True).start()
 
 
 def config(folder: Path, **settings: object) -> EngineConfig:

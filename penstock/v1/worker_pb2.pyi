@@ -39,7 +39,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens", "lookaside_address")
+    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens", "lookaside_address", "num_ranks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,7 @@ class WorkerDescription(_message.Message):
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     MAX_LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOOKASIDE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: str
@@ -76,7 +77,8 @@ class WorkerDescription(_message.Message):
     max_running: int
     max_local_tokens: int
     lookaside_address: str
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ..., lookaside_address: _Optional[str] = ...) -> None: ...
+    num_ranks: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ..., lookaside_address: _Optional[str] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class Labels(_message.Message):
     __slots__ = ("host", "rack", "zone")
@@ -407,18 +409,20 @@ class PrefillEvent(_message.Message):
     def __init__(self, reserve: _Optional[_Union[PrefillReserve, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., pushed: _Optional[_Union[PrefillPushed, _Mapping]] = ..., closed: _Optional[_Union[PrefillClosed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class PrefillCandidate(_message.Message):
-    __slots__ = ("worker_id", "epoch", "address", "queue_s", "prefill_s")
+    __slots__ = ("worker_id", "epoch", "address", "queue_s", "prefill_s", "num_ranks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     address: str
     queue_s: float
     prefill_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+    num_ranks: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class DecodeSubmit(_message.Message):
     __slots__ = ("stream_id", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "prefill_candidates", "ticket", "lane")
@@ -585,18 +589,20 @@ class SequenceState(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., num_told: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ...) -> None: ...
 
 class AdoptStart(_message.Message):
-    __slots__ = ("transfer", "state", "num_tokens", "worker_id", "address")
+    __slots__ = ("transfer", "state", "num_tokens", "worker_id", "address", "num_ranks")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     transfer: TransferKey
     state: SequenceState
     num_tokens: int
     worker_id: str
     address: str
-    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., num_tokens: _Optional[int] = ..., worker_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    num_ranks: int
+    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., num_tokens: _Optional[int] = ..., worker_id: _Optional[str] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class AdoptFinish(_message.Message):
     __slots__ = ("state", "manifest", "paused_ms")

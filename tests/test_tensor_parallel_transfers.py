@@ -1,0 +1,214 @@
+"""KV between workers of different numbers of ranks: the same tokens as in one process, whatever the two numbers.
+
+Ranks are threads here; `tests/test_tensor_parallel_faults.py` has processes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decode_worker.server import DecodeServer
+from engine.engine import Engine
+from engine.generate import generate
+from engine.kv_layout import KVLayout
+from engine.shard import Shard, shard_layouts
+from kv_transfer.checksum import page_checksums, part_checksums
+from kv_transfer.handshake import parse_offer
+from kv_transfer.pages import PageBuffer
+from kv_transfer.reshard import page_rows
+from kv_transfer.strands import join_offers, plan_strands, split_offer
+from penstock.config import EngineConfig
+from penstock.errors import TransferError
+from penstock.grpc_server import make_channel
+from penstock.types import PageId, Role, SamplingParams
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from prefill_worker.server import PrefillServer
+from tests.checkpoints import make_checkpoint
+from tests.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
+from tests.test_migration import Router
+from tests.test_tensor_parallel import launch_threads
+
+PROMPT = [3 + (7 * place) % 290 for place in range(75)]
+SEEDED = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=12, page_size=4, head_dim=6, dtype="float16", model_revision="r")
+
+
+class Expected(Protocol):
+    """What one process says."""
+
+    def __call__(self, sampling: SamplingParams, kv_dtype: str = "auto") -> list[int]: ...
+
+
+@pytest.fixture(autouse=True)
+def _ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for role in ("prefill", "decode"):
+        monkeypatch.setattr(f"{role}_worker.server.launch_ranks", launch_threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Expected:
+    @functools.cache
+    def alone(kv_dtype: str) -> Engine:
+        settings = {"model": str(model), "num_pages": 64, "num_threads": 1, "kv_dtype": kv_dtype}
+        return Engine.load(EngineConfig.model_validate(settings))
+
+    return lambda sampling, kv_dtype="auto": generate(alone(kv_dtype), PROMPT, sampling, SALT, use_prefix_cache=False)
+
+
+@given(
+    num_kv_heads=st.sampled_from([1, 2, 4, 6, 8, 12]),
+    num_senders=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    num_receivers=st.sampled_from([1, 2, 3, 4, 6, 8]),
+)
+def test_every_head_of_every_receiving_rank_comes_once(num_kv_heads: int, num_senders: int, num_receivers: int) -> None:
+    def shares(num_ranks: int) -> bool:
+        return num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0
+
+    if not shares(num_senders) or not shares(num_receivers):
+        return
+    strands = plan_strands(num_kv_heads, num_senders, num_receivers)
+    for rank in range(num_receivers):
+        heads = [head for one in strands if one.receiver == rank for head in one.heads]
+        assert heads == list(Shard(rank, num_receivers).kv_heads(num_kv_heads))
+    for one in strands:
+        assert set(one.heads) <= set(Shard(one.sender, num_senders).kv_heads(num_kv_heads))
+    assert len({(one.sender, one.receiver) for one in strands}) == len(strands)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(
+    ("page_heads", "heads"), [((0, 12), (4, 8)), ((6, 12), (9, 12)), ((3, 9), (4, 9)), ((0, 4), (0, 4))]
+)
+def test_a_part_of_a_page_is_the_page_of_its_heads(
+    page_heads: tuple[int, int], heads: tuple[int, int], kv_dtype: str
+) -> None:
+    """Pages of all heads hold at each place what pages of some of them hold: the rows find it."""
+    page = replace(LAYOUT, head_range=page_heads, kv_dtype=kv_dtype)
+    part = replace(LAYOUT, head_range=heads, kv_dtype=kv_dtype)
+    rows = page_rows(page, range(*heads))
+    numbers = torch.arange(12, dtype=torch.uint8)  # each head's bytes are its number
+    pages, parts = (_pool(one, numbers) for one in (page, part))
+    found = PageBuffer(pages).in_rows(rows.num_in_page).rows_PW.view(torch.uint8).view(2, rows.num_in_page, -1)
+    assert torch.equal(found[:, list(rows.places)].flatten(1), parts)
+    pages_of = [PageId(0), PageId(1)]
+    assert part_checksums(pages, pages_of, rows) == page_checksums(parts, pages_of)
+
+
+def _pool(layout: KVLayout, numbers: torch.Tensor) -> torch.Tensor:
+    """Two pages of bytes [P, B]: a head's own number at all of its places, and the layer's and K's or V's added."""
+    heads, size = len(layout.heads), layout.page_size
+    widths = [layout.head_dim, 4] if layout.is_quantized else [layout.head_dim * 2]
+    chunks: list[torch.Tensor] = []
+    for layer in layout.layers:
+        for width in widths:
+            for half in range(2):
+                base = numbers[list(layout.heads)] + 16 * (2 * layer + half)
+                chunks.append(base[:, None].expand(heads, size * width).flatten())
+    page = torch.cat(chunks)
+    assert len(page) == layout.page_bytes
+    return torch.stack((page, page + 1))
+
+
+def test_an_offer_of_several_ranks_is_refused_by_name_where_it_makes_no_sense() -> None:
+    assert split_offer(join_offers(2, 1, [b"one", b"two"])) == (2, 1, [b"one", b"two"])
+    assert join_offers(1, 1, [b"one"]) == b"one"
+    for data in (b"\xc1", join_offers(0, 1, []), join_offers(1, 65, [])):
+        with pytest.raises(TransferError, match="offer"):
+            split_offer(data)
+    with pytest.raises(TransferError, match="offer"):
+        parse_offer(join_offers(2, 1, [b"one"]))  # nobody takes it for an offer of one
+    assert [one.heads for one in shard_layouts(LAYOUT, 3)] == [range(0, 4), range(4, 8), range(8, 12)]
+
+
+HANDOFFS = [
+    ((2, 16), (1, 16), {"transport": "torch"}, "auto"),
+    ((2, 8), (1, 16), {}, "auto"),
+    ((1, 16), (2, 8), {}, "auto"),
+    ((2, 16), (2, 32), {"checksums": True}, "auto"),
+    ((4, 16), (2, 16), {"checksums": True}, "auto"),
+    ((2, 16), (1, 16), {"checksums": True}, "int8"),
+]
+
+
+@pytest.mark.parametrize(("prefill", "decode", "transfer", "kv_dtype"), HANDOFFS)
+async def test_prompts_move_between_numbers_of_ranks(
+    prefill: tuple[int, int],
+    decode: tuple[int, int],
+    transfer: dict[str, object],
+    kv_dtype: str,
+    model: Path,
+    expected: Expected,
+) -> None:
+    """(ranks, page size) of either end."""
+    ends = [
+        worker_config(
+            role,
+            model,
+            engine={"tensor_parallel": ranks, "page_size": page_size, "kv_dtype": kv_dtype},
+            prefill={"max_batch_tokens": 24},
+            transfer=transfer,
+        )
+        for role, (ranks, page_size) in ((Role.PREFILL, prefill), (Role.DECODE, decode))
+    ]
+    async with workers(*ends) as (source, target):
+        assert isinstance(source, PrefillServer)
+        assert isinstance(target, DecodeServer)
+        async with caller(target) as calls:
+            numbers = [(sampling, calls.submit(PROMPT, sampling, [source])) for sampling in (GREEDY, SEEDED)]
+            num_moved = 0
+            for sampling, number in numbers:
+                answer = await calls.answer(number)
+                assert answer.error is None
+                assert answer.timing is not None
+                num_moved += answer.timing.pages_moved
+                assert answer.token_ids == expected(sampling, kv_dtype)
+            assert num_moved >= len(PROMPT) // decode[1]
+        await wait_until_empty(source, target)
+
+
+async def test_running_sequences_move_between_numbers_of_ranks_and_back(model: Path, expected: Expected) -> None:
+    long = replace(SEEDED, max_tokens=160)
+    local = {"placement": "local"}
+    async with workers(
+        worker_config(Role.DECODE, model, "split", engine={"tensor_parallel": 2}, decode=local),
+        worker_config(Role.DECODE, model, "alone", engine={"page_size": 8}, decode=local),
+    ) as (split, alone):
+        assert isinstance(split, DecodeServer)
+        assert isinstance(alone, DecodeServer)
+        async with caller(split) as to_split, caller(alone) as to_alone:
+            router = Router({split.epoch: to_split, alone.epoch: to_alone})
+            streaming = asyncio.create_task(router.stream(split, PROMPT, long))
+            for source, target in ((split, alone), (alone, split)):
+                moved = []
+                while not moved and not streaming.done():
+                    answer = await _move(source, target)
+                    moved = list(answer.moved)
+                assert moved
+            seen = await streaming
+        assert seen.error is None
+        assert seen.num_moves == 2
+        assert seen.token_ids == expected(long)
+        await wait_until_empty(split, alone)
+
+
+async def _move(source: DecodeServer, target: DecodeServer) -> worker_pb2.MigrateResponse:
+    channel = make_channel(source.address)
+    try:
+        return await worker_pb2_grpc.DecodeWorkerStub(channel).Migrate(
+            worker_pb2.MigrateRequest(worker_id="target", epoch=target.epoch, address=target.address)
+        )
+    finally:
+        await channel.close()

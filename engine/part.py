@@ -67,6 +67,7 @@ class Part:
             max_context=max_context,
             on_progress=on_progress,
             group=join(device),
+            share=config.share_weights,
         )
         return cls(config, model, layout, device, decoder, attention)
 

@@ -54,11 +54,16 @@ class WeightReader:
         self._files.close()
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, or this rank's part of it, cast to the model's dtype on its device."""
+        """The tensor, or this rank's part of it, cast to the model's dtype on its device; on meta nothing is read."""
         stored = self._stored[name]
-        if stored.file not in self._open:
-            self._open[stored.file] = self._files.enter_context(safe_open(stored.file, framework="pt"))
-        tensor = _read(self._open[stored.file], name, self._cuts.get(name)).to(device=self._device, dtype=self._dtype)
+        if self._device.type == "meta":
+            shape = _shape(stored.shape, self._cuts.get(name))
+            tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        else:
+            if stored.file not in self._open:
+                self._open[stored.file] = self._files.enter_context(safe_open(stored.file, framework="pt"))
+            read = _read(self._open[stored.file], name, self._cuts.get(name))
+            tensor = read.to(device=self._device, dtype=self._dtype)
         self._read_bytes += stored.num_bytes
         self._on_progress(self._read_bytes / self._total_bytes)
         return tensor
@@ -71,3 +76,10 @@ def _read(file: safe_open, name: str, cut: Cut | None) -> torch.Tensor:
     if cut.zeros:
         return torch.zeros(stored.get_shape())
     return stored[cut.start : cut.stop] if cut.dim == 0 else stored[:, cut.start : cut.stop].contiguous()
+
+
+def _shape(stored: tuple[int, ...], cut: Cut | None) -> tuple[int, ...]:
+    if cut is None or cut.zeros:
+        return stored
+    count = len(range(*slice(cut.start, cut.stop).indices(stored[cut.dim])))
+    return (*stored[: cut.dim], count, *stored[cut.dim + 1 :])

@@ -39,6 +39,7 @@ class EngineConfig(_Frozen):
     kv_memory_bytes: int | None = Field(None, ge=1)  # default: 1 GiB on CPU, 80 % of what is free on a GPU
     max_context: int | None = Field(None, ge=2)  # tokens; default: the model's own
     attention: Literal["auto", "torch", "triton"] = "auto"
+    share_weights: bool = True  # on CPUs: one copy in memory for all replicas of a host
     prefix_caching: bool = True
     kv_events: bool = True  # false: routers guess from what they sent which pages are cached
     host_memory_bytes: int = Field(0, ge=0)  # for pages evicted from the device; 0: they are gone

@@ -24,8 +24,10 @@ class TileLinear:
         weight_OI = weight_OI.contiguous()
         self.num_outputs, self.num_inputs = weight_OI.shape
         self.bias_O = None if bias_O is None else bias_O.contiguous()
-        self.packed = torch.empty_like(weight_OI)
+        self.packed = torch.empty(weight_OI.shape, dtype=weight_OI.dtype, device=weight_OI.device)
         self._kernels = kernels
+        if weight_OI.is_meta:
+            return  # another replica has packed it
         kernels.pack_linear(
             self.packed.data_ptr(),
             weight_OI.data_ptr(),

@@ -14,7 +14,7 @@ import torch
 from engine.kernels import AttentionBackend
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from engine.latent_config import LatentConfig
-from engine.layers.linear import Linear, fuse
+from engine.layers.linear import Linear, fuse, join
 from engine.layers.ops import LayerOps
 from engine.model_config import ModelConfig
 
@@ -117,4 +117,4 @@ class LatentAttention:
 def _halves_last(weight_NOI: torch.Tensor, rope_dim: int) -> torch.Tensor:
     """The last `rope_dim` rows with the first of each pair of neighbours before all the second ones."""
     kept, rotated = weight_NOI[:, :-rope_dim], weight_NOI[:, -rope_dim:]
-    return torch.cat((kept, rotated[:, 0::2], rotated[:, 1::2]), dim=1)
+    return join((kept, rotated[:, 0::2], rotated[:, 1::2]), dim=1)

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from engine.expert_config import ExpertConfig
-from engine.layers.linear import GroupedLinear, Linear, fuse
+from engine.layers.linear import GroupedLinear, Linear, fuse, join
 from engine.layers.ops import LayerOps
 
 
@@ -47,7 +47,7 @@ class ExpertFeedForward:
         self._router = Linear(router_ED.float() if config.float32_router else router_ED)
         self._shared = DenseFeedForward(read, names.shared, False) if config.shared_size else None
         self._gate_up = GroupedLinear(
-            config.num_experts, lambda expert: torch.cat([read(name) for name in names.of(expert)[:2]])
+            config.num_experts, lambda expert: join([read(name) for name in names.of(expert)[:2]])
         )
         self._down = GroupedLinear(config.num_experts, lambda expert: read(names.of(expert)[2]))
 

@@ -26,6 +26,21 @@ class Linear:
         self._packed = _pack(weight_OI) if self.tiles is None else None
         self._weight_OI = weight_OI.contiguous() if self.tiles is None and self._packed is None else None
 
+    @property
+    def kind(self) -> str:
+        """How its weight is laid out."""
+        return "tiles" if self.tiles is not None else "packed" if self._packed is not None else "plain"
+
+    def become(self, kind: str) -> None:
+        """Of one that was made of a weight without values: laid out as another replica's, whose values it is given."""
+        weight_OI = self._weight_OI
+        assert weight_OI is not None
+        assert weight_OI.is_meta
+        if kind == "tiles":
+            self.tiles, self._weight_OI = pack_for_tiles(weight_OI, self._bias_O), None
+        elif kind == "packed":
+            self._packed, self._weight_OI = weight_OI, None
+
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         if self.tiles is not None:
             return self.tiles(x_TI)
@@ -37,8 +52,17 @@ class Linear:
 
 def fuse(read: Callable[[str], torch.Tensor], paths: Sequence[str], has_bias: bool) -> Linear:
     """Products that share an input, as one."""
-    weight = torch.cat([read(f"{path}.weight") for path in paths])
-    return Linear(weight, torch.cat([read(f"{path}.bias") for path in paths]) if has_bias else None)
+    weight = join([read(f"{path}.weight") for path in paths])
+    return Linear(weight, join([read(f"{path}.bias") for path in paths]) if has_bias else None)
+
+
+def join(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """`torch.cat`, which for tensors without values would import a second's worth of modules."""
+    if parts[0].is_meta:
+        shape = list(parts[0].shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        return torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
+    return torch.cat(list(parts), dim=dim)
 
 
 class GroupedLinear:
@@ -47,7 +71,7 @@ class GroupedLinear:
     def __init__(self, num_experts: int, read: Callable[[int], torch.Tensor]) -> None:
         """`read` gives an expert's weight, [O, I]; at most one stands in memory twice."""
         first_OI = read(0)
-        if first_OI.device.type == "cpu":  # each packed by itself
+        if first_OI.device.type in ("cpu", "meta"):  # each packed by itself
             self.weight_EOI: torch.Tensor | None = None
             self.experts = (Linear(first_OI), *(Linear(read(expert)) for expert in range(1, num_experts)))
             return

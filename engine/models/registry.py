@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from engine.checkpoint import CONFIG_FILE, checkpoint_revision
 from engine.model_config import ModelConfig
 from engine.models.cuts import tensor_cuts
 from engine.models.decoder import Decoder
 from engine.models.shapes import optional_tensors, tensor_shapes
 from engine.parallel import ALONE, ParallelGroup
+from engine.shared_weights import load_shared
 from engine.weights import WeightReader
+
+log = logging.getLogger(__name__)
 
 _MODELS = dict.fromkeys(("deepseek_v2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), Decoder)
 
@@ -26,15 +31,28 @@ def load_model(
     max_context: int,
     on_progress: Callable[[float], None],
     group: ParallelGroup = ALONE,
+    share: bool = False,
 ) -> Decoder:
-    """Builds the model, or a rank's part of it, and reads its weights; blocks.
+    """Builds the model, or a rank's part of it, and reads its weights; blocks. With `share` all replicas on CPUs of
+    this host have one copy of them.
 
     Raises CheckpointError where they do not fit the configuration.
     """
     model = _MODELS[config.family.model_type]
     expected, optional = tensor_shapes(config), optional_tensors(config)
     cuts = tensor_cuts(config, group.shard)
-    with WeightReader(
-        folder, expected, dtype=dtype, device=device, optional=optional, cuts=cuts, on_progress=on_progress
-    ) as reader:
-        return model(config, reader, max_context, device, group)
+
+    def build(on: torch.device) -> Decoder:
+        with WeightReader(
+            folder, expected, dtype=dtype, device=on, optional=optional, cuts=cuts, on_progress=on_progress
+        ) as reader:
+            return model(config, reader, max_context, on, group)
+
+    if not share or device.type != "cpu":
+        return build(device)
+    key = f"{checkpoint_revision(folder)} {dtype} {max_context} {group.shard} {torch.get_num_threads()}"
+    made, was_there = load_shared(key, folder / CONFIG_FILE, lambda: build(device), lambda: build(torch.device("meta")))
+    assert isinstance(made, Decoder)
+    if was_there:
+        log.info("the weights of %s are those of a replica on this host: nothing was read", folder)
+    return made

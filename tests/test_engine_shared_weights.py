@@ -1,0 +1,132 @@
+"""One copy of the weights for all replicas of a host: the same bits, nothing read twice, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import shared_weights
+from engine.host_files import open_host_file
+from engine.layers import packed_blob
+from engine.model_config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.registry import load_model
+from engine.shared_weights import linears, places
+from engine.weights import WeightReader
+from tests.checkpoints import make_checkpoint
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def load(folder: Path, dtype: torch.dtype, *, share: bool) -> Decoder:
+    config = ModelConfig.from_folder(str(folder))
+    cpu = torch.device("cpu")
+    return load_model(folder, config, dtype=dtype, device=cpu, max_context=64, on_progress=lambda _: None, share=share)
+
+
+def content(model: Decoder) -> dict[str, bytes]:
+    return {one.path: bytes(memoryview(packed_blob.content(one.tensor)).cast("B")) for one in places(model)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "deepseek_v2"])
+def test_the_second_replica_has_the_first_ones_bits_and_reads_nothing(
+    family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rows of 64 and 32: bf16 weights that fill tiles, and some that do not.
+    folder = make_checkpoint(family, tmp_path, attention_bias=family == "llama")
+    alone = load(folder, dtype, share=False)
+    first = load(folder, dtype, share=True)
+    devices: set[str] = set()
+    read = WeightReader.read
+
+    def note(self: WeightReader, name: str) -> torch.Tensor:
+        tensor = read(self, name)
+        devices.add(tensor.device.type)
+        return tensor
+
+    monkeypatch.setattr(WeightReader, "read", note)
+    second = load(folder, dtype, share=True)
+    assert devices == {"meta"}
+    assert content(alone) == content(first) == content(second)
+    assert [one.kind for _, one in linears(alone)] == [one.kind for _, one in linears(second)]
+    assert not any(one.tensor.is_meta for one in places(second))
+    for (_, ours), (_, theirs) in zip(linears(alone), linears(second), strict=True):
+        if ours._packed is not None:  # its bytes alone do not show that it is put together rightly
+            x_TI = torch.randn(3, ours._packed.shape[1], dtype=ours._packed.dtype)
+            assert torch.equal(ours(x_TI), theirs(x_TI))
+
+
+def test_memory_goes_with_its_last_user(tmp_path: Path) -> None:
+    """Whether that ends in order or not; a file half filled by one that died is nobody's."""
+    lock = tmp_path / "lock"
+    lock.touch()
+    label = f"penstock-test-{os.getpid()}"
+    code = f"""
+import sys
+from pathlib import Path
+from engine.host_files import open_host_file
+file = open_host_file({label!r}, Path({str(lock)!r}))
+import os
+os.ftruncate(file.fd, 4096)
+print(file.is_mine, flush=True)
+if sys.stdin.readline() == "finish\\n":
+    file.finish()
+    print("done", flush=True)
+    sys.stdin.readline()
+"""
+
+    def child() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+        )
+
+    first = child()
+    assert first.stdout
+    assert first.stdout.readline() == "True\n"
+    found: list[bool] = []
+    waiting = threading.Thread(target=lambda: found.append(_mine(label, lock)))
+    waiting.start()
+    first.kill()  # while it fills
+    first.wait()
+    waiting.join(60)
+    assert found == [True]
+    second = child()
+    assert second.stdin
+    assert second.stdout
+    assert second.stdout.readline() == "True\n"  # the thread's is closed
+    second.stdin.write("finish\n")
+    second.stdin.flush()
+    assert second.stdout.readline() == "done\n"
+    assert not _mine(label, lock)
+    second.kill()
+    second.wait()
+    assert _mine(label, lock)
+
+
+def _mine(label: str, lock: Path) -> bool:
+    file = open_host_file(label, lock)
+    assert file is not None
+    if not file.is_mine:  # nobody can change what others compute with
+        writable = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR)
+        with pytest.raises(PermissionError):
+            os.pwrite(writable, b"x", 0)
+        os.close(writable)
+    file.close()
+    return file.is_mine
+
+
+def test_what_another_program_laid_out_otherwise_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_weights, "_digest", lambda key: f"same-for-all-{os.getpid()}")
+    one = make_checkpoint("llama", tmp_path / "one")
+    other = make_checkpoint("llama", tmp_path / "other", num_hidden_layers=3)
+    first = load(one, torch.float32, share=True)
+    second = load(other, torch.float32, share=True)
+    assert content(second) == content(load(other, torch.float32, share=False))
+    assert len(content(first)) < len(content(second))

@@ -4,7 +4,7 @@ change their role. What decides is a `Scaler`: the real autoscaler, or one to ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from cluster.autoscaler import Autoscaler
 from cluster.scaling_signals import Change, DemandSignal, Flip, PoolSignal, Record, Resize, Signals, WorkerSignal
 from penstock.autoscaler_config import SloConfig
 from penstock.types import Role
-from simulator.decode_model import DecodeModel
+from simulator.events import Simulation
 from simulator.fleet import Fleet, FleetSpec
 from simulator.prefill_model import PrefillModel
 from simulator.request import Outcome, TraceRequest
@@ -28,6 +28,66 @@ class Scaler(Protocol):
     def decide(self, signals: Signals, now_s: float) -> Sequence[Change]: ...
 
     def on_started(self, after_s: float) -> None: ...
+
+
+class Deployment(Protocol):
+    """What changes its size: in full (`Detailed`), or coarsely (`simulator.coarse`)."""
+
+    sim: Simulation
+    outcomes: list[Outcome]
+    on_end: Callable[[Outcome], None]  # called for each request that has ended
+
+    def submit(self, request: TraceRequest) -> Outcome: ...
+
+    def run(self) -> None:
+        """Until every request submitted so far has ended."""
+        ...
+
+    def names(self, role: Role) -> list[str]: ...
+
+    def signal(self, name: str) -> WorkerSignal: ...
+
+    def num_open(self, name: str) -> int:
+        """Requests that it has."""
+        ...
+
+    def add_worker(self, name: str, role: Role) -> object: ...
+
+    def retire(self, name: str) -> None:
+        """It gets no new requests, and keeps what it has."""
+        ...
+
+    def remove_worker(self, name: str) -> None: ...
+
+
+class Detailed:
+    """A `Fleet`: every step, page and token."""
+
+    def __init__(self, spec: FleetSpec, seed: int) -> None:
+        self.fleet = Fleet(spec, seed)
+        self.sim, self.outcomes = self.fleet.sim, self.fleet.outcomes
+        self.on_end: Callable[[Outcome], None] = lambda outcome: None
+        self.submit, self.run = self.fleet.submit, self.fleet.run
+        self.add_worker, self.remove_worker = self.fleet.add_worker, self.fleet.remove_worker
+        self.retire = self.fleet.router.retire
+        count_end = self.fleet.router.on_end
+
+        def on_end(outcome: Outcome) -> None:
+            count_end(outcome)
+            self.on_end(outcome)
+
+        self.fleet.router.on_end = on_end
+
+    def names(self, role: Role) -> list[str]:
+        return [name for name, worker in self.fleet.workers.items() if worker.role is role]
+
+    def signal(self, name: str) -> WorkerSignal:
+        worker = self.fleet.workers[name]
+        return WorkerSignal(worker.worker_id, worker.load(), 0.0, worker.node.epoch)
+
+    def num_open(self, name: str) -> int:
+        worker = self.fleet.workers[name]
+        return worker.num_open if isinstance(worker, PrefillModel) else worker.num_held
 
 
 class Planned:
@@ -61,8 +121,16 @@ class _Counts:
 class ElasticFleet:
     """Owns the pools' desired sizes and the workers on their way in and out."""
 
-    def __init__(self, spec: FleetSpec, seed: int, scaler: Scaler, slo: SloConfig, start_s: float) -> None:
-        self.fleet = Fleet(spec, seed)
+    def __init__(
+        self,
+        spec: FleetSpec,
+        seed: int,
+        scaler: Scaler,
+        slo: SloConfig,
+        start_s: float,
+        make: Callable[[FleetSpec, int], Deployment] = Detailed,
+    ) -> None:
+        self.fleet = make(spec, seed)
         self.worker_s = 0.0  # of all workers, from being asked for to being gone
         self.num_changes = 0
         self._scaler = scaler
@@ -76,13 +144,7 @@ class ElasticFleet:
         self._counts = _Counts()
         self._open: list[Outcome] = []
         self._last_s = 0.0
-        count_end = self.fleet.router.on_end
-
-        def on_end(outcome: Outcome) -> None:
-            count_end(outcome)
-            self._count(outcome)
-
-        self.fleet.router.on_end = on_end
+        self.fleet.on_end = self._count
         self.fleet.sim.after(_LOOK_S, self._look)
         self.fleet.sim.after(scaler.interval_s, self._decide)
 
@@ -119,11 +181,7 @@ class ElasticFleet:
         pools = {
             role: PoolSignal(
                 self._desired[role],
-                tuple(
-                    WorkerSignal(worker.worker_id, worker.load(), 0.0, worker.node.epoch)
-                    for name, worker in self.fleet.workers.items()
-                    if worker.role is role and name not in self._draining
-                ),
+                tuple(self.fleet.signal(name) for name in self.fleet.names(role) if name not in self._draining),
                 tuple(self._starting[role]),
             )
             for role in Role
@@ -158,15 +216,13 @@ class ElasticFleet:
 
     def _ready(self, role: Role) -> list[str]:
         """Those that flip are already counted where they go to."""
-        there = [name for name, worker in self.fleet.workers.items() if worker.role is role]
-        staying = [name for name in there if name not in self._draining]
+        staying = [name for name in self.fleet.names(role) if name not in self._draining]
         coming = [name for name, (to, _) in self._draining.items() if to is role]
         return staying + coming
 
     def _work(self, name: str) -> float:
         """The least goes first; one that flips never."""
-        worker = self.fleet.workers[name]
-        return float("inf") if name in self._draining else _num_open(worker)
+        return float("inf") if name in self._draining else self.fleet.num_open(name)
 
     def _begin_start(self, role: Role) -> None:
         self._account()
@@ -187,19 +243,18 @@ class ElasticFleet:
         self.fleet.add_worker(f"{role.value}-{number}", role)
 
     def _flip(self, flip: Flip) -> None:
-        names = [name for name, worker in self.fleet.workers.items() if worker.role is flip.from_role]
-        names = [name for name in names if name not in self._draining]
+        names = [name for name in self.fleet.names(flip.from_role) if name not in self._draining]
         self._desired[flip.from_role] -= 1
         self._desired[flip.to_role] += 1
         self._drain(min(names, key=self._work), flip.to_role)
 
     def _drain(self, name: str, to_role: Role | None) -> None:
         self._draining[name] = (to_role, 0)
-        self.fleet.router.retire(name)
+        self.fleet.retire(name)
 
     def _look(self) -> None:
         for name, (to_role, quiet) in list(self._draining.items()):
-            quiet = quiet + 1 if not _num_open(self.fleet.workers[name]) else 0
+            quiet = quiet + 1 if not self.fleet.num_open(name) else 0
             self._draining[name] = (to_role, quiet)
             if quiet >= _QUIET_LOOKS:
                 self._account()
@@ -225,7 +280,7 @@ class ElasticFleet:
     def _account(self) -> None:
         """Called before the number of workers changes."""
         now_s = self.fleet.sim.now_s
-        count = len(self.fleet.workers) + sum(map(len, self._starting.values()))
+        count = sum(len(self.fleet.names(role)) for role in Role) + sum(map(len, self._starting.values()))
         self.worker_s += count * (now_s - self._last_s)
         self._last_s = now_s
 
@@ -238,6 +293,3 @@ def is_prompt(outcome: Outcome, slo: SloConfig) -> bool:
 def is_good(outcome: Outcome, slo: SloConfig) -> bool:
     return outcome.is_complete and is_prompt(outcome, slo) and outcome.tpot_s <= slo.itl_s
 
-
-def _num_open(worker: PrefillModel | DecodeModel) -> int:
-    return worker.num_open if isinstance(worker, PrefillModel) else worker.num_held

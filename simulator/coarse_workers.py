@@ -1,0 +1,335 @@
+"""Prefill and decode workers by the arithmetic of their steps: no page, no token, an event for each change of a batch.
+
+The costs are those of the workers in full (`simulator.costs`); between two changes of its batch a decode worker's steps
+are summed in closed form. A hundredth of the time, for questions that need thousands of runs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.config import DecodeConfig
+from penstock.types import Role, StepTotals, WorkerId, WorkerLoad
+from prefill_worker.scheduler import HANDICAP_STEPS
+from simulator.costs import DecodeCosts, PrefillCosts
+from simulator.events import Simulation, Timer
+from simulator.request import Outcome
+
+_ALMOST = 1e-6  # of a step
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way through both workers."""
+
+    outcome: Outcome
+    target: CoarseDecode | None = None
+    rank: float = 0.0
+    begun: bool = False
+    num_computed: int = 0
+    context: int = 0  # tokens at the moment that it joined, or joined again
+    has_pages: bool = False
+    is_computed: bool = False
+    stopped: bool = False  # preempted: its KV is to be computed again
+    joined_at: float = 0.0  # in the worker's steps
+    num_drawn: float = 0.0
+
+    @property
+    def num_input(self) -> int:
+        return self.outcome.request.num_input_tokens
+
+    @property
+    def left(self) -> float:
+        return self.outcome.request.num_output_tokens - 1 - self.num_drawn
+
+
+class CoarsePrefill:
+    """Chunks by rank as `prefill_worker.scheduler` has it, over a cache of blocks of which the least used go first."""
+
+    role = Role.PREFILL
+
+    def __init__(
+        self, sim: Simulation, name: str, costs: PrefillCosts, chunk_tokens: int, cache_tokens: int
+    ) -> None:
+        self.worker_id = WorkerId(name)
+        self.on_begun: Callable[[Job], None] = lambda job: None
+        self.on_computed: Callable[[Job], None] = lambda job: None
+        self._sim = sim
+        self._costs = costs
+        self._chunk = chunk_tokens
+        self._cache_tokens = cache_tokens
+        self._blocks: OrderedDict[int, int] = OrderedDict()  # tokens of each, the newest last
+        self._cached = 0
+        self._queue: list[tuple[float, int, Job]] = []
+        self._number = 0
+        self._advanced = 0
+        self._busy = False
+        self._totals = StepTotals()
+        self.queued_tokens = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._queue)
+
+    def load(self) -> WorkerLoad:
+        running = sum(job.begun for _, _, job in self._queue)
+        return WorkerLoad(
+            num_running=running,
+            num_waiting=len(self._queue) - running,
+            total_pages=1,
+            free_pages=1,
+            queued_prefill_tokens=self.queued_tokens,
+            prefill_steps=self._totals,
+        )
+
+    def cached_tokens(self, job: Job) -> int:
+        """Of the prompt, at its start; its last token is computed always."""
+        request, found = job.outcome.request, 0
+        for block in request.block_ids:
+            if block not in self._blocks:
+                break
+            found += request.block_tokens
+        return min(found, (request.num_input_tokens - 1) // request.block_tokens * request.block_tokens)
+
+    def wait_s(self, job: Job) -> float:
+        """To the first token, were it given to this worker."""
+        uncached = job.num_input - self.cached_tokens(job)
+        return self.queued_tokens * self._costs.token_s + self._costs.chunk_s(uncached, job.num_input - uncached)
+
+    def submit(self, job: Job) -> None:
+        cached = self.cached_tokens(job)
+        job.rank = self._advanced + HANDICAP_STEPS[job.outcome.request.lane] * self._chunk + job.num_input
+        self._number += 1
+        self.queued_tokens += job.num_input - cached
+        job.num_computed = cached
+        heapq.heappush(self._queue, (job.rank, self._number, job))
+        if not self._busy:
+            self._step()
+
+    def _step(self) -> None:
+        work: list[tuple[Job, int]] = []
+        budget, taken = self._chunk, []
+        while self._queue and budget:
+            entry = heapq.heappop(self._queue)
+            taken.append(entry)
+            job = entry[2]
+            if not job.begun:
+                job.begun = True
+                cached = self.cached_tokens(job)
+                self.queued_tokens += job.num_computed - cached
+                job.num_computed = job.outcome.cached_tokens = cached
+                self.on_begun(job)
+            num_tokens = min(budget, job.num_input - job.num_computed)
+            work.append((job, num_tokens))
+            budget -= num_tokens
+        for entry in taken:
+            heapq.heappush(self._queue, entry)
+        self._busy = bool(work)
+        if work:
+            seconds = self._costs.step_s + sum(self._costs.chunk_s(count, job.num_computed) for job, count in work)
+            self._sim.after(seconds, lambda: self._finish(work, seconds))
+
+    def _finish(self, work: list[tuple[Job, int]], seconds: float) -> None:
+        total = sum(count for _, count in work)
+        contexts = sum(count * (job.num_computed + count / 2) for job, count in work)
+        self._totals = self._totals.plus(total, contexts, seconds)
+        self._advanced += total
+        self.queued_tokens -= total
+        done = []
+        for job, count in work:
+            job.num_computed += count
+            if job.num_computed == job.num_input:
+                done.append(job)
+        if done:
+            self._queue = [entry for entry in self._queue if entry[2] not in done]
+            heapq.heapify(self._queue)
+        for job in done:
+            self._keep(job)
+            self.on_computed(job)
+        self._step()
+
+    def _keep(self, job: Job) -> None:
+        request = job.outcome.request
+        for block in request.block_ids:
+            if block in self._blocks:
+                self._blocks.move_to_end(block)
+            else:
+                self._blocks[block] = request.block_tokens
+                self._cached += request.block_tokens
+        while self._cached > self._cache_tokens:
+            _, tokens = self._blocks.popitem(last=False)
+            self._cached -= tokens
+
+
+class CoarseDecode:
+    """A batch whose steps grow with its context; pages are granted in order, and taken back where they run out."""
+
+    role = Role.DECODE
+
+    def __init__(
+        self, sim: Simulation, name: str, costs: DecodeCosts, config: DecodeConfig, page_size: int, num_pages: int
+    ) -> None:
+        self.worker_id = WorkerId(name)
+        self.on_end: Callable[[Job], None] = lambda job: None
+        self._sim = sim
+        self._costs = costs
+        self._config = config
+        self._page_size = page_size
+        self._pages = num_pages
+        self._held: set[Job] = set()
+        self._waiting: deque[Job] = deque()  # for pages
+        self._running: dict[Job, None] = {}  # in the order in which they came
+        self._ends: list[tuple[float, int, Job]] = []
+        self._number = 0
+        self._steps = 0.0
+        self._context = 0.0  # of all that run
+        self._reserved = 0.0  # pages of those that have them and do not run yet
+        self._stall_s = 0.0  # of KV that is computed again
+        self._totals = (0.0, 0.0, 0.0, 0.0)  # steps, tokens, contexts, seconds
+        self._since_s = 0.0
+        self._timer: Timer | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._held)
+
+    def price(self, num_tokens: int) -> tuple[bool, float]:
+        """Of a request more: whether it would wait for pages, and how long steps would be."""
+        self._advance()
+        tokens = sum(job.num_input for job in self._held if job not in self._running) + self._context + num_tokens
+        step_s = self._costs.step_s + (len(self._held) + 1) * self._costs.sequence_s + tokens * self._costs.kv_token_s
+        room = (1 - self._config.watermark) * self._pages * self._page_size
+        return tokens > room or len(self._held) >= self._config.max_batch_sequences, step_s
+
+    def load(self) -> WorkerLoad:
+        self._advance()
+        steps, tokens, contexts, seconds = self._totals
+        return WorkerLoad(
+            num_running=len(self._running),
+            num_waiting=len(self._held) - len(self._running),
+            free_pages=max(0, int(self._pages - self._used())),
+            total_pages=self._pages,
+            step_s=self._step_s() if self._running else 0.0,
+            decode_steps=StepTotals(int(steps), int(tokens), contexts, seconds),
+        )
+
+    def expect(self, job: Job) -> None:
+        self._held.add(job)
+
+    def reserve(self, job: Job) -> None:
+        """Its first chunk is about to be computed."""
+        self._waiting.append(job)
+        self._change()
+
+    def join(self, job: Job) -> None:
+        """Its prompt is computed."""
+        job.is_computed, job.context = True, job.num_input
+        if job.left <= 0:
+            self._forget(job)
+        self._change()
+
+    def _forget(self, job: Job) -> None:
+        self._held.discard(job)
+        if job.has_pages and job not in self._running:
+            self._reserved -= self._need(job)
+        if job in self._waiting:
+            self._waiting.remove(job)
+        self.on_end(job)
+
+    def _need(self, job: Job) -> float:
+        return math.ceil((job.num_input + job.num_drawn) / self._page_size)
+
+    def _used(self) -> float:
+        return self._reserved + self._context / self._page_size + len(self._running) / 2
+
+    def _step_s(self) -> float:
+        costs = self._costs
+        return costs.step_s + len(self._running) * costs.sequence_s + self._context * costs.kv_token_s
+
+    def _advance(self) -> None:
+        """The steps since the last look, all alike but for the context that grows by a token a sequence."""
+        now_s = self._sim.now_s
+        elapsed_s, self._since_s = now_s - self._since_s, now_s
+        lost_s = min(self._stall_s, elapsed_s)
+        self._stall_s -= lost_s
+        elapsed_s -= lost_s
+        batch = len(self._running)
+        if not batch or elapsed_s <= 0:
+            return
+        first_s, grow_s = self._step_s(), self._costs.kv_token_s * batch
+        num_steps = (math.sqrt(first_s * first_s + 2 * grow_s * elapsed_s) - first_s) / grow_s
+        contexts = num_steps * self._context + batch * num_steps * num_steps / 2
+        steps, tokens, before, seconds = self._totals
+        self._totals = (steps + num_steps, tokens + num_steps * batch, before + contexts, seconds + elapsed_s)
+        self._steps += num_steps
+        self._context += num_steps * batch
+
+    def _change(self) -> None:
+        """Whatever may begin begins, whatever has ended ends; then waits for the next of these."""
+        self._advance()
+        self._end_finished()
+        self._make_room()
+        self._grant()
+        for job in [one for one in self._held if one.is_computed and one.has_pages and one not in self._running]:
+            self._start(job)
+        self._wait()
+
+    def _end_finished(self) -> None:
+        while self._ends and (self._ends[0][2].stopped or self._ends[0][0] <= self._steps + _ALMOST):
+            at, _, job = heapq.heappop(self._ends)
+            if job in self._running and at == job.joined_at + job.left:
+                self._leave(job)
+                self._forget(job)
+
+    def _leave(self, job: Job) -> None:
+        del self._running[job]
+        self._context -= job.num_input + job.num_drawn + self._steps - job.joined_at
+        job.has_pages = False
+
+    def _make_room(self) -> None:
+        while self._used() > self._pages and len(self._running) > 1:
+            job = next(reversed(self._running))
+            drawn = job.num_drawn + self._steps - job.joined_at
+            self._leave(job)
+            job.num_drawn, job.stopped = drawn, True
+            self._waiting.appendleft(job)
+
+    def _grant(self) -> None:
+        watermark = self._config.watermark * self._pages
+        while self._waiting:
+            job = self._waiting[0]
+            keep = watermark if self._running else 0.0
+            holding = sum(one.has_pages for one in self._held)
+            if self._used() + self._need(job) + keep > self._pages or holding >= self._config.max_batch_sequences:
+                return
+            self._waiting.popleft()
+            job.has_pages = True
+            self._reserved += self._need(job)
+
+    def _start(self, job: Job) -> None:
+        self._reserved -= self._need(job)
+        if job.stopped:
+            self._stall_s += self._costs.chunk.chunk_s(job.num_input + int(job.num_drawn), 0)
+            job.stopped = False
+        self._running[job] = None
+        self._context += job.num_input + job.num_drawn
+        job.joined_at = self._steps
+        self._number += 1
+        heapq.heappush(self._ends, (job.joined_at + job.left, self._number, job))
+
+    def _wait(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        batch = len(self._running)
+        if not batch:
+            return
+        steps = max(0.0, self._ends[0][0] - self._steps) if self._ends else math.inf
+        if batch > 1:
+            steps = min(steps, max(1.0, (self._pages - self._used()) * self._page_size / batch))
+        seconds = steps * self._step_s() + self._costs.kv_token_s * batch * steps * steps / 2
+        self._timer = self._sim.after(self._stall_s + seconds, self._change)

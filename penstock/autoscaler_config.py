@@ -1,4 +1,4 @@
-"""Settings of the autoscaler: what requests should get, and how quickly pools may change."""
+"""Settings of the autoscaler: what requests should get, how quickly pools may change, when running sequences move."""
 
 from __future__ import annotations
 
@@ -38,3 +38,18 @@ class AutoscalerConfig(BaseModel):
     start_s: float = Field(30.0, gt=0)  # until a new worker serves; measured from the first start on
     stuck_after_s: float = Field(300.0, gt=0)  # a worker that is starting for longer counts as one that never comes
     stale_s: float = Field(10.0, gt=0)  # what is older is missing, which is not the same as zero
+
+
+class BalanceConfig(BaseModel):
+    """When running sequences move from the fullest decode worker to the emptiest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = True
+    interval_s: float = Field(2.0, gt=0)  # between two looks
+    full: float = Field(0.5, ge=0, le=1)  # share of its pages or places that a worker must use to give any away
+    gap: float = Field(0.3, gt=0, le=1)  # that must lie between the two shares
+    lasting_s: float = Field(10.0, ge=0)  # so long
+    cooldown_s: float = Field(15.0, ge=0)  # between two rounds of moves
+    max_moves: int = Field(8, ge=1)  # sequences in one round
+    stale_s: float = Field(10.0, gt=0)  # a report that is older says nothing

@@ -17,7 +17,6 @@ from simulator.fleet import FleetSpec
 from simulator.request import Outcome, TraceRequest
 
 Worker = CoarsePrefill | CoarseDecode
-_TRANSFER_S = 0.06  # of the last chunk's pages, which nothing hides
 
 
 class CoarseFleet:
@@ -28,6 +27,7 @@ class CoarseFleet:
         self.outcomes: list[Outcome] = []
         self.on_end: Callable[[Outcome], None] = lambda outcome: None
         self._spec = spec
+        self._chunk_tokens = spec.prefill.max_batch_tokens or 2048
         self._workers: dict[str, Worker] = {}
         self._epochs: dict[str, int] = {}
         self._next_epoch = count(1)
@@ -62,8 +62,7 @@ class CoarseFleet:
         spec = self._spec
         if role is Role.PREFILL:
             cache_tokens = spec.prefill_pages * spec.page_size
-            chunk_tokens = spec.prefill.max_batch_tokens or 2048
-            prefill = CoarsePrefill(self.sim, name, spec.prefill_costs, chunk_tokens, cache_tokens)
+            prefill = CoarsePrefill(self.sim, name, spec.prefill_costs, self._chunk_tokens, cache_tokens)
             prefill.on_begun, prefill.on_computed = self._on_begun, self._on_computed
             self._workers[name] = prefill
         else:
@@ -102,7 +101,10 @@ class CoarseFleet:
 
     def _on_computed(self, job: Job) -> None:
         job.outcome.first_token_s = self.sim.now_s
-        self.sim.after(_TRANSFER_S, lambda: job.target.join(job))  # type: ignore[union-attr]
+        link = self._spec.link_costs
+        exposed = min(job.num_input - job.outcome.cached_tokens, self._chunk_tokens)  # earlier chunks went meanwhile
+        transfer_s = exposed * link.token_bytes / link.bytes_per_s + 2 * link.latency_s
+        self.sim.after(transfer_s, lambda: job.target.join(job))  # type: ignore[union-attr]
 
     def _on_end(self, job: Job) -> None:
         outcome = job.outcome

@@ -1,0 +1,157 @@
+"""An autoscaler that knows what will come: what could be met at all, with so many workers and so many changes.
+
+Sizes are planned over the whole trace: for prefill the fewest that keep every moment's queue within what a prompt may
+wait, for decode the fewest that hold what runs. Then neighbouring sizes are joined until few enough changes are left,
+the cheapest way (dynamic programming), and each is asked for as early as starting takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.scaling_signals import Bounds, Change, Resize, Signals
+from penstock.autoscaler_config import SloConfig
+from penstock.types import Role
+from simulator.fleet import FleetSpec
+from simulator.request import TraceRequest
+
+_BIN_S = 1.0
+_WINDOW_S = 20.0
+_CACHED_BLOCKS = 4000  # of all prefill workers together
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What a trace asks for, by bins of a second."""
+
+    prefill_s: list[float]  # seconds of one worker's work that come
+    slack_s: list[float]  # that the least patient of them may wait
+    sequences: list[float]  # that run
+    contexts: list[float]  # their tokens
+
+
+def offered(requests: Sequence[TraceRequest], spec: FleetSpec, slo: SloConfig) -> Offered:
+    size = math.ceil(requests[-1].arrival_s / _BIN_S) + 600
+    prefill, slack = [0.0] * size, [math.inf] * size
+    sequences, contexts = [0.0] * size, [0.0] * size
+    token_s = spec.decode_costs.step_s * 1.5
+    chunk = spec.prefill.max_batch_tokens or 2048
+    for request, cached in _with_cached(requests):
+        num_tokens = request.num_input_tokens
+        work_s = spec.prefill_costs.chunk_s(num_tokens - cached, cached)
+        work_s += spec.prefill_costs.step_s * (num_tokens - cached) / chunk
+        at = int(request.arrival_s / _BIN_S)
+        prefill[at] += work_s
+        slack[at] = min(slack[at], max(1.0, slo.first_token_s(num_tokens) - work_s))
+        begin = request.arrival_s + work_s
+        end = begin + request.num_output_tokens * token_s
+        for one in range(int(begin / _BIN_S), min(size, int(end / _BIN_S) + 1)):
+            sequences[one] += 1
+            contexts[one] += num_tokens + request.num_output_tokens / 2
+    return Offered(prefill, slack, sequences, contexts)
+
+
+def _with_cached(requests: Sequence[TraceRequest]) -> Iterator[tuple[TraceRequest, int]]:
+    """Each with the tokens of its prompt that one cache of everybody's would have."""
+    seen: dict[int, None] = {}
+    for request in requests:
+        found = 0
+        for block in request.block_ids:
+            if block not in seen:
+                break
+            found += request.block_tokens
+        yield request, min(found, request.num_input_tokens - 1)
+        for block in request.block_ids:
+            seen.pop(block, None)
+            seen[block] = None
+        while len(seen) > _CACHED_BLOCKS:
+            del seen[next(iter(seen))]
+
+
+def plan(work: Offered, spec: FleetSpec, slo: SloConfig, load: float) -> dict[Role, list[int]]:
+    """Workers for each window, with every worker used to that share of what it can do."""
+    per_window = round(_WINDOW_S / _BIN_S)
+    starts = range(0, len(work.prefill_s), per_window)
+    queue, sizes = 0.0, []
+    for start in starts:
+        span = slice(start, start + per_window)
+        count = 1
+        while True:
+            late, left = _pass(work.prefill_s[span], work.slack_s[span], queue, count * load)
+            if not late:
+                break
+            count += 1
+        queue = left
+        sizes.append(count)
+    costs, room = spec.decode_costs, spec.decode_pages * spec.page_size
+    decode = []
+    for start in starts:
+        span = slice(start, start + per_window)
+        sequences, contexts = max(work.sequences[span]), max(work.contexts[span])
+        steps = (sequences * costs.sequence_s + contexts * costs.kv_token_s) / (slo.itl_s - costs.step_s)
+        most = max(steps, contexts / room, sequences / spec.decode.max_batch_sequences)
+        decode.append(max(1, math.ceil(most / load)))
+    return {Role.PREFILL: sizes, Role.DECODE: decode}
+
+
+def _pass(work_s: Sequence[float], slack_s: Sequence[float], queue: float, count: float) -> tuple[bool, float]:
+    for come, may_wait_s in zip(work_s, slack_s, strict=True):
+        queue += come
+        if come and queue > count * may_wait_s:
+            return True, queue
+        queue = max(0.0, queue - count * _BIN_S)
+    return False, queue
+
+
+def join(sizes: Sequence[int], num_changes: int) -> list[int]:
+    """Each window's size at least as it was, with so many changes at most and as few worker-windows as that allows."""
+    runs: list[tuple[int, int]] = []  # size, windows
+    for one in sizes:
+        if runs and runs[-1][0] == one:
+            runs[-1] = (one, runs[-1][1] + 1)
+        else:
+            runs.append((one, 1))
+    count, segments = len(runs), min(len(runs), num_changes + 1)
+    best = [[math.inf] * (count + 1) for _ in range(segments + 1)]
+    cut = [[0] * (count + 1) for _ in range(segments + 1)]
+    best[0][0] = 0.0
+    for used in range(1, segments + 1):
+        for end in range(1, count + 1):
+            most = length = 0
+            for begin in range(end - 1, -1, -1):
+                most, length = max(most, runs[begin][0]), length + runs[begin][1]
+                cost = best[used - 1][begin] + most * length
+                if cost < best[used][end]:
+                    best[used][end], cut[used][end] = cost, begin
+    used = min(range(segments + 1), key=lambda one: best[one][count])
+    joined: list[int] = []
+    end = count
+    while end:
+        begin = cut[used][end]
+        joined = [max(size for size, _ in runs[begin:end])] * sum(length for _, length in runs[begin:end]) + joined
+        end, used = begin, used - 1
+    return joined
+
+
+class Foresight:
+    """Asks for what the plan says as early as starting takes. Implements `elastic.Scaler`."""
+
+    interval_s = 1.0
+
+    def __init__(self, sizes: Mapping[Role, Sequence[int]], bounds: Mapping[Role, Bounds], start_s: float) -> None:
+        self._sizes = {role: [bounds[role].clip(one) for one in some] for role, some in sizes.items()}
+        self._lead = math.ceil(start_s / _WINDOW_S)
+
+    def decide(self, signals: Signals, now_s: float) -> Sequence[Change]:
+        at = int(now_s / _WINDOW_S)
+        changes: list[Change] = []
+        for role, sizes in self._sizes.items():
+            wanted = max(sizes[at : at + self._lead + 1], default=sizes[-1])
+            if wanted != signals.pools[role].desired:
+                changes.append(Resize(role, wanted))
+        return changes
+
+    def on_started(self, after_s: float) -> None:
+        pass

@@ -8,6 +8,7 @@ operator has set holds while it holds, and workers that never come neither count
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,12 +25,17 @@ from cluster.scaling_signals import (
     Resize,
     Signals,
 )
-from cluster.sizing import DecodeSizer, Need, PrefillSizer, bin_of
+from cluster.sizing import DecodeSizer, Need, PrefillSizer, Prompts, bin_of
 from cluster.traffic import History
 from penstock.autoscaler_config import AutoscalerConfig
 from penstock.types import Role
 
 _IN_TIME_OVER_S = 60.0
+_WORTH_A_CHANGE = 0.1  # of a pool's size: workers one by one are many changes for little
+_WORTH_SHRINKING = 0.15
+_AGAIN_S = 300.0  # a pool that grew so lately grows by more: what goes on rising is met in few steps
+_WORTH_ANOTHER = 0.25
+_BIG_PROMPTS = 2.0  # times the mean
 _START_WEIGHT = 0.3  # of the newest start's time
 
 
@@ -46,6 +52,7 @@ class _Pool:
     """What is remembered of one pool between decisions."""
 
     changed_s: float = float("-inf")
+    grew_s: float = float("-inf")
     enough: deque[tuple[float, int]] = field(default_factory=deque)  # when, and how many would have done
     override: Override | None = None
 
@@ -55,11 +62,10 @@ class Autoscaler:
         """`max_batch` is what a decode worker runs at once at most."""
         self.config = config
         self._bounds = bounds
-        self._max_batch = max_batch
         self._profiles = Profiles()
         self._history = History(config.history_s, config.interval_s)
         self._prefill = PrefillSizer(config)
-        self._decode = DecodeSizer(config)
+        self._decode = DecodeSizer(config, max_batch)
         self._pools = {role: _Pool() for role in Role}
         self._demands: deque[tuple[float, DemandSignal]] = deque()
         self._last_s: float | None = None
@@ -109,22 +115,23 @@ class Autoscaler:
         uncached = 1.0 - demand.cached_tokens / demand.ended_prompt_tokens if demand.ended_prompt_tokens else 1.0
         work = self._profiles.observe(signals, demand.waiting_tokens * uncached)
         self._demands.append((now_s, demand))
-        while self._demands[0][0] < now_s - _IN_TIME_OVER_S:
+        while self._demands[0][0] < now_s - self.config.history_s:
             self._demands.popleft()
         if after_s <= 0.0:
             return False
         prefilling = [one.load for one in signals.pools[Role.PREFILL].ready if one.load is not None]
         num_prefilling = sum(load.num_running + load.num_waiting for load in prefilling)
-        one = bin_of(work, num_prefilling, after_s, self.config.slo.itl_s)
+        one = bin_of(work, num_prefilling, after_s)
         self._history.add(one)
-        first, ended = self._shares_in_time()
+        first, ended = self._shares_in_time(now_s)
         self._prefill.learn(one, after_s, first)
         self._decode.learn(one, after_s, ended)
         return True
 
-    def _shares_in_time(self) -> tuple[float | None, float | None]:
+    def _shares_in_time(self, now_s: float) -> tuple[float | None, float | None]:
         """Of first tokens and of completions, over the last minute."""
-        before, now = self._demands[0][1], self._demands[-1][1]
+        newest_first = (demand for at_s, demand in reversed(self._demands) if at_s <= now_s - _IN_TIME_OVER_S)
+        before, now = next(newest_first, self._demands[0][1]), self._demands[-1][1]
         first, ended = now.first_tokens - before.first_tokens, now.ended - before.ended
         return (
             (now.first_tokens_in_time - before.first_tokens_in_time) / first if first > 0 else None,
@@ -134,18 +141,26 @@ class Autoscaler:
     def _needs(self, signals: Signals, now_s: float) -> dict[Role, Need]:
         demand = signals.demand
         assert demand is not None
-        profile = self._profiles.profile(signals, self.config.slo.itl_s, self._max_batch)
+        profile = self._profiles.profile(signals)
         ready = signals.pools[Role.PREFILL].ready or signals.pools[Role.DECODE].ready
         backlog = sum(one.load.queued_prefill_tokens for one in ready if one.load is not None) + demand.waiting_tokens
-        mean_prompt = demand.prompt_tokens / demand.requests if demand.requests else 0.0
-        if demand.ended_prompt_tokens:
-            mean_prompt *= 1.0 - demand.cached_tokens / demand.ended_prompt_tokens
         coming = _num_coming(signals.pools[Role.PREFILL], now_s, self.config)
         serving = len(signals.pools[Role.PREFILL].ready) + coming
         return {
-            Role.PREFILL: self._prefill.need(self._history, profile, mean_prompt, backlog, serving, self._start_s),
+            Role.PREFILL: self._prefill.need(self._history, profile, self._prompts(), backlog, serving, self._start_s),
             Role.DECODE: self._decode.need(self._history, profile, self._start_s),
         }
+
+    def _prompts(self) -> Prompts:
+        before, now = self._demands[0][1], self._demands[-1][1]
+        tokens, squared = now.prompt_tokens - before.prompt_tokens, now.squared_prompt_tokens
+        squared -= before.squared_prompt_tokens
+        ended, cached = now.ended_prompt_tokens - before.ended_prompt_tokens, now.cached_tokens - before.cached_tokens
+        if not squared:  # a router of another version tells none
+            typical = _BIG_PROMPTS * now.prompt_tokens / max(1, now.requests)
+        else:
+            typical = squared / tokens
+        return Prompts(typical, max(0.0, 1.0 - cached / ended) if ended else 1.0)
 
     # What follows from it.
 
@@ -186,17 +201,22 @@ class Autoscaler:
         wait_s = self._pools[record.role].changed_s + self.config.up_cooldown_s - now_s
         if wait_s > 0:
             return replace(record, reason=f"{record.reason}; the pool may change again in {wait_s:.0f} s")
-        return replace(record, decided=wanted, verdict="up")
+        memory = self._pools[record.role]
+        step = _WORTH_A_CHANGE if now_s - memory.grew_s > _AGAIN_S else _WORTH_ANOTHER
+        memory.grew_s = now_s
+        least = math.ceil(record.current * (1 + step))
+        return replace(record, decided=self._bounds[record.role].clip(max(wanted, least)), verdict="up")
 
     def _shrink(self, record: Record, memory: _Pool, now_s: float) -> Record:
         """To what has sufficed for long enough, room to spare included."""
         most = max(count for _, count in memory.enough)
-        if most >= record.current:
+        if record.current - most < max(1.0, _WORTH_SHRINKING * record.current):
             return record
         seen_s = now_s - memory.enough[0][0]
         if self._history.length_s < self.config.down_after_s or seen_s < 0.9 * self.config.down_after_s:
             return replace(record, reason=f"{record.reason}; fewer must do for {self.config.down_after_s:g} s first")
-        wait_s = memory.changed_s + self.config.down_cooldown_s - now_s
+        until_s = max(memory.changed_s + self.config.down_cooldown_s, memory.grew_s + self.config.down_after_s)
+        wait_s = until_s - now_s
         if wait_s > 0:
             return replace(record, reason=f"{record.reason}; the pool may shrink in {wait_s:.0f} s")
         return replace(record, decided=most, verdict="down")
@@ -215,10 +235,18 @@ class Autoscaler:
             if need is None or spare is None or "override" in (records[role].verdict, records[other].verdict):
                 continue
             lacks = min(need, self._bounds[role].highest) > max(len(pool.ready), pool.desired)
-            left, least = len(giving.ready) - 1, max(needs[other].fewer, self._bounds[other].lowest, 1)
+            left, least = len(giving.ready) - 1, max(self._sufficed(other, now_s), self._bounds[other].lowest, 1)
             if lacks and left >= least and giving.desired == len(giving.ready):
                 return Flip(other, role)
         return None
+
+    def _sufficed(self, role: Role, now_s: float) -> float:
+        """The most that would have done, room to spare included, over as long as a giver is looked at."""
+        since_s = now_s - self.config.flip_after_s
+        enough = self._pools[role].enough
+        if not enough or enough[0][0] > since_s:
+            return math.inf
+        return max(count for at_s, count in enough if at_s >= since_s)
 
     def _flip(self, flip: Flip, signals: Signals, records: dict[Role, Record], now_s: float) -> Decision:
         self._flipped_s = now_s

@@ -7,10 +7,10 @@ from statistics import median
 
 from cluster.scaling_signals import PoolSignal, Signals, WorkerSignal
 from penstock.types import Role, StepTotals, WorkerId, WorkerLoad
-from router.cost_model import CostBook, StepCost
+from router.cost_model import DECODE_PRIOR, CostBook, LinearCost, StepCost
 
 _PAGE_SIZE = 16  # for workers that tell no totals; only that path of the cost book asks for it
-_SMOOTHING = 0.05
+_SMOOTHING = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,7 @@ class Profile:
     """Of an average worker. None: not learnt yet."""
 
     prefill_per_s: float | None = None  # uncached tokens of prompts
-    decode_per_s: float | None = None  # tokens drawn, each sequence within its target
-    decode_batch: float | None = None  # sequences at once that this takes
+    decode: StepCost | None = None
     pages: float | None = None  # that sequences may hold
 
 
@@ -28,20 +27,27 @@ class Work:
     """Since the last observation."""
 
     prefill_tokens: float  # computed, plus what the queues have grown by
-    decode_per_s: float  # tokens drawn
     num_running: int
     num_held: int  # sequences that a decode worker has, whatever their state
     pages: float
+    context: float  # tokens of a running sequence's
 
 
 class Profiles:
-    """Follows every worker's totals."""
+    """Follows every worker's totals.
+
+    What decode steps cost is fitted over the whole pool, and as a cost of each sequence and each token of its context:
+    one worker's batch hardly changes between two reports, those of several differ, and what a worker draws a second
+    says more of the contexts of the moment than of the worker.
+    """
 
     def __init__(self) -> None:
         self._costs = CostBook()
         self._seen: dict[WorkerId, tuple[int, StepTotals, StepTotals]] = {}
         self._queued: float | None = None
+        self._drawn = StepTotals()  # by all workers since the last observation
         self._context = 0.0  # tokens before one that is drawn
+        self._decode = LinearCost((DECODE_PRIOR.fixed_s, DECODE_PRIOR.token_s, DECODE_PRIOR.context_s))
 
     def observe(self, signals: Signals, waiting_tokens: float) -> Work:
         """Every ready worker must have told its load."""
@@ -49,7 +55,11 @@ class Profiles:
         for gone in self._seen.keys() - {one.worker_id for one in ready}:
             del self._seen[gone]
             self._costs.forget(gone)
+        self._drawn = StepTotals()
         prefill = sum(self._follow(one) for one in ready)
+        if self._drawn.tokens:
+            context = self._drawn.contexts / self._drawn.tokens
+            self._context += (_SMOOTHING if self._context else 1.0) * (context - self._context)
         loads = [one.load for one in ready if one.load is not None]
         queued = sum(load.queued_prefill_tokens for load in loads) + waiting_tokens
         grown = queued - self._queued if self._queued is not None else 0.0
@@ -57,10 +67,10 @@ class Profiles:
         decoding = _loads(signals.pools[Role.DECODE])
         return Work(
             max(0.0, prefill + grown),
-            sum(load.num_running / load.step_s for load in decoding if load.step_s > 0),
             sum(load.num_running for load in decoding),
             sum(load.num_running + load.num_waiting for load in decoding),
             float(sum(load.total_pages - load.free_pages for load in decoding)),
+            self._context,
         )
 
     def _follow(self, one: WorkerSignal) -> float:
@@ -77,11 +87,11 @@ class Profiles:
         computed = load.prefill_steps.since(chunks).tokens
         drawn = load.decode_steps.since(steps)
         if drawn.tokens:
-            context = drawn.contexts / drawn.tokens
-            self._context += (_SMOOTHING if self._context else 1.0) * (context - self._context)
+            self._decode.observe((drawn.steps, drawn.tokens, drawn.contexts), drawn.seconds)
+            self._drawn = self._drawn.with_more(drawn)
         return float(computed)
 
-    def profile(self, signals: Signals, itl_s: float, max_batch: int) -> Profile:
+    def profile(self, signals: Signals) -> Profile:
         known = {
             role: [(one.worker_id, one.load) for one in pool.ready if one.load] for role, pool in signals.pools.items()
         }
@@ -89,15 +99,10 @@ class Profiles:
         if not computing:  # decode workers compute prompts where nobody else does
             computing = [self._costs.costs(name) for name, load in known[Role.DECODE] if load.prefill_steps.steps]
         prefill_s = median([one.queued_token_s for one in computing]) if computing else None
-        drawing = [self._costs.costs(name).decode for name, load in known[Role.DECODE] if load.decode_steps.steps]
-        batches = [_batch_within(cost, self._context, itl_s, max_batch) for cost in drawing]
-        batch = median(batches) if batches else None
-        steps_s = [_step_s(cost, self._context, batch) for cost in drawing] if batch is not None else []
         pages = [load.total_pages for load in _loads(signals.pools[Role.DECODE])]
         return Profile(
             1.0 / prefill_s if prefill_s else None,
-            batch / max(median(steps_s), 1e-6) if batch is not None else None,
-            batch,
+            StepCost(*self._decode.coefficients) if self._decode.num_observed else None,
             float(median(pages)) if pages else None,
         )
 
@@ -105,12 +110,3 @@ class Profiles:
 def _loads(pool: PoolSignal) -> list[WorkerLoad]:
     return [one.load for one in pool.ready if one.load is not None]
 
-
-def _step_s(cost: StepCost, context: float, batch: float) -> float:
-    return cost.fixed_s + batch * (cost.token_s + context * cost.context_s)
-
-
-def _batch_within(cost: StepCost, context: float, itl_s: float, max_batch: int) -> float:
-    """The largest batch whose step takes no longer; one sequence where nothing is quick enough."""
-    each_s = cost.token_s + context * cost.context_s
-    return min(float(max_batch), max(1.0, (itl_s - cost.fixed_s) / max(each_s, 1e-9)))

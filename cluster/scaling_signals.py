@@ -35,6 +35,7 @@ class DemandSignal:
 
     requests: int = 0
     prompt_tokens: int = 0
+    squared_prompt_tokens: int = 0  # each prompt's tokens squared
     cached_tokens: int = 0  # of prompts of ended requests
     ended_prompt_tokens: int = 0
     first_tokens: int = 0  # requests that got one

@@ -5,8 +5,9 @@ How many workers would have served it is found by passing it through so many onc
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -15,8 +16,9 @@ class Bin:
     """One interval; tokens a second."""
 
     prefill_per_s: float  # uncached tokens of prompts that came
-    decode_per_s: float  # output tokens that were drawn, or would have been had there been room
-    pages: float  # held by sequences
+    sequences: float  # that ran, or would have had there been room
+    contexts: float  # tokens of their contexts
+    pages: float  # that they held
 
 
 class History:
@@ -36,6 +38,18 @@ class History:
     @property
     def length_s(self) -> float:
         return len(self._bins) * self.bin_s
+
+    def highest(self, length_s: float, value: Callable[[Bin], float]) -> float:
+        """The highest mean over any so long a while."""
+        count = min(len(self._bins), max(1, round(length_s / self.bin_s)))
+        if not count:
+            return 0.0
+        values = [value(one) for one in self._bins]
+        total = most = sum(values[:count])
+        for come, gone in zip(values[count:], values, strict=False):
+            total += come - gone
+            most = max(most, total)
+        return most / count
 
     def recent(self, length_s: float) -> list[Bin]:
         count = max(1, round(length_s / self.bin_s))
@@ -74,7 +88,8 @@ def weighted_quantile(values: Sequence[float], share: float) -> float:
 class Trend:
     """Holt's linear method (Holt, 1957) over irregular steps: a level and how fast it changes, each forgetting.
 
-    `ahead` looks no further than the trend has been seen for, and never below zero.
+    `ahead` looks no further than the trend has been seen for, never below zero, and believes of the change what is more
+    than the values stray by: noise has a slope too.
     """
 
     def __init__(self, level_s: float = 60.0, trend_s: float = 240.0) -> None:
@@ -100,4 +115,12 @@ class Trend:
     def ahead(self, horizon_s: float) -> float:
         if self._level is None:
             return 0.0
-        return max(0.0, self._level + self._slope * min(horizon_s, self._seen_s / 2))
+        return max(0.0, self._level + self._sure_change(horizon_s))
+
+    def rises(self, horizon_s: float) -> bool:
+        """For sure."""
+        return self._sure_change(horizon_s) > 0.0
+
+    def _sure_change(self, horizon_s: float) -> float:
+        change = self._slope * min(horizon_s, self._seen_s / 2)
+        return math.copysign(max(0.0, abs(change) - self._error), change)

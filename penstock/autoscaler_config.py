@@ -35,6 +35,7 @@ class AutoscalerConfig(BaseModel):
     down_after_s: float = Field(300.0, ge=0)  # so long fewer workers must have sufficed before one goes
     flips: bool = True  # a worker may change its role where one pool lacks what the other has to spare
     flip_cooldown_s: float = Field(30.0, ge=0)
+    flip_after_s: float = Field(30.0, ge=0)  # so long a pool must have had a worker to spare before it gives one
     start_s: float = Field(30.0, gt=0)  # until a new worker serves; measured from the first start on
     stuck_after_s: float = Field(300.0, gt=0)  # a worker that is starting for longer counts as one that never comes
     stale_s: float = Field(10.0, gt=0)  # what is older is missing, which is not the same as zero

@@ -145,6 +145,14 @@ class StepTotals:
         """One step more."""
         return StepTotals(self.steps + 1, self.tokens + tokens, self.contexts + contexts, self.seconds + seconds)
 
+    def with_more(self, more: StepTotals) -> StepTotals:
+        return StepTotals(
+            self.steps + more.steps,
+            self.tokens + more.tokens,
+            self.contexts + more.contexts,
+            self.seconds + more.seconds,
+        )
+
     def since(self, before: StepTotals) -> StepTotals:
         return StepTotals(
             self.steps - before.steps,

@@ -35,6 +35,7 @@ class DemandCounter:
     def arrive(self, num_prompt_tokens: int) -> None:
         self.counts.requests += 1
         self.counts.prompt_tokens += num_prompt_tokens
+        self.counts.squared_prompt_tokens += num_prompt_tokens * num_prompt_tokens
 
     def begin(self, num_prompt_tokens: int, ttft_s: float) -> None:
         """The first token has come."""

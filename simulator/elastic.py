@@ -129,10 +129,13 @@ class ElasticFleet:
         slo: SloConfig,
         start_s: float,
         make: Callable[[FleetSpec, int], Deployment] = Detailed,
+        warm_s: float = 0.0,
     ) -> None:
+        """Until `warm_s` a scaler gets to know the traffic; a caller may leave that out of what it counts."""
         self.fleet = make(spec, seed)
         self.worker_s = 0.0  # of all workers, from being asked for to being gone
         self.num_changes = 0
+        self.warm_worker_s, self.warm_changes = 0.0, 0  # what of these came before `warm_s`
         self._scaler = scaler
         self._slo = slo
         self._start_s = start_s
@@ -147,6 +150,7 @@ class ElasticFleet:
         self.fleet.on_end = self._count
         self.fleet.sim.after(_LOOK_S, self._look)
         self.fleet.sim.after(scaler.interval_s, self._decide)
+        self.fleet.sim.at(warm_s, self._note_warm)
 
     def run(self, requests: Sequence[TraceRequest]) -> list[Outcome]:
         for request in requests:
@@ -159,7 +163,8 @@ class ElasticFleet:
     # What the scaler is told.
 
     def _arrive(self, outcome: Outcome) -> None:
-        self._counts.add(requests=1, prompt_tokens=outcome.request.num_input_tokens)
+        length = outcome.request.num_input_tokens
+        self._counts.add(requests=1, prompt_tokens=length, squared_prompt_tokens=length * length)
         self._open.append(outcome)
 
     def _count(self, outcome: Outcome) -> None:
@@ -276,6 +281,10 @@ class ElasticFleet:
                 self._add(role)
 
         self.fleet.sim.after(_FLIP_S, arrive)
+
+    def _note_warm(self) -> None:
+        self._account()
+        self.warm_worker_s, self.warm_changes = self.worker_s, self.num_changes
 
     def _account(self) -> None:
         """Called before the number of workers changes."""

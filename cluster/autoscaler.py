@@ -156,10 +156,8 @@ class Autoscaler:
         tokens, squared = now.prompt_tokens - before.prompt_tokens, now.squared_prompt_tokens
         squared -= before.squared_prompt_tokens
         ended, cached = now.ended_prompt_tokens - before.ended_prompt_tokens, now.cached_tokens - before.cached_tokens
-        if not squared:  # a router of another version tells none
-            typical = _BIG_PROMPTS * now.prompt_tokens / max(1, now.requests)
-        else:
-            typical = squared / tokens
+        # A router of another version tells no squares.
+        typical = squared / tokens if squared else _BIG_PROMPTS * now.prompt_tokens / max(1, now.requests)
         return Prompts(typical, max(0.0, 1.0 - cached / ended) if ended else 1.0)
 
     # What follows from it.

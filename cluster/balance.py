@@ -103,4 +103,3 @@ def choose(
 def fullness(member: Member, used_pages: int, total_pages: int, num_open: int, max_sequences: int) -> Fullness:
     pages = used_pages / total_pages if total_pages else 0.0
     return Fullness(member, pages, num_open / max_sequences)
-

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.balancing import Balancing
 from cluster.drain import TIMEOUT_S, Drain
 from cluster.draining import Draining
 from cluster.evacuating import Evacuating, Evacuation
@@ -134,8 +135,9 @@ class Controller:
             config.start_timeout_s,
         )
         self._watching: asyncio.Task[None] | None = None
+        self.balancing = Balancing(config, self.reports, self._is_moving, self.events.note, dial)
         self._main: asyncio.Task[None] | None = None
-        self._scaler: asyncio.Task[None] | None = None
+        self._timers: list[asyncio.Task[None]] = []
         self._stopping = False
 
     def adopt(self, found: Sequence[Found]) -> None:
@@ -159,7 +161,9 @@ class Controller:
         if self._nodes is not None:
             self._watching = asyncio.create_task(self._nodes.watch(self._evacuating.note), name="nodes")
         if self.scaling.is_on:
-            self._scaler = asyncio.create_task(self.scaling.run(), name="autoscaler")
+            self._timers.append(asyncio.create_task(self.scaling.run(), name="autoscaler"))
+        if self.balancing.config.enabled:
+            self._timers.append(asyncio.create_task(self.balancing.run(), name="balancing"))
 
     async def _reconcile_for_ever(self) -> None:
         while True:
@@ -196,7 +200,7 @@ class Controller:
             return
         self._stopping = True
         self._keeper.close()
-        for task in (self._main, self._scaler, self._watching):
+        for task in (self._main, self._watching, *self._timers):
             if task:
                 task.cancel()
         self._readiness.close()
@@ -240,6 +244,10 @@ class Controller:
     def _cohort_of(self, worker_id: WorkerId) -> str:
         return self._upgrading.cohort_of(worker_id)
 
+    def _is_moving(self) -> bool:
+        """Sequences go from worker to worker for another reason."""
+        return self.draining.is_under_way or self._upgrading.current is not None
+
     def _on_change(self) -> None:
         self.events.observe(self._pools.slots, self.is_ready)
         self._keep_record()
@@ -257,7 +265,9 @@ class Controller:
         return self._readiness.is_ready
 
     def status(self) -> admin_pb2.StatusResponse:
-        return self._status.tell(ready=self.is_ready)
+        answer = self._status.tell(ready=self.is_ready)
+        answer.balance.CopyFrom(self.balancing.tell())
+        return answer
 
     def watch_membership(self, router: str = "") -> AsyncIterator[admin_pb2.Membership]:
         """The whole membership now and after each change, until the controller stops."""

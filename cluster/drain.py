@@ -22,17 +22,16 @@ from typing import Protocol
 
 import grpc.aio
 
+from cluster.mover import Mover
 from cluster.moves import Movable, Move, Room, plan_moves
 from penstock.grpc_server import Dial, make_channel
-from penstock.types import Epoch, Member, RequestId, Role
+from penstock.types import Member, Role
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
 _QUIET_REPORTS = 2  # with nothing open: a router may hear of the drain only after the first
-_ASK_TIMEOUT_S = 5.0
-_MOVE_TIMEOUT_S = 60.0  # of one round; each sequence has limits of its own
 _HANDOVER_SHARE = 4  # a part of a target's pool: what is cached there already is wanted, too
 _HANDOVER_GRACE_S = 3.0  # for what is under way when the hand-over's time is up
 
@@ -99,14 +98,13 @@ class Drain:
         """`max_sequences` is what a decode worker holds at most."""
         self.member = member
         self.progress = Progress()
-        self._max_sequences = max_sequences
+        self._mover = Mover(max_sequences, view, dial)
         self._view = view
         self._dial = dial
         self._handover = handover
         self._began_s = time.monotonic()
         self._deadline_s = self._began_s + timeout_s
         self._changed = asyncio.Event()
-        self._described: dict[Epoch, worker_pb2.WorkerDescription] = {}
 
     async def run(self) -> None:
         """Returns once the worker has nothing left, is gone, or time is up."""
@@ -139,63 +137,31 @@ class Drain:
         while num_quiet < _QUIET_REPORTS and self._view.is_here(self.member):
             load = self._view.load_of(self.member)
             if load is not None and load.num_open and self.member.role is Role.DECODE:
-                await self._move_round(worker_pb2_grpc.DecodeWorkerStub(own))
+                await self._move_round(own)
             await self._view.next_report(self.member)
             load = self._view.load_of(self.member)
             if load is not None:
                 self._tell(num_left=load.num_open)
                 num_quiet = 0 if load.num_open else num_quiet + 1
 
-    async def _move_round(self, stub: worker_pb2_grpc.DecodeWorkerStub) -> None:
+    async def _move_round(self, own: grpc.aio.Channel) -> None:
         try:
-            listed = await stub.ListSequences(worker_pb2.ListSequencesRequest(), timeout=_ASK_TIMEOUT_S)
-            sequences = [
-                Movable(RequestId(one.request_id), one.num_tokens, one.num_tokens_left) for one in listed.sequences
-            ]
-            rooms = await self._find_rooms() if sequences else []
+            sequences = await self._mover.sequences(own)
+            rooms = await self._mover.rooms(self.member, self._view.members(Role.DECODE)) if sequences else []
         except grpc.aio.AioRpcError as error:
             log.info("%s: a round of moves failed: %s", self.member.worker_id, error.details())
             return
         moves = plan_moves(sequences, rooms)
         self._tell(detail=_say_what_stays(sequences, rooms, moves))
-        await asyncio.gather(*(self._migrate(stub, move) for move in moves))
+        await asyncio.gather(*(self._migrate(own, move) for move in moves))
 
-    async def _migrate(self, stub: worker_pb2_grpc.DecodeWorkerStub, move: Move) -> None:
-        target = move.target
-        request = worker_pb2.MigrateRequest(
-            worker_id=target.worker_id,
-            epoch=target.epoch,
-            address=target.address,
-            request_ids=move.request_ids,
-            source_address=self.member.address,
-        )
-        try:
-            answer = await stub.Migrate(request, timeout=_MOVE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            log.info("%s: moving to %s failed: %s", self.member.worker_id, target.worker_id, error.details())
-            return
-        for failed in answer.failed:
-            log.info("%s: %s stays: %s", self.member.worker_id, failed.request_id, failed.error.message)
+    async def _migrate(self, own: grpc.aio.Channel, move: Move) -> None:
+        num_moved, num_failed = await self._mover.migrate(own, self.member, move)
         self._tell(
-            num_moved=self.progress.num_moved + len(answer.moved),
-            num_failed_moves=self.progress.num_failed_moves + len(answer.failed),
-            num_left=max(0, self.progress.num_left - len(answer.moved)),
+            num_moved=self.progress.num_moved + num_moved,
+            num_failed_moves=self.progress.num_failed_moves + num_failed,
+            num_left=max(0, self.progress.num_left - num_moved),
         )
-
-    async def _find_rooms(self) -> list[Room]:
-        """Of the other decode workers that could use our KV."""
-        own = await self._describe(self.member)
-        rooms = []
-        for member in self._view.members(Role.DECODE):
-            load = self._view.load_of(member)
-            if member.epoch == self.member.epoch or load is None:
-                continue
-            described = await self._describe(member)
-            if described.kv_digest == own.kv_digest:
-                free_sequences = self._max_sequences - load.num_open
-                free_tokens = load.free_pages * described.page_size
-                rooms.append(Room(member.worker_id, member.epoch, member.address, free_tokens, free_sequences))
-        return rooms
 
     async def _hand_over(self, own: grpc.aio.Channel) -> None:
         """Whatever fails here costs prefills later on, and no request."""
@@ -226,14 +192,14 @@ class Drain:
 
     async def _find_caches(self) -> list[worker_pb2.HandOverTarget]:
         """Of the workers that will get its traffic, which have pages of the very same kind: revisions never mix."""
-        own = await self._describe(self.member)
+        own = await self._mover.describe(self.member)
         peers = [one for one in self._view.members(self.member.role) if one.epoch != self.member.epoch]
         if not peers and self.member.role is Role.PREFILL:
             peers = list(self._view.members(Role.DECODE))  # who compute prompts themselves from now on
         targets = []
         for member in peers:
             load = self._view.load_of(member)
-            if load is None or (await self._describe(member)).layout_digest != own.layout_digest:
+            if load is None or (await self._mover.describe(member)).layout_digest != own.layout_digest:
                 continue
             max_pages = load.total_pages // _HANDOVER_SHARE
             targets.append(
@@ -242,14 +208,6 @@ class Drain:
                 )
             )
         return targets
-
-    async def _describe(self, member: Member) -> worker_pb2.WorkerDescription:
-        if member.epoch not in self._described:
-            async with self._dial(member.address) as channel:
-                stub = worker_pb2_grpc.WorkerStub(channel)
-                answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=_ASK_TIMEOUT_S)
-            self._described[member.epoch] = answer
-        return self._described[member.epoch]
 
     def _tell(self, **changes: object) -> None:
         told = replace(self.progress, **changes)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from penstock.types import Epoch, WorkerId
 MAX_EVENTS = 4096
 GONE = "gone"
 SCALED = "scaled"
+BALANCED = "balanced"  # running sequences of a decode worker went to another one
 STOPPED = "stopped"  # what the controller gives as the reason where it ended a worker itself
 DEPLOYMENT, READY, NOT_READY = "deployment", "ready", "not ready"  # a request would succeed, or would not
 
@@ -27,7 +28,7 @@ class Event:
     unix_time_s: float
     subject: str  # a worker, a pool or the deployment
     epoch: Epoch
-    what: str  # a WorkerState, GONE or SCALED; of the deployment READY or NOT_READY
+    what: str  # a WorkerState, GONE, SCALED or BALANCED; of the deployment READY or NOT_READY
     reason: str
 
 

@@ -109,4 +109,3 @@ class Profiles:
 
 def _loads(pool: PoolSignal) -> list[WorkerLoad]:
     return [one.load for one in pool.ready if one.load is not None]
-

@@ -99,10 +99,9 @@ class PrefillSizer:
             "for_forecast": ahead,
             "for_backlog": behind,
         }
+        share = f"{self._config.attainment:.0%}"
         reasons = {
-            f"{replayed} would have started {self._config.attainment:.0%} of the last {history.length_s:.0f} s in time": (
-                replayed
-            ),
+            f"{replayed} would have started {share} of the last {history.length_s:.0f} s in time": replayed,
             f"{ahead} keep up with {forecast:.0f} tokens/s, forecast for when a new one serves": ahead,
             f"{behind} catch up with {backlog:.0f} queued tokens": behind,
         }
@@ -129,7 +128,7 @@ class PrefillSizer:
 
 
 class DecodeSizer:
-    """By what each moment's sequences and their contexts would have added to a step, and by the pages that they held."""
+    """By what each moment's sequences and their contexts would have added to a step, and by the pages they held."""
 
     def __init__(self, config: AutoscalerConfig, max_batch: int) -> None:
         self._config = config

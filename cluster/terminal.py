@@ -101,7 +101,9 @@ def format_status(status: admin_pb2.StatusResponse) -> str:
     ]
     header = ("worker", "state", "pid", "restarts", "running", "waiting", "free pages", "address", "")
     spares = [[one.name, one.state, str(one.pid or "-"), *["-"] * 5, one.detail] for one in status.spares]
-    return f"{head}\n\n{format_table(header, rows + spares)}"
+    balance = status.balance
+    evened = f"\n\nevened out: {balance.moved} sequences in {balance.rounds} rounds; the last: {balance.last_reason}"
+    return f"{head}\n\n{format_table(header, rows + spares)}{evened if balance.rounds else ''}"
 
 
 def format_drain(progress: admin_pb2.DrainProgress) -> str:

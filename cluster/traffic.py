@@ -98,7 +98,8 @@ class Trend:
         self._level: float | None = None
         self._slope = 0.0
         self._seen_s = 0.0
-        self._error = 0.0  # running mean of the absolute error of the level
+        self._error = 0.0  # running means of what values are off by: without its sign,
+        self._bias = 0.0  # and with it, which is what a trend not yet known for what it is leaves over
 
     def add(self, value: float, after_s: float) -> None:
         if self._level is None:
@@ -107,6 +108,7 @@ class Trend:
         alpha, beta = after_s / (self._level_s + after_s), after_s / (self._trend_s + after_s)
         expected = self._level + self._slope * after_s
         self._error += alpha * (abs(value - expected) - self._error)
+        self._bias += alpha * (value - expected - self._bias)
         level = expected + alpha * (value - expected)
         self._slope += beta * ((level - self._level) / after_s - self._slope)
         self._level = level
@@ -123,4 +125,5 @@ class Trend:
 
     def _sure_change(self, horizon_s: float) -> float:
         change = self._slope * min(horizon_s, self._seen_s / 2)
-        return math.copysign(max(0.0, abs(change) - self._error), change)
+        noise = self._error - abs(self._bias)
+        return math.copysign(max(0.0, abs(change) - noise), change)

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.admission_config import AdmissionConfig
-from penstock.autoscaler_config import AutoscalerConfig, SloConfig
+from penstock.autoscaler_config import AutoscalerConfig, BalanceConfig, SloConfig
 from penstock.errors import ConfigError
 from penstock.security_config import LimitsConfig, SecurityConfig, TenantConfig, TenantName, TlsConfig
 from penstock.types import Role
@@ -254,6 +254,7 @@ class ServeConfig(_Frozen):
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)  # as in RouterConfig
     tls: TlsConfig | None = None  # of the gRPC and the HTTP port
     autoscaler: AutoscalerConfig = AutoscalerConfig()
+    balance: BalanceConfig = BalanceConfig()  # running sequences move between uneven decode workers
     security: SecurityConfig = SecurityConfig()  # without a secret, one is made for the deployment
     canary_interval_s: float = Field(60.0, ge=0)  # between two questions with a known answer; 0: only at its start
     start_timeout_s: float = Field(300.0, gt=0)  # until the deployment must be ready

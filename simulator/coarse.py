@@ -1,7 +1,8 @@
 """A deployment that changes its size, coarsely: what `simulator.fleet` is with every page and every token.
 
 One router that knows everything: a prompt goes where its first token comes first, its decoding where no page is lacked
-and steps are shortest. For scaling, which is about minutes; `tests/test_simulator_scaling.py` holds it against the other.
+and steps are shortest. For scaling, which is about minutes; `tests/test_simulator_scaling.py` holds it against the
+other.
 """
 
 from __future__ import annotations

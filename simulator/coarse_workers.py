@@ -52,9 +52,7 @@ class CoarsePrefill:
 
     role = Role.PREFILL
 
-    def __init__(
-        self, sim: Simulation, name: str, costs: PrefillCosts, chunk_tokens: int, cache_tokens: int
-    ) -> None:
+    def __init__(self, sim: Simulation, name: str, costs: PrefillCosts, chunk_tokens: int, cache_tokens: int) -> None:
         self.worker_id = WorkerId(name)
         self.on_begun: Callable[[Job], None] = lambda job: None
         self.on_computed: Callable[[Job], None] = lambda job: None

@@ -301,4 +301,3 @@ def is_prompt(outcome: Outcome, slo: SloConfig) -> bool:
 
 def is_good(outcome: Outcome, slo: SloConfig) -> bool:
     return outcome.is_complete and is_prompt(outcome, slo) and outcome.tpot_s <= slo.itl_s
-

@@ -140,15 +140,22 @@ class Foresight:
 
     interval_s = 1.0
 
-    def __init__(self, sizes: Mapping[Role, Sequence[int]], bounds: Mapping[Role, Bounds], start_s: float) -> None:
-        self._sizes = {role: [bounds[role].clip(one) for one in some] for role, some in sizes.items()}
-        self._lead = math.ceil(start_s / _WINDOW_S)
+    def __init__(
+        self, sizes: Mapping[Role, Sequence[int]], bounds: Mapping[Role, Bounds], start_s: float, num_changes: int
+    ) -> None:
+        """`num_changes` at most, of both pools together."""
+        lead = math.ceil(start_s / _WINDOW_S)
+        self._sizes = {}
+        for role, some in sizes.items():
+            clipped = [bounds[role].clip(one) for one in some]
+            asked = [max(clipped[at : at + lead + 1]) for at in range(len(clipped))]
+            self._sizes[role] = join(asked, num_changes // 2)
 
     def decide(self, signals: Signals, now_s: float) -> Sequence[Change]:
         at = int(now_s / _WINDOW_S)
         changes: list[Change] = []
         for role, sizes in self._sizes.items():
-            wanted = max(sizes[at : at + self._lead + 1], default=sizes[-1])
+            wanted = sizes[min(at, len(sizes) - 1)]
             if wanted != signals.pools[role].desired:
                 changes.append(Resize(role, wanted))
         return changes

@@ -16,7 +16,9 @@ from penstock.autoscaler_config import AutoscalerConfig, SloConfig
 from penstock.types import Role, StepTotals, WorkerId, WorkerLoad
 from penstock.v1 import admin_pb2
 
-CONFIG = AutoscalerConfig(mode="on", slo=SloConfig(ttft_s=2.0, itl_s=0.05), start_s=20.0, history_s=300.0)
+CONFIG = AutoscalerConfig(
+    mode="on", slo=SloConfig(ttft_s=2.0, itl_s=0.05), start_s=20.0, history_s=300.0, flip_after_s=0.0
+)
 BOUNDS = {role: Bounds(1, 10) for role in Role}
 TOKEN_S = 0.001  # of a prompt, on every worker
 STEP_S = 0.02

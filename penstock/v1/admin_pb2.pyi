@@ -69,20 +69,22 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("model", "ready", "workers", "endpoints", "uptime_s", "spares")
+    __slots__ = ("model", "ready", "workers", "endpoints", "uptime_s", "spares", "balance")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     SPARES_FIELD_NUMBER: _ClassVar[int]
+    BALANCE_FIELD_NUMBER: _ClassVar[int]
     model: str
     ready: bool
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     endpoints: _containers.RepeatedScalarFieldContainer[str]
     uptime_s: float
     spares: _containers.RepeatedCompositeFieldContainer[SpareStatus]
-    def __init__(self, model: _Optional[str] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., endpoints: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., spares: _Optional[_Iterable[_Union[SpareStatus, _Mapping]]] = ...) -> None: ...
+    balance: BalanceStatus
+    def __init__(self, model: _Optional[str] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., endpoints: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., spares: _Optional[_Iterable[_Union[SpareStatus, _Mapping]]] = ..., balance: _Optional[_Union[BalanceStatus, _Mapping]] = ...) -> None: ...
 
 class SpareStatus(_message.Message):
     __slots__ = ("pool", "name", "state", "pid", "detail")
@@ -97,6 +99,20 @@ class SpareStatus(_message.Message):
     pid: int
     detail: str
     def __init__(self, pool: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class BalanceStatus(_message.Message):
+    __slots__ = ("enabled", "rounds", "moved", "failed", "last_reason")
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    LAST_REASON_FIELD_NUMBER: _ClassVar[int]
+    enabled: bool
+    rounds: int
+    moved: int
+    failed: int
+    last_reason: str
+    def __init__(self, enabled: _Optional[bool] = ..., rounds: _Optional[int] = ..., moved: _Optional[int] = ..., failed: _Optional[int] = ..., last_reason: _Optional[str] = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ()
@@ -275,7 +291,7 @@ class UpgradeProgress(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., num_old: _Optional[int] = ..., num_new: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class DemandReport(_message.Message):
-    __slots__ = ("router", "epoch", "requests", "prompt_tokens", "ended_prompt_tokens", "cached_tokens", "first_tokens", "first_tokens_in_time", "ended", "ended_in_time", "waiting", "waiting_tokens")
+    __slots__ = ("router", "epoch", "requests", "prompt_tokens", "ended_prompt_tokens", "cached_tokens", "first_tokens", "first_tokens_in_time", "ended", "ended_in_time", "waiting", "waiting_tokens", "squared_prompt_tokens")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -288,6 +304,7 @@ class DemandReport(_message.Message):
     ENDED_IN_TIME_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SQUARED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     router: str
     epoch: int
     requests: int
@@ -300,7 +317,8 @@ class DemandReport(_message.Message):
     ended_in_time: int
     waiting: int
     waiting_tokens: int
-    def __init__(self, router: _Optional[str] = ..., epoch: _Optional[int] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., ended_prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_tokens: _Optional[int] = ..., first_tokens_in_time: _Optional[int] = ..., ended: _Optional[int] = ..., ended_in_time: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
+    squared_prompt_tokens: int
+    def __init__(self, router: _Optional[str] = ..., epoch: _Optional[int] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., ended_prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_tokens: _Optional[int] = ..., first_tokens_in_time: _Optional[int] = ..., ended: _Optional[int] = ..., ended_in_time: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., squared_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class DemandAccepted(_message.Message):
     __slots__ = ()

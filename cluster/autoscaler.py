@@ -32,7 +32,7 @@ from penstock.types import Role
 
 _IN_TIME_OVER_S = 60.0
 _WORTH_A_CHANGE = 0.1  # of a pool's size: workers one by one are many changes for little
-_WORTH_SHRINKING = 0.15
+_WORTH_SHRINKING = 0.25
 _AGAIN_S = 300.0  # a pool that grew so lately grows by more: what goes on rising is met in few steps
 _WORTH_ANOTHER = 0.25
 _BIG_PROMPTS = 2.0  # times the mean

@@ -131,13 +131,13 @@ def test_it_settles_and_no_two_workers_ever_change_places(left: list[int], right
 class Played:
     """Two decode workers and what they have told."""
 
-    members: Sequence[Member] = ()
+    known: Sequence[Member] = ()
     told: dict[str, worker_pb2.Load] = field(default_factory=dict)
     notes: list[tuple[str, str, str]] = field(default_factory=list)
     is_busy: bool = False
 
     def members(self, role: Role) -> Sequence[Member]:
-        return self.members
+        return self.known
 
     def load_of(self, member: Member) -> worker_pb2.Load | None:
         return self.told.get(member.worker_id)

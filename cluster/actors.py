@@ -27,6 +27,7 @@ from cluster.proving import Proving
 from cluster.ray_nodes import RayNodes
 from cluster.ray_process import ActorSpec, Host, RayProcess, StartReport
 from cluster.ray_record import RecordWriter, load_record
+from cluster.ray_sigterm import on_sigterm
 from cluster.record import FIRST_RECORD, Record
 from cluster.recovery import find_running, remove_everything
 from cluster.role_host import RoleHost
@@ -41,10 +42,12 @@ from penstock.retry import RetryPolicy
 from penstock.secret import ClusterSecret, with_secret
 from penstock.trust import Trust
 from penstock.types import Epoch, Role, WorkerId
+from penstock.worker_main import leave_in_order
 from router.identity import CANARY
 
 log = logging.getLogger(__name__)
 
+_CONTROLLER_PATIENCE_S = 5.0  # of an empty worker that was told to end, for its controller to stop it
 _NUM_THREADS = 64  # that may block on Ray's head at once while it is away
 _PROGRESS_STEP = 0.05  # of the weights, between two reports
 # The canary outlasts the moment in which the router has not heard of the workers yet; its deadline is the caller's.
@@ -62,6 +65,10 @@ class Server(Protocol):
 
     async def fail(self) -> str:
         """Returns the reason once the server cannot go on by itself."""
+        ...
+
+    async def leave(self, drain_s: float) -> None:
+        """Takes nothing new, and returns once nothing is left, or when time is up. `stop` follows."""
         ...
 
     async def stop(self) -> None: ...
@@ -90,6 +97,9 @@ class WorkerHost:
         except Exception as error:
             return f"its step loop died: {type(error).__name__}: {error}"
         return "its step loop ended"
+
+    async def leave(self, drain_s: float) -> None:
+        await leave_in_order(self._host, drain_s)
 
     async def stop(self) -> None:
         await self._host.stop()
@@ -122,6 +132,9 @@ class RouterHost:
     async def flip(self, worker_id: WorkerId, role: Role) -> Started:
         raise InvalidInput("worker_id", "is a router's, which has no other role")
 
+    async def leave(self, drain_s: float) -> None:
+        await self._server.leave(drain_s)
+
     async def stop(self) -> None:
         await self._server.stop()
 
@@ -136,6 +149,8 @@ class ServerActor:
         self._server: Server | None = None
         self._made = asyncio.Event()
         self._starting: asyncio.Task[StartReport] | None = None
+        self._told_to_stop = asyncio.Event()
+        self._leaving: asyncio.Task[None] | None = None
 
     async def start(self, controller: ActorHandle, incarnation: Incarnation) -> StartReport:
         """Returns once a request would succeed, or with the error. Asked again, by the next controller, the same."""
@@ -159,6 +174,7 @@ class ServerActor:
         try:
             self._server = _make_server(self._kind, self._config)
             self._made.set()
+            on_sigterm(lambda: loop.call_soon_threadsafe(self._on_sigterm) and None)
             return StartReport(await self._server.start(report), node_id, incarnation=incarnation)
         except PenstockError as error:
             return StartReport(None, node_id, to_status(error).SerializeToString())
@@ -191,9 +207,34 @@ class ServerActor:
         assert self._server is not None
         return await self._server.fail()
 
-    async def stop(self) -> None:
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """By the controller, which ends the process then."""
+        self._told_to_stop.set()
         if self._server is not None:
+            if grace_s:
+                await self._server.leave(grace_s)
             await self._server.stop()
+
+    def _on_sigterm(self) -> None:
+        self._leaving = self._leaving or asyncio.create_task(self._leave())
+
+    async def _leave(self) -> None:
+        """As a plain process does. A worker's controller notices, empties it and stops it; where there is none, and
+        of a router, the process ends by itself."""
+        assert self._server is not None
+        drain_s = self._config["drain_s"]
+        assert isinstance(drain_s, int | float)
+        log.info("told to end")
+        await self._server.leave(drain_s)
+        if self._kind != ROUTER:
+            try:
+                async with asyncio.timeout(_CONTROLLER_PATIENCE_S):
+                    await self._told_to_stop.wait()
+            except TimeoutError:
+                log.info("nobody stops it; it ends by itself")
+        if not self._told_to_stop.is_set():
+            await self._server.stop()
+            os._exit(0)
 
 
 def _make_server(kind: str, config: Mapping[str, object]) -> Server:
@@ -261,6 +302,8 @@ class ControllerActor:
         return self._admin_address, failure
 
     async def _begin(self) -> bytes:
+        # At once: Ray makes another one, and all that it needs is written down. Ray's own way out waits for threads.
+        on_sigterm(lambda: os._exit(1))
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "ray calls"))
         earlier = await load_record() if self._is_successor else None
         if earlier is None or earlier.stopping:
@@ -337,11 +380,11 @@ class ControllerActor:
         failure = to_status(snapshot.failure).SerializeToString() if snapshot.failure else b""
         return snapshot.version, snapshot.status.SerializeToString(), failure, snapshot.stopped
 
-    async def stop(self) -> None:
-        """Ends the router and every worker, then the Admin service."""
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Ends the routers, whose streams may take `grace_s` to end, and every worker, then the Admin service."""
         if not self._began.is_set():
             return  # it failed, or never began
-        await self._controller.stop()
+        await self._controller.stop(grace_s)
         await self._records.delete()
         if self._demand is not None:
             await self._demand.withdraw()

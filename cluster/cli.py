@@ -162,8 +162,13 @@ def _set(data: dict[str, object], path: tuple[str, ...], value: object) -> None:
 def serve(arguments: argparse.Namespace) -> int:
     config = serve_config(arguments)
     launch = _import_launch()
-    # SIGTERM ends things as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    told: list[int] = []  # signals: SIGTERM lets streams end, Ctrl-C does not wait, nor does a second SIGTERM
+
+    def take(number: int, frame: object) -> None:
+        told.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, take)
     try:
         with StartProgress() as progress:
             deployment = launch(config, progress.show)
@@ -188,7 +193,7 @@ def serve(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("stopping", file=sys.stderr)
     finally:
-        deployment.stop()
+        deployment.stop(config.drain_s if told else 0.0)
     return 0
 
 

@@ -143,6 +143,7 @@ class Controller:
     def adopt(self, found: Sequence[Found]) -> None:
         """Before `start`: takes over what runs already. What was ready is a member at once, so that no router sees a
         membership without it."""
+        self._upgrading.take_up(self._first_record.upgrade)
         for one in found:
             restarts = self._first_record.num_restarts.get(one.incarnation.worker_id, 0)
             self._pools.of(one.incarnation).adopt(one.incarnation, restarts)
@@ -158,6 +159,7 @@ class Controller:
     def start(self) -> None:
         """Begins to bring the pools to their size; returns at once."""
         self._main = asyncio.create_task(self._reconcile_for_ever())
+        self._upgrading.go_on()
         if self._nodes is not None:
             self._watching = asyncio.create_task(self._nodes.watch(self._evacuating.note), name="nodes")
         if self.scaling.is_on:
@@ -193,8 +195,9 @@ class Controller:
         taken = self.spares.take(incarnation, self._spawn) if self._upgrading.current is None else None
         return taken or self._spawn(incarnation)
 
-    async def stop(self) -> None:
-        """Ends the router, then the workers; everything is gone when it returns. May be called twice."""
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Ends the routers, whose streams may take `grace_s` to end, then the workers; everything is gone when it
+        returns. May be called twice."""
         if self._stopping:
             await self._publication.wait_stopped()
             return
@@ -208,11 +211,11 @@ class Controller:
         self.draining.close()
         self._upgrading.close()
         await self.spares.close()
-        for names in ([ROUTER], [role.value for role in Role]):
+        for names, patience_s in (([ROUTER], grace_s), ([role.value for role in Role], 0.0)):
             for pool in (self._pools[name] for name in names):
                 pool.set_replicas(0)
                 pool.reconcile(time.monotonic())
-            await self._supervision.end_pools(names)
+            await self._supervision.end_pools(names, patience_s)
         self._publication.stop()
         self.events.close()
 
@@ -255,7 +258,7 @@ class Controller:
     def _keep_record(self) -> None:
         upgrading = self._upgrading
         was_ready = self._readiness.was_ready
-        self._keeper.keep(upgrading.model, upgrading.current, self._evacuating.waiting, was_ready=was_ready)
+        self._keeper.keep(upgrading.model, upgrading.record, self._evacuating.waiting, was_ready=was_ready)
 
     # What it tells.
 

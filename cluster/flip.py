@@ -100,9 +100,9 @@ class Flip:
     async def flip(self, incarnation: Incarnation) -> Started:
         return await self.process.flip(incarnation)
 
-    async def stop(self) -> None:
+    async def stop(self, grace_s: float = 0.0) -> None:
         if (process := await self._take_process()) is not None:
-            await process.stop()
+            await process.stop(grace_s)
 
     async def kill(self) -> None:
         if (process := await self._take_process()) is not None:

@@ -8,6 +8,9 @@ its next sign of life; only one that stays silent, or whose port refuses, counts
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import select
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +21,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from penstock.grpc_server import Dial, make_channel
 from penstock.types import Epoch
 from penstock.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 ASK_AFTER_S = 1.5  # of a worker's silence it is asked directly
 DOUBT_AFTER_S = 2.3  # of silence: two reports are overdue
@@ -146,8 +151,12 @@ async def _read_loads(
         call.cancel()
 
 
-async def follow_router(address: str, on_doubt: OnDoubt) -> str:
-    """Runs while a router's health service answers, whatever it says; returns the reason when it no longer does."""
+async def follow_router(address: str, on_doubt: OnDoubt, pid: int = 0, drain_s: float = 0.0) -> str:
+    """Runs while a router's health service answers, whatever it says; returns the reason when it no longer does.
+
+    One that was told to end listens no more while its last streams end, for `drain_s` at most. It is known by its `pid`
+    on this machine, if that is given.
+    """
     lease = _Lease(on_doubt)
     try:
         async with make_channel(address) as channel:
@@ -156,11 +165,34 @@ async def follow_router(address: str, on_doubt: OnDoubt) -> str:
                 try:
                     await _ask(stub.Check, health_pb2.HealthCheckRequest(), address, lease)
                 except grpc.aio.AioRpcError as error:
+                    lease.close()
+                    if pid and await _refuses(address):
+                        await _outlive(pid, drain_s, on_doubt)
                     return f"its health service does not answer: {_say(error)}"
                 lease.hear()
                 await asyncio.sleep(PROBE_INTERVAL_S)
     finally:
         lease.close()
+
+
+async def _outlive(pid: int, timeout_s: float, on_doubt: OnDoubt) -> None:
+    """Returns once the process has ended, or when time is up; while it has not, it is in doubt."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    running, ended = asyncio.get_running_loop(), asyncio.Event()
+    running.add_reader(process, ended.set)  # readable at its end, and at once of one that nobody has buried
+    try:
+        if not select.select([process], [], [], 0)[0]:
+            on_doubt("it was told to end, and ends with its streams")
+        async with asyncio.timeout(timeout_s):
+            await ended.wait()
+    except TimeoutError:
+        log.warning("a router that listens no more has not ended within %g s", timeout_s)
+    finally:
+        running.remove_reader(process)
+        os.close(process)
 
 
 def _say(error: grpc.aio.AioRpcError) -> str:

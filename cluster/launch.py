@@ -245,13 +245,14 @@ class RayDeployment:
         """Every process of the Ray that was started for it, the workers and the router included."""
         return with_descendants(self._daemons)
 
-    def stop(self) -> None:
-        """Ends the deployment, and the Ray that was started for it. May be called twice."""
+    def stop(self, grace_s: float = 0.0) -> None:
+        """Ends the deployment, whose streams may take `grace_s` to end, and the Ray that was started for it. May be
+        called twice."""
         if not ray.is_initialized():
             return
         try:
             if self._controller is not None:
-                self._get(self._controller.stop.remote(), _STOP_TIMEOUT_S)
+                self._get(self._controller.stop.remote(grace_s), grace_s + _STOP_TIMEOUT_S)
         except Unavailable as error:
             logging.getLogger(__name__).warning("stopping: %s", error.message)
         finally:

@@ -28,6 +28,7 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 _ROOT = Path(__file__).resolve().parent.parent
 _FLIP_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 10.0
+_LEAVE_MARGIN_S = 5.0  # for a router that was told to end to do so, beyond its streams' time
 _LOG_TAIL_BYTES = 2000
 
 
@@ -88,7 +89,8 @@ class PlainProcess:
         if not address:  # a spare: nobody asks it anything
             return await self._outlive()
         if self._is_router:
-            following = follow_router(address, on_doubt)
+            drain_s = self._config.drain_s + _LEAVE_MARGIN_S
+            following = follow_router(address, on_doubt, self._started.pid, drain_s)
         else:
             following = follow_worker(address, epoch, on_load, on_doubt, self._dial)
         living, answering = asyncio.create_task(self._outlive()), asyncio.create_task(following)
@@ -114,18 +116,19 @@ class PlainProcess:
         self._started = Started(Epoch(answer.epoch), answer.address, self._started.pid)
         return self._started
 
-    async def stop(self) -> None:
-        await self._end(signal.SIGTERM if self._is_router else signal.SIGINT)  # a worker was emptied before
+    async def stop(self, grace_s: float = 0.0) -> None:
+        # A worker was emptied before; a router's own `drain_s` bounds its streams.
+        await self._end(signal.SIGTERM if self._is_router else signal.SIGINT, grace_s)
 
     async def kill(self) -> None:
         await self._end(signal.SIGKILL)
 
-    async def _end(self, number: signal.Signals) -> None:
+    async def _end(self, number: signal.Signals, grace_s: float = 0.0) -> None:
         if self._process is None or self._process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
-        await asyncio.wait_for(self._process.wait(), _END_TIMEOUT_S)
+        await asyncio.wait_for(self._process.wait(), grace_s + _END_TIMEOUT_S)
 
     def _tail(self) -> str:
         return self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip() or "(no log)"

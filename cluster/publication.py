@@ -79,6 +79,14 @@ class Publication:
     def routers(self) -> list[str]:
         return sorted(+self._routers)
 
+    @property
+    def shares(self) -> Mapping[str, float]:
+        return self._shares
+
+    def adopt_shares(self, shares: Mapping[str, float]) -> None:
+        """Those that routers had before there was a controller here."""
+        self._shares = dict(shares)
+
     def set_shares(self, shares: Mapping[str, float]) -> None:
         if shares != self._shares:
             self._shares = dict(shares)

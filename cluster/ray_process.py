@@ -37,6 +37,7 @@ NAMESPACE = "penstock"
 ONE_BYTE = 1
 _REMOVE_TIMEOUT_S = 5.0  # until Ray has confirmed that a killed actor is gone
 _WORKER_REMOVE_TIMEOUT_S = 2.0
+_LEAVE_MARGIN_S = 5.0  # for a router that was told to end to do so, beyond its streams' time
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class RayProcess:
         if not started.address:  # a spare: nobody asks it anything
             return await self._outlive()
         if self._is_router:
-            following = follow_router(started.address, on_doubt)
+            following = follow_router(started.address, on_doubt, started.pid, _drain_s(self._spec))
         else:
             following = follow_worker(started.address, started.epoch, on_load, on_doubt, self._host.dial)
         answering = asyncio.create_task(following)
@@ -178,11 +179,11 @@ class RayProcess:
         self._report = report
         return replace(report.started, node=report.node_id)
 
-    async def stop(self) -> None:
+    async def stop(self, grace_s: float = 0.0) -> None:
         if self._actor is None:
             return
         try:
-            await self._actor.stop.remote()
+            await self._actor.stop.remote(grace_s)
             self._stopped = True
         except RayError as error:
             raise Unavailable(f"its process died while stopping: {_first_line(error)}") from error
@@ -218,6 +219,12 @@ class RayProcess:
     @property
     def _is_router(self) -> bool:
         return self._spec.kind == "router"
+
+
+def _drain_s(spec: ActorSpec) -> float:
+    value = spec.config["drain_s"]
+    assert isinstance(value, int | float)
+    return value + _LEAVE_MARGIN_S
 
 
 def _first_line(error: RayError) -> str:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from penstock.types import WorkerId
 
@@ -26,6 +27,7 @@ class Record:
     leaving: Mapping[str, bool] = field(default_factory=lambda: MappingProxyType({}))  # drained: whether replaced
     stopping: bool = False
     model: str = ""  # the folder that workers load since an upgrade
+    upgrade: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # `cluster.upgrade_record`
     canary: str = ""  # the answer that every worker must give, as JSON
 
     @property

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from cluster.canary import Judge
 from cluster.pools import Pools
 from cluster.record import Record
-from cluster.upgrade import Upgrade
-from penstock.types import Role, WorkerId
+from penstock.types import WorkerId
 
 Save = Callable[[Record], None]  # must not block
 
@@ -23,7 +23,9 @@ class RecordKeeper:
         self._judge = judge
         self._is_closed = False
 
-    def keep(self, model: str, upgrade: Upgrade | None, evacuated: Sequence[WorkerId] = (), *, was_ready: bool) -> None:
+    def keep(
+        self, model: str, upgrade: Mapping[str, Any], evacuated: Sequence[WorkerId] = (), *, was_ready: bool
+    ) -> None:
         """`upgrade` is the one under way, and `model` the folder that a successor serves. `evacuated` workers serve
         beside their successors: a successor of ours drains them."""
         if self._is_closed:
@@ -34,16 +36,11 @@ class RecordKeeper:
         for worker_id in evacuated:
             leaving[worker_id] = False
             replicas[worker_id.rpartition("-")[0]] -= 1
-        if upgrade is not None:
-            # A successor goes on with what was decided, and takes back what was not.
-            roles = list(Role)
-            replicas |= {role.value: upgrade.replicas[role] for role in roles}
-            workers = [slot.worker_id for slot in slots if slot.incarnation.pool_name in roles]
-            leaving |= {one: False for one in workers if (one in upgrade.new) is not upgrade.decided}
         record = replace(
             self._record,
             was_ready=was_ready,
             model=model,
+            upgrade=upgrade,
             replicas=replicas,
             last_numbers={one: number for pool in self._pools for one, number in pool.last_numbers.items()},
             num_restarts={slot.worker_id: slot.num_restarts for slot in slots},

@@ -47,8 +47,8 @@ class SupervisedProcess(Protocol):
         """Serves in the other role from now on, as this incarnation. Raises PenstockError; it is of no use then."""
         ...
 
-    async def stop(self) -> None:
-        """Lets it end in order."""
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Lets it end in order; a router once its streams have ended, for `grace_s` at most."""
         ...
 
     async def kill(self) -> None:

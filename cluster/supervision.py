@@ -65,6 +65,7 @@ class Supervision:
         self._next_change = next_change
         self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._doubts: dict[Incarnation, asyncio.Event] = {}  # set while a worker is silent
+        self._grace_s = 0.0
         self._handed: dict[Incarnation, asyncio.Future[SupervisedProcess]] = {}  # processes that somebody else takes on
 
     def begin(self, incarnation: Incarnation, found: Found | None = None, flip: Flip | None = None) -> None:
@@ -82,7 +83,9 @@ class Supervision:
             supervision.cancel()
             await asyncio.wait([supervision])
 
-    async def end_pools(self, names: list[str]) -> None:
+    async def end_pools(self, names: list[str], grace_s: float = 0.0) -> None:
+        """Each process may take `grace_s` for what is under way."""
+        self._grace_s = grace_s
         tasks = [task for key, task in self._tasks.items() if key.pool_name in names]
         for task in tasks:
             task.cancel()
@@ -110,7 +113,7 @@ class Supervision:
                 self._handed[incarnation].set_result(process.process if isinstance(process, Flip) else process)
                 reason = "serves in another role"
             else:
-                await _stop_in_order(process)
+                await _stop_in_order(process, self._grace_s)
             raise
         except Poisoned as error:
             reason = error.message
@@ -208,9 +211,9 @@ class Supervision:
         return is_lost and self._spares.has_warm(incarnation.pool_name)
 
 
-async def _stop_in_order(process: SupervisedProcess) -> None:
+async def _stop_in_order(process: SupervisedProcess, grace_s: float) -> None:
     try:
-        async with asyncio.timeout(STOP_TIMEOUT_S):
-            await process.stop()
+        async with asyncio.timeout(grace_s + STOP_TIMEOUT_S):
+            await process.stop(grace_s)
     except (TimeoutError, PenstockError) as error:
         log.warning("an orderly stop failed (%s); killing it", error or "out of time")

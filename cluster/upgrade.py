@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from cluster.drain import Drain
 from cluster.pool import Slot, WorkerState
 from cluster.promotion import Decision, Gate, Sample, add_up, errors, judge
-from penstock.types import NEW_COHORT, OLD_COHORT, Role, WorkerId
+from penstock.types import NEW_COHORT, OLD_COHORT, Epoch, Role, WorkerId
 from penstock.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
@@ -99,28 +99,35 @@ class Upgrade:
         self.new: set[WorkerId] = set()
         self.replicas = {role: sum(not one.is_leaving for one in fleet.slots(role)) for role in Role}
         self.progress = UpgradeProgress()
-        self.decided = False  # the old workers are to go: whoever takes over goes on
+        self.decided = False  # the old workers are to go
+        self.failure = ""  # why it goes back, from the next moment at which that can be
         self._fleet = fleet
         self._began_s = time.monotonic()
         self._changed = asyncio.Event()
-        self._aborted = ""
-        self._before: tuple[Sample, Sample] = (Sample(), Sample())
+        self._bases: dict[tuple[WorkerId, Epoch], worker_pb2.RequestTotals] = {}  # what each had counted at first
 
     def abort(self, reason: str) -> None:
         """Back to where it was, from the next moment at which that can be."""
-        self._aborted = reason
+        self.failure = reason
+
+    def take_up(
+        self, stage: UpgradeStage, new: Iterable[WorkerId], replicas: Mapping[Role, int], failure: str, *, decided: bool
+    ) -> None:
+        """Before `run`: it was under way when its controller died, and goes on where it stood. A gate looks anew."""
+        self.new, self.replicas = set(new), dict(replicas)
+        self.failure, self.decided = failure, decided
+        self.progress = replace(self.progress, stage=stage, detail=failure)
 
     async def run(self) -> None:
         try:
-            self._set_shares(1.0, 0.0)  # nobody is asked before the gate looks
-            for role in (Role.DECODE, Role.PREFILL):  # a prefill worker is proven through a decode worker of its kind
-                if self.replicas[role]:
-                    await self._grow(role)
-            await self._prove()
+            self._check_new()
+            if not self.decided:
+                await self._start()
+                await self._prove()
             self.decided = True
             await self._roll()
         except _Failed as failure:
-            self.decided = False
+            self.decided, self.failure = False, str(failure)
             log.warning("the upgrade to %s is rolled back: %s", self.plan.model, failure)
             await self._roll_back(str(failure))
         else:
@@ -137,11 +144,25 @@ class Upgrade:
             if progress is self.progress:
                 await changed.wait()
 
+    async def _start(self) -> None:
+        """The first new workers; those that are there already have their time, too. Raises _Failed."""
+        if self.progress.stage is UpgradeStage.STARTING:
+            self._set_shares(1.0, 0.0)  # nobody is asked before the gate looks
+        for role in (Role.DECODE, Role.PREFILL):  # a prefill worker is proven through a decode worker of its kind
+            there = [one.worker_id for one in self._fleet.slots(role) if one.worker_id in self.new]
+            for worker_id in there:
+                await self._until_ready(worker_id)
+            if self.replicas[role] and not there:
+                await self._grow(role)
+
     async def _grow(self, role: Role) -> None:
         """One new worker more. Raises _Failed where it does not come up."""
         worker_id = self._fleet.grow(role)
         self.new.add(worker_id)
         self._tell(detail=f"{worker_id} starts")
+        await self._until_ready(worker_id)
+
+    async def _until_ready(self, worker_id: WorkerId) -> None:
         try:
             async with asyncio.timeout(self.plan.start_timeout_s):
                 while not self._is_ready(worker_id):
@@ -158,8 +179,8 @@ class Upgrade:
 
     def _check_new(self) -> None:
         """Raises _Failed where a new worker was lost, or somebody wants it to end."""
-        if self._aborted:
-            raise _Failed(self._aborted)
+        if self.failure:
+            raise _Failed(self.failure)
         for slot in self._all():
             if slot.worker_id in self.new and (slot.state in _GONE or slot.num_restarts):
                 raise _Failed(f"{slot.worker_id} was lost: {slot.detail or 'it had to be started again'}")
@@ -169,7 +190,7 @@ class Upgrade:
         self._tell(stage=UpgradeStage.PROVING, detail="")
         share = self.plan.share
         self._set_shares(1.0 - share, share)
-        self._before = self._samples()
+        self._bases = {}
         began_s = time.monotonic()
         while True:
             self._check_new()
@@ -189,33 +210,39 @@ class Upgrade:
         except TimeoutError:
             return  # the gate looks at what has come meanwhile
 
-    def _samples(self) -> tuple[Sample, Sample]:
-        """Of old and of new decode workers, who tell of every request."""
-        totals: tuple[list[worker_pb2.RequestTotals], list[worker_pb2.RequestTotals]] = ([], [])
+    def _happened(self) -> tuple[Sample, Sample]:
+        """At old and at new decode workers, who tell of every request: each since it was first looked at."""
+        totals: tuple[list[worker_pb2.RequestTotals], ...] = ([], [])
+        bases: tuple[list[worker_pb2.RequestTotals], ...] = ([], [])
         for slot in self._fleet.slots(Role.DECODE):
             load = self._fleet.load_of_worker(slot.worker_id)
             if load is not None:
-                totals[slot.worker_id in self.new].append(load.requests)
-        return add_up(totals[0]), add_up(totals[1])
-
-    def _happened(self) -> tuple[Sample, Sample]:
-        old, new = self._samples()
-        return old.since(self._before[0]), new.since(self._before[1])
+                is_new = slot.worker_id in self.new
+                totals[is_new].append(load.requests)
+                bases[is_new].append(self._bases.setdefault((slot.worker_id, slot.epoch), load.requests))
+        old, new = (add_up(one).since(add_up(base)) for one, base in zip(totals, bases, strict=True))
+        return old, new
 
     async def _roll(self) -> None:
         """Old workers go one by one, and new ones come, so that there are never fewer than before."""
         self._tell(stage=UpgradeStage.ROLLING, detail="")
-        while any(self._old(role) for role in Role):
+        for slot in self._all():
+            if slot.worker_id in self.new:
+                await self._until_ready(slot.worker_id)  # one that was on its way when a controller died
+        while any(self._old(role) or self._lacks(role) for role in Role):
             for role in Role:
-                if not (old := self._old(role)):
-                    continue
-                self._set_shares(len(self._ready_decode(new=False)), len(self._ready_decode(new=True)))
-                await self._let_go(old[-1].worker_id)
-                self._check_new()
-                if problem := errors(self.plan.gate, Sample(), self._samples()[1].since(self._before[1])):
-                    raise _Failed(problem)
-                if sum(one.worker_id in self.new for one in self._fleet.slots(role)) < self.replicas[role]:
+                if old := self._old(role):
+                    self._set_shares(len(self._ready_decode(new=False)), len(self._ready_decode(new=True)))
+                    await self._let_go(old[-1].worker_id)
+                    self._check_new()
+                    if problem := errors(self.plan.gate, Sample(), self._happened()[1]):
+                        raise _Failed(problem)
+                if self._lacks(role):
                     await self._grow(role)
+
+    def _lacks(self, role: Role) -> bool:
+        """Whether new workers are too few yet."""
+        return sum(one.worker_id in self.new for one in self._fleet.slots(role)) < self.replicas[role]
 
     def _old(self, role: Role) -> list[Slot]:
         return [one for one in self._fleet.slots(role) if one.worker_id not in self.new and not one.is_leaving]

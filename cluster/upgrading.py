@@ -6,8 +6,10 @@ Owns the configuration in force, the next one, and the upgrade under way.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from cluster.drain import Drain
 from cluster.draining import Draining
@@ -18,10 +20,13 @@ from cluster.reports import Reports
 from cluster.revisions import check_upgrade, read_revision
 from cluster.supervision import Supervision
 from cluster.upgrade import ENDED, Plan, Upgrade, cohort_of
+from cluster.upgrade_record import upgrade_from_record, upgrade_to_record
 from penstock.config import ServeConfig
 from penstock.errors import InvalidInput
 from penstock.types import Role, WorkerId
 from penstock.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
 
 
 def with_model(config: ServeConfig, model: str) -> ServeConfig:
@@ -55,9 +60,29 @@ class Upgrading:
 
     @property
     def model(self) -> str:
-        """The folder that a successor goes on with: the new one once that is decided."""
-        upgrade = self.current
-        return self._next_config.model if upgrade is not None and upgrade.decided else self._config.model
+        """The folder in force; during an upgrade the one that it leaves."""
+        return self._config.model
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """The upgrade under way, for a successor."""
+        return upgrade_to_record(self.current, self._publication.shares)
+
+    def take_up(self, data: Mapping[str, Any]) -> None:
+        """Before anybody hears of the workers: those of the upgrade that an earlier controller left under way are told
+        apart again, and routers go on with their shares. `go_on` must follow."""
+        left = upgrade_from_record(data)
+        if left is not None:
+            self._next_config = with_model(self._config, left.plan.model)
+            self._upgrade = Upgrade(left.plan, self)
+            self._upgrade.take_up(left.stage, left.new, left.replicas, left.failure, decided=left.decided)
+            self._publication.adopt_shares(left.shares)
+
+    def go_on(self) -> None:
+        """With the upgrade that was taken up, if there is one."""
+        if self._upgrade is not None and self._task is None:
+            log.info("the upgrade to %s goes on: %s", self._upgrade.plan.model, self._upgrade.progress.stage.value)
+            self._task = asyncio.create_task(self._run(self._upgrade))
 
     def config_of(self, incarnation: Incarnation) -> ServeConfig:
         """What a process is made of."""

@@ -65,7 +65,7 @@ class HostedWorker:
     def lose(self) -> None:
         self._lost.set_result("it was killed")
 
-    async def stop(self) -> None:
+    async def stop(self, grace_s: float = 0.0) -> None:
         await self.kill()
 
     async def kill(self) -> None:
@@ -97,8 +97,8 @@ class HostedRouter:
     async def flip(self, incarnation: Incarnation) -> Started:
         raise AssertionError("no router is flipped")
 
-    async def stop(self) -> None:
-        await self.server.leave(2.0)
+    async def stop(self, grace_s: float = 0.0) -> None:
+        await self.server.leave(grace_s or 2.0)
         await self.kill()
 
     async def kill(self) -> None:

@@ -55,7 +55,7 @@ class FakeProcess:
     def lose(self, reason: str = "killed") -> None:
         self.reason.set_result(reason)
 
-    async def stop(self) -> None:
+    async def stop(self, grace_s: float = 0.0) -> None:
         self.world.stop_order.append(self.incarnation.worker_id)
         self.stopped = True
 

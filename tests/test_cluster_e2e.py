@@ -180,14 +180,68 @@ def test_a_killed_router_comes_back_at_the_same_address(deployment: RayDeploymen
     assert ask(client).token_ids == undisturbed.token_ids
 
 
-def test_a_killed_controller_comes_back_and_disturbs_nobody(deployment: RayDeployment, client: Client) -> None:
+def test_a_worker_that_is_told_to_end_is_emptied_and_replaced(deployment: RayDeployment, client: Client) -> None:
+    """SIGTERM to its process, as its machine sends it: what runs moves, nothing is computed anew."""
+    undisturbed = {seed: _ask_long(client, seed).token_ids for seed in range(2)}
+    until(deployment, lambda status: all(one.state == "ready" for one in status.workers))
+    _decode_workers(deployment, busy=0)
+    with ThreadPoolExecutor() as pool:
+        asked = {index: pool.submit(_ask_long, client, index % 2) for index in range(8)}
+        victim = _busiest_decode_worker(deployment)
+        prefill = worker(deployment.status(), "prefill-0")
+        os.kill(victim.pid, signal.SIGTERM)
+        os.kill(prefill.pid, signal.SIGTERM)
+        left = until(deployment, lambda status: _of_pid(status, victim.pid) is None)
+        results = {index: one.result() for index, one in asked.items()}
+    for index, result in results.items():
+        assert result.token_ids == undisturbed[index % 2]
+        assert result.timing.num_redispatches == 0
+    assert sum(result.timing.num_migrations for result in results.values()) > 0
+    whole = until(deployment, lambda status: _is_whole(status) and _of_pid(status, prefill.pid) is None)
+    assert {one.member.role for one in whole.workers} == {one.member.role for one in left.workers}
+    assert _prefilled_by(client, next(one.member.worker_id for one in whole.workers if one.member.role == "prefill"))
+
+
+def _of_pid(status: admin_pb2.StatusResponse, pid: int) -> admin_pb2.WorkerStatus | None:
+    return next((one for one in status.workers if one.pid == pid), None)
+
+
+def _is_whole(status: admin_pb2.StatusResponse) -> bool:
+    roles = [one.member.role for one in status.workers if one.state == "ready"]
+    return sorted(roles) == ["decode", "decode", "prefill", "router", "router"] and len(status.workers) == len(roles)
+
+
+def _ask_long(client: Client, seed: int) -> Result:
+    return client.complete(PROMPT, max_tokens=900, temperature=0.8, seed=seed, ignore_eos=True)
+
+
+def test_a_router_that_is_told_to_end_finishes_its_streams_and_comes_back(deployment: RayDeployment) -> None:
+    router = worker(deployment.status(), "router-0")
+    with Client(router.member.address, timeout_s=60) as client:
+        undisturbed = client.complete(PROMPT, max_tokens=500, temperature=0.8, seed=5, ignore_eos=True)
+        with client.generate(PROMPT, max_tokens=500, temperature=0.8, seed=5, ignore_eos=True) as stream:
+            builder = ResultBuilder()
+            builder.add(next(stream))
+            os.kill(router.pid, signal.SIGTERM)
+            for chunk in stream:
+                builder.add(chunk)
+        assert builder.result().token_ids == undisturbed.token_ids
+        successor = until_replaced(deployment, router)
+        assert successor.member.address == router.member.address
+        assert ask(client).usage.completion_tokens == 60
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_controller_comes_back_and_disturbs_nobody(
+    deployment: RayDeployment, client: Client, number: signal.Signals
+) -> None:
     before = until(deployment, lambda status: all(one.state == "ready" for one in status.workers))
     undisturbed = ask(client, max_tokens=300)
     (controller,) = [one for one in deployment.processes() if "ControllerActor" in " ".join(one.cmdline())]
     with client.generate(PROMPT, max_tokens=300, temperature=0.8, seed=5, ignore_eos=True) as stream:
         builder = ResultBuilder()
         builder.add(next(stream))
-        controller.kill()
+        controller.send_signal(number)
         for chunk in stream:
             builder.add(chunk)
     assert builder.result().token_ids == undisturbed.token_ids
@@ -198,7 +252,7 @@ def test_a_killed_controller_comes_back_and_disturbs_nobody(deployment: RayDeplo
         (one.member.epoch, one.pid, one.num_restarts) for one in before.workers
     ]
     assert ask(client).usage.completion_tokens == 60
-    victim = worker(after, "prefill-0")
+    victim = next(one for one in after.workers if one.member.role == "prefill")
     os.kill(victim.pid, signal.SIGKILL)
     assert until_replaced(deployment, victim).member.epoch > victim.member.epoch  # it replaces what dies
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from cluster.controller import Controller
 from cluster.feasibility import Node, why_unplaced
 from cluster.pool import Incarnation
+from cluster.promotion import Gate
 from cluster.record import FIRST_RECORD, Record
 from cluster.recovery import newest, parse_name
 from cluster.shares import Share
 from cluster.supervised import Found, Started
-from penstock.types import Epoch, WorkerId
+from cluster.upgrade import Plan, UpgradeStage
+from cluster.upgrade_record import upgrade_from_record
+from penstock.types import NEW_COHORT, OLD_COHORT, Epoch, Role, WorkerId
+from penstock.v1 import admin_pb2, worker_pb2
 from tests.test_cluster_controller import CONFIG, World, worker
 
 RECORD = replace(
@@ -179,3 +183,97 @@ async def test_a_drain_that_was_under_way_goes_on() -> None:
     world.processes["decode-1", 1].lose()
     await world.until(lambda status: len(status.workers) == 3)
     await asyncio.wait_for(world.controller.stop(), 10)
+
+
+SHARES = {OLD_COHORT: 0.75, NEW_COHORT: 0.25}
+
+
+def upgrade_record(stage: str, *, decided: bool = False, failure: str = "", window_s: float = 600.0) -> Record:
+    """Of two decode workers one is new."""
+    upgrade = {
+        "plan": asdict(Plan("models/the-next", Gate(window_s=window_s), share=0.25)),
+        "stage": stage,
+        "decided": decided,
+        "failure": failure,
+        "new": ["decode-1"],
+        "replicas": {"prefill": 0, "decode": 1},
+        "shares": SHARES,
+    }
+    replicas = {"prefill": 0, "decode": 2, "router": 1}
+    return Record.from_json(replace(RECORD, replicas=replicas, upgrade=upgrade).to_json())
+
+
+UPGRADED = tuple(one for one in ALL if one[0] != "prefill-0")
+
+
+async def become_idle(world: World, name: str, life: int) -> None:
+    process = world.processes[name, life]
+    async with asyncio.timeout(20):
+        while not process.stopped:
+            if world.controller.reports.is_awaited:
+                process.report(worker_pb2.Load(num_open=0))
+            await asyncio.sleep(0.001)
+
+
+def cohorts(membership: admin_pb2.Membership) -> dict[str, str]:
+    return {one.worker_id: one.cohort for one in membership.members}
+
+
+async def test_routers_keep_their_shares_while_an_upgrade_outlives_its_controller() -> None:
+    world = Successor(*UPGRADED, record=upgrade_record("proving"))
+    first = await anext(world.controller.watch_membership())
+    assert dict(first.shares) == SHARES
+    assert cohorts(first) == {"decode-0": OLD_COHORT, "decode-1": NEW_COHORT}
+    world.controller.start()
+    upgrade = world.controller.abort_upgrade()  # it is under way, and can be taken back
+    idle = asyncio.create_task(become_idle(world, "decode-1", 1))
+    stages = [progress.stage async for progress in upgrade.follow()]
+    await idle
+    assert stages[-1] is UpgradeStage.ROLLED_BACK
+    assert {name for name, _ in world.everything} == {name for name, _ in UPGRADED}
+    written = [upgrade_from_record(Record.from_json(one.to_json()).upgrade) for one in world.records]
+    assert written[0] is not None
+    assert written[0].plan == upgrade.plan
+    assert (written[0].new, written[0].replicas[Role.DECODE]) == ({"decode-1"}, 1)
+    assert {one.stage for one in written if one} <= {UpgradeStage.PROVING, UpgradeStage.ROLLING_BACK}
+    assert world.records[-1].upgrade == {}
+    assert world.records[-1].model == CONFIG.model
+    await world.controller.stop()
+
+
+async def test_an_upgrade_goes_on_where_it_stood() -> None:
+    """The gate looks anew; what was decided is carried through."""
+    world = Successor(*UPGRADED, record=upgrade_record("proving", window_s=0.1))
+    world.controller.start()
+    idle = asyncio.create_task(become_idle(world, "decode-0", 4))
+    status = await world.until(
+        lambda status: {one.member.worker_id for one in status.workers} == {"decode-1", "router-0"}
+    )
+    await idle
+    assert worker(status, "decode-1").state == "ready"
+    await asyncio.wait_for(_until_recorded(world, "models/the-next"), 10)
+    assert world.records[-1].replicas["decode"] == 1
+    membership = await anext(world.controller.watch_membership())
+    assert (dict(membership.shares), cohorts(membership)) == ({}, {"decode-1": OLD_COHORT})
+    await world.controller.stop()
+
+
+def _names(status: admin_pb2.StatusResponse) -> set[str]:
+    return {one.member.worker_id for one in status.workers}
+
+
+async def _until_recorded(world: Successor, model: str) -> None:
+    while not world.records or world.records[-1].model != model:
+        await world.controller.wait((await world.controller.wait(-1, 0.0)).version, 0.1)
+
+
+async def test_one_that_goes_back_goes_on_going_back_and_starts_what_it_lacks() -> None:
+    record = upgrade_record("rolling back", failure="too many errors")
+    world = Successor(("decode-1", 1), ("router-0", 1), record=record)
+    world.controller.start()
+    await world.until(lambda status: any(one.member.worker_id == "decode-0" for one in status.workers))
+    await world.until(lambda status: worker(status, "decode-0").state == "ready")
+    await become_idle(world, "decode-1", 1)
+    await world.until(lambda status: _names(status) == {"decode-0", "router-0"})
+    await asyncio.wait_for(_until_recorded(world, CONFIG.model), 10)
+    await world.controller.stop()

@@ -8,21 +8,26 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster import cli
 from cluster.processes import Deployment, Process
+from penstock.async_client import AsyncClient
 from penstock.completions import Result
-from penstock.config import RouterConfig
+from penstock.config import RouterConfig, ServeConfig
 from penstock.errors import Unavailable
 from penstock.grpc_server import LIVE, make_channel
 from penstock.types import Role
-from penstock.v1 import worker_pb2, worker_pb2_grpc
+from penstock.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
+from tests.hosted import hosted
 from tests.serving import worker_config
 from tests.test_faults import MODEL, TIMEOUT_S, client, load_of
+from tests.test_flips import config as flips_config
 
 PROMPT = [(7 * i) % 900 + 20 for i in range(60)]
 ENGINE = {"num_pages": 256, "dtype": "float32"}
@@ -150,3 +155,57 @@ async def test_a_plain_process_changes_its_role(
         process.send_signal(signal.SIGINT)
         assert await asyncio.to_thread(process.wait, TIMEOUT_S) == 0
         process.stdout.close()
+
+
+async def test_a_deployment_that_is_told_to_end_refuses_what_is_new_and_finishes_its_streams() -> None:
+    """What `penstock serve` does on SIGTERM."""
+    async with hosted(flips_config(prefill=0, decode=1)) as deployment, AsyncClient(deployment.grpc) as one:
+        stream = one.generate(PROMPT, max_tokens=400, temperature=0.0, ignore_eos=True, timeout_s=TIMEOUT_S)
+        num_tokens = len((await anext(stream)).token_ids)
+        stopping = asyncio.create_task(deployment.controller.stop(grace_s=TIMEOUT_S))
+        async for chunk in stream:
+            num_tokens += len(chunk.token_ids)
+        assert num_tokens == 400
+        await stopping
+    assert deployment.pinned == [0]
+
+
+class Served:
+    """What `penstock serve` holds, with nothing behind it: it is told to end while it waits."""
+
+    def __init__(self, config: ServeConfig, number: signal.Signals) -> None:
+        self.config = config
+        self.http_address = self.grpc_address = self.admin_address = "127.0.0.1:1"
+        self.graces_s: list[float] = []
+        self._number = number
+
+    def status(self) -> admin_pb2.StatusResponse:
+        return admin_pb2.StatusResponse()
+
+    def wait_until_stopped(self, on_status: object) -> None:
+        signal.raise_signal(self._number)
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        self.graces_s.append(grace_s)
+
+
+@pytest.mark.parametrize(("number", "grace_s"), [(signal.SIGTERM, 12.0), (signal.SIGINT, 0.0)])
+def test_serve_gives_streams_their_time_on_sigterm_and_none_on_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals, grace_s: float
+) -> None:
+    served: list[Served] = []
+
+    def launch(config: ServeConfig, on_status: object) -> Served:
+        served.append(Served(config, number))
+        return served[0]
+
+    path = tmp_path / "serve.toml"
+    path.write_text("drain_s = 12.0\n")
+    monkeypatch.setattr(cli, "_import_launch", lambda: launch)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
+    try:
+        assert cli.main(["serve", "--model", str(MODEL), "--config", str(path)]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+    assert served[0].graces_s == [grace_s]

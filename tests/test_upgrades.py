@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from cluster.promotion import Decision, Gate, Sample, judge
 from cluster.upgrade import Plan, UpgradeStage
+from engine.engine import Engine
+from engine.generate import generate
 from engine.model_config import ModelConfig
+from penstock.async_client import AsyncClient
+from penstock.config import EngineConfig
 from penstock.errors import CheckpointError, InvalidInput
 from penstock.grpc_server import make_channel
-from penstock.types import Role
+from penstock.types import Role, SamplingParams
 from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests.hosted import Hosted, Load, hosted
+from tests.hosted import PROMPTS, SAMPLING, Hosted, Load, hosted
 from tests.test_faults import MODEL
-from tests.test_flips import MAX_TOKENS, check, config, undisturbed
+from tests.test_flips import ENGINE, MAX_TOKENS, check, config, undisturbed
 
 __all__ = ["undisturbed"]  # a fixture
 
@@ -183,3 +190,75 @@ async def test_an_operator_may_take_an_upgrade_back(tmp_path: Path) -> None:
                 deployment.controller.abort_upgrade()
         assert upgrade.progress.detail == "an operator aborted it"
         assert set(deployment.members()) == {"decode-0", "router-0"}
+
+
+SHORT = 24
+
+
+def other_weights(folder: Path) -> Path:
+    """Of the same shape and tokenizer; it draws other tokens."""
+    copy = folder / "other"
+    shutil.copytree(MODEL, copy)
+    for path in copy.glob("*.safetensors"):
+        tensors = load_file(path)
+        generator = torch.Generator().manual_seed(7)
+        for name in sorted(tensors):
+            if tensors[name].dim() > 1:
+                noise = torch.randn(tensors[name].shape, generator=generator)
+                tensors[name] = (tensors[name].float() + 0.05 * noise).to(tensors[name].dtype)
+        save_file(tensors, path, metadata={"format": "pt"})
+    return copy
+
+
+async def test_two_truly_different_revisions_serve_side_by_side_and_neither_uses_the_others_pages(
+    tmp_path: Path, undisturbed: list[list[int]]
+) -> None:
+    """Each request's tokens are those of the revision that served it; back where it was, all are those of the old."""
+    model = other_weights(tmp_path)
+    engine = Engine.load(EngineConfig.model_validate({"model": str(model), **ENGINE}))
+    drawn = {
+        False: [tokens[:SHORT] for tokens in undisturbed],
+        True: [
+            generate(engine, prompt, SamplingParams(max_tokens=SHORT, seed=number, **SAMPLING))  # type: ignore[arg-type]
+            for number, prompt in enumerate(PROMPTS)
+        ],
+    }
+    assert all(old != new for old, new in zip(drawn[False], drawn[True], strict=True))
+    async with hosted(config(prefill=1, decode=1)) as deployment, AsyncClient(deployment.grpc, timeout_s=60) as client:
+
+        async def ask_all() -> list[bool]:
+            """Whether each prompt was served by the new revision."""
+            served = []
+            for number, prompt in enumerate(PROMPTS):
+                result = await client.complete(prompt, max_tokens=SHORT, seed=number, **SAMPLING)  # type: ignore[arg-type]
+                assert result.timing is not None
+                is_new = result.timing.decode_worker == "decode-1"
+                assert result.timing.prefill_worker.endswith("-1" if is_new else "-0")
+                assert list(result.token_ids) == drawn[is_new][number]
+                served.append(is_new)
+            return served
+
+        assert not any(await ask_all())
+        upgrade = await deployment.controller.upgrade(Plan(str(model), Gate(window_s=600.0), share=0.5))
+        async for progress in upgrade.follow():
+            if progress.stage is UpgradeStage.PROVING:
+                break
+        sides = set()
+        async with asyncio.timeout(60):
+            while len(sides) < 2:
+                sides |= set(await ask_all())
+        sides |= set(await ask_all())  # prompts that both have cached by now
+        cached: dict[str, set[bytes]] = {}
+        for name, worker in deployment.workers.items():
+            assert worker.host.server.replica is not None
+            cached[name] = set(worker.host.server.replica.engine.prefix_cache._nodes)
+        assert all(cached.values())
+        old, new = (cached[f"decode-{n}"] | cached[f"prefill-{n}"] for n in range(2))
+        assert old.isdisjoint(new)
+        deployment.controller.abort_upgrade()
+        async for progress in upgrade.follow():
+            last = progress
+        assert last.stage is UpgradeStage.ROLLED_BACK
+        assert not any(await ask_all())
+        assert set(deployment.members()) == {"decode-0", "prefill-0", "router-0"}
+    assert set(deployment.pinned) == {0}

@@ -191,8 +191,10 @@ class Controller:
                 continue
 
     def _take_or_spawn(self, incarnation: Incarnation) -> SupervisedProcess:
-        """During an upgrade new ones are of the code that is installed then, and of either model."""
-        taken = self.spares.take(incarnation, self._spawn) if self._upgrading.current is None else None
+        """During an upgrade new ones are of the code that is installed then, and of either model; and while nodes go,
+        they are wanted on others."""
+        may_take = self._upgrading.current is None and not self._evacuating.notices
+        taken = self.spares.take(incarnation, self._spawn) if may_take else None
         return taken or self._spawn(incarnation)
 
     async def stop(self, grace_s: float = 0.0) -> None:

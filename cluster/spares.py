@@ -247,10 +247,10 @@ class Taken:
     async def flip(self, incarnation: Incarnation) -> Started:
         return await self._process.flip(incarnation)
 
-    async def stop(self) -> None:
+    async def stop(self, grace_s: float = 0.0) -> None:
         if self._spare is not None and self._spare.warming is not None and not self._spare.warming.done():
             raise Unavailable("it has nothing to end in order yet")
-        await self._process.stop()
+        await self._process.stop(grace_s)
 
     async def kill(self) -> None:
         if self._spare is not None and self._spare.warming is not None:

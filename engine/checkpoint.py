@@ -80,9 +80,10 @@ def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
 def check_tensors(
     folder: Path, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
 ) -> dict[str, StoredTensor]:
-    """What the folder stores, where that is `expected`, name to shape, and beyond it `optional` at most. Raises
-    CheckpointError."""
+    """What the folder stores, where that is `expected`, name to shape, and beyond it `optional` at most,
+    names or beginnings of names that end with a dot. Raises CheckpointError."""
     stored = read_headers(list_weight_files(folder))
+    prefixes = tuple(name for name in optional if name.endswith("."))
     missing = sorted(set(expected) - set(stored))
     if missing:
         raise CheckpointError(
@@ -91,7 +92,7 @@ def check_tensors(
         )
     for name, tensor in stored.items():
         if name not in expected:
-            if name in optional or name.endswith(_DERIVED_SUFFIX):
+            if name in optional or name.startswith(prefixes) or name.endswith(_DERIVED_SUFFIX):
                 continue
             raise CheckpointError(
                 f"{tensor.file}: tensor {name} of shape {list(tensor.shape)} is not part of the model that config.json "

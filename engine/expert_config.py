@@ -31,6 +31,10 @@ class ExpertNames:
     def router(self) -> str:
         return f"{self.block}.gate.weight"
 
+    @property
+    def router_bias(self) -> str:
+        return f"{self.block}.gate.e_score_correction_bias"
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertFamily:
@@ -43,6 +47,8 @@ class ExpertFamily:
     normalize: Literal["always", "as told", "never"]  # the chosen experts' weights to a sum of 1
     num_shared: int = 0  # experts that every token goes through
     float32_router: bool = False
+    sigmoid: bool = False  # scores instead of a softmax, and a bias that decides who is chosen, not what they count
+    normalizes: bool = False  # "as told", where the file says nothing
 
 
 # Either of the first two may stand in a Qwen3-MoE's file: `transformers` writes the first since its version 5.
@@ -72,6 +78,17 @@ DEEPSEEK_V2 = ExpertFamily(
     num_shared=2,
     float32_router=True,
 )
+DEEPSEEK_V3 = ExpertFamily(
+    DEEPSEEK_V2.names,
+    256,
+    8,
+    "moe_intermediate_size",
+    "as told",
+    num_shared=1,
+    float32_router=True,
+    sigmoid=True,
+    normalizes=True,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +104,7 @@ class ExpertConfig:
     num_groups: int = 1
     num_chosen_groups: int = 1  # that a token's experts may be of
     float32_router: bool = False
+    sigmoid: bool = False
 
 
 def parse_experts(data: Mapping[str, Any], family: ExpertFamily, num_layers: int, file: Path) -> ExpertConfig:
@@ -101,34 +119,45 @@ def parse_experts(data: Mapping[str, Any], family: ExpertFamily, num_layers: int
             f"{file}: num_experts_per_tok = {num_chosen} is more than the {num_experts} experts; give at most that"
         )
     inner = _positive(family.inner_key, data, 768, file)
-    groups = _groups(data, num_experts, num_chosen, file)
+    groups = _groups(data, family, num_experts, num_chosen, file)
     return ExpertConfig(
         names=family.names,
         num_experts=num_experts,
         num_chosen=num_chosen,
         intermediate_size=inner,
         normalize=family.normalize == "always"
-        or (family.normalize == "as told" and bool(data.get("norm_topk_prob", False))),
+        or (family.normalize == "as told" and bool(data.get("norm_topk_prob", family.normalizes))),
         layers=_expert_layers(data, num_layers, file),
         shared_size=inner * _positive("n_shared_experts", data, family.num_shared, file) if family.num_shared else 0,
         scaling=float(data.get("routed_scaling_factor") or 1.0),
         num_groups=groups[0],
         num_chosen_groups=groups[1],
         float32_router=family.float32_router,
+        sigmoid=family.sigmoid,
     )
 
 
-def _groups(data: Mapping[str, Any], num_experts: int, num_chosen: int, file: Path) -> tuple[int, int]:
+def _groups(
+    data: Mapping[str, Any], family: ExpertFamily, num_experts: int, num_chosen: int, file: Path
+) -> tuple[int, int]:
     """How many groups of experts there are, and how many a token may choose from."""
-    for key, known in (("moe_layer_freq", (1,)), ("scoring_func", ("softmax",))):
-        if data.get(key, known[0]) not in known:
-            raise CheckpointError(f"{file}: {key} = {data[key]!r} is not supported; only {known[0]!r} is")
-    method = data.get("topk_method") or "greedy"
+    for key, known in (("moe_layer_freq", 1), ("scoring_func", "sigmoid" if family.sigmoid else "softmax")):
+        if data.get(key, known) != known:
+            raise CheckpointError(f"{file}: {key} = {data[key]!r} is not supported; only {known!r} is")
+    methods = ("noaux_tc",) if family.sigmoid else ("greedy", "group_limited_greedy")
+    method = data.get("topk_method") or methods[0]
+    if method not in methods:
+        raise CheckpointError(f"{file}: topk_method = {method!r}; give {' or '.join(methods)}")
     if method == "greedy":
         return 1, 1
-    if method != "group_limited_greedy":
-        raise CheckpointError(f"{file}: topk_method = {method!r}; give greedy or group_limited_greedy")
-    groups, chosen = (_positive(key, data, 1, file) for key in ("n_group", "topk_group"))
+    defaults = (8, 4) if family.sigmoid else (1, 1)
+    groups, chosen = (
+        _positive(key, data, default, file) for key, default in zip(("n_group", "topk_group"), defaults, strict=True)
+    )
+    if family.sigmoid and num_experts < 2 * groups:
+        raise CheckpointError(
+            f"{file}: n_group = {groups} of {num_experts} experts: a group is judged by its two best, give fewer groups"
+        )
     if num_experts % groups or chosen > groups or chosen * (num_experts // groups) < num_chosen:
         raise CheckpointError(
             f"{file}: topk_group = {chosen} of n_group = {groups} of {num_experts} experts do not hold the "

@@ -29,6 +29,7 @@ class LatentConfig:
     rope_dim: int  # of a head's query, and of the key that all share
     v_dim: int
     scale: float
+    interleaved: bool = True  # the checkpoint rotates neighbours, else halves
 
     @property
     def page_head_dim(self) -> int:
@@ -65,6 +66,7 @@ def parse_latent(data: Mapping[str, Any], num_heads: int, file: Path) -> LatentC
         nope_dim=nope_dim,
         rope_dim=rope_dim,
         v_dim=v_dim,
+        interleaved=bool(data.get("rope_interleave", True)),
         scale=(nope_dim + rope_dim) ** -0.5 * _yarn_magnitude(data) ** 2,
     )
 

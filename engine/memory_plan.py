@@ -99,7 +99,7 @@ def weight_bytes(model: ModelConfig, dtype: str, device_type: DeviceType, max_co
     float32_bytes = max_context * model.rope_dim * _FLOAT32_BYTES
     experts = model.experts
     if experts is not None and experts.float32_router:
-        routers = len(experts.layers) * experts.num_experts * model.hidden_size
+        routers = len(experts.layers) * experts.num_experts * (model.hidden_size + experts.sigmoid)  # with its bias
         num_values, float32_bytes = num_values - routers, float32_bytes + routers * _FLOAT32_BYTES
     return num_values * DTYPE_BYTES[dtype] + float32_bytes
 

@@ -16,6 +16,7 @@ from engine.checkpoint import CONFIG_FILE, checkpoint_revision
 from engine.expert_config import (
     DEEPSEEK_KEYS,
     DEEPSEEK_V2,
+    DEEPSEEK_V3,
     EXPERT_KEYS,
     MIXTRAL,
     QWEN3_MOE,
@@ -47,6 +48,7 @@ class Family:
     keys: frozenset[str] = frozenset()  # config keys that only this family reads
 
 
+PREDICTION_KEYS = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
 _WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
 FAMILIES = (
     Family("LlamaForCausalLM", "llama", keys=frozenset({"attention_bias", "mlp_bias"})),
@@ -91,6 +93,14 @@ FAMILIES = (
         experts=DEEPSEEK_V2,
         latent=True,
         keys=EXPERT_KEYS | DEEPSEEK_KEYS | LATENT_KEYS,
+    ),
+    Family(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        experts=DEEPSEEK_V3,
+        latent=True,
+        # Layers that predict further tokens are not run, and their weights not read.
+        keys=EXPERT_KEYS | DEEPSEEK_KEYS | LATENT_KEYS | PREDICTION_KEYS | {"norm_topk_prob", "rope_interleave"},
     ),
 )
 
@@ -142,6 +152,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     revision: str  # changes whenever the configuration or the weights do
     generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
+    num_prediction_layers: int = 0  # stored after the last layer, to predict further tokens; not run
 
     @property
     def qk_norm(self) -> bool:
@@ -191,6 +202,7 @@ class ModelConfig:
             eos_token_ids=_read_token_ids(data, file) | _read_token_ids(generation, generation_file),
             revision=checkpoint_revision(folder),
             generation_defaults=_read_generation_defaults(generation),
+            num_prediction_layers=max((int(data.get(key) or 0) for key in PREDICTION_KEYS & family.keys), default=0),
         )
 
 

@@ -17,6 +17,8 @@ from safetensors import safe_open
 from engine.checkpoint import check_tensors
 from engine.models.cuts import Cut
 
+_FLOAT32_SUFFIX = ".e_score_correction_bias"  # few values, and who is chosen hangs on their last bits
+
 
 class WeightReader:
     """Reads a folder's tensors one by one. A context manager: it holds the files open.
@@ -54,16 +56,17 @@ class WeightReader:
         self._files.close()
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, or this rank's part of it, cast to the model's dtype on its device; on meta nothing is read."""
+        """The tensor, or this rank's part of it, cast to its dtype on its device; on meta nothing is read."""
         stored = self._stored[name]
+        dtype = torch.float32 if name.endswith(_FLOAT32_SUFFIX) else self._dtype
         if self._device.type == "meta":
             shape = _shape(stored.shape, self._cuts.get(name))
-            tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
         else:
             if stored.file not in self._open:
                 self._open[stored.file] = self._files.enter_context(safe_open(stored.file, framework="pt"))
             read = _read(self._open[stored.file], name, self._cuts.get(name))
-            tensor = read.to(device=self._device, dtype=self._dtype)
+            tensor = read.to(device=self._device, dtype=dtype)
         self._read_bytes += stored.num_bytes
         self._on_progress(self._read_bytes / self._total_bytes)
         return tensor

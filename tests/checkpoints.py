@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-FAMILIES = ("deepseek_v2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("deepseek_v2", "deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
 _BASE: dict[str, Any] = {
@@ -48,6 +48,24 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "routed_scaling_factor": 1.5,
     },
+    "deepseek_v3": {
+        "head_dim": 8,  # what transformers takes for the width that is rotated
+        "num_key_value_heads": None,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 16,
+        "routed_scaling_factor": 1.5,
+    },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "num_experts": 8,
@@ -75,6 +93,9 @@ def make_checkpoint(
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms and biases are ones and zeros at first, which would hide mistakes
                 parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.3))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
     torch.random.set_rng_state(state)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, **({"max_shard_size": max_shard_size} if max_shard_size else {}))

@@ -11,10 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.engine import Engine
 from engine.expert_config import MIXTRAL, ExpertConfig
-from engine.layers.feed_forward import ExpertFeedForward, choose_experts, group_by_expert
+from engine.layers.feed_forward import ExpertFeedForward, choose_biased, choose_experts, group_by_expert
 from engine.layers.ops import TorchOps
 from engine.model_config import ModelConfig
+from penstock.config import EngineConfig
 from penstock.errors import CheckpointError
 from tests.checkpoints import make_checkpoint
 
@@ -45,6 +47,28 @@ def test_the_likeliest_experts_are_chosen_and_weighed() -> None:
     logits_TE[0] = torch.tensor([0.0, 3.0, 1.0, 2.0])
     _, normalized_TC = choose_experts(logits_TE, 2, normalize=True)
     torch.testing.assert_close(normalized_TC, logits_TE[:, [1, 3]].softmax(-1))
+
+
+def test_a_bias_decides_who_is_chosen_and_not_what_they_count() -> None:
+    logits_TE = torch.tensor([[2.0, 0.0, 1.0, -1.0]])
+    scores_TE = logits_TE.sigmoid()
+    bias_E = torch.tensor([-1.0, 0.5, 0.0, 0.6])
+    chosen_TC, weight_TC = choose_biased(logits_TE, bias_E, 2, normalize=False, groups=(1, 1))
+    assert chosen_TC.tolist() == [[1, 3]]
+    torch.testing.assert_close(weight_TC, scores_TE[:, [1, 3]])
+    # By their two best, 0.38 and 1.6 biased: of the second pair both are taken, though the bias alone would not say so.
+    assert choose_biased(logits_TE, bias_E, 2, normalize=True, groups=(2, 1))[0].tolist() == [[3, 2]]
+    _, normalized_TC = choose_biased(logits_TE, bias_E, 2, normalize=True, groups=(1, 1))
+    torch.testing.assert_close(normalized_TC, weight_TC / weight_TC.sum())
+
+
+def test_layers_that_predict_further_tokens_may_be_stored(tmp_path: Path) -> None:
+    folder = make_checkpoint("deepseek_v3", tmp_path, num_hidden_layers=4)
+    edit(folder, num_hidden_layers=3, num_nextn_predict_layers=1, num_mtp_layers=...)
+    Engine.load(EngineConfig(model=str(folder), num_pages=4, page_size=8))
+    edit(folder, num_nextn_predict_layers=0)
+    with pytest.raises(CheckpointError, match=r"model.layers.3.* is not part of the model"):
+        Engine.load(EngineConfig(model=str(folder), num_pages=4, page_size=8))
 
 
 def make_block(num_experts: int = 6, num_chosen: int = 2) -> ExpertFeedForward:
@@ -125,6 +149,9 @@ def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
             {"topk_method": "group_limited_greedy", "n_group": 6, "topk_group": 1},
             "topk_group = 1 of n_group = 6 of 6 experts do not hold the 2",
         ),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'; give noaux_tc"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported; only 'sigmoid' is"),
+        ("deepseek_v3", {"n_group": 8, "topk_group": 4}, "n_group = 8 of 8 experts: a group is judged by its two best"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True is unknown for DeepseekV2ForCausalLM"),
         ("deepseek_v2", {"kv_lora_rank": 23}, "kv_lora_rank = 23 must be even"),
         ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads = 2: .* each of the 4 heads has its own"),

@@ -70,7 +70,7 @@ class LatentAttention:
     """DeepSeek-V2's. What makes keys and values of a latent is drawn into the query and the output, so that attention
     runs over the latents themselves and nothing is made of them for each token of the context.
 
-    The checkpoint rotates neighbours, `LayerOps.rope` halves: the rows of the weights are put in that order once.
+    Where the checkpoint rotates neighbours, `LayerOps.rope` halves: rows of weights are put in that order once.
     """
 
     def __init__(self, config: ModelConfig, latent: LatentConfig, read: Callable[[str], torch.Tensor]) -> None:
@@ -82,8 +82,11 @@ class LatentAttention:
             self._q_norm = read("self_attn.q_a_layernorm.weight")
         q_name = "self_attn.q_proj.weight" if latent.q_rank is None else "self_attn.q_b_proj.weight"
         q_NHI = read(q_name).unflatten(0, (config.num_heads, latent.query_dim))
-        self._q = Linear(_halves_last(q_NHI, latent.rope_dim).flatten(0, 1))
-        self._kv_down = Linear(_halves_last(read("self_attn.kv_a_proj_with_mqa.weight")[None], latent.rope_dim)[0])
+        kv_XI = read("self_attn.kv_a_proj_with_mqa.weight")
+        if latent.interleaved:
+            q_NHI = _halves_last(q_NHI, latent.rope_dim)
+            kv_XI = _halves_last(kv_XI[None], latent.rope_dim)[0]
+        self._q, self._kv_down = Linear(q_NHI.flatten(0, 1)), Linear(kv_XI)
         self._kv_norm_C = read("self_attn.kv_a_layernorm.weight")
         kv_NXC = read("self_attn.kv_b_proj.weight").unflatten(0, (config.num_heads, latent.nope_dim + latent.v_dim))
         self._key_NPC = kv_NXC[:, : latent.nope_dim].contiguous()

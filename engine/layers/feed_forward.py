@@ -45,6 +45,7 @@ class ExpertFeedForward:
         names = config.names
         router_ED = read(names.router)
         self._router = Linear(router_ED.float() if config.float32_router else router_ED)
+        self._bias_E = read(names.router_bias).float() if config.sigmoid else None
         self._shared = DenseFeedForward(read, names.shared, False) if config.shared_size else None
         self._gate_up = GroupedLinear(
             config.num_experts, lambda expert: join([read(name) for name in names.of(expert)[:2]])
@@ -54,9 +55,11 @@ class ExpertFeedForward:
     def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         config = self._config
         logits_TE = self._router(x_TD.float() if config.float32_router else x_TD)
-        chosen_TC, weight_TC = choose_experts(
-            logits_TE, config.num_chosen, config.normalize, (config.num_groups, config.num_chosen_groups)
-        )
+        groups = (config.num_groups, config.num_chosen_groups)
+        if self._bias_E is None:
+            chosen_TC, weight_TC = choose_experts(logits_TE, config.num_chosen, config.normalize, groups)
+        else:
+            chosen_TC, weight_TC = choose_biased(logits_TE, self._bias_E, config.num_chosen, config.normalize, groups)
         num_tokens, num_chosen = chosen_TC.shape
         pair_X, start_E1 = group_by_expert(chosen_TC, config.num_experts)
         gate_up_X2F = ops.grouped_gemm(x_TD, self._gate_up, start_E1, pair_X // num_chosen)
@@ -76,18 +79,38 @@ def choose_experts(
     (arXiv:2405.04434, section 2.2.2).
     """
     scores_TE = logits_TE.float().softmax(dim=-1)
-    num_groups, num_chosen_groups = groups
-    if num_chosen_groups < num_groups:
-        scores_TGE = scores_TE.unflatten(1, (num_groups, -1))
-        best_TM = scores_TGE.amax(dim=2).topk(num_chosen_groups, dim=1).indices
-        open_TG = torch.zeros(scores_TGE.shape[:2], dtype=torch.bool, device=scores_TE.device).scatter_(
-            1, best_TM, True
-        )
-        scores_TE = scores_TGE.masked_fill(~open_TG[:, :, None], 0.0).flatten(1)
+    if groups[1] < groups[0]:
+        scores_TGE = scores_TE.unflatten(1, (groups[0], -1))
+        scores_TE = _of_best_groups(scores_TGE, scores_TGE.amax(dim=2), groups[1], 0.0)
     weight_TC, chosen_TC = scores_TE.topk(num_chosen, dim=-1)
     if normalize:
         weight_TC = weight_TC / weight_TC.sum(dim=-1, keepdim=True)
     return chosen_TC, weight_TC
+
+
+def choose_biased(
+    logits_TE: torch.Tensor, bias_E: torch.Tensor, num_chosen: int, normalize: bool, groups: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by sigmoids, with a bias that keeps experts evenly busy: it decides who is chosen and not what they
+    count. A group is judged by its two best (DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 4.2: "noaux_tc")."""
+    scores_TE = logits_TE.float().sigmoid()
+    biased_TE = scores_TE + bias_E
+    if groups[1] < groups[0]:
+        biased_TGE = biased_TE.unflatten(1, (groups[0], -1))
+        group_TG = biased_TGE.topk(2, dim=2).values.sum(dim=2)
+        biased_TE = _of_best_groups(biased_TGE, group_TG, groups[1], float("-inf"))
+    chosen_TC = biased_TE.topk(num_chosen, dim=-1).indices
+    weight_TC = scores_TE.gather(1, chosen_TC)
+    if normalize:
+        weight_TC = weight_TC / (weight_TC.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+    return chosen_TC, weight_TC
+
+
+def _of_best_groups(scores_TGE: torch.Tensor, group_TG: torch.Tensor, num_best: int, closed: float) -> torch.Tensor:
+    """[T, experts], with `closed` for those of groups that are not among the best."""
+    best_TM = group_TG.topk(num_best, dim=1).indices
+    open_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, best_TM, True)
+    return scores_TGE.masked_fill(~open_TG[:, :, None], closed).flatten(1)
 
 
 def group_by_expert(chosen_TC: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,9 @@ from engine.weights import WeightReader
 
 log = logging.getLogger(__name__)
 
-_MODELS = dict.fromkeys(("deepseek_v2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), Decoder)
+_MODELS = dict.fromkeys(
+    ("deepseek_v2", "deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), Decoder
+)
 
 
 def load_model(

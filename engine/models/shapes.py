@@ -29,8 +29,10 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
 
 
 def optional_tensors(config: ModelConfig) -> frozenset[str]:
-    """Tensors that may be stored and are not read: a tied head is the embedding, whatever the file repeats."""
-    return frozenset({HEAD}) if config.tie_embeddings else frozenset()
+    """Tensors that may be stored and are not read, by name or, with a dot at its end, by what their names begin with:
+    a tied head is the embedding, whatever the file repeats, and layers after the last predict further tokens."""
+    further = range(config.num_layers, config.num_layers + config.num_prediction_layers)
+    return frozenset({HEAD} if config.tie_embeddings else ()) | {f"{LAYERS_PREFIX}{layer}." for layer in further}
 
 
 def _attention_shapes(config: ModelConfig) -> Shapes:
@@ -77,6 +79,8 @@ def _feed_forward_shapes(config: ModelConfig, layer: int) -> Shapes:
         _add_product(shapes, "mlp.down_proj", hidden, inner, config.mlp_bias)
         return shapes
     shapes[experts.names.router] = (experts.num_experts, hidden)
+    if experts.sigmoid:
+        shapes[experts.names.router_bias] = (experts.num_experts,)
     if experts.shared_size:
         for name in ("gate", "up"):
             _add_product(shapes, f"{experts.names.shared}.{name}_proj", experts.shared_size, hidden, False)

@@ -19,6 +19,7 @@ help:
 	@echo "make bench-faults   workers, routers, a node and the controller killed or frozen: noticed when, replaced when"
 	@echo "make bench-autoscale   the autoscaler beside one that goes by queue lengths, in virtual time"
 	@echo "make bench-flips    50 role flips, scale-downs and restarts under load, every token compared"
+	@echo "make bench-steps    what a decode step costs besides the model, at batches of 1 to 256"
 	@echo "make simulate       thousands of seeded faults in virtual time, every invariant checked   (SEEDS=N)"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
 
@@ -81,6 +82,9 @@ bench-autoscale: setup
 
 bench-flips: setup
 	$(PY) -m benchmarks.flips
+
+bench-steps: setup
+	$(PY) -m benchmarks.steps
 
 bench-transfer: setup
 	$(PY) -m benchmarks.transfer

@@ -66,4 +66,4 @@ def _request(submit: worker_pb2.DecodeSubmit, stream: RouterStream, deadline_s: 
         )
         for item in submit.prefill_candidates
     )
-    return DecodeRequest(submit.stream_id, sequence, stream.send, candidates, deadline_s)
+    return DecodeRequest(submit.stream_id, sequence, stream.outlet, candidates, deadline_s)

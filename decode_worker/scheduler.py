@@ -220,9 +220,13 @@ class DecodeScheduler(Generic[LaunchedT]):
         num_waiting = len(self._waiting)
         self._seat()
         # One token each first (decode), then chunks: a long prompt must not delay those already streaming.
-        for entry in sorted((self._entries[sequence] for sequence in self._table.short()), key=_rank):
-            if entry.sequence in self._table:  # not preempted for the sake of one before it
-                self._make_room(entry, 1)
+        short = self._table.short()
+        if len(short) <= self._pool.num_available:
+            self._add_page_each(short)
+        else:
+            for entry in sorted((self._entries[sequence] for sequence in short), key=_rank):
+                if entry.sequence in self._table:  # not preempted for the sake of one before it
+                    self._make_room(entry, 1)
         budget = self._config.max_batch_tokens - len(self._table)
         if max_chunk_tokens is not None:
             budget = min(budget, max_chunk_tokens)
@@ -251,8 +255,7 @@ class DecodeScheduler(Generic[LaunchedT]):
         short = self._table.short()
         if self._table.is_special() or len(short) > self._pool.num_available:
             return None
-        for sequence in short:
-            self._add_pages(sequence, 1)
+        self._add_page_each(short)
         return self._launch([]) or None
 
     def cancel_ahead(self) -> None:
@@ -403,7 +406,10 @@ class DecodeScheduler(Generic[LaunchedT]):
         missing = num_pages - len(sequence.pages)
         while missing > 0:
             try:
-                self._add_pages(sequence, missing)
+                if sequence in self._table:
+                    self._add_page_each([sequence])
+                else:
+                    sequence.pages += self._pool.allocate(missing)
                 return True
             except OutOfPages:
                 victim = self._choose_victim(entry)
@@ -412,11 +418,13 @@ class DecodeScheduler(Generic[LaunchedT]):
                     return False
         return True
 
-    def _add_pages(self, sequence: Sequence, num_pages: int) -> None:
-        pages = self._pool.allocate(num_pages)
-        sequence.pages += pages
-        if sequence in self._table:
-            self._table.add_pages(sequence, pages)
+    def _add_page_each(self, sequences: list[Sequence]) -> None:
+        """A row needs one at most, since it gets a token a step."""
+        if sequences:
+            pages = self._pool.allocate(len(sequences))
+            for sequence, page in zip(sequences, pages, strict=True):
+                sequence.pages.append(page)
+            self._table.add_pages(sequences, pages)
 
     def _choose_victim(self, entry: _Entry) -> _Entry:
         """Who makes room for `entry`: one that ranks behind it, or itself where there is none."""
@@ -438,7 +446,8 @@ class DecodeScheduler(Generic[LaunchedT]):
         num_full = sequence.num_computed_tokens // self._page_size
         if num_full > entry.num_shared_pages:
             hashes = sequence.hash_full_pages(self._page_size)
-            self._cache.insert(hashes[:num_full], sequence.pages, start=entry.num_shared_pages)
+            known = hashes if len(hashes) == num_full else hashes[:num_full]
+            self._cache.insert(known, sequence.pages, start=entry.num_shared_pages)
             entry.num_shared_pages = num_full
 
 

@@ -256,21 +256,22 @@ class DecodeWorker:
         token_ids = cast(list[int], drawn.token_ids[: len(rows)])
         apart = set(rows.over(np.array(token_ids, np.int64), self._engine.model.eos_token_ids))
         apart |= drawn.logprobs.keys()
-        requests, runs = self._requests, dict[Send, TokenRun]()
-        for place, (item, token_id) in enumerate(zip(rows.items, token_ids, strict=True)):
-            request = requests.get(item.sequence)
-            if request is None or (void and item.sequence in void):
-                continue
-            if place in apart or request.paused_since_s:
-                self._on_draw(item.sequence, SampledToken(token_id, drawn.logprobs.get(place)), now_s)
-                continue
-            run = runs.get(request.send)
-            if run is None:
-                run = runs[request.send] = TokenRun()
-            run.stream_ids.append(request.stream_id)
-            run.token_ids.append(token_id)
-        for send, run in runs.items():
+        found = [self._requests.get(item.sequence) for item in rows.items]
+        send = next((request.send for request in found if request is not None), None)
+        # Ended meanwhile, or of another router than the first one's, or just moved here: one at a time.
+        apart.update(i for i, one in enumerate(found) if one is None or one.send is not send or one.paused_since_s)
+        if void:
+            apart.update(i for i, item in enumerate(rows.items) if item.sequence in void)
+        run = TokenRun([request.stream_id for request in found if request is not None], token_ids)
+        if apart:
+            together = [i for i in range(len(found)) if i not in apart]
+            run = TokenRun([found[i].stream_id for i in together], [token_ids[i] for i in together])  # type: ignore[union-attr]
+        if run.stream_ids and send is not None:
             self._outbox.setdefault(send, []).append(run)
+        for place in sorted(apart):
+            sequence = rows.items[place].sequence
+            if found[place] is not None and sequence not in void:
+                self._on_draw(sequence, SampledToken(token_ids[place], drawn.logprobs.get(place)), now_s)
 
     def step(self) -> bool:
         """A whole step on this thread; False where there was nothing to compute."""

@@ -98,30 +98,32 @@ class Drawn:
         self.token_ids_R = token_ids_R
         self._step = step
         self._event: torch.cuda.Event | None = None
+        self._host = (token_ids_R, valid_R)
         if token_ids_R.is_cuda:
-            both = torch.stack((token_ids_R, valid_R.to(torch.int64)))
-            self._host = torch.empty(both.shape, dtype=torch.int64, pin_memory=True)
-            self._host.copy_(both, non_blocking=True)
+            self._host = (_on_the_way(token_ids_R), _on_the_way(valid_R))
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._host = torch.stack((token_ids_R, valid_R.to(torch.int64)))
 
     def wait(self) -> StepTokens:
         """Blocks until they are here."""
         if self._event is not None:
             self._event.synchronize()
-        drawn, valid = self._host
+        drawn, valid = (column.numpy() for column in self._host)
         step, drawing = self._step, self._step.host.drawing
-        token_ids: list[int | None] = [None] * len(step.work)
-        if step.is_in_order:
-            token_ids = drawn.tolist()
-        else:
+        token_ids: list[int | None] = drawn.tolist()
+        if not step.is_in_order:
+            token_ids = [None] * len(step.work)
             for place, token_id in zip(drawing.tolist(), drawn.tolist(), strict=True):
                 token_ids[place] = token_id
-        bad = drawing[(valid == 0).numpy()].tolist()
-        sequences = [step.work[place].sequence for place in bad]
+        if valid.all():
+            return StepTokens(token_ids)
+        sequences = [step.work[place].sequence for place in drawing[~valid]]
         return StepTokens(token_ids, failed=[(one, nothing_to_draw(one)) for one in sequences])
+
+
+def _on_the_way(column: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+    return host.copy_(column, non_blocking=True)
 
 
 class Known:

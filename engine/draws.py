@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.row_table import SAMPLING_FIELDS, fill_sampling
+from engine.row_table import SAMPLING_FIELDS, sampling_of
 from engine.sequence import Sequence
 from penstock.types import SamplingParams
 
@@ -67,9 +67,7 @@ class DrawColumns:
 
     @classmethod
     def of(cls, sequences: SequenceOf[Sequence]) -> DrawColumns:
-        records = np.zeros(len(sequences), SAMPLING_FIELDS)
-        for row, sequence in enumerate(sequences):
-            fill_sampling(records, row, sequence.sampling)
+        records = np.array([sampling_of(sequence.sampling) for sequence in sequences], SAMPLING_FIELDS)
         return cls(records, np.array([len(sequence.token_ids) for sequence in sequences], np.int64))
 
     def __len__(self) -> int:

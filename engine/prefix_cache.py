@@ -130,6 +130,8 @@ class PrefixCache:
         if len(pages) < len(hashes):
             raise PageMisuse(f"insert: {len(hashes)} hashes for {len(pages)} pages")
         start = min(start, len(hashes))
+        if start == len(hashes) - 1 and self._insert_last(hashes, pages):
+            return 1
         while start > 0 and hashes[start - 1] not in self._nodes:
             start -= 1  # the parent was evicted since: begin where the chain still holds
         self._check_insertable(hashes, pages, start)
@@ -193,6 +195,18 @@ class PrefixCache:
         self._link(page_hash, page, after)
         if self._events is not None:
             self._events.stored([page_hash], parent if parent is not None else ROOT)
+        return True
+
+    def _insert_last(self, hashes: Sequence[PageHash], pages: Sequence[PageId]) -> bool:
+        """The plain case of a sequence that has filled one more page; False, and nothing done, in any other."""
+        last = len(hashes) - 1
+        page_hash, page = hashes[last], pages[last]
+        parent = self._nodes.get(hashes[last - 1]) if last else None
+        if (last and parent is None) or page_hash in self._nodes or not self._pool.can_keep(page):
+            return False
+        self._link(page_hash, page, parent)
+        if self._events is not None:
+            self._events.stored((page_hash,), parent.page_hash if parent else ROOT)
         return True
 
     def clear(self) -> None:

@@ -50,12 +50,10 @@ _ROW = np.dtype(
 )
 
 
-def fill_sampling(records: np.ndarray, place: int, sampling: SamplingParams) -> None:
-    """Writes the `SAMPLING_FIELDS` of one record."""
-    record = records[place]
-    record["is_greedy"] = sampling.greedy or sampling.top_k == 1
-    record["temperature"], record["top_k"] = sampling.temperature, sampling.top_k
-    record["top_p"], record["min_p"], record["seed"] = sampling.top_p, sampling.min_p, sampling.seed
+def sampling_of(sampling: SamplingParams) -> tuple[bool, float, int, float, float, int]:
+    """Values of the `SAMPLING_FIELDS`."""
+    is_greedy = sampling.greedy or sampling.top_k == 1
+    return is_greedy, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +62,25 @@ class Ends:
 
     eos_token_ids: Collection[int] = ()
     context_length: int = int(_NEVER)
+
+
+def _record_of(sequence: Sequence, ends: Ends, page_size: int) -> tuple[object, ...]:
+    """One row, in the order of `_ROW`: to write it whole costs as much as one field alone."""
+    sampling = sequence.sampling
+    is_special = sampling.has_penalties or sampling.logit_bias or sampling.logprobs is not None
+    return (
+        sequence.num_computed_tokens,
+        sequence.token_ids[-1],
+        False,
+        0,
+        0,
+        len(sequence.pages) * page_size,
+        min(sequence.num_prompt_tokens + sampling.max_tokens, ends.context_length),
+        _NEVER if is_special else sequence.num_prompt_tokens + sampling.min_tokens,
+        not sampling.ignore_eos,
+        bool(sampling.stop_token_ids),
+        *sampling_of(sampling),
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,16 +146,11 @@ class RowTable:
             self._pages_RW = np.concatenate((self._pages_RW, np.zeros_like(self._pages_RW)))
         self._rows[sequence] = row
         self.items.append(ScheduledSequence(sequence, 1))
-        sampling, record = sequence.sampling, self._records[row]
-        record["position"], record["token"] = sequence.num_computed_tokens, sequence.token_ids[-1]
-        record["awaited"] = False
-        record["end"] = min(sequence.num_prompt_tokens + sampling.max_tokens, self.ends.context_length)
-        is_special = sampling.has_penalties or sampling.logit_bias or sampling.logprobs is not None
-        record["special_until"] = _NEVER if is_special else sequence.num_prompt_tokens + sampling.min_tokens
-        record["eos_ends"], record["has_stops"] = not sampling.ignore_eos, bool(sampling.stop_token_ids)
-        fill_sampling(self._records, row, sampling)
-        self._pages_RW[row] = 0
-        self._write_pages(row, 0, sequence.pages)
+        self._records[row] = _record_of(sequence, self.ends, self._page_size)
+        if len(sequence.pages) > self._pages_RW.shape[1]:
+            self._widen(len(sequence.pages))
+        self._pages_RW[row, : len(sequence.pages)] = sequence.pages
+        self._pages_RW[row, len(sequence.pages) :] = 0
 
     def remove(self, sequence: Sequence) -> None:
         """Does nothing where it has no row."""
@@ -154,17 +166,19 @@ class RowTable:
         self._records[row] = self._records[end]
         self._pages_RW[row] = self._pages_RW[end]
 
-    def add_pages(self, sequence: Sequence, pages: Seq[PageId]) -> None:
-        """They follow those that the row knows."""
-        row = self._rows[sequence]
-        self._write_pages(row, int(self._records["room"][row]) // self._page_size, pages)
+    def add_pages(self, sequences: Seq[Sequence], pages: Seq[PageId]) -> None:
+        """One page for each of them, after those that its row knows."""
+        rows = np.array([self._rows[sequence] for sequence in sequences])
+        room = self._live["room"]
+        places = room[rows] // self._page_size
+        if int(places.max()) >= self._pages_RW.shape[1]:
+            self._widen(int(places.max()) + 1)
+        self._pages_RW[rows, places] = pages
+        room[rows] += self._page_size
 
-    def _write_pages(self, row: int, first: int, pages: Seq[PageId]) -> None:
-        stop, width = first + len(pages), self._pages_RW.shape[1]
-        if stop > width:
-            self._pages_RW = np.pad(self._pages_RW, ((0, 0), (0, max(width, stop - width))))
-        self._pages_RW[row, first:stop] = pages
-        self._records["room"][row] = stop * self._page_size
+    def _widen(self, num_pages: int) -> None:
+        width = self._pages_RW.shape[1]
+        self._pages_RW = np.pad(self._pages_RW, ((0, 0), (0, max(width, num_pages - width))))
 
     # The step.
 

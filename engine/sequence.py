@@ -40,7 +40,12 @@ class Sequence:
 
     def hash_full_pages(self, page_size: int) -> list[PageHash]:
         """Hashes of every full page of `token_ids`, computed once each."""
-        if len(self.token_ids) // page_size > len(self.page_hashes):
+        num_known = len(self.page_hashes)
+        num_new = len(self.token_ids) // page_size - num_known
+        if num_new == 1:  # as while it decodes: nothing is copied
+            tokens = self.token_ids[num_known * page_size : (num_known + 1) * page_size]
+            self.page_hashes += hash_pages(tokens, page_size, self.page_hashes[-1] if num_known else self.salt)
+        elif num_new > 0:
             self.page_hashes = hash_pages(self.token_ids, page_size, self.salt, self.page_hashes)
         return self.page_hashes
 

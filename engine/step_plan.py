@@ -84,8 +84,8 @@ class Rows(Protocol[LaunchedT_co]):
         """Does nothing where it has no row."""
         ...
 
-    def add_pages(self, sequence: Sequence, pages: Seq[PageId]) -> None:
-        """They follow those that the row knows."""
+    def add_pages(self, sequences: Seq[Sequence], pages: Seq[PageId]) -> None:
+        """One page for each of them, after those that its row knows."""
         ...
 
     def short(self) -> list[Sequence]:

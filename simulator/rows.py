@@ -38,7 +38,7 @@ class PlainRows:
     def remove(self, sequence: Sequence) -> None:
         self._items.pop(sequence, None)
 
-    def add_pages(self, sequence: Sequence, pages: Seq[PageId]) -> None:
+    def add_pages(self, sequences: Seq[Sequence], pages: Seq[PageId]) -> None:
         """They are the sequence's own."""
 
     def short(self) -> list[Sequence]:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from decode_worker.pace import Pace
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.step_driver import StepDriver
+from decode_worker.stream import encode_run
 from engine.batch import lay_out
 from engine.counter_random import uniform, uniforms
 from engine.drawing import StepTokens
@@ -31,6 +32,7 @@ from engine.step_thread import StepThread
 from penstock.config import DecodeConfig
 from penstock.errors import InternalError
 from penstock.types import PageId, RequestId, Role, SamplingParams
+from penstock.v1 import worker_pb2
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
 
@@ -267,6 +269,14 @@ def test_chunks_beside_decoding_shrink_to_the_target() -> None:
     assert pace.chunk_tokens_within(None) is None
     assert pace.chunk_tokens_within(0.05) == int(0.02 * rate)
     assert pace.chunk_tokens_within(0.01) == 16  # prompts get on in any case
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)), min_size=1, max_size=9))
+def test_a_run_of_tokens_reads_like_messages(pairs: list[tuple[int, int]]) -> None:
+    streams, tokens = [stream for stream, _ in pairs], [token for _, token in pairs]
+    deltas = [worker_pb2.StepDelta(stream_id=stream, token_ids=[token]) for stream, token in pairs]
+    assert worker_pb2.StepFrame.FromString(encode_run(streams, tokens)) == worker_pb2.StepFrame(deltas=deltas)
 
 
 class Told(Exception):

@@ -92,7 +92,7 @@ bench-transfer: setup
 # With whatever python3 has: torch, triton, and the few packages that engine/ and penstock/ import (CONTRIBUTING.md).
 gpu-check:
 	python3 -m pytest -q -p no:cacheprovider -m gpu tests/test_engine_kernels.py tests/test_engine_host_tier.py \
-		tests/test_engine_tier_model.py tests/test_transfer_cuda_ipc.py
+		tests/test_engine_tier_model.py tests/test_transfer_cuda_ipc.py tests/test_engine_file_readers.py
 	python3 -m benchmarks.gpu
 
 clean:

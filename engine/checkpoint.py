@@ -30,6 +30,7 @@ class StoredTensor:
     dtype: str  # safetensors' names: BF16, F16, F32, ...
     shape: tuple[int, ...]
     num_bytes: int
+    offset: int  # of its first byte in the file
 
 
 def list_weight_files(folder: Path) -> list[Path]:
@@ -73,7 +74,7 @@ def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
                 raise CheckpointError(
                     f"{file} is cut short: {name} ends at byte {end} of {data_bytes}; fetch the file again"
                 )
-            tensors[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), end - begin)
+            tensors[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), end - begin, data_start + begin)
     return tensors
 
 

@@ -67,8 +67,9 @@ def _children(node: object) -> Iterator[tuple[str, Any]]:
         yield from ((str(index), value) for index, value in enumerate(node))
     elif isinstance(node, dict):
         yield from ((str(key), value) for key, value in node.items())
-    elif type(node).__module__.startswith("engine.") and hasattr(node, "__dict__"):
-        yield from list(vars(node).items())
+    elif type(node).__module__.startswith("engine."):
+        names = [*getattr(node, "__dict__", {}), *getattr(type(node), "__slots__", ())]
+        yield from [(name, getattr(node, name)) for name in names if hasattr(node, name)]
 
 
 def _put(node: object, name: str, tensor: torch.Tensor) -> None:
@@ -77,12 +78,12 @@ def _put(node: object, name: str, tensor: torch.Tensor) -> None:
     elif isinstance(node, dict):
         node[name] = tensor
     else:
-        setattr(node, name, tensor)
+        object.__setattr__(node, name, tensor)  # of frozen ones too: nobody else has them yet
 
 
 def _put_into(node: object, name: str, index: int, tensor: torch.Tensor) -> None:
     held = getattr(node, name)
-    setattr(node, name, (*held[:index], tensor, *held[index + 1 :]))
+    object.__setattr__(node, name, (*held[:index], tensor, *held[index + 1 :]))
 
 
 def linears(root: object, path: str = "") -> Iterator[tuple[str, Linear]]:
@@ -145,7 +146,11 @@ def _map(file: HostFile, build_blank: Callable[[], object]) -> object | None:
     size = os.fstat(file.fd).st_size
     length = int.from_bytes(os.pread(file.fd, _LENGTH_BYTES, size - _LENGTH_BYTES), "little")
     index = json.loads(os.pread(file.fd, length, size - _LENGTH_BYTES - length))
-    model = build_blank()
+    try:
+        model = build_blank()
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        log.warning("this model cannot be laid out without its values, hence it is not shared: %r", error)
+        return None
     for path, one in linears(model):
         one.become(index["linears"].get(path, ""))
     wanted = list(places(model))

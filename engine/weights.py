@@ -15,9 +15,12 @@ import torch
 from safetensors import safe_open
 
 from engine.checkpoint import check_tensors
+from engine.file_readers import STRIPE_BYTES, DeviceReaders, ReadAhead, Span
 from engine.models.cuts import Cut
 
 _FLOAT32_SUFFIX = ".e_score_correction_bias"  # few values, and who is chosen hangs on their last bits
+_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_AHEAD_READERS = 2  # into the page cache, beside the one who packs
 
 
 class WeightReader:
@@ -46,9 +49,31 @@ class WeightReader:
         self._read_bytes = 0
         self._files = ExitStack()
         self._open: dict[Path, safe_open] = {}
+        self._expected = tuple(expected)
+        self._readers: DeviceReaders | None = None
 
     def __enter__(self) -> WeightReader:
+        spans = {name: self._span(name) for name in self._expected if not self._is_zeros(name)}
+        if self._device.type == "cuda":
+            known = {name: span for name, span in spans.items() if self._stored[name].dtype in _TORCH_DTYPES}
+            self._readers = DeviceReaders(known, self._device)
+            self._files.callback(self._readers.close)
+        elif self._device.type == "cpu" and self._total_bytes > STRIPE_BYTES:  # less is there at once
+            self._files.callback(ReadAhead(spans, _AHEAD_READERS).close)
         return self
+
+    def _is_zeros(self, name: str) -> bool:
+        cut = self._cuts.get(name)
+        return cut is not None and cut.zeros
+
+    def _span(self, name: str) -> Span:
+        """What is read of it: of a part that is no run of bytes, the whole."""
+        stored, cut = self._stored[name], self._cuts.get(name)
+        if cut is None or cut.dim:
+            return Span(stored.file, stored.offset, stored.num_bytes)
+        row_bytes = stored.num_bytes // stored.shape[0]
+        start, stop, _ = slice(cut.start, cut.stop).indices(stored.shape[0])
+        return Span(stored.file, stored.offset + start * row_bytes, max(0, stop - start) * row_bytes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -62,6 +87,8 @@ class WeightReader:
         if self._device.type == "meta":
             shape = _shape(stored.shape, self._cuts.get(name))
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        elif self._readers is not None and not self._is_zeros(name) and stored.dtype in _TORCH_DTYPES:
+            tensor = self._take(self._readers, name, dtype)
         else:
             if stored.file not in self._open:
                 self._open[stored.file] = self._files.enter_context(safe_open(stored.file, framework="pt"))
@@ -70,6 +97,15 @@ class WeightReader:
         self._read_bytes += stored.num_bytes
         self._on_progress(self._read_bytes / self._total_bytes)
         return tensor
+
+    def _take(self, readers: DeviceReaders, name: str, dtype: torch.dtype) -> torch.Tensor:
+        stored, cut = self._stored[name], self._cuts.get(name)
+        values = readers.take(name).view(_TORCH_DTYPES[stored.dtype])
+        if cut is None:
+            return values.view(stored.shape).to(dtype)
+        if cut.dim == 0:
+            return values.view(-1, *stored.shape[1:]).to(dtype)
+        return values.view(stored.shape)[:, cut.start : cut.stop].to(dtype).contiguous()
 
 
 def _read(file: safe_open, name: str, cut: Cut | None) -> torch.Tensor:

@@ -43,5 +43,5 @@ class PrefillCrowd:
         waiting = self.num_waiting
         if not waiting:
             return [0.0] * len(views)
-        fastest = views[min(range(len(views)), key=computes_s.__getitem__)]
-        return [waiting * compute_s for compute_s in prices.all_prefill_s(demand, views, like=fastest)]
+        fastest = views[computes_s.index(min(computes_s))]
+        return [waiting * compute_s for compute_s in prices.all_prefill_like_s(demand, views, fastest)]

@@ -23,24 +23,30 @@ def prefill_s(demand: Demand, view: WorkerView) -> float:
     return seconds + copied * demand.token_bytes * _HOST_BYTE_S
 
 
-def all_prefill_s(demand: Demand, views: Sequence[WorkerView], like: WorkerView | None = None) -> list[float]:
-    """`prefill_s` of each, or what it were if each computed as `like` does.
-
-    Written out, because it is reckoned for every worker of every request.
-    """
+def all_prefill_s(demand: Demand, views: Sequence[WorkerView]) -> list[float]:
+    """`prefill_s` of each. Written out, because it is reckoned for every worker of every request."""
     num_tokens, cached = demand.num_tokens, demand.cached_tokens.get
-    copied, host_byte_s = demand.host_tokens, demand.token_bytes * _HOST_BYTE_S
     costs = []
     for view in views:
-        computer = like or view
-        cost = computer.costs.prefill
+        cost = view.costs.prefill
         uncached = num_tokens - cached(view.worker_id, 0) or 1  # no more can be cached than there is
-        steps = -(-uncached // (computer.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS))
-        seconds = steps * cost.fixed_s + uncached * (cost.token_s + cost.context_s * (num_tokens - uncached / 2))
-        if copied and like is None:
-            seconds += copied.get(view.worker_id, 0) * host_byte_s
-        costs.append(seconds)
+        steps = -(-uncached // (view.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS))
+        costs.append(steps * cost.fixed_s + uncached * (cost.token_s + cost.context_s * (num_tokens - uncached / 2)))
+    if copied := demand.host_tokens:
+        host_byte_s = demand.token_bytes * _HOST_BYTE_S
+        return [cost_s + copied.get(view.worker_id, 0) * host_byte_s for cost_s, view in zip(costs, views, strict=True)]
     return costs
+
+
+def all_prefill_like_s(demand: Demand, views: Sequence[WorkerView], like: WorkerView) -> list[float]:
+    """What computing were to take if each had its own cache and computed as `like` does."""
+    num_tokens, cached, chunk_tokens = demand.num_tokens, demand.cached_tokens.get, like.chunk_tokens
+    cost = like.costs.prefill
+    fixed_s, context_s, token_s = cost.fixed_s, cost.context_s / 2, cost.token_s + cost.context_s * num_tokens
+    return [
+        -(-uncached // chunk_tokens) * fixed_s + uncached * (token_s - uncached * context_s)
+        for uncached in [num_tokens - cached(view.worker_id, 0) or 1 for view in views]
+    ]
 
 
 def all_decode_s(demand: Demand, views: Sequence[WorkerView], weight: float) -> list[float]:

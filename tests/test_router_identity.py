@@ -55,6 +55,7 @@ def test_the_controllers_own_requests_need_no_tenant():
         ("Bearer " + SECRET.reveal(), [], Unauthenticated, "is not known here"),
         (None, ["nobody.example"], PermissionDenied, "belong to no tenant"),
     ],
+    ids=["none", "empty", "bare", "basic", "longer", "digest", "huge", "secret", "stranger"],
 )
 def test_refusals_say_why_and_never_repeat_a_key(authorization, subjects, kind, says):
     with pytest.raises(kind, match=says) as caught:

@@ -4,6 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
+TEST_PROCESSES ?= 2
 
 .PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-autoscale bench-flips bench-engine gpu-check clean
 
@@ -38,7 +39,7 @@ demo: setup
 	$(PY) -m cluster.demo --model $(MODEL)
 
 test: setup
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -83,7 +83,7 @@ class KvAware:
     def _harms(self, demand: Demand, views: Sequence[WorkerView], computes: Sequence[float]) -> list[float]:
         """What computing the prompt on each of these costs those who wait there."""
         harms = self._crowd.harms_s(demand, views, computes)
-        self._crowd.observe(views, min(computes))
+        self._crowd.observe(views)
         return [self._weights.crowd_weight * harm_s for harm_s in harms]
 
     def _decode_ends(self, demand: Demand, views: Sequence[WorkerView], rng: random.Random) -> list[_End]:

@@ -17,22 +17,20 @@ _MOST = 4.0  # waiting on a worker, beyond which prices rise no more: then admis
 
 
 class PrefillCrowd:
-    """Running means over the requests that were placed: of the time in queues, and of a prompt's own computing."""
+    """Running mean, over the requests that were placed, of the share of workers that had something to compute."""
 
     def __init__(self) -> None:
-        self._queue_s = 0.0
-        self._compute_s = 0.0
+        self._busy_share = 0.0
 
     @property
     def num_waiting(self) -> float:
-        """Behind one that is computed now, on an average worker."""
-        return min(_MOST, self._queue_s / self._compute_s) if self._compute_s > 0.0 else 0.0
+        """In a queue that is busy so much of the time, the one that is computed now included."""
+        return min(_MOST, self._busy_share / (1.0 - self._busy_share)) if self._busy_share < 1.0 else _MOST
 
-    def observe(self, views: Sequence[WorkerView], least_compute_s: float) -> None:
-        """A request is placed that takes so long to compute where it takes least."""
-        queue_s = sum(view.queue_s for view in views) / len(views)
-        self._queue_s += _SMOOTHING * (queue_s - self._queue_s)
-        self._compute_s += (_SMOOTHING if self._compute_s else 1.0) * (least_compute_s - self._compute_s)
+    def observe(self, views: Sequence[WorkerView]) -> None:
+        """A request is placed."""
+        share = sum([view.queue_s > 0.0 for view in views]) / len(views)
+        self._busy_share += _SMOOTHING * (share - self._busy_share)
 
     def harms_s(self, demand: Demand, views: Sequence[WorkerView], computes_s: Sequence[float]) -> list[float]:
         """For each view, the delay of others if the prompt is computed there.

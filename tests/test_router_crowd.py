@@ -52,7 +52,7 @@ def test_the_number_waiting_is_bounded_and_zero_at_first() -> None:
     assert crowd.num_waiting == 0.0
     assert crowd.harms_s(Demand(100, 1.0), views, [1.0, 1.0]) == [0.0, 0.0]
     for _ in range(500):
-        crowd.observe(views, 0.001)
+        crowd.observe(views)
     assert crowd.num_waiting == 4.0
     own_s = views[0].costs.prefill.prefill_s(100, 100, 2048)
     assert crowd.harms_s(Demand(100, 1.0), views, [1.0, 1.0]) == pytest.approx([4 * own_s] * 2)

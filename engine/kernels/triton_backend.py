@@ -11,8 +11,8 @@ import torch
 from engine.kernels.grouped_gemm import grouped_gemm
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from engine.kernels.paged_decode import paged_decode
+from engine.kernels.paged_latent import paged_latent
 from engine.kernels.paged_prefill import paged_prefill
-from engine.kernels.reference import latent_attention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_qkv import rope, rope_qkv
 from engine.kernels.swiglu import silu_and_mul
@@ -109,7 +109,28 @@ class TritonAttention:
         rank: int,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return latent_attention(q_TNH, pool_layer, meta, scale, rank, scales)  # in plain torch
+        o_TNC = torch.empty((*q_TNH.shape[:2], rank), dtype=q_TNH.dtype, device=q_TNH.device)
+        decodes, tokens = meta.num_decodes, q_TNH.shape[0]
+        for first, last, last_row, longest in (
+            (0, decodes, decodes, 1),
+            (decodes, meta.num_sequences, tokens, meta.max_query_len),
+        ):
+            if first == last:
+                continue
+            paged_latent(
+                q_TNH[:last_row],
+                pool_layer,
+                meta.page_table_BP[first:last],
+                meta.query_start_B1[first : last + 1],
+                meta.context_lens_B[first:last],
+                o_TNC[:last_row],
+                scale=scale,
+                max_query_len=longest,
+                max_context_len=meta.max_context_len,
+                first_row=first,
+                scales=scales,
+            )
+        return o_TNC
 
 
 class TritonOps(TorchOps):

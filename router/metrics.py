@@ -10,7 +10,7 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 
-from penstock.types import WorkerId
+from penstock.types import Role, WorkerId
 from router.admission_metrics import AdmissionMetrics
 from router.index_metrics import IndexCollector
 from router.prediction_metrics import PredictionCollector
@@ -66,6 +66,7 @@ class RouterMetrics:
         cache_usage: Callable[[], float],
         open_circuits: Callable[[], float],
         tier_hits: Callable[[str], float],
+        num_workers: Callable[[Role], float],
     ) -> None:
         """Values that are asked for when somebody scrapes."""
         for name, help_text, value in (
@@ -75,6 +76,11 @@ class RouterMetrics:
             ("penstock:open_circuits", "Workers and links left alone because they failed of late", open_circuits),
         ):
             Gauge(name, help_text, _LABELS, registry=self._registry).labels(self._model).set_function(value)
+        workers = Gauge(
+            "penstock:workers", "That would serve a request now", [*_LABELS, "role"], registry=self._registry
+        )
+        for role in Role:
+            workers.labels(self._model, role.value).set_function(functools.partial(num_workers, role))
         hits = Gauge(
             "penstock:prefix_cache_tier_hits",
             "Pages of prompts found on a tier since the workers that run now have started, by their reports",

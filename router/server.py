@@ -179,6 +179,7 @@ class RouterServer:
             cache_usage=usage,
             open_circuits=lambda: fleet.health.num_open(time.monotonic()),
             tier_hits=lambda tier: sum(getattr(one.load.cache, f"{tier}_hits") for one in fleet.followers),
+            num_workers=lambda role: sum(one.takes_work and one.description.role == role for one in fleet.followers),
         )
         self._metrics.watch_index(fleet.index, lambda: sum(one.is_mute for one in fleet.followers))
         self._metrics.admission.watch(

@@ -100,6 +100,7 @@ class Renderer:
         }
         self._defined: dict[str, list[Node]] = {}
         self._functions: dict[str, Callable[..., object]] = {
+            ".Files.Get": lambda name: (chart / name).read_text(),
             "include": self._include,
             "toJson": lambda value: json.dumps(value, sort_keys=True, separators=(",", ":")),
             "quote": lambda value: json.dumps(_say(value)),

@@ -26,7 +26,7 @@ from tests.helm_render import CHART, DEPLOY, KUBERAY, PLAIN, RenderError, manife
 ROOT = DEPLOY.parent
 SCHEMAS = {
     kind: json.loads((ROOT / "tests" / "schemas" / f"{kind.lower()}.json").read_text())
-    for kind in ("RayCluster", "ServiceMonitor")
+    for kind in ("RayCluster", "ServiceMonitor", "PrometheusRule")
 }
 KUBERNETES = "1.31"
 GPU = yaml.safe_load((CHART / "values-gpu.yaml").read_text())
@@ -43,6 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
         "metrics": {"tokenSecret": "scrape", "serviceMonitor": {"enabled": True}},
         "tenants": {"acme": {"keys": [DIGEST]}},
         "config": {"router": {"policy": "least-loaded", "limits": {"prompt_tokens": 1000}}},
+    },
+    "watched": {
+        "metrics": {"dashboard": {"enabled": True}, "rules": {"enabled": True, "labels": {"release": "stack"}}}
     },
     "own-secret": {"existingConfigSecret": "mine", "networkPolicy": {"enabled": False}},
     "no-budgets": {"podDisruptionBudget": {"enabled": False}, "autoscaling": {"enabled": True}},

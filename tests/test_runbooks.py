@@ -110,6 +110,7 @@ def metric_names() -> set[str]:
         cache_usage=no_value,
         open_circuits=no_value,
         tier_hits=no_value,
+        num_workers=no_value,
     )
     metrics.admission.watch(
         num_waiting=no_value, num_out=no_value, saturation=no_value, level=no_value, retries_left=no_value

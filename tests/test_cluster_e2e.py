@@ -180,41 +180,6 @@ def test_a_killed_router_comes_back_at_the_same_address(deployment: RayDeploymen
     assert ask(client).token_ids == undisturbed.token_ids
 
 
-def test_a_worker_that_is_told_to_end_is_emptied_and_replaced(deployment: RayDeployment, client: Client) -> None:
-    """SIGTERM to its process, as its machine sends it: what runs moves, nothing is computed anew."""
-    undisturbed = {seed: _ask_long(client, seed).token_ids for seed in range(2)}
-    until(deployment, lambda status: all(one.state == "ready" for one in status.workers))
-    _decode_workers(deployment, busy=0)
-    with ThreadPoolExecutor() as pool:
-        asked = {index: pool.submit(_ask_long, client, index % 2) for index in range(8)}
-        victim = _busiest_decode_worker(deployment)
-        prefill = worker(deployment.status(), "prefill-0")
-        os.kill(victim.pid, signal.SIGTERM)
-        os.kill(prefill.pid, signal.SIGTERM)
-        left = until(deployment, lambda status: _of_pid(status, victim.pid) is None)
-        results = {index: one.result() for index, one in asked.items()}
-    for index, result in results.items():
-        assert result.token_ids == undisturbed[index % 2]
-        assert result.timing.num_redispatches == 0
-    assert sum(result.timing.num_migrations for result in results.values()) > 0
-    whole = until(deployment, lambda status: _is_whole(status) and _of_pid(status, prefill.pid) is None)
-    assert {one.member.role for one in whole.workers} == {one.member.role for one in left.workers}
-    assert _prefilled_by(client, next(one.member.worker_id for one in whole.workers if one.member.role == "prefill"))
-
-
-def _of_pid(status: admin_pb2.StatusResponse, pid: int) -> admin_pb2.WorkerStatus | None:
-    return next((one for one in status.workers if one.pid == pid), None)
-
-
-def _is_whole(status: admin_pb2.StatusResponse) -> bool:
-    roles = [one.member.role for one in status.workers if one.state == "ready"]
-    return sorted(roles) == ["decode", "decode", "prefill", "router", "router"] and len(status.workers) == len(roles)
-
-
-def _ask_long(client: Client, seed: int) -> Result:
-    return client.complete(PROMPT, max_tokens=900, temperature=0.8, seed=seed, ignore_eos=True)
-
-
 def test_a_router_that_is_told_to_end_finishes_its_streams_and_comes_back(deployment: RayDeployment) -> None:
     router = worker(deployment.status(), "router-0")
     with Client(router.member.address, timeout_s=60) as client:
@@ -345,6 +310,41 @@ def _busiest_decode_worker(deployment: RayDeployment) -> admin_pb2.WorkerStatus:
             return busiest
         time.sleep(0.01)
     raise AssertionError("no decode worker runs two sequences")
+
+
+def test_a_worker_that_is_told_to_end_is_emptied_and_replaced(deployment: RayDeployment, client: Client) -> None:
+    """SIGTERM to its process, as its machine sends it: what runs moves, nothing is computed anew."""
+    undisturbed = {seed: _ask_long(client, seed).token_ids for seed in range(2)}
+    until(deployment, lambda status: all(one.state == "ready" for one in status.workers))
+    _decode_workers(deployment, busy=0)
+    with ThreadPoolExecutor() as pool:
+        asked = {index: pool.submit(_ask_long, client, index % 2) for index in range(8)}
+        victim = _busiest_decode_worker(deployment)
+        prefill = worker(deployment.status(), "prefill-0")
+        os.kill(victim.pid, signal.SIGTERM)
+        os.kill(prefill.pid, signal.SIGTERM)
+        left = until(deployment, lambda status: _of_pid(status, victim.pid) is None)
+        results = {index: one.result() for index, one in asked.items()}
+    for index, result in results.items():
+        assert result.token_ids == undisturbed[index % 2]
+        assert result.timing.num_redispatches == 0
+    assert sum(result.timing.num_migrations for result in results.values()) > 0
+    whole = until(deployment, lambda status: _is_whole(status) and _of_pid(status, prefill.pid) is None)
+    assert {one.member.role for one in whole.workers} == {one.member.role for one in left.workers}
+    assert _prefilled_by(client, next(one.member.worker_id for one in whole.workers if one.member.role == "prefill"))
+
+
+def _of_pid(status: admin_pb2.StatusResponse, pid: int) -> admin_pb2.WorkerStatus | None:
+    return next((one for one in status.workers if one.pid == pid), None)
+
+
+def _is_whole(status: admin_pb2.StatusResponse) -> bool:
+    roles = [one.member.role for one in status.workers if one.state == "ready"]
+    return sorted(roles) == ["decode", "decode", "prefill", "router", "router"] and len(status.workers) == len(roles)
+
+
+def _ask_long(client: Client, seed: int) -> Result:
+    return client.complete(PROMPT, max_tokens=900, temperature=0.8, seed=seed, ignore_eos=True)
 
 
 def test_stop_leaves_no_process(deployment: RayDeployment) -> None:

@@ -18,6 +18,7 @@ from penstock.autoscaler_config import AutoscalerConfig
 from simulator.reactive import QueueTargets
 
 TARGETS = [QueueTargets(prefill, decode) for prefill in (0.5, 1.0, 1.5, 2.0) for decode in (8.0, 12.0, 32.0)]
+EQUAL_HOURS = "equal hours"
 AIMS = {"missed": 0.2, "worker_hours": 0.95, "changes": 0.25}
 _ATTAINMENT: float = AutoscalerConfig().attainment
 
@@ -46,7 +47,7 @@ def choose(rivals: Sequence[Result], ours: Result) -> dict[str, Result]:
     return {
         "cheapest in time": min(in_time, key=lambda one: one.worker_hours, default=fewest),
         "fewest missed": fewest,
-        "equal hours": min(as_cheap or [min(rivals, key=lambda one: one.worker_hours)], key=_missed),
+        EQUAL_HOURS: min(as_cheap or [min(rivals, key=lambda one: one.worker_hours)], key=_missed),
     }
 
 
@@ -57,6 +58,12 @@ def ratios(ours: Result, other: Result) -> dict[str, float]:
         "worker_hours": ours.worker_hours / other.worker_hours,
         "changes": ours.num_changes / max(1, other.num_changes),
     }
+
+
+def judge(rule: str, found: dict[str, float]) -> dict[str, bool]:
+    """Which aims are met. A rival that was chosen for its hours is not judged by them."""
+    names = [name for name in found if (rule, name) != (EQUAL_HOURS, "worker_hours")]
+    return {name: found[name] <= AIMS[name] for name in names}
 
 
 def _missed(one: Result) -> tuple[int, float]:

@@ -82,6 +82,14 @@ class CoarseFleet:
         del self._workers[name]
         self._retired.discard(name)
 
+    def decode_workers(self) -> dict[str, CoarseDecode]:
+        """That take work."""
+        return {
+            name: one
+            for name, one in self._workers.items()
+            if isinstance(one, CoarseDecode) and name not in self._retired
+        }
+
     # Requests.
 
     def _place(self, job: Job) -> None:

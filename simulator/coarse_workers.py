@@ -12,8 +12,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cluster.moves import Movable
 from penstock.config import DecodeConfig
-from penstock.types import Role, StepTotals, WorkerId, WorkerLoad
+from penstock.types import RequestId, Role, StepTotals, WorkerId, WorkerLoad
 from prefill_worker.scheduler import HANDICAP_STEPS
 from simulator.costs import DecodeCosts, PrefillCosts
 from simulator.events import Simulation, Timer
@@ -173,6 +174,7 @@ class CoarseDecode:
     ) -> None:
         self.worker_id = WorkerId(name)
         self.on_end: Callable[[Job], None] = lambda job: None
+        self.num_preempted = 0
         self._sim = sim
         self._costs = costs
         self._config = config
@@ -229,6 +231,28 @@ class CoarseDecode:
         if job.left <= 0:
             self._forget(job)
         self._change()
+
+    def movable(self) -> list[tuple[Job, Movable]]:
+        """Each with what a worker lists of it."""
+        self._advance()
+        found = []
+        for place, job in enumerate(self._running):
+            drawn = job.num_drawn + self._steps - job.joined_at
+            left = job.outcome.request.num_output_tokens - 1 - drawn
+            found.append((job, Movable(RequestId(str(place)), int(job.num_input + drawn), int(left))))
+        return found
+
+    def give(self, job: Job, target: CoarseDecode) -> None:
+        """A running sequence goes on there with its KV; the pause of its last pages is left out."""
+        self._advance()
+        drawn = job.num_drawn + self._steps - job.joined_at
+        self._leave(job)
+        job.num_drawn = drawn
+        self._held.discard(job)
+        self._change()
+        job.target = target
+        target.expect(job)
+        target.reserve(job)
 
     def _forget(self, job: Job) -> None:
         self._held.discard(job)
@@ -294,6 +318,7 @@ class CoarseDecode:
             drawn = job.num_drawn + self._steps - job.joined_at
             self._leave(job)
             job.num_drawn, job.stopped = drawn, True
+            self.num_preempted += 1
             self._waiting.appendleft(job)
 
     def _grant(self) -> None:

@@ -70,8 +70,11 @@ def _with_cached(requests: Sequence[TraceRequest]) -> Iterator[tuple[TraceReques
             del seen[next(iter(seen))]
 
 
-def plan(work: Offered, spec: FleetSpec, slo: SloConfig, load: float) -> dict[Role, list[int]]:
-    """Workers for each window, with every worker used to that share of what it can do."""
+def plan(work: Offered, spec: FleetSpec, slo: SloConfig, load: Mapping[Role, float]) -> dict[Role, list[int]]:
+    """Workers for each window, with every worker used to that share of what it can do.
+
+    Of prefill workers more than 1 may do: the plan lets nobody wait for longer than the least patient may.
+    """
     per_window = round(_WINDOW_S / _BIN_S)
     starts = range(0, len(work.prefill_s), per_window)
     queue, sizes = 0.0, []
@@ -79,7 +82,7 @@ def plan(work: Offered, spec: FleetSpec, slo: SloConfig, load: float) -> dict[Ro
         span = slice(start, start + per_window)
         count = 1
         while True:
-            late, left = _pass(work.prefill_s[span], work.slack_s[span], queue, count * load)
+            late, left = _pass(work.prefill_s[span], work.slack_s[span], queue, count * load[Role.PREFILL])
             if not late:
                 break
             count += 1
@@ -92,7 +95,7 @@ def plan(work: Offered, spec: FleetSpec, slo: SloConfig, load: float) -> dict[Ro
         sequences, contexts = max(work.sequences[span]), max(work.contexts[span])
         steps = (sequences * costs.sequence_s + contexts * costs.kv_token_s) / (slo.itl_s - costs.step_s)
         most = max(steps, contexts / room, sequences / spec.decode.max_batch_sequences)
-        decode.append(max(1, math.ceil(most / load)))
+        decode.append(max(1, math.ceil(most / load[Role.DECODE])))
     return {Role.PREFILL: sizes, Role.DECODE: decode}
 
 

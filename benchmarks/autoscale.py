@@ -169,7 +169,7 @@ def compare(trace: str, start_s: float, results: Sequence[Result], detailed: Seq
         "rivals": {rule: one.policy for rule, one in chosen.items()},
         "ratios": held,
         "met": {rule: judge(rule, found) for rule, found in held.items()},
-        "unavoidable_missed": min(one.num_missed for one in results),
+        "fewest_missed_by_anyone": min(one.num_missed for one in results),
         "foresight": foresight.policy,
         "foresight_ratios": {rule: ratios(foresight, one) for rule, one in chosen.items()},
         "rows": [asdict(one) for one in results],

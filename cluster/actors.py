@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import ray
 from ray.actor import ActorHandle
@@ -26,12 +26,13 @@ from cluster.pool import SPARE, Incarnation
 from cluster.proving import Proving
 from cluster.ray_nodes import RayNodes
 from cluster.ray_process import ActorSpec, Host, RayProcess, StartReport
+from cluster.ray_ranks import launch_actors
 from cluster.ray_record import RecordWriter, load_record
 from cluster.ray_sigterm import on_sigterm
 from cluster.record import FIRST_RECORD, Record
 from cluster.recovery import find_running, remove_everything
 from cluster.role_host import RoleHost
-from cluster.shares import FRONT_SHARE, Share
+from cluster.shares import FRONT_SHARE, Share, rank_environment
 from cluster.supervised import ROUTER, Started
 from penstock import log as logs
 from penstock.async_client import AsyncClient
@@ -44,6 +45,9 @@ from penstock.trust import Trust
 from penstock.types import Epoch, Role, WorkerId
 from penstock.worker_main import leave_in_order
 from router.identity import CANARY
+
+if TYPE_CHECKING:
+    from engine.ranks import Launch
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +81,8 @@ class Server(Protocol):
 class WorkerHost:
     """A prefill or decode worker; the same server that `python -m decode_worker` runs."""
 
-    def __init__(self, config: WorkerConfig, *, waits: bool) -> None:
-        self._host = RoleHost(config, waits=waits)
+    def __init__(self, config: WorkerConfig, *, waits: bool, launch: Launch | None) -> None:
+        self._host = RoleHost(config, waits=waits, launch=launch)
 
     async def start(self, on_progress: Callable[[float], None]) -> Started:
         await self._host.start(on_progress)
@@ -146,6 +150,8 @@ class ServerActor:
         logs.set_up(worker_id)
         self._kind = kind
         self._config = at_node_address(config) if use_node_address else config
+        group = ray.util.get_current_placement_group()
+        self._launch = launch_actors(group, rank_environment()) if group is not None else None
         self._server: Server | None = None
         self._made = asyncio.Event()
         self._starting: asyncio.Task[StartReport] | None = None
@@ -172,7 +178,7 @@ class ServerActor:
 
         controller.on_progress.remote(incarnation, "importing libraries")
         try:
-            self._server = _make_server(self._kind, self._config)
+            self._server = _make_server(self._kind, self._config, self._launch)
             self._made.set()
             on_sigterm(lambda: loop.call_soon_threadsafe(self._on_sigterm) and None)
             return StartReport(await self._server.start(report), node_id, incarnation=incarnation)
@@ -237,10 +243,10 @@ class ServerActor:
             os._exit(0)
 
 
-def _make_server(kind: str, config: Mapping[str, object]) -> Server:
+def _make_server(kind: str, config: Mapping[str, object], launch: Launch | None) -> Server:
     if kind == ROUTER:
         return RouterHost(parse(RouterConfig, config, source=kind))
-    return WorkerHost(parse(WorkerConfig, config, source=kind), waits=kind == SPARE)
+    return WorkerHost(parse(WorkerConfig, config, source=kind), waits=kind == SPARE, launch=launch)
 
 
 def at_node_address(config: Mapping[str, object]) -> dict[str, object]:
@@ -341,7 +347,8 @@ class ControllerActor:
         self._records.save(record)
         if self._demand is not None:
             counts = {role: record.replicas[role] + self._config.pool(role).spares for role in Role}
-            self._demand.want([self._shares[role] for role in Role for _ in range(counts[role])])
+            ranks = {role: self._config.engine_config(role).tensor_parallel for role in Role}
+            self._demand.want([self._shares[role] for role in Role for _ in range(counts[role] * ranks[role])])
 
     def _spawn(self, incarnation: Incarnation) -> RayProcess:
         return self._process(incarnation)
@@ -361,7 +368,8 @@ class ControllerActor:
             worker = _worker_config(self._controller.config_of(incarnation), incarnation.worker_id, role, share)
             config = with_secret(worker.model_dump(mode="json"), self._secret)
             kind = SPARE if incarnation.spare_of else kind
-            spec = ActorSpec(kind, incarnation, config, share, use_node_address=not self._embedded)
+            num_ranks = worker.engine.tensor_parallel
+            spec = ActorSpec(kind, incarnation, config, share, use_node_address=not self._embedded, num_ranks=num_ranks)
         return RayProcess(spec, self._host, lambda why: self._controller.on_unplaced(incarnation, why), found)
 
     async def _send_canary(self, address: str) -> None:

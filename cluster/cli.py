@@ -85,6 +85,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--config", metavar="FILE", help="TOML or JSON with more settings; flags win over it")
     add("--prefill", type=int, metavar="N", help="prefill workers; default 1")
     add("--decode", type=int, metavar="M", help="decode workers; default 1")
+    add("--prefill-tp", type=int, metavar="N", help="processes, or GPUs, that share each prefill worker; default 1")
+    add("--decode-tp", type=int, metavar="N", help="likewise of each decode worker")
     add("--colocated", action="store_true", help="no prefill workers: decode workers prefill too")
     add("--host", help="address of the HTTP and gRPC ports; default 127.0.0.1")
     add("--http-port", type=int, metavar="PORT", help="default 8000; 0 takes a free one")
@@ -141,6 +143,8 @@ def serve_config(arguments: argparse.Namespace) -> ServeConfig:
         raise ConfigError(f"--colocated with --prefill {arguments.prefill}: it has no prefill workers; leave one out")
     _set(data, ("prefill_pool", "replicas"), 0 if arguments.colocated else arguments.prefill)
     _set(data, ("decode_pool", "replicas"), arguments.decode)
+    _set(data, ("prefill_pool", "engine", "tensor_parallel"), arguments.prefill_tp)
+    _set(data, ("decode_pool", "engine", "tensor_parallel"), arguments.decode_tp)
     _set(data, ("decode", "placement"), "local" if arguments.colocated else None)
     if "model" not in data:
         raise ConfigError("model is missing: give --model DIR, a Hugging Face checkpoint folder")

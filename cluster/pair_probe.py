@@ -12,6 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -66,7 +67,7 @@ async def probe(
 ) -> HandOff:
     """Of the second of two transfers: the first one connects."""
     tokens = _prompt(descriptions)
-    move = _prefill if source.role is Role.PREFILL else _migrate
+    move = partial(_prefill, described=descriptions[0]) if source.role is Role.PREFILL else _migrate
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             hand_off = await move(dial, source, target, tokens)
@@ -91,8 +92,12 @@ def _num_pages(num_tokens: int, description: worker_pb2.WorkerDescription) -> in
     return -(-num_tokens // max(1, description.page_size))
 
 
-async def _prefill(dial: Dial, source: Member, target: Member, tokens: Sequence[int]) -> HandOff:
-    candidate = worker_pb2.PrefillCandidate(worker_id=source.worker_id, epoch=source.epoch, address=source.address)
+async def _prefill(
+    dial: Dial, source: Member, target: Member, tokens: Sequence[int], described: worker_pb2.WorkerDescription
+) -> HandOff:
+    candidate = worker_pb2.PrefillCandidate(
+        worker_id=source.worker_id, epoch=source.epoch, address=source.address, num_ranks=described.num_ranks
+    )
     began_s = time.monotonic()
     fault = ""
     # Two tokens: the second one is drawn from the pages that came.

@@ -50,6 +50,7 @@ def as_json(made: MemoryPlan) -> dict[str, Any]:
     model, layout = made.model, made.layout
     return {
         "device": asdict(made.device),
+        "num_ranks": made.num_ranks,
         "model": model.family.architecture,
         "dtype": layout.dtype,
         "kv_dtype": layout.kv_dtype if layout.is_quantized else layout.dtype,
@@ -71,9 +72,10 @@ def describe(made: MemoryPlan, max_sequences: int) -> str:
     tokens = made.num_pages * layout.page_size
     experts = model.experts
     kinds = f", {experts.num_chosen} of {experts.num_experts} experts a token" if experts else ""
+    of_ranks = f" for each of {made.num_ranks} ranks; what follows is of one" if made.num_ranks > 1 else ""
     rows = [
         ("model", f"{model.family.architecture}, {model.num_layers} layers{kinds}, {layout.dtype}"),
-        ("device", f"{made.device.name}, {in_units(made.device.total_bytes)}"),
+        ("device", f"{made.device.name}, {in_units(made.device.total_bytes)}{of_ranks}"),
         ("weights", f"{in_units(made.weight_bytes)} ({made.weight_bytes:,} bytes)"),
         ("one step", f"about {in_units(made.step_bytes)}"),
         (

@@ -5,6 +5,7 @@ prefill worker and the wire between the two. No router is needed, and nothing is
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -21,6 +22,7 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0  # of one question
+_DESCRIBE_TIMEOUT_S = 2.0
 _GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, logprobs=NUM_ALTERNATIVES)
 _LEAST_TOKENS = 48  # more than any decode worker computes itself by default
 
@@ -69,7 +71,8 @@ class Proving:
                 num_tokens = min(
                     len(PROMPT), max(_LEAST_TOKENS, described.max_local_tokens + 1), described.context_length // 2
                 )
-                answer, prefilled_by = await _ask(channel, num_tokens, prefill)
+                candidates = [await self._candidate(one) for one in prefill]
+                answer, prefilled_by = await _ask(channel, num_tokens, candidates)
         except TimeoutError:
             raise Unavailable(f"the canary was not answered within {TIMEOUT_S:g} s") from None
         except grpc.aio.AioRpcError as error:
@@ -81,8 +84,21 @@ class Proving:
         if wrong:
             raise Poisoned(f"it answers wrongly: {wrong}")
 
+    async def _candidate(self, member: Member) -> worker_pb2.PrefillCandidate:
+        """One that does not say how many ranks it has cannot prefill either."""
+        num_ranks = 0
+        with contextlib.suppress(TimeoutError, grpc.aio.AioRpcError):
+            async with asyncio.timeout(_DESCRIBE_TIMEOUT_S), self._dial(member.address) as channel:
+                described = await worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest())
+                num_ranks = described.num_ranks
+        return worker_pb2.PrefillCandidate(
+            worker_id=member.worker_id, epoch=member.epoch, address=member.address, num_ranks=num_ranks
+        )
 
-async def _ask(channel: grpc.aio.Channel, num_tokens: int, prefill: Sequence[Member]) -> tuple[Answer, str]:
+
+async def _ask(
+    channel: grpc.aio.Channel, num_tokens: int, prefill: Sequence[worker_pb2.PrefillCandidate]
+) -> tuple[Answer, str]:
     """The answer, and who prefilled."""
     submit = worker_pb2.DecodeSubmit(
         stream_id=1,
@@ -92,10 +108,7 @@ async def _ask(channel: grpc.aio.Channel, num_tokens: int, prefill: Sequence[Mem
         sampling=wire.sampling_to_wire(_GREEDY),
         salt=secrets.token_bytes(16),
         timeout_ms=int(TIMEOUT_S * 1e3),
-        prefill_candidates=[
-            worker_pb2.PrefillCandidate(worker_id=one.worker_id, epoch=one.epoch, address=one.address)
-            for one in prefill
-        ],
+        prefill_candidates=prefill,
     )
     ended = asyncio.Event()
 

@@ -50,6 +50,7 @@ class ActorSpec:
     share: Share
     node_id: str | None = None  # a node that it must run on, without a reservation
     use_node_address: bool = False  # listen on the node's address and not on loopback
+    num_ranks: int = 1  # processes that have a part of the model each; each gets a share
 
     @property
     def name(self) -> str:
@@ -115,7 +116,7 @@ class RayProcess:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(spec.node_id, soft=False)
             options["memory"] = ONE_BYTE
         else:
-            group = await ray_placement.place(spec.name, spec.share, self._on_unplaced)
+            group = await ray_placement.place(spec.name, spec.share, self._on_unplaced, spec.num_ranks)
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         self._actor = await asyncio.to_thread(self._make, options)
         self._life = self._actor.live.remote()

@@ -18,6 +18,7 @@ from penstock.types import Epoch, Role, WorkerId
 
 if TYPE_CHECKING:
     from decode_worker.server import DecodeServer
+    from engine.ranks import Launch
     from engine.replica import Replica
     from prefill_worker.server import PrefillServer
 
@@ -30,10 +31,11 @@ _NO_EPOCH = Epoch(0)
 class RoleHost:
     """A worker server whose role may change. After a failed flip only `stop` may be called."""
 
-    def __init__(self, config: WorkerConfig, *, waits: bool = False) -> None:
+    def __init__(self, config: WorkerConfig, *, waits: bool = False, launch: Launch | None = None) -> None:
         """One that `waits` is a spare: it loads what `config` names and serves only once it was given a name and a role
-        by `flip`."""
+        by `flip`. `launch` starts the processes of other ranks, by default plain ones."""
         self._config = config
+        self._launch = launch
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._replica: Replica | None = None
         self._warming = threading.Thread(target=_warm_up_wires, args=(config,), name="warm up", daemon=True)
@@ -46,11 +48,11 @@ class RoleHost:
         if config.role is Role.PREFILL:
             from prefill_worker.server import PrefillServer
 
-            server = PrefillServer(config, replica)
+            server = PrefillServer(config, replica, self._launch)
         else:
             from decode_worker.server import DecodeServer
 
-            server = DecodeServer(config, replica)
+            server = DecodeServer(config, replica, self._launch)
         server.failed.add_done_callback(self._on_failed)
         return server
 
@@ -87,9 +89,11 @@ class RoleHost:
             await self._serving.start(on_progress)
             return
         from engine.replica import Replica
+        from kv_transfer.rank import launch_ranks
 
         self._make(self._config, None)  # what it will serve with is imported too
-        self._replica = await asyncio.to_thread(Replica.load, self._config.engine, on_progress)
+        launch = self._launch or launch_ranks
+        self._replica = await asyncio.to_thread(Replica.load, self._config.engine, on_progress, launch)
 
     async def flip(self, worker_id: WorkerId, role: Role) -> None:
         """Serves in the other role from now on, or a spare in its first one, under this name and a new epoch.

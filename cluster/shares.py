@@ -7,6 +7,7 @@ does not have: two cores hold a router and three workers.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field
 
 from penstock.config import PoolConfig, ServeConfig
@@ -46,14 +47,20 @@ class Share:
         return {**bounds, "TOKENIZERS_PARALLELISM": "false"}
 
 
+def rank_environment() -> dict[str, str]:
+    """What bounds this process's libraries, for others like it."""
+    names = (*_THREAD_VARIABLES, "TOKENIZERS_PARALLELISM", "PYTHONPATH")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 # The router and the controller wait far more than they compute: they take no worker's cores.
 FRONT_SHARE = Share(num_cpus=0.0, num_threads=1)
 
 
 def divide(config: ServeConfig, num_cores: float, num_gpus: float = 0.0) -> dict[str, Share]:
-    """Share of one worker, by pool name. Several workers of a pool get the same."""
+    """Share of one rank of a worker, by pool name. Several workers of a pool get the same."""
     pools = {Role.PREFILL.value: config.prefill_pool, Role.DECODE.value: config.decode_pool}
-    num_workers = sum(pool.replicas for pool in pools.values())
+    num_workers = sum(num_processes(config).values())
     even_cpus = _floor(num_cores / num_workers)
     even_gpus = _gpus_each(num_workers, num_gpus) if _wants_gpus(config) else 0.0
     return {name: _share(pool, even_cpus, even_gpus) for name, pool in pools.items()}
@@ -61,8 +68,14 @@ def divide(config: ServeConfig, num_cores: float, num_gpus: float = 0.0) -> dict
 
 def num_cpus_needed(config: ServeConfig, shares: dict[str, Share]) -> float:
     """Cores that Ray must know of for every worker to be placed."""
-    replicas = {Role.PREFILL.value: config.prefill_pool.replicas, Role.DECODE.value: config.decode_pool.replicas}
-    return sum(share.num_cpus * replicas[name] for name, share in shares.items())
+    counts = num_processes(config)
+    return sum(share.num_cpus * counts[name] for name, share in shares.items())
+
+
+def num_processes(config: ServeConfig) -> dict[str, int]:
+    """Ranks of all workers, by pool name."""
+    replicas = {Role.PREFILL: config.prefill_pool.replicas, Role.DECODE: config.decode_pool.replicas}
+    return {role.value: number * config.engine_config(role).tensor_parallel for role, number in replicas.items()}
 
 
 def _share(pool: PoolConfig, even_cpus: float, even_gpus: float) -> Share:

@@ -21,6 +21,7 @@ from decode_worker.transfers import Transfers
 from decode_worker.worker import DecodeWorker
 from engine.checkup import check_up
 from engine.engine import Engine
+from engine.ranks import Launch
 from engine.replica import Replica
 from engine.step_loop import StepLoop
 from engine.worker_identity import describe
@@ -48,14 +49,16 @@ class DecodeServer:
 
     role = Role.DECODE
 
-    def __init__(self, config: WorkerConfig, replica: Replica | None = None) -> None:
-        """`replica`: loaded already, and nobody else works with it any more."""
+    def __init__(self, config: WorkerConfig, replica: Replica | None = None, launch: Launch | None = None) -> None:
+        """`replica`: loaded already, and nobody else works with it any more. `launch` starts the processes of other
+        ranks, by default plain ones."""
         if config.role is not Role.DECODE:
             raise ConfigError(f"role = {config.role.value}: this is a decode worker; set role = 'decode'")
         self._config = config
         self.epoch = Epoch(time.time_ns())
         self.address = ""
         self.replica = replica
+        self._launch = launch or launch_ranks
         self._running = asyncio.get_running_loop()
         self.worker: DecodeWorker
         self._lookaside: LookasidePort | None = None
@@ -69,7 +72,7 @@ class DecodeServer:
             lookaside_secret(config)  # before weights are loaded for nothing
         trust = Trust(config.security)
         if self.replica is None:
-            self.replica = await asyncio.to_thread(Replica.load, config.engine, on_progress, launch_ranks)
+            self.replica = await asyncio.to_thread(Replica.load, config.engine, on_progress, self._launch)
         engine, events = self.replica.engine, self.replica.events
         await asyncio.to_thread(self._open_transfers, engine)
         transfers = Transfers(engine, self._receiver, self.epoch, config.transfer, lambda call: self._loop.post(call))

@@ -9,14 +9,16 @@ arithmetic, only where a measurement differs from an assumption. There are two o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.checkpoint import check_tensors
 from engine.device_memory import DeviceMemory, DeviceType
 from engine.kv_layout import DTYPE_BYTES, KVLayout
 from engine.model_config import ModelConfig
+from engine.models.cuts import tensor_cuts
 from engine.models.shapes import EMBEDDING, optional_tensors, tensor_shapes
+from engine.shard import WHOLE, Shard, shard_layout, shard_model
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 
@@ -42,6 +44,7 @@ class MemoryPlan:
     num_pages: int
     max_context: int  # tokens that a request may have
     largest_batch: dict[int, int]  # context in tokens: sequences of it that the pool holds at once
+    num_ranks: int = 1  # all figures are of one of them
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -90,9 +93,12 @@ def count_pages(config: EngineConfig, layout: KVLayout, device_type: DeviceType,
     return num_pages
 
 
-def weight_bytes(model: ModelConfig, dtype: str, device_type: DeviceType, max_context: int) -> int:
-    """Of the loaded model. On a CPU a tied head is a second, packed copy of the embedding."""
-    shapes = tensor_shapes(model)
+def weight_bytes(
+    model: ModelConfig, dtype: str, device_type: DeviceType, max_context: int, shard: Shard = WHOLE
+) -> int:
+    """Of the loaded model, or of one rank's part. On a CPU a tied head is a second, packed copy of the embedding."""
+    cuts = tensor_cuts(model, shard)
+    shapes = {name: cuts[name].shape(shape) if name in cuts else shape for name, shape in tensor_shapes(model).items()}
     num_values = sum(math.prod(shape) for shape in shapes.values())
     if model.tie_embeddings and device_type == "cpu":
         num_values += math.prod(shapes[EMBEDDING])
@@ -134,11 +140,16 @@ def plan_memory(
     max_context = select_context(config, model)
     if context is not None and not 1 <= context <= max_context:
         raise ConfigError(f"a context of {context} tokens: {config.model} takes 1 to {max_context}; give one of those")
-    layout = make_layout(config, model)
-    weights = weight_bytes(model, layout.dtype, device.type, max_context)
+    shard = Shard(0, config.tensor_parallel)  # no other rank needs more
+    if device.type == "cpu":  # all ranks share it
+        device = replace(device, total_bytes=device.total_bytes // shard.num_ranks)
+    layout = shard_layout(make_layout(config, model), shard)
+    weights = weight_bytes(model, layout.dtype, device.type, max_context, shard)
     reserved = _CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
     free = device.total_bytes - reserved - weights
-    step = step_bytes(model, layout.dtype, step_tokens or saturating_tokens(device.type), max_sequences)
+    step = step_bytes(
+        shard_model(model, shard), layout.dtype, step_tokens or saturating_tokens(device.type), max_sequences
+    )
     _check_weights(config, device, layout, weights, free - step)
     num_pages = count_pages(config, layout, device.type, free)
     kv_bytes = num_pages * layout.page_bytes
@@ -151,7 +162,9 @@ def plan_memory(
         {context for context in _CONTEXTS if context < max_context} | {max_context, context or max_context}
     )
     largest = {tokens: num_pages // -(-tokens // layout.page_size) for tokens in contexts}
-    return MemoryPlan(device, model, layout, weights, kv_bytes, host_tier, step, num_pages, max_context, largest)
+    return MemoryPlan(
+        device, model, layout, weights, kv_bytes, host_tier, step, num_pages, max_context, largest, shard.num_ranks
+    )
 
 
 def _check_weights(config: EngineConfig, device: DeviceMemory, layout: KVLayout, weights: int, left: int) -> None:

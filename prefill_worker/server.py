@@ -9,6 +9,7 @@ from functools import partial
 
 from engine.checkup import check_up
 from engine.engine import Engine
+from engine.ranks import Launch
 from engine.replica import Replica
 from engine.step_loop import StepLoop
 from engine.worker_identity import describe
@@ -37,14 +38,16 @@ class PrefillServer:
 
     role = Role.PREFILL
 
-    def __init__(self, config: WorkerConfig, replica: Replica | None = None) -> None:
-        """`replica`: loaded already, and nobody else works with it any more."""
+    def __init__(self, config: WorkerConfig, replica: Replica | None = None, launch: Launch | None = None) -> None:
+        """`replica`: loaded already, and nobody else works with it any more. `launch` starts the processes of other
+        ranks, by default plain ones."""
         if config.role is not Role.PREFILL:
             raise ConfigError(f"role = {config.role.value}: this is a prefill worker; set role = 'prefill'")
         self._config = config
         self.epoch = Epoch(time.time_ns())
         self.address = ""
         self.replica = replica
+        self._launch = launch or launch_ranks
         self.worker: PrefillWorker
         self._loop: StepLoop
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -53,7 +56,7 @@ class PrefillServer:
         """Raises CheckpointError or ConfigError; `on_progress` hears the share of the weights loaded, 0 to 1."""
         trust = Trust(self._config.security)
         if self.replica is None:
-            self.replica = await asyncio.to_thread(Replica.load, self._config.engine, on_progress, launch_ranks)
+            self.replica = await asyncio.to_thread(Replica.load, self._config.engine, on_progress, self._launch)
         engine, events = self.replica.engine, self.replica.events
         self._sender = await asyncio.to_thread(
             GroupSender,

@@ -23,6 +23,12 @@ class Cut:
     stop: int
     zeros: bool = False
 
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """Of what is read of a tensor of that shape."""
+        if self.zeros:
+            return whole
+        return (*whole[: self.dim], self.stop - self.start, *whole[self.dim + 1 :])
+
 
 Cuts = dict[str, Cut]
 

@@ -91,7 +91,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
     """Of every family, with eight heads."""
     made = {}
     for family in FAMILIES:
-        kv_heads = {} if family == "deepseek_v2" else {"num_key_value_heads": 4}
+        kv_heads = {} if family.startswith("deepseek") else {"num_key_value_heads": 4}
         folder = make_checkpoint(family, tmp_path_factory.mktemp(family), num_attention_heads=8, **kv_heads)
         made[family] = ModelConfig.from_folder(folder)
     return made

@@ -255,7 +255,7 @@ class DecodeWorker:
         """Most have a token and nothing more to say: those of one router travel together."""
         token_ids = cast(list[int], drawn.token_ids[: len(rows)])
         apart = set(rows.over(np.array(token_ids, np.int64), self._engine.model.eos_token_ids))
-        apart |= drawn.logprobs.keys()
+        apart.update(place for place in drawn.logprobs if place < len(rows))  # chunks have some too
         found = [self._requests.get(item.sequence) for item in rows.items]
         send = next((request.send for request in found if request is not None), None)
         # Ended meanwhile, or of another router than the first one's, or just moved here: one at a time.

@@ -5,7 +5,7 @@
 // for a matrix product is written as strips of tiles (linear.h), so that nothing is laid out anew.
 //
 // Shapes: T tokens, D hidden, N query heads, K KV heads, H head dim, A = N * H, F intermediate, R rows that draw.
-#include "attention.h"
+#include "attention_tiles.h"
 #include "linear.h"
 #include "rows.h"
 
@@ -183,11 +183,7 @@ class Worker {
                           step.query_start,  step.context_lens, layer.qkv.outputs,   step.page_stride * 2,
                           step.num_sequences, step.table_width, step.num_heads,      step.num_kv_heads,
                           step.page_size,    step.head_dim,     int32_t(layer.window), step.scale, true};
-    const int group = step.num_heads / step.num_kv_heads, rows = rows_of_item(group);
-    Scratch scratch(rows, step.head_dim / 2, step.head_dim);
-    Attention<BFloat16, Plain> attention(problem, scratch);
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < items.size(); ++i) attention.run(items[i]);
+    attend_in_bf16(problem, items);
   }
 
   // The rows that draw move to the front; false where there is none.
@@ -220,8 +216,9 @@ extern "C" void penstock_decoder(const Layer* layers, int32_t first, int32_t las
   shape.query_start = step->query_start;
   shape.num_sequences = step->num_sequences;
   shape.num_kv_heads = step->num_kv_heads;
-  const int group = step->num_heads / step->num_kv_heads;
-  const std::vector<Item> items = list_items(shape, queries_of_item(group));
+  shape.num_heads = step->num_heads;
+  shape.page_size = step->page_size;
+  const std::vector<Item> items = list_items_of_bf16(shape);
 #pragma omp parallel num_threads(num_threads)
   {
     Worker worker(*step, between, omp_get_thread_num(), omp_get_num_threads());

@@ -1,5 +1,5 @@
 // Attention by itself; the work is done in attention.h. The twin is in engine/kernels/reference.py, in plain torch.
-#include "attention.h"
+#include "attention_tiles.h"
 
 namespace {
 
@@ -13,6 +13,12 @@ template <class T, class Codes> void attend_over(const Problem& problem, int num
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < items.size(); ++i) attention.run(items[i]);
   }
+}
+
+void attend_over_bf16(const Problem& problem, int num_threads) {
+  const std::vector<Item> items = list_items_of_bf16(problem);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && items.size() > 1)
+  attend_in_bf16(problem, items);
 }
 
 template <class T> void attend(const Problem& problem, int codes, int num_threads) {
@@ -35,7 +41,9 @@ extern "C" void penstock_paged_attention(
   const Problem problem{q,           pool,        out,       page_table,   query_start, context_lens, q_stride,
                         page_stride, num_sequences, table_width, num_heads, num_kv_heads, page_size,  head_dim,
                         window,      scale,       false};
-  if (is_bf16)
+  if (is_bf16 && codes == 0)
+    attend_over_bf16(problem, num_threads);
+  else if (is_bf16)
     attend<BFloat16>(problem, codes, num_threads);
   else
     attend<Float32>(problem, codes, num_threads);

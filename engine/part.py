@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from engine.cores import bind_to_cores
 from engine.kernels import AttentionBackend, select_backend, select_ops
 from engine.kernels.kv_codes import layers_of
 from engine.kv_layout import KVLayout
@@ -52,8 +53,9 @@ class Part:
         """Reads this rank's share of the checkpoint; blocks, also for the other ranks (`join`).
 
         Raises CheckpointError for a folder that cannot be served, ConfigError for settings that cannot work."""
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        num_cores = bind_to_cores(config.cores) if config.cores is not None else None
+        if num_threads := config.num_threads or num_cores:
+            torch.set_num_threads(num_threads)
         device = select_device(config.device, shard)
         attention = select_backend(config.attention, device)
         model = ModelConfig.from_folder(config.model)

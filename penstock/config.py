@@ -47,7 +47,8 @@ class EngineConfig(_Frozen):
     disk_path: str | None = None  # a folder with room for them
     zero_freed_pages: bool = False  # erase what a page held as soon as nobody holds the page
     run_ahead: bool | None = None  # decode: give the device the next step before this one is over; default: on GPUs
-    num_threads: int | None = Field(None, ge=1)  # of the math libraries, each rank's; default: every core
+    cores: str | None = None  # of this worker alone, such as "0-3,8"; default: wherever the system puts its threads
+    num_threads: int | None = Field(None, ge=1)  # of the math libraries, each rank's; default: every core that it has
     tensor_parallel: int = Field(1, ge=1, le=64)  # ranks that hold a part of each layer; processes of one machine
     rank_timeout_s: float = Field(10.0, gt=0)  # without a sign of life of a rank; the worker then ends
 

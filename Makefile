@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-autoscale bench-flips bench-engine gpu-check clean
+.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine gpu-check clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-engine   one engine beside the bare-torch floor, eager torch, transformers and, where installed, vLLM"
 	@echo "make bench-replay   every policy on every trace in virtual time   (PENSTOCK_TRACES=DIR for recorded ones)"
 	@echo "make bench-faults   workers, routers, a node and the controller killed or frozen: noticed when, replaced when"
+	@echo "make bench-startup  a worker cold, from a spare, after a kill and a freeze; weights loaded first and shared"
 	@echo "make bench-autoscale   the autoscaler beside one that goes by queue lengths, in virtual time"
 	@echo "make bench-flips    50 role flips, scale-downs and restarts under load, every token compared"
 	@echo "make bench-steps    what a decode step costs besides the model, at batches of 1 to 256"
@@ -77,6 +78,10 @@ bench-replay: setup
 
 bench-faults: setup
 	$(PY) -m benchmarks.faults
+
+bench-startup: setup
+	$(PY) -m benchmarks.startup
+	$(PY) -m benchmarks.weights
 
 bench-autoscale: setup
 	$(PY) -m benchmarks.autoscale

@@ -89,7 +89,9 @@ class Controller:
         self.events = EventLog(time.time)
         self._pools = pools = Pools(config, record)
         self._keeper = RecordKeeper(record, save, pools, proving.judge if proving else None)
-        self._publication = Publication(pools, record.first_version, self._cohort_of, self._on_change)
+        self._publication = Publication(
+            pools, record.first_version, self._cohort_of, self._on_change, lambda: self.spares.count_warm()
+        )
         publish = self._publication.publish
         self._readiness = Readiness(pools, canary, config.start_timeout_s, publish, was_ready=record.was_ready)
         self.reports = Reports(pools)

@@ -18,9 +18,15 @@ from penstock.v1 import admin_pb2
 
 class Publication:
     def __init__(
-        self, pools: Pools, first_version: int, cohort_of: Callable[[WorkerId], str], on_change: Callable[[], None]
+        self,
+        pools: Pools,
+        first_version: int,
+        cohort_of: Callable[[WorkerId], str],
+        on_change: Callable[[], None],
+        count_spares: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """`cohort_of` tells a worker's place among the shares; `on_change` is called once a change is published."""
+        """`cohort_of` tells a worker's place among the shares; `on_change` is called once a change is published.
+        `count_spares` tells each pool's warm processes."""
         self.members: tuple[Member, ...] = ()
         self.version = first_version
         self.stopped = False
@@ -30,6 +36,8 @@ class Publication:
         self._membership_version = first_version + 1
         self._routers: Counter[str] = Counter()  # watches of each router's peer address
         self._shares: Mapping[str, float] = {}  # of new requests, by cohort, while two serve
+        self._count_spares = count_spares
+        self._spares: Mapping[str, int] = {}
         self._changed = asyncio.Event()
 
     def adopt_members(self) -> None:
@@ -41,9 +49,9 @@ class Publication:
 
     def publish(self) -> None:
         """Counts the change and wakes everyone who follows."""
-        members = self._current_members()
-        if members != self.members:
-            self.members = members
+        members, spares = self._current_members(), dict(self._count_spares())
+        if members != self.members or spares != self._spares:
+            self.members, self._spares = members, spares
             self._membership_version += 1
         self.version += 1
         self._changed.set()
@@ -107,7 +115,11 @@ class Publication:
                     sent = self._membership_version
                     members = [wire.member_to_wire(one) for one in self.members]
                     yield admin_pb2.Membership(
-                        version=sent, members=members, routers=self.routers(), shares=self._shares
+                        version=sent,
+                        members=members,
+                        routers=self.routers(),
+                        shares=self._shares,
+                        spares=self._spares,
                     )
                 await changed.wait()
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -174,6 +175,10 @@ class Spares:
     def has_warm(self, pool_name: str) -> bool:
         """A worker of this pool would start in an instant."""
         return any(one.state is SpareState.WARM and one.name.spare_of == pool_name for one in self._spares)
+
+    def count_warm(self) -> dict[str, int]:
+        """Of each pool that has any."""
+        return dict(Counter(one.name.spare_of for one in self._spares if one.state is SpareState.WARM))
 
     def take(self, incarnation: Incarnation, spawn: Spawn) -> SupervisedProcess | None:
         """A process that becomes this worker, the warmest that there is; None where there is none that has its place.

@@ -76,6 +76,7 @@ class Fleet:
         self._waiters: set[asyncio.Future[None]] = set()
         self._load_watchers: list[Callable[[], None]] = []
         self._groups: dict[tuple[str | None, str | None], Group | None] = {}  # found since the last change
+        self.spares: Mapping[str, int] = {}  # warm processes by pool, as the controller says
         self._shares: Mapping[str, float] = {}  # of new requests, by cohort; none: all to the largest group
 
     def sent_to(self, worker_id: WorkerId, now_s: float) -> Work:
@@ -260,6 +261,7 @@ async def follow_admin(address: str, fleet: Fleet) -> None:
                     backoff.reset()
                     log.info("membership version %d: %d members", membership.version, len(membership.members))
                     fleet.peers.set_addresses(membership.routers)
+                    fleet.spares = dict(membership.spares)
                     fleet.set_members([wire.member_from_wire(one) for one in membership.members], membership.shares)
                 log.info("the admin service at %s ended its stream", address)
             except grpc.RpcError as error:

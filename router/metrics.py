@@ -90,6 +90,17 @@ class RouterMetrics:
         for tier in ("device", "host", "disk"):
             hits.labels(self._model, tier).set_function(functools.partial(tier_hits, tier))
 
+    def watch_spares(self, count: Callable[[str], float]) -> None:
+        """`count` tells a pool's warm ones."""
+        spares = Gauge(
+            "penstock:warm_spares",
+            "Warm processes that may become workers of the pool, by the controller",
+            [*_LABELS, "pool"],
+            registry=self._registry,
+        )
+        for role in Role:
+            spares.labels(self._model, role.value).set_function(functools.partial(count, role.value))
+
     def watch_index(self, index: PrefixIndex, num_mute: Callable[[], int]) -> None:
         self._registry.register(IndexCollector(self._model, index, num_mute))
 

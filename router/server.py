@@ -181,6 +181,7 @@ class RouterServer:
             tier_hits=lambda tier: sum(getattr(one.load.cache, f"{tier}_hits") for one in fleet.followers),
             num_workers=lambda role: sum(one.takes_work and one.description.role == role for one in fleet.followers),
         )
+        self._metrics.watch_spares(lambda pool: fleet.spares.get(pool, 0))
         self._metrics.watch_index(fleet.index, lambda: sum(one.is_mute for one in fleet.followers))
         self._metrics.admission.watch(
             num_waiting=gate.admission.num_waiting_in,

@@ -4,21 +4,28 @@ by the test; `test_cluster_nodes.py` and the benchmark have real ones."""
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import supervision
+from cluster.canary import Judge
 from cluster.controller import Controller
 from cluster.pool import Incarnation, Slot, WorkerState
+from cluster.proving import Proving
 from cluster.recovery import newest, parse_name
+from cluster.role_host import RoleHost
 from cluster.spare_count import choose_count
 from cluster.supervised import Found, Started
-from penstock.config import PoolConfig
+from penstock.config import EngineConfig, PoolConfig, TransferConfig, WorkerConfig
 from penstock.errors import Unavailable
-from penstock.types import Epoch, WorkerId
+from penstock.grpc_server import make_channel
+from penstock.types import Epoch, Member, Role, WorkerId
 from penstock.v1 import admin_pb2
+from tests.checkpoints import make_checkpoint
 from tests.test_cluster_controller import CONFIG, FakeProcess, World, worker
 
 
@@ -60,6 +67,9 @@ async def test_a_lost_worker_is_followed_by_the_spare_and_another_one_warms_up()
     await world.ready()
     before = await world.warm("decode-spare-0")
     assert (before.spares[0].pool, before.spares[0].pid) == ("decode", 5000)
+    watch = world.controller.watch_membership()
+    assert dict((await anext(watch)).spares) == {"decode": 1}  # for the routers' metrics
+    await watch.aclose()
     world.processes["decode-1", 1].lose()
     after = await world.until(lambda status: status.spares and status.spares[0].name == "decode-spare-1")
     now = worker(after, "decode-1")
@@ -189,3 +199,22 @@ def test_how_many(configured: int, present: int, states: list[WorkerState]) -> N
         assert count == present  # no start beside a start, and no stand-in leaves before it is taken
     else:
         assert count == configured
+
+
+async def test_a_warm_process_becomes_a_worker_that_answers(tmp_path: Path) -> None:
+    """The real one: weights are there before it has a role, and the canary is answered once it has."""
+    folder = make_checkpoint("llama", tmp_path)
+    engine = EngineConfig(model=str(folder), num_pages=64, max_context=256)
+    config = WorkerConfig(worker_id="decode-spare-0", role=Role.DECODE, engine=engine)
+    host = RoleHost(config.model_copy(update={"transfer": TransferConfig(transport="shm")}), waits=True)
+    await host.start()
+    assert (host.address, host.epoch) == ("", 0)
+    assert await host.wait_idle(0.0)
+    before_ns = time.time_ns()
+    await host.flip(WorkerId("decode-4"), Role.DECODE)
+    try:
+        assert (host.worker_id, host.epoch > before_ns) == ("decode-4", True)
+        member = Member(WorkerId("decode-4"), host.epoch, Role.DECODE, host.address)
+        await Proving(Judge(), make_channel).prove(member, [], [])
+    finally:
+        await host.stop()

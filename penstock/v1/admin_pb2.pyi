@@ -22,7 +22,7 @@ class Member(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., cohort: _Optional[str] = ...) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("version", "members", "routers", "shares")
+    __slots__ = ("version", "members", "routers", "shares", "spares")
     class SharesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -30,15 +30,24 @@ class Membership(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class SparesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    SPARES_FIELD_NUMBER: _ClassVar[int]
     version: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     routers: _containers.RepeatedScalarFieldContainer[str]
     shares: _containers.ScalarMap[str, float]
-    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ..., shares: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    spares: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ..., shares: _Optional[_Mapping[str, float]] = ..., spares: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class WatchMembershipRequest(_message.Message):
     __slots__ = ("router",)

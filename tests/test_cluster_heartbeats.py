@@ -138,3 +138,35 @@ async def test_a_router_is_followed_whatever_its_health_says_until_it_is_gone() 
     assert not task.done()
     await server.stop(0)
     assert "its health service does not answer: UNAVAILABLE" in await asyncio.wait_for(task, 10)
+
+
+async def test_a_router_that_listens_no_more_but_runs_was_told_to_end_and_has_its_time() -> None:
+    server, doubts = GrpcServer([]), list[str]()
+    port = await server.start("127.0.0.1", 0)
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    try:
+        following = follow_router(f"127.0.0.1:{port}", doubts.append, process.pid, drain_s=60.0)
+        task = asyncio.create_task(following)
+        await asyncio.sleep(0.2)
+        await server.stop(0)
+        async with asyncio.timeout(10):
+            while not doubts:  # noqa: ASYNC110 - nothing announces it
+                await asyncio.sleep(0.01)
+        assert "told to end" in doubts[-1]
+        assert not task.done()
+    finally:
+        process.kill()
+    assert "UNAVAILABLE" in await asyncio.wait_for(task, 10)
+    await process.wait()
+
+
+async def test_a_killed_router_is_lost_at_once_though_its_corpse_is_there() -> None:
+    server, doubts = GrpcServer([]), list[str]()
+    port = await server.start("127.0.0.1", 0)
+    process = await asyncio.create_subprocess_exec("true")
+    await process.wait()
+    task = asyncio.create_task(follow_router(f"127.0.0.1:{port}", doubts.append, process.pid, drain_s=60.0))
+    await asyncio.sleep(0.2)
+    await server.stop(0)
+    assert "UNAVAILABLE" in await asyncio.wait_for(task, 10)
+    assert not any("told to end" in doubt for doubt in doubts)

@@ -6,7 +6,11 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 TEST_PROCESSES ?= 2
 
+<<<<<<< HEAD
 .PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine gpu-check clean
+=======
+.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-autoscale bench-flips bench-engine gpu-check tune clean
+>>>>>>> 9e0bfb7 (Kernels are compiled for a Hopper in a test, measured each by itself on a GPU, and tuned by make tune)
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -24,6 +28,7 @@ help:
 	@echo "make bench-steps    what a decode step costs besides the model, at batches of 1 to 256"
 	@echo "make simulate       thousands of seeded faults in virtual time, every invariant checked   (SEEDS=N)"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
+	@echo "make tune           measure the attention kernels' tiles on the GPU at hand and keep the fastest"
 
 setup: $(STAMP)
 
@@ -97,9 +102,13 @@ bench-transfer: setup
 
 # With whatever python3 has: torch, triton, and the few packages that engine/ and penstock/ import (CONTRIBUTING.md).
 gpu-check:
-	python3 -m pytest -q -p no:cacheprovider -m gpu tests/test_engine_kernels.py tests/test_engine_host_tier.py \
+	python3 -m pytest -q -p no:cacheprovider -m gpu tests/test_engine_kernels.py tests/test_engine_ops_kernels.py \
+		tests/test_engine_sample_kernel.py tests/test_engine_latent_kernel.py tests/test_engine_grouped_gemm.py tests/test_engine_host_tier.py \
 		tests/test_engine_tier_model.py tests/test_transfer_cuda_ipc.py tests/test_engine_file_readers.py
 	python3 -m benchmarks.gpu
+
+tune:
+	python3 -m benchmarks.tune
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

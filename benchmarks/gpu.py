@@ -1,8 +1,9 @@
 """Kernels and the engine's step on a CUDA device, beside what the device can do.
 
 Decode attention is held against the copy bandwidth measured in the same run and against one contiguous SDPA call over
-the same KV; chunked prefill against SDPA over contiguous tensors; the engine's step against its bare-torch floor;
-transfers between two processes on the device (gpu_transfer.py) against the same copy bandwidth.
+the same KV; chunked prefill against SDPA over contiguous tensors; each kernel by itself (gpu_kernels.py); the engine's
+step against its bare-torch floor; transfers between two processes on the device (gpu_transfer.py) against the same copy
+bandwidth.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu_kernels import kernel_rows, paged
 from benchmarks.gpu_transfer import transfer_rows
 from benchmarks.report import Row, publish
 from benchmarks.shapes import random_llama
 from engine.engine import Engine
-from engine.kernels import AttentionBackend, select_backend
-from engine.kernels.metadata import AttentionMetadata
+from engine.kernels import AttentionBackend, select_backend, select_ops
 from engine.sequence import ScheduledSequence, Sequence
 from penstock.config import EngineConfig
 from penstock.types import RequestId, SamplingParams
@@ -52,37 +53,10 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / seconds(lambda: target.copy_(source))
 
 
-def make_metadata(query_lens: list[int], context_lens: list[int]) -> tuple[AttentionMetadata, int]:
-    """Sequences on shuffled pages, and how many pages they need."""
-    pages_each = [-(-length // PAGE_SIZE) for length in context_lens]
-    order = torch.randperm(sum(pages_each), generator=torch.Generator().manual_seed(0)).int()
-    table = torch.zeros(len(context_lens), max(pages_each), dtype=torch.int32)
-    slots = []
-    taken = 0
-    for row, (count, queries, context) in enumerate(zip(pages_each, query_lens, context_lens, strict=True)):
-        table[row, :count] = order[taken : taken + count]
-        taken += count
-        positions = torch.arange(context - queries, context)
-        slots.append(torch.stack([table[row, positions // PAGE_SIZE].long(), positions % PAGE_SIZE]))
-    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    page, offset = torch.cat(slots, dim=1).cuda()
-    meta = AttentionMetadata(
-        page_table_BP=table.cuda(),
-        query_start_B1=starts.cuda(),
-        context_lens_B=torch.tensor(context_lens, dtype=torch.int32).cuda(),
-        max_query_len=max(query_lens),
-        max_context_len=max(context_lens),
-        num_decodes=sum(1 for length in query_lens if length == 1),
-        slot_page_T=page,
-        slot_offset_T=offset,
-    )
-    return meta, sum(pages_each)
-
-
 def attention_rows(backend: AttentionBackend, bytes_per_s: float) -> Iterator[Row]:
     scale = HEAD_DIM**-0.5
     for batch, context in ((1, 8192), (16, 2048), (64, 2048), (256, 1024)):
-        meta, num_pages = make_metadata([1] * batch, [context] * batch)
+        meta, num_pages = paged([1] * batch, [context] * batch, PAGE_SIZE)
         # Three layers, so that a layer's view is strided as in a model.
         pool = torch.randn(num_pages, 3, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         q_TNH = torch.randn(batch, NUM_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
@@ -95,7 +69,7 @@ def attention_rows(backend: AttentionBackend, bytes_per_s: float) -> Iterator[Ro
         yield Row(f"paged decode, {at}", kv_bytes / paged_s / 1e9, "GB/s", "device copy", bytes_per_s / 1e9)
         yield Row(f"paged decode, {at}", paged_s * 1e6, "us", "contiguous SDPA", sdpa_s * 1e6)
     for queries, context in ((2048, 2048), (512, 8192)):
-        meta, num_pages = make_metadata([queries], [context])
+        meta, num_pages = paged([queries], [context], PAGE_SIZE)
         pool = torch.randn(num_pages, 3, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         q_TNH = torch.randn(queries, NUM_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         paged_s = seconds(lambda: backend.paged_attention(q_TNH, pool[:, 1], meta, scale, None))  # noqa: B023
@@ -151,6 +125,7 @@ def main() -> int:
     bytes_per_s = copy_bandwidth()
     backend = select_backend("triton", torch.device("cuda"))
     rows = [Row("device copy", bytes_per_s / 1e9, "GB/s"), *attention_rows(backend, bytes_per_s)]
+    rows += kernel_rows(backend, select_ops(backend), bytes_per_s, seconds)
     rows += engine_rows(bytes_per_s)
     rows += transfer_rows(bytes_per_s, seconds)
     publish("gpu", f"{name}; one layer of the 8B shape, page {PAGE_SIZE}, bf16; engine on the 135M shape", rows)

@@ -1,19 +1,22 @@
 """Compiles Triton kernels for a Hopper without one: what is launched inside `recording`, with the shapes of the call.
 
-Run in a process of its own with TRITON_INTERPRET=0, since the choice to interpret is made when a kernel is imported.
-Nothing is computed: a launch compiles to machine code and says what that takes.
+Nothing is computed: a launch compiles to machine code and says what that takes. `python -m tests.hopper` does so with
+the engine's kernels, in a process of its own with TRITON_INTERPRET=0: whether to interpret is settled by an import.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -21,7 +24,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-SHARED_BYTES = 227 * 1024  # what a program may have of a multiprocessor
+from engine.draws import Draws
+from engine.kernels import join_splits
+from engine.kernels.grouped_gemm import grouped_gemm
+from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
+from engine.kernels.sample import draw_tokens
+from engine.kernels.triton_backend import TritonAttention, TritonOps
+from penstock.types import SamplingParams
+
 _TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64",
     torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
@@ -85,3 +95,82 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
     return int(found[1]), int(found[2])
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def _batch(num_decodes: int, chunk: int, context: int) -> AttentionMetadata:
+    """Decodes, or one chunk where there are none."""
+    num_sequences, num_tokens = max(1, num_decodes), max(num_decodes, chunk)
+    return AttentionMetadata(
+        page_table_BP=zeros(num_sequences, context // 16, dtype=torch.int32),
+        query_start_B1=zeros(num_sequences + 1, dtype=torch.int32),
+        context_lens_B=zeros(num_sequences, dtype=torch.int32),
+        max_query_len=max(1, chunk),
+        max_context_len=context,
+        num_decodes=num_decodes,
+        slot_page_T=zeros(num_tokens, dtype=torch.int64),
+        slot_offset_T=zeros(num_tokens, dtype=torch.int64),
+    )
+
+
+def _attend(num_decodes: int, chunk: int, dim: int, stored: torch.dtype = torch.bfloat16) -> None:
+    pool = zeros(4, 3, 2, 8, 16, dim).to(stored)[:, 1]
+    scales = zeros(4, 2, 8, 16, dtype=torch.float32) if stored.itemsize == 1 else None
+    query = zeros(max(num_decodes, chunk), 32, dim)
+    TritonAttention().paged_attention(query, pool, _batch(num_decodes, chunk, 4096), 0.1, None, None, scales)
+
+
+def _draw() -> None:
+    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.5)
+    draw_tokens(zeros(4, 128_256), Draws.of([sampling] * 4, [1] * 4, 128_256, torch.device("cpu")))
+
+
+def _experts(num_rows: int) -> None:
+    starts = zeros(129, dtype=torch.int32)
+    grouped_gemm(zeros(num_rows, 2048), zeros(128, 1536, 2048), starts, zeros(num_rows, dtype=torch.int64))
+
+
+def _layer() -> None:
+    ops = TritonOps()
+    ops.add_rms_norm(zeros(8, 4096), zeros(8, 4096), zeros(4096), 1e-5)
+    ops.silu_and_mul(zeros(8, 28672))
+    layer = KvLayer(zeros(4, 3, 2, 8, 16, 128)[:, 1])
+    angles = zeros(8, 2, 64, dtype=torch.float32)
+    norms = QkNorms(zeros(128), zeros(128), 1e-6)
+    TritonAttention().store_qkv(zeros(8, 48, 128), angles, norms, layer, _batch(8, 0, 64), ops)
+
+
+def _latent(num_decodes: int) -> None:
+    pool = zeros(4, 3, 2, 1, 64, 288)[:, 1]
+    TritonAttention().latent_attention(zeros(num_decodes, 128, 576), pool, _batch(num_decodes, 0, 4096), 0.1, 512)
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {
+    "decode": lambda: _attend(4, 0, 128),
+    "decode of 96": lambda: _attend(4, 0, 96),
+    "decode of fp8": lambda: _attend(4, 0, 128, torch.float8_e4m3fn),
+    "prefill": lambda: _attend(0, 2048, 128),
+    "prefill of 96": lambda: _attend(0, 2048, 96),
+    "latents": lambda: _latent(4),
+    "layer": _layer,
+    "draws": _draw,
+    "experts, few rows": lambda: _experts(16),
+    "experts, many rows": lambda: _experts(128 * 128),
+}
+
+
+def main() -> int:
+    found = {}
+    for name, launch in LAUNCHES.items():
+        with recording() as compiled, mock.patch.object(join_splits, "_num_multiprocessors", return_value=132):
+            launch()
+        found[name] = [asdict(kernel) for kernel in compiled]
+    json.dump(found, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -142,37 +138,3 @@ def test_large_shapes_on_a_gpu(counts: list[int], dtype: torch.dtype) -> None:
     """A layer of Qwen3-30B-A3B, both of its products."""
     check(counts, 2048, 1536, dtype)
     check(counts, 768, 2048, dtype)
-
-
-_COMPILE = """
-import sys
-import triton
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from engine.kernels.grouped_gemm import _gemm_kernel
-shape = dict(NUM_EXPERTS=128, EXPERTS_PADDED=128, WIDTH_IN=2048, WIDTH_OUT=1536, GATHER=True,
-             TILE_M=int(sys.argv[1]), TILE_N=int(sys.argv[2]), TILE_K=64, DOT_TYPE=tl.bfloat16)
-types = dict(x_ptr="*bf16", weight_ptr="*bf16", start_ptr="*i32", rows_ptr="*i64", out_ptr="*bf16")
-signature = {name: "constexpr" if name in shape else types.get(name, "i32") for name in _gemm_kernel.arg_names}
-aligned = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(signature) if name not in shape}
-source = ASTSource(_gemm_kernel, signature, constexprs=shape, attrs=aligned)
-kernel = triton.compile(source, GPUTarget("cuda", 90, 32), options={"num_warps": int(sys.argv[3]), "num_stages": 3})
-assert kernel.metadata.shared <= 227 * 1024, kernel.metadata.shared
-assert "wgmma.mma_async" in kernel.asm["ptx"] or int(sys.argv[1]) < 64
-print("compiled", kernel.metadata.shared)
-"""
-
-
-@pytest.mark.parametrize(("tile_m", "tile_n", "num_warps"), [(16, 64, 4), (128, 128, 8)])
-def test_it_compiles_for_a_hopper_without_one(tile_m: int, tile_n: int, num_warps: int) -> None:
-    """To machine code that fits a multiprocessor's shared memory, on its tensor cores where tiles are wide enough."""
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE, str(tile_m), str(tile_n), str(num_warps)],
-        cwd=Path(__file__).resolve().parent.parent,
-        env={**os.environ, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout.startswith("compiled"), done.stderr

@@ -1,0 +1,57 @@
+"""Every kernel compiles for a Hopper where there is none: within shared memory and registers, on its matrix units."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED_BYTES = 227 * 1024  # what programs may have of a multiprocessor
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    """By the name of the launch, in a process that does not interpret."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hopper"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    return found
+
+
+def test_every_launch_fits_a_multiprocessor(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    kernels = {kernel["kernel"] for launches in compiled.values() for kernel in launches}
+    assert kernels >= {
+        "_decode_kernel", "_prefill_kernel", "_latent_kernel", "_join_kernel", "_gemm_kernel", "_norm_kernel",
+        "_rope_kernel", "_swiglu_kernel", "_scan_kernel", "_weigh_kernel", "_narrow_kernel", "_mass_kernel",
+        "_pick_kernel",
+    }  # fmt: skip
+    for name, launches in compiled.items():
+        for kernel in launches:
+            assert kernel["shared_bytes"] <= SHARED_BYTES, name
+            assert kernel["stack_bytes"] == 0, f"{name} spills registers"
+
+
+def test_wide_tiles_run_on_the_matrix_units_of_a_hopper(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    for name in ("prefill", "prefill of 96", "experts, many rows"):
+        assert compiled[name][0]["has_wgmma"], name
+
+
+def test_a_decode_leaves_room_for_others_beside_it(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    """Three programs to a multiprocessor hide the way to memory."""
+    for name in ("decode", "decode of 96", "decode of fp8"):
+        kernel = compiled[name][0]
+        assert kernel["shared_bytes"] <= SHARED_BYTES / 3, name
+        assert kernel["registers"] * 128 * 3 <= 65536, name

@@ -1,0 +1,66 @@
+"""Measured configurations are kept and found again; and models step on Triton's kernels as they do on plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.generate import generate
+from engine.kernels import tuning
+from engine.kernels.tuning import KernelConfig, save_tuned, select_config
+from penstock.config import EngineConfig
+from penstock.types import SamplingParams
+from tests.checkpoints import make_checkpoint
+
+DEFAULT = KernelConfig(16, 64, 4, 5)
+MEASURED = KernelConfig(16, 32, 8, 3)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a device that this machine is said to have."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuning, "device_name", lambda _: "NVIDIA_H999")
+    tuning.load_tuned.cache_clear()
+    return tuning.tuned_file("NVIDIA_H999")
+
+
+def select(shape: str) -> KernelConfig:
+    tuning.load_tuned.cache_clear()
+    return select_config("paged_decode", shape, DEFAULT, torch.device("cuda"))
+
+
+def test_what_was_measured_is_taken_and_everything_else_by_default(file: Path) -> None:
+    assert select("heads of 128") == DEFAULT
+    save_tuned(file, {"paged_decode": {"heads of 128": MEASURED}})
+    save_tuned(file, {"paged_decode": {"heads of 64": DEFAULT}, "paged_prefill": {"heads of 128": DEFAULT}})
+    assert select("heads of 128") == MEASURED
+    assert select("heads of 96") == DEFAULT
+    assert select_config("paged_decode", "heads of 128", DEFAULT, torch.device("cpu")) == DEFAULT
+
+
+@pytest.mark.parametrize("text", ["{", '{"paged_decode": {"heads of 128": {"rows": 1}}}', '["no table"]'])
+def test_a_file_that_makes_no_sense_is_named_and_left_alone(
+    text: str, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert select("heads of 128") == DEFAULT
+    assert f"{file} cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_models_step_on_triton_as_on_plain_torch(family: str, tmp_path: Path) -> None:
+    """A prompt in chunks, then decodes: heads with norms, and latents with experts."""
+    folder = make_checkpoint(family, tmp_path, num_hidden_layers=2)
+    prompt, greedy = list(range(2, 30)), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    tokens = []
+    for attention in ("torch", "triton"):
+        engine = Engine.load(
+            EngineConfig(model=str(folder), attention=attention, num_pages=8, page_size=16, num_threads=1)
+        )
+        tokens.append(generate(engine, prompt, greedy, chunk_tokens=17))
+    assert tokens[0] == tokens[1]

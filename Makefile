@@ -6,11 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 TEST_PROCESSES ?= 2
 
-<<<<<<< HEAD
-.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine gpu-check clean
-=======
-.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-autoscale bench-flips bench-engine gpu-check tune clean
->>>>>>> 9e0bfb7 (Kernels are compiled for a Hopper in a test, measured each by itself on a GPU, and tuned by make tune)
+.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine gpu-check tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"

@@ -58,7 +58,11 @@ class RoleHost:
 
     def _on_failed(self, failed: asyncio.Future[None]) -> None:
         error = None if failed.cancelled() else failed.exception()
-        if error is not None and not self.failed.done():
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
             self.failed.set_exception(error)
 
     @property
@@ -94,6 +98,12 @@ class RoleHost:
         self._make(self._config, None)  # what it will serve with is imported too
         launch = self._launch or launch_ranks
         self._replica = await asyncio.to_thread(Replica.load, self._config.engine, on_progress, launch)
+        loop = asyncio.get_running_loop()
+
+        def on_lost(error: BaseException) -> None:
+            loop.call_soon_threadsafe(self._fail, error)
+
+        self._replica.engine.when_lost(on_lost)  # while it waits; once it serves, its server hears of it too
 
     async def flip(self, worker_id: WorkerId, role: Role) -> None:
         """Serves in the other role from now on, or a spare in its first one, under this name and a new epoch.
@@ -126,6 +136,8 @@ class RoleHost:
     async def stop(self) -> None:
         if self._serving is not None:
             await self._serving.stop()
+        elif self._replica is not None:
+            await asyncio.to_thread(self._replica.engine.close)
 
 
 def _warm_up_wires(config: WorkerConfig) -> None:

@@ -160,7 +160,7 @@ def stop(arguments: Namespace) -> int:
 def drain(arguments: Namespace) -> int:
     """Prints how far it is; Ctrl-C leaves, and the drain goes on."""
     if (arguments.worker is None) is (arguments.node is None):
-        raise InvalidInput("worker", "or --node must be given, and not both")
+        raise InvalidInput("worker", "and --node: give one of the two")
     if arguments.within is not None and (arguments.node is None or arguments.within <= 0):
         raise InvalidInput("within", f"is {arguments.within:g}; give seconds above 0, beside --node")
     if arguments.timeout <= 0:

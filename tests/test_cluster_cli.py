@@ -298,3 +298,10 @@ def test_what_to_type_next_knows_of_tls_and_keys() -> None:
     assert "--tls" not in plain
     assert 'curl https://h:1/v1/completions -H "Authorization: Bearer $PENSTOCK_API_KEY"' in secured
     assert "penstock generate --tls --server h:2" in secured
+
+
+def test_a_drain_is_of_a_worker_or_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give one of the two" in refusal(capsys, "drain")
+    assert "give one of the two" in refusal(capsys, "drain", "decode-1", "--node", "n")
+    assert "within: is 5; give seconds above 0, beside --node" in refusal(capsys, "drain", "decode-1", "--within", "5")
+    assert "give seconds above 0" in refusal(capsys, "drain", "--node", "n", "--within", "0")

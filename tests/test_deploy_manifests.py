@@ -257,6 +257,16 @@ def test_budgets_count_pods_in_whole_numbers_and_leave_room() -> None:
         assert not find(objects, "HorizontalPodAutoscaler")
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_worker_s_pod_that_is_told_to_end_has_time_to_be_emptied(case: str) -> None:
+    (cluster,) = find(manifests(CASES[case]), "RayCluster")
+    for template in templates(cluster)[1:]:
+        spec = template["spec"]
+        (drain_s,) = [one["value"] for one in spec["containers"][0]["env"] if one["name"].endswith("DRAIN_TIMEOUT_S")]
+        assert spec["containers"][0]["args"][0].endswith('exec $KUBERAY_GEN_RAY_START_CMD"')  # Ray gets the signal
+        assert 30 <= int(drain_s) <= spec["terminationGracePeriodSeconds"] - 10
+
+
 def test_versions_are_those_of_the_repository() -> None:
     values, chart = (yaml.safe_load((CHART / name).read_text()) for name in ("values.yaml", "Chart.yaml"))
     assert f"ray=={values['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()

@@ -21,7 +21,7 @@ from penstock.async_client import AsyncClient
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError, InvalidInput
 from penstock.grpc_server import make_channel
-from penstock.types import Role, SamplingParams
+from penstock.types import Role, SamplingParams, WorkerId
 from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.hosted import PROMPTS, SAMPLING, Hosted, Load, hosted
 from tests.test_faults import MODEL
@@ -261,4 +261,7 @@ async def test_two_truly_different_revisions_serve_side_by_side_and_neither_uses
         assert last.stage is UpgradeStage.ROLLED_BACK
         assert not any(await ask_all())
         assert set(deployment.members()) == {"decode-0", "prefill-0", "router-0"}
+        staying = deployment.workers[WorkerId("decode-0")].host.server.replica
+        assert staying is not None
+        assert new.isdisjoint(staying.engine.prefix_cache._nodes)  # those that left handed nothing over
     assert set(deployment.pinned) == {0}

@@ -151,6 +151,7 @@ def compare(trace: str, start_s: float, results: Sequence[Result], detailed: Seq
         (one for one in results if one.policy.startswith(FORESIGHT)), key=lambda one: (one.num_missed, one.worker_hours)
     )
     chosen = choose(rivals, ours)
+    floor = min(one.num_missed for one in results)
     held = {rule: ratios(ours, one) for rule, one in chosen.items()}
     print(f"\n{trace}, start-up {start_s:g} s")
     for rule, one in ({"": ours} | chosen | {"knows the trace": foresight}).items():
@@ -160,7 +161,8 @@ def compare(trace: str, start_s: float, results: Sequence[Result], detailed: Seq
         words = ", ".join(
             f"{name} {ratio:.2f}{'' if met.get(name, True) else ' (not met)'}" for name, ratio in found.items()
         )
-        print(f"  ours over {rule}: {words}")
+        avoidable = f"{ours.num_missed - floor} avoidable misses over {chosen[rule].num_missed - floor}"
+        print(f"  ours over {rule}: {words}; {avoidable}")
     for one in detailed:
         print(f"  {_line(one)}  in detail", flush=True)
     return {
@@ -169,7 +171,10 @@ def compare(trace: str, start_s: float, results: Sequence[Result], detailed: Seq
         "rivals": {rule: one.policy for rule, one in chosen.items()},
         "ratios": held,
         "met": {rule: judge(rule, found) for rule, found in held.items()},
-        "fewest_missed_by_anyone": min(one.num_missed for one in results),
+        "fewest_missed_by_anyone": floor,
+        "avoidable_ratios": {
+            rule: (ours.num_missed - floor) / max(1, one.num_missed - floor) for rule, one in chosen.items()
+        },
         "foresight": foresight.policy,
         "foresight_ratios": {rule: ratios(foresight, one) for rule, one in chosen.items()},
         "rows": [asdict(one) for one in results],

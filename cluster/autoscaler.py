@@ -232,7 +232,8 @@ class Autoscaler:
             pool, giving = signals.pools[role], signals.pools[other]
             if need is None or spare is None or "override" in (records[role].verdict, records[other].verdict):
                 continue
-            lacks = min(need, self._bounds[role].highest) > max(len(pool.ready), pool.desired)
+            num_stuck = len(pool.starting_s) - _num_coming(pool, now_s, self.config)
+            lacks = min(need, self._bounds[role].highest) > max(len(pool.ready), pool.desired - num_stuck)
             left, least = len(giving.ready) - 1, max(self._sufficed(other, now_s), self._bounds[other].lowest, 1)
             if lacks and left >= least and giving.desired == len(giving.ready):
                 return Flip(other, role)

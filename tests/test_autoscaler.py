@@ -178,6 +178,14 @@ def test_a_worker_changes_its_role_where_one_pool_has_what_the_other_lacks() -> 
     assert Flip(Role.DECODE, Role.PREFILL) in [change for _, change in one.changes]
 
 
+def test_a_worker_changes_its_role_where_those_asked_for_never_come() -> None:
+    one = world()
+    one.sizes = {Role.PREFILL: 2, Role.DECODE: 4}
+    one.unplaceable, one.starting = "no node has GPU: 1", 6
+    one.run(8, 2600, 4)
+    assert [change for _, change in one.changes] == [Flip(Role.DECODE, Role.PREFILL)]
+
+
 def test_every_decision_says_why() -> None:
     one = world()
     one.run(60, 3000, 20)

@@ -12,6 +12,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
+from engine.weight_forms import Form, find_forms
+from engine.weight_scheme import WeightScheme
 from penstock.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -79,19 +81,27 @@ def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
 
 
 def check_tensors(
-    folder: Path, expected: Mapping[str, tuple[int, ...]], optional: frozenset[str]
-) -> dict[str, StoredTensor]:
+    folder: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    optional: frozenset[str],
+    scheme: WeightScheme | None = None,
+) -> tuple[dict[str, StoredTensor], dict[str, Form]]:
     """What the folder stores, where that is `expected`, name to shape, and beyond it `optional` at most,
-    names or beginnings of names that end with a dot. Raises CheckpointError."""
+    names or beginnings of names that end with a dot; and what stands for each product that is stored quantized, as
+    `scheme` has it. Raises CheckpointError."""
     stored = read_headers(list_weight_files(folder))
     prefixes = tuple(name for name in optional if name.endswith("."))
-    missing = sorted(set(expected) - set(stored))
+    forms = find_forms(scheme, stored, expected)
+    of_forms = {f"{path}.{suffix}" for path, form in forms.items() for suffix in form}
+    missing = sorted(set(expected) - set(stored) - {f"{path}.weight" for path in forms})
     if missing:
         raise CheckpointError(
             f"{folder}: tensor {missing[0]} ({len(missing)} in all) is missing; config.json and the weights must be of "
             "one checkpoint"
         )
     for name, tensor in stored.items():
+        if name in of_forms and name not in expected:
+            continue
         if name not in expected:
             if name in optional or name.startswith(prefixes) or name.endswith(_DERIVED_SUFFIX):
                 continue
@@ -104,12 +114,12 @@ def check_tensors(
                 f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
                 f"{list(expected[name])}; both must be of one checkpoint"
             )
-        if tensor.dtype not in _FLOAT_DTYPES:
+        if tensor.dtype not in _FLOAT_DTYPES and name not in of_forms:
             raise CheckpointError(
                 f"{tensor.file}: tensor {name} is stored as {tensor.dtype}; give unquantized weights "
-                f"({', '.join(_FLOAT_DTYPES)})"
+                f"({', '.join(_FLOAT_DTYPES)}), or the quantization_config that belongs to these"
             )
-    return stored
+    return stored, forms
 
 
 def checkpoint_revision(folder: Path) -> str:

@@ -9,6 +9,7 @@ arithmetic, only where a measurement differs from an assumption. There are two o
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from engine.device_memory import DeviceMemory, DeviceType
 from engine.kv_layout import DTYPE_BYTES, KVLayout
 from engine.model_config import ModelConfig
 from engine.models.cuts import tensor_cuts
-from engine.models.shapes import EMBEDDING, optional_tensors, tensor_shapes
+from engine.models.shapes import EMBEDDING, optional_tensors, product_shapes, tensor_shapes
 from engine.shard import WHOLE, Shard, shard_layout, shard_model
+from engine.weight_forms import BITS
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 
@@ -29,6 +31,7 @@ _CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled 
 # A GPU's: operations per byte of weights far above what any needs; not tuned.
 _SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
 _FLOAT32_BYTES = 4
+_INT4_GROUP = 128  # inputs that share a scale and a zero point, of weights that are quantized while they are loaded
 _CONTEXTS = (1024, 4096, 16384, 65536, 262144, 1048576)
 
 
@@ -65,6 +68,19 @@ def select_context(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_context or model.context_length
 
 
+def serving_revision(config: EngineConfig, model: ModelConfig) -> str:
+    """Of the model as it is served: what its weights are quantized to while they are loaded makes it another one, whose
+    pages nobody may take for those of the first. Raises ConfigError where that is quantized already."""
+    if config.quantization == "none":
+        return model.revision
+    if model.scheme is not None:
+        raise ConfigError(
+            f"engine.quantization = {config.quantization!r}: the weights of {config.model} are quantized already "
+            f"({model.scheme.method}); give engine.quantization = none, or a plain checkpoint"
+        )
+    return f"{model.revision}+{config.quantization}"
+
+
 def make_layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
     return KVLayout(
         num_layers=model.num_layers,
@@ -72,7 +88,8 @@ def make_layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
         page_size=config.page_size,
         head_dim=model.head_dim,
         dtype=model.dtype if config.dtype == "auto" else config.dtype,
-        model_revision=model.revision,
+        model_revision=serving_revision(config, model),
+        quantization=config.quantization,
         kv_dtype=config.kv_dtype,
     )
 
@@ -110,6 +127,25 @@ def weight_bytes(
     return num_values * DTYPE_BYTES[dtype] + float32_bytes
 
 
+def saved_bytes(
+    model: ModelConfig, quantization: str, stored: Collection[str], dtype: str, device_type: DeviceType
+) -> int:
+    """What products that are computed with quantized weights take less than plain ones: those `stored` so, or all,
+    where they are quantized while they are loaded. On a CPU this takes it that it has tiles for them."""
+    scheme = model.scheme
+    kind = scheme.kind if scheme is not None else quantization
+    if kind not in BITS or dtype not in (("bfloat16",) if device_type == "cpu" else ("bfloat16", "float16")):
+        return 0
+    saved = 0
+    for name, (rows, columns) in product_shapes(model, with_experts=device_type == "cpu").items():
+        if scheme is not None and name.removesuffix(".weight") not in stored:
+            continue
+        group = scheme.group_size or columns if scheme is not None else (_INT4_GROUP if kind == "int4" else columns)
+        scales = rows * -(-columns // group) * _FLOAT32_BYTES * (2 if kind == "int4" else 1)
+        saved += rows * columns * DTYPE_BYTES[dtype] - rows * columns * BITS[kind] // 8 - scales
+    return saved
+
+
 def step_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:
     """About: the tensors that stand beside each other where a step of so many tokens is widest, and the logits of so
     many rows in float32, twice, for the sampler."""
@@ -136,7 +172,8 @@ def plan_memory(
     model cannot be served so on the device, with what would mend it; with `context`, also where one request of so
     many tokens cannot."""
     model = ModelConfig.from_folder(config.model)
-    check_tensors(Path(config.model), tensor_shapes(model), optional_tensors(model))
+    shapes = tensor_shapes(model)
+    _, forms = check_tensors(Path(config.model), shapes, optional_tensors(model), model.scheme)
     max_context = select_context(config, model)
     if context is not None and not 1 <= context <= max_context:
         raise ConfigError(f"a context of {context} tokens: {config.model} takes 1 to {max_context}; give one of those")
@@ -145,6 +182,8 @@ def plan_memory(
         device = replace(device, total_bytes=device.total_bytes // shard.num_ranks)
     layout = shard_layout(make_layout(config, model), shard)
     weights = weight_bytes(model, layout.dtype, device.type, max_context, shard)
+    saved = saved_bytes(model, config.quantization, set(forms), layout.dtype, device.type)
+    weights -= saved // shard.num_ranks
     reserved = _CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
     free = device.total_bytes - reserved - weights
     step = step_bytes(

@@ -28,6 +28,7 @@ from engine.expert_config import (
 from engine.kv_layout import DTYPE_BYTES
 from engine.latent_config import LATENT_KEYS, LatentConfig, parse_latent
 from engine.rope_config import RopeConfig, parse_rope
+from engine.weight_scheme import WeightScheme, parse_scheme
 from penstock.errors import CheckpointError
 
 
@@ -110,7 +111,7 @@ _READ_KEYS = frozenset({
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "hidden_act",
     "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
-    "eos_token_id", "torch_dtype", "dtype",
+    "eos_token_id", "torch_dtype", "dtype", "quantization_config", "compression_config",
 })
 _KEYS_WITHOUT_EFFECT = frozenset({
     "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "_commit_hash",
@@ -153,6 +154,7 @@ class ModelConfig:
     revision: str  # changes whenever the configuration or the weights do
     generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
     num_prediction_layers: int = 0  # stored after the last layer, to predict further tokens; not run
+    scheme: WeightScheme | None = None  # where the checkpoint's weights are quantized
 
     @property
     def qk_norm(self) -> bool:
@@ -203,6 +205,7 @@ class ModelConfig:
             revision=checkpoint_revision(folder),
             generation_defaults=_read_generation_defaults(generation),
             num_prediction_layers=max((int(data.get(key) or 0) for key in PREDICTION_KEYS & family.keys), default=0),
+            scheme=parse_scheme(data, file),
         )
 
 

@@ -70,6 +70,7 @@ class Part:
             on_progress=on_progress,
             group=join(device),
             share=config.share_weights,
+            quantization=None if config.quantization == "none" else config.quantization,
         )
         return cls(config, model, layout, device, decoder, attention)
 

@@ -20,7 +20,7 @@ def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.W
         epoch=epoch,
         role=config.role.value,
         model=config.served_model or Path(config.engine.model).name,
-        model_revision=engine.model.revision,
+        model_revision=engine.layout.model_revision,
         page_size=engine.layout.page_size,
         num_pages=engine.pool.num_pages,
         layout_digest=engine.model_layout.digest(),

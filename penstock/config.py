@@ -32,6 +32,8 @@ class EngineConfig(_Frozen):
 
     model: str  # a Hugging Face checkpoint folder
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # auto: as config.json says
+    # Of products' weights: none is as the checkpoint has them; a plain one can be quantized while it is loaded.
+    quantization: Literal["none", "int8", "int4", "fp8"] = "none"
     kv_dtype: Literal["auto", "fp8", "int8"] = "auto"  # of KV pages; auto: as dtype. Pools may differ in it
     device: str = "auto"  # auto: cuda where there is one, else cpu
     page_size: int = Field(16, ge=1, le=1024)  # tokens

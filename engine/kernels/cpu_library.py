@@ -20,7 +20,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 # Only where the library was built for a processor with AMX.
 _TILE_SIGNATURES: dict[str, list[Any]] = {
     "penstock_pack_linear": [_POINTER] * 2 + [_INT] * 3,
-    "penstock_linear": [_POINTER] * 4 + [_INT, _LONG] + [_INT] * 3,
+    "penstock_linear": [_POINTER] * 3 + [_INT, _LONG, _INT],
     "penstock_decoder": [_POINTER] + [_INT] * 2 + [_POINTER] + [_INT] * 2,
 }
 

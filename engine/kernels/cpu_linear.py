@@ -1,40 +1,88 @@
 """Products with weights packed for AMX tiles (`engine/kernels/cpu/linear.h`), bf16 on CPUs that have them.
 
 A row's result depends on the row alone: not on who shares its batch, nor on the number of threads, which no library
-product promises. Twin: torch's linear.
+product promises. Twin: torch's linear. Quantized weights stay so in memory and give the bits of what they stand for,
+dequantized to bf16.
 
-Shapes: `T` tokens, `I` in, `O` out.
+Shapes: `T` tokens, `I` in, `O` out, `G` groups of inputs that share a scale.
 """
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from engine.kernels.cpu_library import NativeKernels, load_native
+from engine.layers.quantized import QuantizedWeight
 
 _OUT_MULTIPLE, _IN_MULTIPLE = 16, 32  # a tile
+_KINDS = {"int4": 1, "int8": 2, "fp8": 3}
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int32
+
+
+class Packed(ctypes.Structure):
+    """`Packed` of linear.h, field by field."""
+
+    _fields_ = (
+        ("values", _POINTER),
+        ("bias", _POINTER),
+        ("inputs", _INT),
+        ("outputs", _INT),
+        ("codes", _POINTER),
+        ("scales", _POINTER),
+        ("zeros", _POINTER),
+        ("kind", _INT),
+        ("tiles_in_group", _INT),
+    )
 
 
 class TileLinear:
-    """A packed weight and its product."""
+    """A packed weight and its product. Its tensors may be put elsewhere until it is used."""
 
-    def __init__(self, kernels: NativeKernels, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
-        assert weight_OI.dtype == torch.bfloat16
+    def __init__(
+        self, kernels: NativeKernels, weight: torch.Tensor | QuantizedWeight, bias_O: torch.Tensor | None
+    ) -> None:
         assert bias_O is None or bias_O.dtype == torch.bfloat16
-        weight_OI = weight_OI.contiguous()
-        self.num_outputs, self.num_inputs = weight_OI.shape
+        self.num_outputs, self.num_inputs = weight.shape
         self.bias_O = None if bias_O is None else bias_O.contiguous()
-        self.packed = torch.empty(weight_OI.shape, dtype=weight_OI.dtype, device=weight_OI.device)
+        self.scales: torch.Tensor | None = None  # float32 [O / 16, G, 16]
+        self.zeros: torch.Tensor | None = None  # likewise
+        self._kind, self._tiles_in_group = 0, 1
         self._kernels = kernels
-        if weight_OI.is_meta:
-            return  # another replica has packed it
-        kernels.pack_linear(
-            self.packed.data_ptr(),
-            weight_OI.data_ptr(),
-            self.num_outputs,
-            self.num_inputs,
-            torch.get_num_threads(),
-        )
+        self._described: Packed | None = None
+        if isinstance(weight, QuantizedWeight):
+            self.packed = _pack_codes(weight)
+            self.scales, self.zeros = _by_panel(weight.scales_OG), _by_panel(weight.zeros_OG)
+            self._kind, self._tiles_in_group = _KINDS[weight.kind], _tiles_in_group(weight)
+            return
+        assert weight.dtype == torch.bfloat16
+        weight = weight.contiguous()
+        self.packed = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        if not weight.is_meta:  # else another replica has packed it
+            kernels.pack_linear(
+                self.packed.data_ptr(), weight.data_ptr(), self.num_outputs, self.num_inputs, torch.get_num_threads()
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.packed, self.scales, self.zeros) if tensor is not None)
+
+    def describe(self) -> Packed:
+        """For the kernels: where everything is, from now on for good."""
+        if self._described is None:
+            self._described = Packed(
+                values=None if self._kind else self.packed.data_ptr(),
+                bias=_address(self.bias_O),
+                inputs=self.num_inputs,
+                outputs=self.num_outputs,
+                codes=self.packed.data_ptr() if self._kind else None,
+                scales=_address(self.scales),
+                zeros=_address(self.zeros),
+                kind=self._kind,
+                tiles_in_group=self._tiles_in_group,
+            )
+        return self._described
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         assert x_TI.dtype == torch.bfloat16
@@ -45,21 +93,53 @@ class TileLinear:
         self._kernels.linear(
             out_TO.data_ptr(),
             x_TI.data_ptr(),
-            self.packed.data_ptr(),
-            None if self.bias_O is None else self.bias_O.data_ptr(),
+            ctypes.byref(self.describe()),
             x_TI.shape[0],
             x_TI.stride(0),
-            self.num_outputs,
-            self.num_inputs,
             torch.get_num_threads(),
         )
         return out_TO
 
 
-def pack_for_tiles(weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> TileLinear | None:
+def pack_for_tiles(weight: torch.Tensor | QuantizedWeight, bias_O: torch.Tensor | None) -> TileLinear | None:
     """None where this machine has no tiles, or the weight does not fill them."""
-    num_outputs, num_inputs = weight_OI.shape
-    if weight_OI.dtype != torch.bfloat16 or num_outputs % _OUT_MULTIPLE or num_inputs % _IN_MULTIPLE:
-        return None
+    if isinstance(weight, QuantizedWeight):
+        fits = can_pack_codes(weight)
+    else:
+        fits = weight.dtype == torch.bfloat16 and not weight.shape[0] % _OUT_MULTIPLE | weight.shape[1] % _IN_MULTIPLE
+    kernels = load_native() if fits else None
+    return TileLinear(kernels, weight, bias_O) if kernels is not None and kernels.has_tiles else None
+
+
+def can_pack_codes(weight: QuantizedWeight) -> bool:
+    """Whether a quantized weight can be multiplied with here as it is."""
+    outputs, inputs = weight.shape
+    if weight.group_I is not None or outputs % _OUT_MULTIPLE or inputs % _IN_MULTIPLE:
+        return False
+    if weight.scales_OG.shape[1] > 1 and weight.group_size % _IN_MULTIPLE:
+        return False
     kernels = load_native()
-    return TileLinear(kernels, weight_OI, bias_O) if kernels is not None and kernels.has_tiles else None
+    return kernels is not None and kernels.has_tiles
+
+
+def _tiles_in_group(weight: QuantizedWeight) -> int:
+    inputs = weight.shape[1] if weight.scales_OG.shape[1] == 1 else weight.group_size
+    return inputs // _IN_MULTIPLE
+
+
+def _pack_codes(weight: QuantizedWeight) -> torch.Tensor:
+    """Codes where `penstock_pack_linear` puts values, [O / 16, I / 32, 16, 16, 2]; of int4 two in a byte."""
+    codes = weight.codes_OI.view(torch.uint8)
+    places = codes.unflatten(1, (-1, _IN_MULTIPLE // 2, 2)).unflatten(0, (-1, _OUT_MULTIPLE)).permute(0, 2, 3, 1, 4)
+    if weight.kind == "int4":
+        return (places[..., 0] | places[..., 1] << 4).contiguous()
+    return places.contiguous()
+
+
+def _by_panel(values_OG: torch.Tensor | None) -> torch.Tensor | None:
+    """[O / 16, G, 16]."""
+    return None if values_OG is None else values_OG.unflatten(0, (-1, _OUT_MULTIPLE)).transpose(1, 2).contiguous()
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -17,7 +17,7 @@ import torch
 
 from engine.kernels import AttentionBackend
 from engine.kernels.cpu_library import NativeKernels
-from engine.kernels.cpu_linear import TileLinear
+from engine.kernels.cpu_linear import Packed, TileLinear
 from engine.kernels.cpu_native import NativeAttention, check_pool
 from engine.kernels.metadata import AttentionMetadata, KvLayer
 
@@ -25,16 +25,12 @@ _HEAD_DIM_MULTIPLE = 32
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
-class _Packed(ctypes.Structure):
-    _fields_ = (("values", _POINTER), ("bias", _POINTER), ("inputs", _INT), ("outputs", _INT))
-
-
 class _Layer(ctypes.Structure):
     """`Layer` of decoder.cpp, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((name, _Packed) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, Packed) for name in ("qkv", "out", "gate_up", "down")),
         ("pool", _POINTER),
         ("window", _LONG),
     )
@@ -178,15 +174,10 @@ def _describe(layer: DenseLayer, kv: KvLayer) -> _Layer:
         mlp_norm=layer.mlp_norm_D.data_ptr(),
         q_norm=None if q_norm_H is None else q_norm_H.data_ptr(),
         k_norm=None if k_norm_H is None else k_norm_H.data_ptr(),
-        qkv=_describe_linear(layer.qkv),
-        out=_describe_linear(layer.out),
-        gate_up=_describe_linear(layer.gate_up),
-        down=_describe_linear(layer.down),
+        qkv=layer.qkv.describe(),
+        out=layer.out.describe(),
+        gate_up=layer.gate_up.describe(),
+        down=layer.down.describe(),
         pool=kv.pages.data_ptr(),
         window=layer.window or 0,
     )
-
-
-def _describe_linear(linear: TileLinear) -> _Packed:
-    bias = None if linear.bias_O is None else linear.bias_O.data_ptr()
-    return _Packed(linear.packed.data_ptr(), bias, linear.num_inputs, linear.num_outputs)

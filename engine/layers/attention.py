@@ -6,7 +6,6 @@ Shapes: `T` tokens, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `A`
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,8 +13,9 @@ import torch
 from engine.kernels import AttentionBackend
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from engine.latent_config import LatentConfig
-from engine.layers.linear import Linear, fuse, join
+from engine.layers.linear import LayerTensors, Linear, fuse
 from engine.layers.ops import LayerOps
+from engine.layers.quantized import join
 from engine.model_config import ModelConfig
 
 _LATENT_EPS = 1e-6  # of the norms inside; config.json's is for those between blocks
@@ -40,7 +40,7 @@ class Attention(Protocol):
 class GroupedAttention:
     """Query heads in groups, each with a head of K and V (Ainslie et al. 2023, arXiv:2305.13245)."""
 
-    def __init__(self, config: ModelConfig, layer: int, read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, config: ModelConfig, layer: int, read: LayerTensors) -> None:
         """`read` gives a tensor of this layer by name."""
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim, self.window = config.head_dim, config.windows[layer]
@@ -73,12 +73,12 @@ class LatentAttention:
     Where the checkpoint rotates neighbours, `LayerOps.rope` halves: rows of weights are put in that order once.
     """
 
-    def __init__(self, config: ModelConfig, latent: LatentConfig, read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, config: ModelConfig, latent: LatentConfig, read: LayerTensors) -> None:
         """`read` gives a tensor of this layer by name."""
         self._latent, self._num_heads = latent, config.num_heads
         self._q_down: Linear | None = None
         if latent.q_rank is not None:
-            self._q_down = Linear(read("self_attn.q_a_proj.weight"))
+            self._q_down = Linear(read.weight("self_attn.q_a_proj.weight"))
             self._q_norm = read("self_attn.q_a_layernorm.weight")
         q_name = "self_attn.q_proj.weight" if latent.q_rank is None else "self_attn.q_b_proj.weight"
         q_NHI = read(q_name).unflatten(0, (config.num_heads, latent.query_dim))
@@ -91,7 +91,7 @@ class LatentAttention:
         kv_NXC = read("self_attn.kv_b_proj.weight").unflatten(0, (config.num_heads, latent.nope_dim + latent.v_dim))
         self._key_NPC = kv_NXC[:, : latent.nope_dim].contiguous()
         self._value_NCV = kv_NXC[:, latent.nope_dim :].transpose(1, 2).contiguous()
-        self.out = Linear(read("self_attn.o_proj.weight"))
+        self.out = Linear(read.weight("self_attn.o_proj.weight"))
 
     def attend(
         self,

@@ -10,14 +10,14 @@ Shapes: `T` tokens, `D` hidden, `F` intermediate, `E` experts, `C` experts of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from engine.expert_config import ExpertConfig
-from engine.layers.linear import GroupedLinear, Linear, fuse, join
+from engine.layers.linear import GroupedLinear, LayerTensors, Linear, fuse
 from engine.layers.ops import LayerOps
+from engine.layers.quantized import Weight, stack_rows
 
 
 class FeedForward(Protocol):
@@ -27,7 +27,7 @@ class FeedForward(Protocol):
 class DenseFeedForward:
     """`down(silu(gate(x)) * up(x))`, gate and up in one product."""
 
-    def __init__(self, read: Callable[[str], torch.Tensor], block: str, has_bias: bool) -> None:
+    def __init__(self, read: LayerTensors, block: str, has_bias: bool) -> None:
         """`read` gives a tensor of this layer by name."""
         self.gate_up = fuse(read, [f"{block}.gate_proj", f"{block}.up_proj"], has_bias)
         self.down = fuse(read, [f"{block}.down_proj"], has_bias)
@@ -39,7 +39,7 @@ class DenseFeedForward:
 class ExpertFeedForward:
     """The same with weights of each token's own choice."""
 
-    def __init__(self, config: ExpertConfig, read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(self, config: ExpertConfig, read: LayerTensors) -> None:
         """`read` gives a tensor of this layer by name."""
         self._config = config
         names = config.names
@@ -47,10 +47,12 @@ class ExpertFeedForward:
         self._router = Linear(router_ED.float() if config.float32_router else router_ED)
         self._bias_E = read(names.router_bias).float() if config.sigmoid else None
         self._shared = DenseFeedForward(read, names.shared, False) if config.shared_size else None
-        self._gate_up = GroupedLinear(
-            config.num_experts, lambda expert: join([read(name) for name in names.of(expert)[:2]])
-        )
-        self._down = GroupedLinear(config.num_experts, lambda expert: read(names.of(expert)[2]))
+
+        def gate_up(expert: int) -> Weight:
+            return stack_rows([read.weight(name, is_expert=True) for name in names.of(expert)[:2]], router_ED.dtype)
+
+        self._gate_up = GroupedLinear(config.num_experts, gate_up)
+        self._down = GroupedLinear(config.num_experts, lambda expert: read.weight(names.of(expert)[2], is_expert=True))
 
     def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor:
         config = self._config

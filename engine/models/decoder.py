@@ -124,9 +124,7 @@ class _Layer:
     """Weights of one layer: attention, feed-forward, and the norm before each."""
 
     def __init__(self, config: ModelConfig, reader: WeightReader, layer: int) -> None:
-        def read(name: str) -> torch.Tensor:
-            return reader.read(f"{LAYERS_PREFIX}{layer}.{name}")
-
+        read = reader.within(f"{LAYERS_PREFIX}{layer}.")
         self.input_norm_D = read("input_layernorm.weight")
         self.attention: Attention
         if config.latent is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint import CONFIG_FILE, checkpoint_revision
+from engine.layers.quantized import Kind
 from engine.model_config import ModelConfig
 from engine.models.cuts import tensor_cuts
 from engine.models.decoder import Decoder
@@ -34,6 +35,7 @@ def load_model(
     on_progress: Callable[[float], None],
     group: ParallelGroup = ALONE,
     share: bool = False,
+    quantization: Kind | None = None,
 ) -> Decoder:
     """Builds the model, or a rank's part of it, and reads its weights; blocks. With `share` all replicas on CPUs of
     this host have one copy of them.
@@ -46,11 +48,19 @@ def load_model(
 
     def build(on: torch.device) -> Decoder:
         with WeightReader(
-            folder, expected, dtype=dtype, device=on, optional=optional, cuts=cuts, on_progress=on_progress
+            folder,
+            expected,
+            dtype=dtype,
+            device=on,
+            optional=optional,
+            cuts=cuts,
+            scheme=config.scheme,
+            quantization=quantization,
+            on_progress=on_progress,
         ) as reader:
             return model(config, reader, max_context, on, group)
 
-    if not share or device.type != "cpu":
+    if not share or device.type != "cpu" or config.scheme is not None or quantization is not None:
         return build(device)
     key = f"{checkpoint_revision(folder)} {dtype} {max_context} {group.shard} {torch.get_num_threads()}"
     made, was_there = load_shared(key, folder / CONFIG_FILE, lambda: build(device), lambda: build(torch.device("meta")))

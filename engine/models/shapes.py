@@ -28,6 +28,19 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
     return shapes
 
 
+def product_shapes(config: ModelConfig, with_experts: bool = True) -> dict[str, tuple[int, int]]:
+    """Of the products whose weights may stay quantized: not what latents draw together, routers and the head."""
+    drawn = ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *(("self_attn.q_proj",) if config.latent else ()))
+    found: dict[str, tuple[int, int]] = {}
+    for name, shape in tensor_shapes(config).items():
+        is_expert = ".experts." in name
+        if len(shape) != 2 or not name.startswith(LAYERS_PREFIX) or any(f"{part}." in name for part in drawn):
+            continue
+        if (is_expert and with_experts) or (name.endswith("_proj.weight") and not is_expert):
+            found[name] = (shape[0], shape[1])
+    return found
+
+
 def optional_tensors(config: ModelConfig) -> frozenset[str]:
     """Tensors that may be stored and are not read, by name or, with a dot at its end, by what their names begin with:
     a tied head is the embedding, whatever the file repeats, and layers after the last predict further tokens."""

@@ -31,8 +31,8 @@ struct Int8Codes {
 struct Fp8Codes {
   static constexpr bool kQuantized = true;
   static constexpr float kLargest = 448.0f, kDecodedBy = 256.0f;  // what `decode` gives is too small by that
-  static Floats decode(const uint8_t* from) {
-    Words code = __builtin_convertvector(load<Bytes>(from), Words);
+  static Floats decode(const uint8_t* from) { return decode(__builtin_convertvector(load<Bytes>(from), Words)); }
+  static Floats decode(Words code) {
 #if defined(__AVX512F__)
     // As bits of a half, whose bias is 15: the processor takes its subnormals at full speed.
     Words half = ((code & 0x80u) << 8) | ((code & 0x7fu) << 7);

@@ -24,10 +24,12 @@ extern "C" void penstock_pack_linear(
 
 // out [count, outputs] = rows [count, inputs] @ weight + bias.
 extern "C" void penstock_linear(
-    uint16_t* out, const uint16_t* rows, const uint16_t* packed, const uint16_t* bias, int32_t count, int64_t stride,
-    int32_t outputs, int32_t inputs, int32_t num_threads) {
+    uint16_t* out, const uint16_t* rows, const linear::Packed* packed, int32_t count, int64_t stride,
+    int32_t num_threads) {
   using namespace linear;
-  const Packed weight{packed, bias, inputs, outputs};
+  const Packed weight = *packed;
+  const uint16_t* const bias = weight.bias;
+  const int inputs = weight.inputs, outputs = weight.outputs;
   const std::unique_ptr<uint16_t[]> strips(new uint16_t[padded(count) * inputs]);
   const auto finish = [=](int row, int panel, Floats first, bool is_pair, Floats second) {
     uint16_t* to = out + int64_t(row) * outputs + panel * kSide;

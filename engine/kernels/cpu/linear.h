@@ -2,12 +2,16 @@
 //
 // A weight [O, I] is packed as panels of 16 outputs, each a run of tiles of 32 inputs: [O / 16][I / 32][16][16][2]; rows
 // as strips of 16, each a run of tiles too: [T / 16][I / 32][16][32]. Either is read from front to back, which is what
-// memory is best at. An output is one running sum over the inputs in their order, whatever the number of rows and of
+// memory is best at. A quantized weight has codes in the same places, and is made bf16 a panel at a time, in cache: so it
+// gives the bits of the weight that it stands for. An output is one running sum over the inputs in their order, whatever the number of rows and of
 // threads: a row's bits depend on nothing but the row.
 #pragma once
 
+#include "codes.h"
 #include "tiles.h"
 #include "vectors.h"
+
+#include <vector>
 
 namespace linear {
 
@@ -17,11 +21,49 @@ constexpr int kTile = kSide * kDepth;
 constexpr int kBlock = 2 * kSide;  // rows and outputs that are computed at once
 constexpr int kRowsInCache = 256;  // of which the inputs stay in L2 while panels pass by
 
+enum Kind { kPlain, kInt4, kInt8, kFp8 };
+
 struct Packed {
-  const uint16_t* values;
-  const uint16_t* bias;  // or null
+  const uint16_t* values;  // of a quantized weight null
+  const uint16_t* bias;    // or null
   int32_t inputs, outputs;
+  const uint8_t* codes;  // int4: a byte for two neighbouring inputs, the first in its lower half
+  const float* scales;   // [O / 16][groups][16]
+  const float* zeros;    // likewise, or null; values are (code - zero) * scale
+  int32_t kind, tiles_in_group;
 };
+
+// 16 outputs of a quantized weight as a panel of bf16.
+inline void decode_panel(const Packed& weight, int64_t p, uint16_t* panel) {
+  const int steps = weight.inputs / kDepth, groups = (steps + weight.tiles_in_group - 1) / weight.tiles_in_group;
+  const int row_bytes = weight.kind == kInt4 ? kSide : 2 * kSide;
+  const uint8_t* codes = weight.codes + p * steps * kSide * row_bytes;
+  uint32_t* to = reinterpret_cast<uint32_t*>(panel);
+  for (int i = 0; i < steps; ++i) {
+    const int64_t group = (p * groups + i / weight.tiles_in_group) * kSide;
+    const Floats scale = load<Floats>(weight.scales + group) * (weight.kind == kFp8 ? Fp8Codes::kDecodedBy : 1.0f);
+    const Floats zero = weight.zeros ? load<Floats>(weight.zeros + group) : Floats{};
+    for (int row = 0; row < kSide; ++row, codes += row_bytes, to += kSide) {
+      Floats low, high;
+      if (weight.kind == kInt4) {
+        const Words pair = __builtin_convertvector(load<Bytes>(codes), Words);
+        low = __builtin_convertvector((Ints)(pair & 15u), Floats);
+        high = __builtin_convertvector((Ints)(pair >> 4), Floats);
+      } else {
+        const Words pair = __builtin_convertvector(load<Shorts>(codes), Words);
+        if (weight.kind == kInt8) {
+          low = __builtin_convertvector((Ints)(pair << 24) >> 24, Floats);
+          high = __builtin_convertvector((Ints)(pair << 16) >> 24, Floats);
+        } else {
+          low = Fp8Codes::decode(pair & 0xffu);
+          high = Fp8Codes::decode(pair >> 8);
+        }
+      }
+      const Words first = __builtin_convertvector(narrow((low - zero) * scale), Words);
+      store(to, first | (__builtin_convertvector(narrow((high - zero) * scale), Words) << 16));
+    }
+  }
+}
 
 // A thread's share of `count` things that stand in a row.
 struct Share {
@@ -83,14 +125,21 @@ inline void for_outputs(const Packed& weight, const uint16_t* strips, int count,
   alignas(64) float sums[kBlock * kBlock];
   const int steps = weight.inputs / kDepth, stride = apart == 1 ? 2 : 1;
   const int64_t panel = int64_t(steps) * kTile, last = weight.outputs / kSide - 1;
+  static thread_local std::vector<uint16_t> decoded;  // kept: to get so much memory anew takes longer than a product
+  if (weight.kind != kPlain && decoded.size() < size_t(2 * panel)) decoded.resize(2 * panel);
   for (int start = 0; start < count; start += kRowsInCache) {
     const int stop = std::min(count, start + kRowsInCache);
     for (int p = share.from; p < share.to; p += stride) {
       const bool is_pair = apart > 1 || p + 1 < share.to;
       const uint16_t* first = weight.values + p * panel;
       const uint16_t* second = is_pair ? first + apart * panel : first;
+      if (weight.kind != kPlain) {
+        decode_panel(weight, p, decoded.data());
+        if (is_pair) decode_panel(weight, p + apart, decoded.data() + panel);
+        first = decoded.data(), second = is_pair ? first + panel : first;
+      }
       for (int row = start; row < stop; row += kBlock) {
-        const int64_t ahead = row == start && p + apart + stride <= last ? stride * panel : 0;
+        const int64_t ahead = weight.kind == kPlain && row == start && p + apart + stride <= last ? stride * panel : 0;
         const uint16_t* these = strips + int64_t(row) * weight.inputs;
         if (count - row > kSide) {
           if (is_pair) multiply<2, 2>(sums, these, first, second, steps, ahead);

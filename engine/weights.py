@@ -1,8 +1,8 @@
 """Tensors of a checkpoint, checked against the model's plan before any is loaded, and cast as they are read.
 
 Quantized products come as they are stored where the machine has a kernel for them, else dequantized; plain ones can be
-quantized here. A model asks for each tensor by name while it is built (`WeightReader.read`), so that at most one layer's worth stands
-in memory twice.
+quantized here. A model asks for each tensor by name while it is built (`WeightReader.read`), so that at most one
+layer's worth stands in memory twice.
 """
 
 from __future__ import annotations

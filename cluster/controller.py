@@ -98,7 +98,7 @@ class Controller:
         self._spawn = spawn
         counts = {role: config.pool(role).spares for role in Role}
         self.spares = Spares(counts, pools, spawn, config.start_timeout_s, self.events, publish)
-        self._status = Status(config.model_name, pools, self.reports, self.spares)
+        self._status = Status(config.model_name, pools, self.reports, self.spares, self._num_ranks)
         examiner = None
         if proving is not None:
             examiner = Examiner(proving, pools, self._publication, self._keep_record, config.canary_interval_s)
@@ -293,6 +293,11 @@ class Controller:
     def config_of(self, incarnation: Incarnation) -> ServeConfig:
         """What a process is made of."""
         return self._upgrading.config_of(incarnation)
+
+    def _num_ranks(self, incarnation: Incarnation) -> int:
+        if incarnation.pool_name not in list(Role):
+            return 1
+        return self.config_of(incarnation).engine_config(Role(incarnation.pool_name)).tensor_parallel
 
     def replicas(self, pool_name: str) -> int:
         """How many workers a pool should have. Raises InvalidInput."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from cluster.pool import Slot, WorkerState
+from cluster.pool import Incarnation, Slot, WorkerState
 from cluster.pools import Pools
 from cluster.reports import Reports
 from cluster.spares import Spares
@@ -14,7 +15,11 @@ from penstock.v1 import admin_pb2
 
 
 class Status:
-    def __init__(self, model_name: str, pools: Pools, reports: Reports, spares: Spares) -> None:
+    def __init__(
+        self, model_name: str, pools: Pools, reports: Reports, spares: Spares, num_ranks: Callable[[Incarnation], int]
+    ) -> None:
+        """`num_ranks`: that an incarnation is spread over."""
+        self._num_ranks = num_ranks
         self._spares = spares
         self._model_name = model_name
         self._pools = pools
@@ -48,6 +53,7 @@ class Status:
             num_restarts=slot.num_restarts,
             detail=slot.detail,
             node=slot.node,
+            num_ranks=self._num_ranks(slot.incarnation),
         )
         load = self._reports.get(slot.incarnation)
         if load is not None and slot.state in (WorkerState.READY, WorkerState.DRAINING):

@@ -95,7 +95,7 @@ def format_status(status: admin_pb2.StatusResponse) -> str:
             str(worker.load.num_waiting) if worker.HasField("load") else "-",
             f"{worker.load.free_pages}/{worker.load.total_pages}" if worker.HasField("load") else "-",
             worker.member.address or "-",
-            worker.detail,
+            worker.detail or (f"{worker.num_ranks} ranks" if worker.num_ranks > 1 else ""),
         ]
         for worker in status.workers
     ]

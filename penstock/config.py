@@ -200,7 +200,7 @@ class PoolConfig(_Frozen):
     spares: int = Field(
         0, ge=0
     )  # warm processes, weights loaded, that become workers in an instant; each holds a worker's share
-    num_gpus: float = Field(0, ge=0)
+    num_gpus: float = Field(0, ge=0)  # of each rank, as is num_cpus
     num_cpus: float | None = Field(None, gt=0)  # default: an even share of the machine's cores
     resources: dict[str, float] = Field(default_factory=dict)  # custom Ray resources
     accelerator_type: str = ""  # that its nodes must have, as Ray names it, such as H100; empty: any

@@ -15,9 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from cluster.cli import make_parser, serve_config
+from cluster.shares import divide, num_cpus_needed
+from cluster.terminal import format_status
 from engine.batch import Batch, build_batch
 from engine.engine import Engine
 from engine.generate import generate
+from engine.memory_plan import plan_memory
 from engine.model_config import ModelConfig
 from engine.models.cuts import tensor_cuts
 from engine.models.shapes import tensor_shapes
@@ -29,10 +33,13 @@ from engine.shard import Shard
 from kv_transfer.rank import extend, launch_ranks
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError, ConfigError
-from penstock.types import PageId, RequestId, SamplingParams
+from penstock.types import PageId, RequestId, Role, SamplingParams
+from penstock.v1 import admin_pb2
 from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.test_engine_memory_plan import HOST, tensors_of
 
 SALT = b"tests"
+MODEL = Path(__file__).resolve().parent.parent / "models" / "penstock-tiny"
 PROMPT = [3 + (7 * place) % 290 for place in range(21)]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=6, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
@@ -163,3 +170,31 @@ def test_a_batch_is_the_same_after_the_way() -> None:
     assert to_plain(again) == to_plain(batch)
     assert again.drawing == batch.drawing
     assert again.meta.num_decodes == batch.meta.num_decodes
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "llama", "mixtral"])
+def test_the_plan_is_what_a_rank_holds(family: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(family, tmp_path)
+    settings = {"tensor_parallel": 2, "num_pages": None, "kv_memory_bytes": 70_000, "share_weights": False}
+    wanted = config(folder, device="cpu", **settings)
+    plan = plan_memory(wanted, HOST)
+    split = Engine.load(wanted, launch=launch_threads)
+    try:
+        held = tensors_of(split.runner._model)
+        assert plan.weight_bytes == sum(tensor.numel() * tensor.itemsize for tensor in held.values())
+        assert plan.layout == split.layout
+        assert (plan.num_pages, plan.kv_bytes) == (split.pool.num_pages, split.kv_pages.nbytes)
+        assert plan.num_ranks == 2
+    finally:
+        split.close()
+
+
+def test_a_deployment_s_flags_say_how_many_processes_share_a_worker() -> None:
+    arguments = make_parser().parse_args(["serve", "--model", str(MODEL), "--prefill-tp", "2", "--decode-tp", "4"])
+    deployment = serve_config(arguments)
+    found = {role: deployment.worker_config("w", role).engine.tensor_parallel for role in Role}
+    assert found == {Role.PREFILL: 2, Role.DECODE: 4}
+    assert {name: share.num_cpus for name, share in divide(deployment, 12.0).items()} == {"prefill": 2.0, "decode": 2.0}
+    assert num_cpus_needed(deployment, divide(deployment, 12.0)) == 12.0
+    worker = admin_pb2.WorkerStatus(member=admin_pb2.Member(worker_id="decode-0"), state="ready", num_ranks=4)
+    assert "4 ranks" in format_status(admin_pb2.StatusResponse(model="m", ready=True, workers=[worker]))

@@ -212,3 +212,27 @@ async def _move(source: DecodeServer, target: DecodeServer) -> worker_pb2.Migrat
         )
     finally:
         await channel.close()
+
+
+async def test_a_split_worker_changes_its_role(model: Path, expected: Expected) -> None:
+    """Its ranks keep weights and pages, and serve transfers the other way."""
+    first = PrefillServer(worker_config(Role.PREFILL, model, engine={"tensor_parallel": 2}))
+    await first.start()
+    assert first.replica is not None
+    try:
+        await first.stop()
+        split = {"tensor_parallel": 2}
+        second = DecodeServer(worker_config(Role.DECODE, model, "changed", engine=split), first.replica)
+        await second.start()
+        try:
+            async with workers(worker_config(Role.PREFILL, model)) as (source,), caller(second) as calls:
+                assert isinstance(source, PrefillServer)
+                answer = await calls.answer(calls.submit(PROMPT, SEEDED, [source]))
+                assert answer.error is None
+                assert answer.timing is not None
+                assert answer.timing.pages_moved > 0
+                assert answer.token_ids == expected(SEEDED)
+        finally:
+            await second.stop()
+    finally:
+        first.replica.engine.close()

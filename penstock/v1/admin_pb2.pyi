@@ -56,7 +56,7 @@ class WatchMembershipRequest(_message.Message):
     def __init__(self, router: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("member", "state", "pid", "num_restarts", "load", "detail", "node")
+    __slots__ = ("member", "state", "pid", "num_restarts", "load", "detail", "node", "num_ranks")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class WorkerStatus(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     member: Member
     state: str
     pid: int
@@ -71,7 +72,8 @@ class WorkerStatus(_message.Message):
     load: _worker_pb2.Load
     detail: str
     node: str
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., num_restarts: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., detail: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
+    num_ranks: int
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., num_restarts: _Optional[int] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., detail: _Optional[str] = ..., node: _Optional[str] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

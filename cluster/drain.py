@@ -75,7 +75,7 @@ class View(Protocol):
         ...
 
     def members(self, role: Role) -> Sequence[Member]:
-        """That may be given requests."""
+        """That may be given what another one has: those that may be given requests, and stay."""
         ...
 
     async def next_report(self, member: Member) -> None:

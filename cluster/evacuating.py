@@ -110,6 +110,7 @@ class Evacuating:
         return [one for incarnation, one in self._evacuations.items() if incarnation in here]
 
     def _begin(self, slot: Slot) -> None:
+        slot.is_going = True
         successor = self._pools.of(slot.incarnation).take_over(f"beside {slot.worker_id}, whose node goes")
         evacuation = self._evacuations[slot.incarnation] = Evacuation(slot.worker_id, successor.worker_id)
         self._supervision.begin(successor)

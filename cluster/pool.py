@@ -88,6 +88,7 @@ class Slot:
     num_restarts: int = 0
     num_quarantines: int = 0
     retry_at_s: float | None = None  # None: what is left of the lost one is not removed yet
+    is_going: bool = False  # its node is about to go: it serves, and nothing is moved there
     is_leaving: bool = False  # once it is gone, its place in the pool is too
     is_replaced: bool = False  # a leaving one counts until then: its resources are its successor's
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from cluster.pool import Incarnation, WorkerState
-from cluster.pools import Pools
+from cluster.pools import Pools, member_of
 from penstock.types import Epoch, Member, Role, WorkerId
 from penstock.v1 import worker_pb2
 
@@ -55,7 +55,8 @@ class Reports:
         return self.get(slot.incarnation) if slot else None
 
     def members(self, role: Role) -> list[Member]:
-        return [member for member in self._pools.members() if member.role is role]
+        ready = list(self._pools[role.value].ready())
+        return [member_of(slot) for slot in ready if not slot.is_going] or [member_of(slot) for slot in ready]
 
     async def next_report(self, member: Member) -> None:
         if self.is_here(member):

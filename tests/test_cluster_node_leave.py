@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cluster.evacuating import Evacuation
 from cluster.node_leave import Notice, Resident, Step, Verdict, decide, empty_from_s
 from penstock.errors import InvalidInput
+from penstock.types import Role
 from penstock.v1 import worker_pb2
 from tests.test_cluster_controller import World, worker
 from tests.test_cluster_drain import until
@@ -139,6 +140,20 @@ async def test_a_worker_that_is_lost_before_is_not_replaced_twice() -> None:
     await world.until(lambda status: worker(status, "decode-2").state == "ready")
     assert world.controller.replicas("decode") == 2
     assert ("decode-1", 2) not in world.processes
+    await world.controller.stop()
+
+
+async def test_nothing_is_moved_to_a_worker_whose_node_goes() -> None:
+    world, nodes = await world_of_two_nodes()
+    world.may_start.clear()
+    members = world.controller.reports.members
+    assert [one.worker_id for one in members(Role.DECODE)] == ["decode-0", "decode-1"]
+    nodes.note(going("b"))
+    assert [one.worker_id for one in members(Role.DECODE)] == ["decode-0"]
+    watch = await anext(world.controller.watch_membership())
+    assert "decode-1" in {one.worker_id for one in watch.members}  # it still serves
+    nodes.note([*going("b"), *going("a")])
+    assert [one.worker_id for one in members(Role.DECODE)] == ["decode-0", "decode-1"]  # there is nobody else
     await world.controller.stop()
 
 

@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 
 from benchmarks.autoscale_rivals import AIMS, TARGETS, Result, choose, judge, ratios
@@ -141,7 +141,9 @@ def run_case(case: tuple[str, float, str, bool]) -> Result:
     else:
         sizes = plan(offered(requests, SPEC, SLO), SPEC, SLO, _LOADS[policy])
         scaler = Foresight(sizes, BOUNDS, start_s, _CHANGES)
-    return run(policy, requests, start_s, scaler, make=Detailed if detailed else CoarseFleet, warm_s=WARM_S)
+    if detailed:  # several decode steps at once would make short answers late
+        return run(policy, requests, start_s, scaler, replace(SPEC, decode_stride=1), Detailed, WARM_S)
+    return run(policy, requests, start_s, scaler, make=CoarseFleet, warm_s=WARM_S)
 
 
 def compare(trace: str, start_s: float, results: Sequence[Result], detailed: Sequence[Result]) -> dict[str, object]:

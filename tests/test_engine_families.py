@@ -76,11 +76,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.7}, "first_k_dense_replace": 3},
     ),
     "deepseek_v3": ("deepseek_v3", {}),
-    "deepseek_v3-halves-one-group": (
+    "deepseek_v3-halves-yarn-one-group": (
         "deepseek_v3",
-        {"rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "q_lora_rank": None},
+        {
+            "rope_interleave": False,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "q_lora_rank": None,
+        },
     ),
-    "deepseek_v3-yarn": ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "mixtral": ("mixtral", {}),
     "mixtral-window-one-expert": ("mixtral", {"sliding_window": 10, "num_experts_per_tok": 1}),
     "mixtral-all-experts-tied": ("mixtral", {"num_experts_per_tok": 5, "tie_word_embeddings": True}),

@@ -56,9 +56,8 @@ def test_quantized_latents(stored: torch.dtype) -> None:
     check([1, 6], [33, 20], stored=stored)
 
 
-@pytest.mark.parametrize("num_splits", [2, 5])
-def test_a_split_context_gives_the_same(num_splits: int) -> None:
-    torch.manual_seed(num_splits)
+def test_a_split_context_gives_the_same() -> None:
+    torch.manual_seed(5)
     meta = make_meta([4, 9], [4, 130], 16, 12)
     pool = make_pool_layer(meta, 12, 1, 16, 16)
     q_TNH = torch.randn(13, 6, 32, device=DEVICE)
@@ -66,7 +65,7 @@ def test_a_split_context_gives_the_same(num_splits: int) -> None:
     o_TNC = torch.empty(13, 6, 24, device=DEVICE)
     paged_latent(
         q_TNH, pool, meta.page_table_BP, meta.query_start_B1, meta.context_lens_B, o_TNC, scale=0.2,
-        max_query_len=11, max_context_len=200, num_splits=num_splits,
+        max_query_len=11, max_context_len=200, num_splits=3,
     )  # fmt: skip
     torch.testing.assert_close(o_TNC, expected, **TOLERANCE[torch.float32])
 

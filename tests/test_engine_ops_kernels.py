@@ -71,8 +71,7 @@ def test_rotations(head_dim: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("head_dim", [64, 80])
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("head_dim", "has_norms"), [(64, False), (80, True)])
 def test_projections_become_queries_and_pages(head_dim: int, has_norms: bool, dtype: torch.dtype) -> None:
     """Two layers' pages and a page that nobody writes stay as they are."""
     meta = make_meta([1, 5, 17], [3, 5, 37], 16, 8)

@@ -56,7 +56,7 @@ def test_a_file_that_makes_no_sense_is_named_and_left_alone(
 def test_models_step_on_triton_as_on_plain_torch(family: str, tmp_path: Path) -> None:
     """A prompt in chunks, then decodes: heads with norms, and latents with experts."""
     folder = make_checkpoint(family, tmp_path, num_hidden_layers=2)
-    prompt, greedy = list(range(2, 30)), SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    prompt, greedy = list(range(2, 30)), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     tokens = []
     for attention in ("torch", "triton"):
         engine = Engine.load(

@@ -62,10 +62,11 @@ def join_splits(partials: Partials, o_TNH: torch.Tensor) -> None:
     """Write what the partials are together into `o_TNH`, last stride 1; zeros where no split has a token."""
     num_tokens, num_heads, head_dim = o_TNH.shape
     num_splits = partials.lse_TNX.shape[2]
+    padded, splits_padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(num_splits)
     _join_kernel[(num_tokens, num_heads)](
         partials.o_TNXH, partials.lse_TNX, o_TNH, o_TNH.stride(0), o_TNH.stride(1),
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
-        NUM_SPLITS=num_splits, SPLITS_PADDED=triton.next_power_of_2(num_splits), num_warps=1 if head_dim <= 256 else 4,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=padded,
+        NUM_SPLITS=num_splits, SPLITS_PADDED=splits_padded, num_warps=min(8, max(1, padded * splits_padded // 1024)),
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine gpu-check tune clean
+.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-steps gpu-check tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -100,7 +100,8 @@ bench-transfer: setup
 gpu-check:
 	python3 -m pytest -q -p no:cacheprovider -m gpu tests/test_engine_kernels.py tests/test_engine_ops_kernels.py \
 		tests/test_engine_sample_kernel.py tests/test_engine_latent_kernel.py tests/test_engine_grouped_gemm.py tests/test_engine_host_tier.py \
-		tests/test_engine_tier_model.py tests/test_transfer_cuda_ipc.py tests/test_engine_file_readers.py
+		tests/test_engine_tier_model.py tests/test_transfer_cuda_ipc.py tests/test_engine_file_readers.py \
+		tests/test_engine_graphs.py
 	python3 -m benchmarks.gpu
 
 tune:

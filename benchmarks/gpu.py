@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_kernels import kernel_rows, paged
+from benchmarks.gpu_steps import step_rows
 from benchmarks.gpu_transfer import transfer_rows
 from benchmarks.report import Row, publish
 from benchmarks.shapes import random_llama
@@ -127,6 +128,7 @@ def main() -> int:
     rows = [Row("device copy", bytes_per_s / 1e9, "GB/s"), *attention_rows(backend, bytes_per_s)]
     rows += kernel_rows(backend, select_ops(backend), bytes_per_s, seconds)
     rows += engine_rows(bytes_per_s)
+    rows += step_rows(bytes_per_s)
     rows += transfer_rows(bytes_per_s, seconds)
     publish("gpu", f"{name}; one layer of the 8B shape, page {PAGE_SIZE}, bf16; engine on the 135M shape", rows)
     return 0

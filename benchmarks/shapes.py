@@ -23,6 +23,26 @@ LLAMA_135M = {
     "vocab_size": 32000,
 }
 
+# The sizes of Llama-3.1-8B and Qwen3-0.6B; layers are Llama's, and the head is the embedding.
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+QWEN3_600M = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+}
+
 
 def random_llama(shape: dict[str, int] = LLAMA_135M, dtype: torch.dtype = torch.bfloat16, context: int = 4096) -> Path:
     """A folder with config.json, model.safetensors and tokenizer.json; made once and kept in the temporary folder."""

@@ -56,6 +56,7 @@ def as_json(made: MemoryPlan) -> dict[str, Any]:
         "kv_dtype": layout.kv_dtype if layout.is_quantized else layout.dtype,
         "weight_bytes": made.weight_bytes,
         "step_bytes": made.step_bytes,
+        "graph_bytes": made.graph_bytes,
         "kv_bytes_per_token": made.kv_bytes_per_token,
         "page_size": layout.page_size,
         "page_bytes": layout.page_bytes,
@@ -78,6 +79,7 @@ def describe(made: MemoryPlan, max_sequences: int) -> str:
         ("device", f"{made.device.name}, {in_units(made.device.total_bytes)}{of_ranks}"),
         ("weights", f"{in_units(made.weight_bytes)} ({made.weight_bytes:,} bytes)"),
         ("one step", f"about {in_units(made.step_bytes)}"),
+        *([("captured decode steps", f"about {in_units(made.graph_bytes)}")] if made.graph_bytes else []),
         (
             "KV",
             f"{made.kv_bytes_per_token:,} bytes a token, {in_units(layout.page_bytes)} a page of {layout.page_size}"

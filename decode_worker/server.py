@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -43,6 +44,8 @@ from penstock.types import Epoch, Role, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from penstock.worker_service import WorkerService
 
+log = logging.getLogger(__name__)
+
 
 class DecodeServer:
     """`start` returns once a request would succeed; `failed` ends with the error of a step loop that died."""
@@ -74,6 +77,7 @@ class DecodeServer:
         if self.replica is None:
             self.replica = await asyncio.to_thread(Replica.load, config.engine, on_progress, self._launch)
         engine, events = self.replica.engine, self.replica.events
+        await asyncio.to_thread(engine.capture_graphs, self._tell_captured)
         await asyncio.to_thread(self._open_transfers, engine)
         transfers = Transfers(engine, self._receiver, self.epoch, config.transfer, lambda call: self._loop.post(call))
         description = describe(engine, config, self.epoch)
@@ -111,6 +115,10 @@ class DecodeServer:
         port = await self._grpc.start(config.host, config.port)
         self.address = f"{config.host}:{port}"
         await self._grpc.set_serving(True)
+
+    def _tell_captured(self, done: int, of: int) -> None:
+        if done == of or done % 8 == 0:
+            log.info("%s: %d of %d sizes of decode steps captured", self._config.worker_id, done, of)
 
     async def _open_lookaside(self, intake: Intake, tickets: TicketLog) -> str:
         """The address that clients are told."""

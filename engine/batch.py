@@ -8,6 +8,7 @@ apart; `drawing` leads back to the caller's order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,9 +61,7 @@ def build_batch(work: Sequence[ScheduledSequence], page_size: int, device: torch
 def to_device(host: HostBatch, device: torch.device) -> Batch:
     """Does not wait for the device."""
 
-    def on_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
+    on_device = functools.partial(upload, device=device)
     meta = AttentionMetadata(
         page_table_BP=on_device(host.page_table_BW),
         query_start_B1=on_device(host.query_start_B1.astype(np.int32)),
@@ -80,6 +79,12 @@ def to_device(host: HostBatch, device: torch.device) -> Batch:
         drawing=tuple(host.drawing.tolist()),
         meta=meta,
     )
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """To a GPU through pinned memory: from any other the driver may wait for the stream first. On a CPU no copy."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def lay_out(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.batch import Batch, HostBatch, lay_out, to_device
+from engine.batch import Batch, HostBatch, lay_out, to_device, upload
 from engine.draws import DrawColumns
 from engine.logit_edits import is_edited
 from engine.row_table import SAMPLING_FIELDS
@@ -47,8 +47,8 @@ class LaidOutStep:
     work: Seq[ScheduledSequence]
     host: HostBatch
     draws: DrawColumns | None  # None: `engine.sampler.sample` looks at the sequences
-    awaited: np.ndarray | None  # bool [B]: tokens that the step before draws ...
-    awaited_places: np.ndarray | None  # ... and which of its tokens, int64 of those alone
+    awaited: np.ndarray | None  # int64, places of tokens that the step before draws ...
+    awaited_places: np.ndarray | None  # ... and which of its tokens each of them is
 
     @property
     def is_in_order(self) -> bool:
@@ -61,7 +61,7 @@ def lay_out_step(work: Seq[ScheduledSequence], page_size: int) -> LaidOutStep:
     awaited = awaited_places = None
     if isinstance(work, StepPlan) and work.rows.records["awaited"].any():
         assert not work.chunks, "a step ahead has no chunks"
-        awaited = work.rows.records["awaited"].copy()
+        awaited = np.flatnonzero(work.rows.records["awaited"])
         awaited_places = work.rows.records["place"][awaited]
     return LaidOutStep(work, host, _draws(work, host), awaited, awaited_places)
 
@@ -101,7 +101,7 @@ class Drawn:
         self._host = (token_ids_R, valid_R)
         if token_ids_R.is_cuda:
             self._host = (_on_the_way(token_ids_R), _on_the_way(valid_R))
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event(blocking=True)  # waiting must not take a core
             self._event.record()
 
     def wait(self) -> StepTokens:
@@ -149,8 +149,8 @@ def compute(
     if step.awaited is not None:
         assert before is not None
         assert step.awaited_places is not None
-        awaited, places = (torch.from_numpy(one).to(device) for one in (step.awaited, step.awaited_places))
-        batch.token_ids_T[awaited] = before.token_ids_R[places]
+        awaited, places = (upload(one, device) for one in (step.awaited, step.awaited_places))
+        batch.token_ids_T.index_copy_(0, awaited, before.token_ids_R.index_select(0, places))
     logits_RV = forward(batch)
     if not len(step.host.drawing):
         return Known(StepTokens([None] * len(step.work)), device)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.batch import upload
 from engine.row_table import SAMPLING_FIELDS, sampling_of
 from engine.sequence import Sequence
 from penstock.types import SamplingParams
@@ -82,7 +83,7 @@ class DrawColumns:
         top_k = np.where(records["top_k"] < vocab_size, records["top_k"], 0)
 
         def column(values: np.ndarray, dtype: type) -> torch.Tensor:
-            return torch.from_numpy(values.astype(dtype)).to(device, non_blocking=True)
+            return upload(values.astype(dtype), device)
 
         return Draws(
             column(np.where(is_drawn, np.maximum(records["temperature"], 1e-30), 0.0), np.float32),

@@ -15,6 +15,7 @@ import torch
 
 from engine.batch import build_batch
 from engine.cache_tiers import CacheTiers
+from engine.cuda_graphs import SPARE_PAGES, CudaCapture, GraphRunner
 from engine.disk_tier import DiskTier
 from engine.drawing import Drawn, Known, LaidOutStep, compute, lay_out_step
 from engine.host_tier import HostTier
@@ -54,6 +55,7 @@ class Engine:
         runner: ModelRunner,
         ranks: Ranks | None = None,
         runs_ahead: bool = False,
+        graphs: GraphRunner | None = None,
     ) -> None:
         """`runs_ahead`: decode steps are given to the device before those ahead of them are over."""
         self.model = model
@@ -64,6 +66,7 @@ class Engine:
         self.runner = runner
         self.ranks = ranks  # the other ones, where the model is split
         self.runs_ahead = runs_ahead
+        self._graphs = graphs
 
     @classmethod
     def load(
@@ -107,7 +110,7 @@ class Engine:
             part = Part.load(config, Shard(0, ranks.num_ranks), ranks.join, on_progress)
             num_pages = min(part.count_pages(), *ranks.wait(answers))
             ranks.ask("pool", num_pages)
-        kv_pages = part.make_pool(num_pages)
+        kv_pages = part.make_pool(num_pages + (SPARE_PAGES if part.captures_graphs else 0))
         pool = PagePool(num_pages, _make_eraser(kv_pages, ranks) if config.zero_freed_pages else None)
         tiers = _make_tiers(config, kv_pages, part.layout.page_bytes, ranks)
         cache = PrefixCache(pool, config.page_size, on_event, config.prefix_caching, tiers)
@@ -123,7 +126,17 @@ class Engine:
             f", {ranks.num_ranks} ranks" if ranks is not None else "",
         )
         runs_ahead = kv_pages.is_cuda if config.run_ahead is None else config.run_ahead
-        return cls(part.model, part.layout, kv_pages, cache, pool, runner, ranks, runs_ahead)
+        return cls(
+            part.model,
+            part.layout,
+            kv_pages,
+            cache,
+            pool,
+            runner,
+            ranks,
+            runs_ahead,
+            part.make_graphs(runner, num_pages),
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -194,7 +207,14 @@ class Engine:
         """Gives the device a step; on a GPU it returns before that is done. From one thread at a time, like `step`.
 
         `before`: the step whose tokens this one awaits."""
-        return compute(step, self.runner.forward, self.kv_pages.device, self.model.eos_token_ids, before)
+        forward = self.runner.forward if self._graphs is None else self._graphs.forward
+        return compute(step, forward, self.kv_pages.device, self.model.eos_token_ids, before)
+
+    def capture_graphs(self, on_progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Decode steps are replayed from now on, where that is possible. Blocks for seconds, the first time;
+        `on_progress` hears how many sizes of batch are done."""
+        if self._graphs is not None and not self._graphs.is_captured:
+            self._graphs.capture(CudaCapture(), on_progress)
 
     def warm_up(self) -> None:
         """One prefill and one decode on scratch pages, so that the first request pays for no compilation. Blocks."""

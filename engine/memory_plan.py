@@ -32,6 +32,7 @@ _CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled 
 _SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
 _FLOAT32_BYTES = 4
 _INT4_GROUP = 128  # inputs that share a scale and a zero point, of weights that are quantized while they are loaded
+_PAGE_ID_BYTES = 4
 _CONTEXTS = (1024, 4096, 16384, 65536, 262144, 1048576)
 
 
@@ -44,6 +45,7 @@ class MemoryPlan:
     kv_bytes: int  # of the pool
     host_tier_bytes: int  # for evicted pages; in the same memory on a CPU, elsewhere on a GPU
     step_bytes: int  # about, of the largest step
+    graph_bytes: int  # about, of captured decode steps
     num_pages: int
     max_context: int  # tokens that a request may have
     largest_batch: dict[int, int]  # context in tokens: sequences of it that the pool holds at once
@@ -160,6 +162,27 @@ def step_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -
     return num_tokens * widest * DTYPE_BYTES[dtype] + 2 * num_rows * model.vocab_size * _FLOAT32_BYTES
 
 
+def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> int:
+    """About: what captured decode steps keep, which is the tensors of the largest of them and the inputs of all."""
+    if not captures_graphs(config, model, device_type):
+        return 0
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    num_pages = -(-select_context(config, model) // config.page_size)
+    table_bytes = config.cuda_graphs * num_pages * _PAGE_ID_BYTES
+    return step_bytes(model, dtype, config.cuda_graphs, config.cuda_graphs) + table_bytes
+
+
+def captures_graphs(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> bool:
+    """Only Triton's kernels never wait for the device; latents are attended to in plain torch, which does."""
+    return (
+        device_type == "cuda"
+        and config.cuda_graphs > 0
+        and config.attention in ("auto", "triton")
+        and config.tensor_parallel == 1
+        and model.latent is None
+    )
+
+
 def plan_memory(
     config: EngineConfig,
     device: DeviceMemory,
@@ -185,7 +208,8 @@ def plan_memory(
     saved = saved_bytes(model, config.quantization, set(forms), layout.dtype, device.type)
     weights -= saved // shard.num_ranks
     reserved = _CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
-    free = device.total_bytes - reserved - weights
+    graphs = graph_bytes(config, model, device.type)
+    free = device.total_bytes - reserved - weights - graphs
     step = step_bytes(
         shard_model(model, shard), layout.dtype, step_tokens or saturating_tokens(device.type), max_sequences
     )
@@ -202,7 +226,18 @@ def plan_memory(
     )
     largest = {tokens: num_pages // -(-tokens // layout.page_size) for tokens in contexts}
     return MemoryPlan(
-        device, model, layout, weights, kv_bytes, host_tier, step, num_pages, max_context, largest, shard.num_ranks
+        device,
+        model,
+        layout,
+        weights,
+        kv_bytes,
+        host_tier,
+        step,
+        graphs,
+        num_pages,
+        max_context,
+        largest,
+        shard.num_ranks,
     )
 
 

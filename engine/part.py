@@ -14,10 +14,12 @@ from pathlib import Path
 import torch
 
 from engine.cores import bind_to_cores
+from engine.cuda_graphs import GraphRunner, buckets_up_to
+from engine.device_memory import DeviceType
 from engine.kernels import AttentionBackend, select_backend, select_ops
 from engine.kernels.kv_codes import layers_of
 from engine.kv_layout import KVLayout
-from engine.memory_plan import count_pages, make_layout, select_context
+from engine.memory_plan import captures_graphs, count_pages, graph_bytes, make_layout, select_context
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.registry import load_model
@@ -77,11 +79,24 @@ class Part:
     def count_pages(self) -> int:
         """That this rank has room for, by what is free once the weights are there."""
         if self.device.type == "cuda":
-            return count_pages(self.config, self.layout, "cuda", int(torch.cuda.mem_get_info(self.device)[0]))
+            free_bytes = int(torch.cuda.mem_get_info(self.device)[0]) - graph_bytes(self.config, self.model, "cuda")
+            return count_pages(self.config, self.layout, "cuda", free_bytes)
         return count_pages(self.config, self.layout, "cpu", 0)
 
     def make_pool(self, num_pages: int) -> torch.Tensor:
         return allocate_pool(self.layout.shape(num_pages), getattr(torch, self.layout.storage_dtype), self.device)
+
+    def make_graphs(self, runner: ModelRunner, num_pages: int) -> GraphRunner | None:
+        """To be captured. The pool tensor has `SPARE_PAGES` more than the `num_pages` that may be given out."""
+        if not self.captures_graphs:
+            return None
+        buckets, max_context = buckets_up_to(self.config.cuda_graphs), select_context(self.config, self.model)
+        return GraphRunner(runner.forward, buckets, max_context, self.layout.page_size, num_pages, self.device)
+
+    @property
+    def captures_graphs(self) -> bool:
+        device_type: DeviceType = "cuda" if self.device.type == "cuda" else "cpu"
+        return captures_graphs(self.config, self.model, device_type) and self.attention.name == "triton"
 
     def make_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
         return ModelRunner(self.decoder, layers_of(kv_pages, self.layout), self.attention, select_ops(self.attention))

@@ -17,7 +17,7 @@ from penstock.admission_config import AdmissionConfig
 from penstock.autoscaler_config import AutoscalerConfig, BalanceConfig, SloConfig
 from penstock.errors import ConfigError
 from penstock.security_config import LimitsConfig, SecurityConfig, TenantConfig, TenantName, TlsConfig
-from penstock.types import Role
+from penstock.types import Lane, Role
 
 _SECRETIVE = {"keys", "secret"}  # settings whose values no message repeats
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # of one gRPC message: a million token ids fit
@@ -48,6 +48,7 @@ class EngineConfig(_Frozen):
     disk_bytes: int = Field(0, ge=0)  # for pages evicted from host memory; 0: they are gone
     disk_path: str | None = None  # a folder with room for them
     zero_freed_pages: bool = False  # erase what a page held as soon as nobody holds the page
+    cuda_graphs: int = Field(256, ge=0)  # largest batch whose decode steps are replayed from CUDA graphs; 0: none
     run_ahead: bool | None = None  # decode: give the device the next step before this one is over; default: on GPUs
     cores: str | None = None  # of this worker alone, such as "0-3,8"; default: wherever the system puts its threads
     num_threads: int | None = Field(None, ge=1)  # of the math libraries, each rank's; default: every core that it has
@@ -76,6 +77,17 @@ class EngineConfig(_Frozen):
 class PrefillConfig(_Frozen):
     max_batch_tokens: int | None = Field(None, ge=1)  # computed in one step; default: 256 on a CPU, 2048 on a GPU
     max_batch_sequences: int = Field(16, ge=1)
+    # Shares of each step's tokens that go to a lane's prompts first, whatever ranks before them: bulk = 0.1, say.
+    reserved: dict[Lane, float] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _shares_leave_something(self) -> PrefillConfig:
+        if any(share < 0 for share in self.reserved.values()) or sum(self.reserved.values()) > 1:
+            shares = {lane.value: share for lane, share in self.reserved.items()}
+            raise ValueError(
+                f"prefill.reserved = {shares} are no shares of a step; give each 0 or more, and 1 at most together"
+            )
+        return self
 
 
 class DecodeConfig(_Frozen):

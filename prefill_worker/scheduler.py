@@ -4,6 +4,9 @@ Interactive prompts before standard ones before bulk, and within a lane the one 
 prompt's rank is fixed when it comes and later ones start further back (penstock/aging.py), so nobody waits for ever: no
 prompt goes ahead of one that has seen its lane's handicap and its own length computed since it came.
 
+A lane may have a share of each step reserved: its prompts get that much before ranks are looked at, so that prompts of
+the others slow it down but never stop it.
+
 A prompt takes all its pages when its first chunk is scheduled, so a begun prompt never waits for pages. Those that have
 not begun do so in order: a large one that waits for pages is not passed by a small one, or it might wait for ever.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -40,13 +44,21 @@ class PrefillScheduler:
     """Owns the queue and the batch. `schedule` and `commit` alternate; both run on the step loop."""
 
     def __init__(
-        self, pool: PagePool, cache: PrefixCache, page_size: int, max_batch_tokens: int, max_batch_sequences: int
+        self,
+        pool: PagePool,
+        cache: PrefixCache,
+        page_size: int,
+        max_batch_tokens: int,
+        max_batch_sequences: int,
+        reserved: Mapping[Lane, float] | None = None,
     ) -> None:
+        """`reserved`: shares of a step's tokens, by lane."""
         self._pool = pool
         self._cache = cache
         self._page_size = page_size
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_sequences = max_batch_sequences
+        self._reserved = {lane: int(share * max_batch_tokens) for lane, share in (reserved or {}).items()}
         self._aging = Aging({lane: steps * max_batch_tokens for lane, steps in HANDICAP_STEPS.items()})
         self._entries: dict[Sequence, _Entry] = {}
         self._queue: list[_Entry] = []  # by rank
@@ -78,8 +90,8 @@ class PrefillScheduler:
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next step's chunks, at most `max_batch_tokens` in all; newly begun prompts now hold their pages."""
-        budget = self._max_batch_tokens
-        work: list[ScheduledSequence] = []
+        chunks = self._schedule_reserved() if any(self._reserved.values()) else {}
+        budget = self._max_batch_tokens - sum(chunks.values())
         may_begin = True
         for entry in heapq.merge(sorted(self._running, key=_Entry.rank), list(self._queue), key=_Entry.rank):
             if budget == 0:
@@ -88,9 +100,30 @@ class PrefillScheduler:
                 may_begin = may_begin and self._begin(entry)
                 if not may_begin:
                     continue
-            work.append(ScheduledSequence(entry.sequence, min(budget, entry.sequence.num_uncomputed_tokens)))
-            budget -= work[-1].num_tokens
-        return work
+            given = chunks.get(entry.sequence, 0)
+            chunks[entry.sequence] = given + min(budget, entry.sequence.num_uncomputed_tokens - given)
+            budget -= chunks[entry.sequence] - given
+        return [ScheduledSequence(sequence, count) for sequence, count in chunks.items() if count]
+
+    def _schedule_reserved(self) -> dict[Sequence, int]:
+        """Tokens for prompts of lanes that have a share of their own, the first in rank of each lane first."""
+        chunks: dict[Sequence, int] = {}
+        for lane, share in self._reserved.items():
+            begun = sorted((entry for entry in self._running if entry.sequence.lane is lane), key=_Entry.rank)
+            waiting = [entry for entry in self._queue if entry.sequence.lane is lane]
+            for entry in (*begun, *waiting):
+                if share == 0 or not (entry in self._running or self._begin_ahead(entry)):
+                    break
+                chunks[entry.sequence] = min(share, entry.sequence.num_uncomputed_tokens)
+                share -= chunks[entry.sequence]
+        return chunks
+
+    def _begin_ahead(self, entry: _Entry) -> bool:
+        """Begins a prompt before those that rank before it, where their pages are there as well: none of them waits
+        longer for it."""
+        ahead = self._queue[: self._queue.index(entry) + 1]
+        num_pages = sum(-(-len(one.sequence.token_ids) // self._page_size) for one in ahead)
+        return num_pages <= self._pool.num_available and self._begin(entry)
 
     def _begin(self, entry: _Entry) -> bool:
         if len(self._running) >= self._max_batch_sequences or not self._take_pages(entry.sequence):

@@ -131,7 +131,12 @@ class PrefillWorker:
         self._page_size = engine.layout.page_size
         max_batch_tokens = config.prefill.max_batch_tokens or engine.saturating_tokens
         self.scheduler = PrefillScheduler(
-            engine.pool, engine.prefix_cache, self._page_size, max_batch_tokens, config.prefill.max_batch_sequences
+            engine.pool,
+            engine.prefix_cache,
+            self._page_size,
+            max_batch_tokens,
+            config.prefill.max_batch_sequences,
+            config.prefill.reserved,
         )
         self._jobs: dict[TransferKey, PrefillJob] = {}
         self._by_sequence: dict[Sequence, PrefillJob] = {}

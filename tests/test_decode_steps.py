@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -363,3 +365,32 @@ async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monke
             assert isinstance(decode._driver, StepDriver)
         assert (num_ahead > 0) == ahead
     assert answers[0] == answers[1]
+
+
+async def test_a_first_token_does_not_wait_for_the_step_under_way(tmp_path: Path) -> None:
+    """A step stands still; meanwhile a request comes, is computed elsewhere, and its first token goes out."""
+    model = make_checkpoint("llama", tmp_path / "llama")
+    async with workers(worker_config(Role.PREFILL, model), worker_config(Role.DECODE, model)) as (prefill, decode):
+        engine = decode.replica.engine
+        compute, stands, goes_on = engine.compute, threading.Event(), threading.Event()
+
+        def stand_still(*arguments: object) -> object:
+            stands.set()
+            assert goes_on.wait(60)
+            return compute(*arguments)  # type: ignore[arg-type]
+
+        engine.compute = stand_still
+        async with caller(decode) as router:
+            first = router.submit([5] * 20, replace(GREEDY, max_tokens=4), [prefill])
+            assert len((await router.next_delta(first)).token_ids) == 1
+            assert await asyncio.to_thread(stands.wait, 60)
+            second = router.submit([9] * 30, replace(GREEDY, max_tokens=4), [prefill])
+            assert len((await router.next_delta(second)).token_ids) == 1
+            gone = router.submit([8] * 30, GREEDY, [prefill])
+            assert len((await router.next_delta(gone)).token_ids) == 1
+            router.cancel(gone)
+            assert decode.worker.scheduler.num_under_way == 1
+            goes_on.set()
+            for stream in (first, second):
+                assert (await router.answer(stream)).error is None
+        await wait_until_empty(prefill, decode)

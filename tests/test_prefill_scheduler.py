@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import ScheduledSequence, Sequence
+from penstock.config import PrefillConfig
 from penstock.types import Lane, RequestId, SamplingParams
 from prefill_worker.scheduler import HANDICAP_STEPS, PrefillScheduler
 
 PAGE_SIZE = 4
 
 
-def make_scheduler(num_pages: int, max_batch_tokens: int = 8) -> tuple[PrefillScheduler, PagePool]:
+def make_scheduler(
+    num_pages: int, max_batch_tokens: int = 8, reserved: dict[Lane, float] | None = None
+) -> tuple[PrefillScheduler, PagePool]:
     pool = PagePool(num_pages)
-    return PrefillScheduler(pool, PrefixCache(pool, PAGE_SIZE), PAGE_SIZE, max_batch_tokens, 3), pool
+    return PrefillScheduler(pool, PrefixCache(pool, PAGE_SIZE), PAGE_SIZE, max_batch_tokens, 3, reserved), pool
 
 
 def make_sequence(name: str, tokens: list[int], lane: Lane = Lane.STANDARD) -> Sequence:
@@ -155,3 +159,43 @@ def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> N
     assert live == []
     pool.check_integrity()
     assert pool.num_available == pool.num_pages
+
+
+@settings(max_examples=60, deadline=None)
+@given(length=st.integers(1, 40), flood=st.lists(st.integers(1, 12), min_size=1, max_size=6))
+def test_a_lane_gets_its_share_whatever_others_bring(length: int, flood: list[int]) -> None:
+    """A quarter of 8 tokens is reserved: so a bulk prompt is computed by two tokens a step from the first on."""
+    scheduler, pool = make_scheduler(80, reserved={Lane.BULK: 0.25})
+    bulk = make_sequence("bulk", list(range(length)), Lane.BULK)
+    scheduler.add(bulk)
+    for step in range(-(-length // 2)):
+        if bulk.num_computed_tokens == length:
+            break  # others left it more
+        for number, tokens in enumerate(flood):
+            first = 1000 * (step * len(flood) + number + 1)
+            if scheduler.num_queued < 4:
+                name = f"{step}-{number}"
+                scheduler.add(make_sequence(name, list(range(first, first + tokens)), Lane.INTERACTIVE))
+        work = scheduler.schedule()
+        given_tokens = shares(work)
+        assert given_tokens["bulk"] >= min(2, bulk.num_uncomputed_tokens)
+        assert sum(given_tokens.values()) <= 8
+        assert all(1 <= item.num_tokens <= item.sequence.num_uncomputed_tokens for item in work)
+        for done in scheduler.commit(work):
+            pool.release(done.pages)
+        pool.check_integrity()
+    assert bulk.num_computed_tokens == length
+
+
+def test_a_reserved_share_takes_no_pages_from_those_who_wait_for_them() -> None:
+    scheduler, _ = make_scheduler(6, reserved={Lane.BULK: 0.5})
+    scheduler.add(make_sequence("begun", list(range(12))))
+    scheduler.commit(scheduler.schedule())
+    scheduler.add(make_sequence("large", list(range(100, 124)), Lane.INTERACTIVE))
+    scheduler.add(make_sequence("small", list(range(200, 204)), Lane.BULK))
+    assert shares(scheduler.schedule()) == {"begun": 4}
+
+
+def test_shares_of_a_step_are_shares() -> None:
+    with pytest.raises(ValueError, match="give each 0 or more, and 1 at most together"):
+        PrefillConfig(reserved={Lane.BULK: 0.6, Lane.STANDARD: 0.5})

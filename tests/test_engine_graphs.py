@@ -1,0 +1,185 @@
+"""Decode steps from graphs are the steps themselves: buckets, padding, static buffers; CUDA's part is doubled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from decode_worker.scheduler import DecodeScheduler
+from engine.cuda_graphs import GraphRunner, buckets_up_to
+from engine.device_memory import DeviceMemory
+from engine.engine import Engine
+from engine.memory_plan import plan_memory
+from engine.row_table import Ends, RowTable
+from engine.sequence import Sequence
+from penstock.config import DecodeConfig, EngineConfig
+from penstock.types import PageId, RequestId, SamplingParams
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+
+PROMPTS = [[(5 * i + 3 * j) % (VOCAB_SIZE - 2) + 2 for j in range(3 + 9 * i)] for i in range(6)]
+
+
+class GraphDouble:
+    """Runs again what was captured, over the same buffers; every other graph's result is gone with it, as in a pool."""
+
+    def __init__(self) -> None:
+        self.results: list[torch.Tensor] = []
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        result = run().clone()
+        self.results.append(result)
+
+        def replay() -> None:
+            fresh = run()
+            for other in self.results:
+                other.fill_(float("nan"))
+            result.copy_(fresh)
+
+        return replay, result
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("graphs") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def loaded(model: Path) -> Engine:
+    return Engine.load(EngineConfig(model=str(model), dtype="float32", num_pages=64, num_threads=1))
+
+
+@pytest.fixture
+def engine(loaded: Engine) -> Iterator[Engine]:
+    """With one page less, which the graphs of a test may take for their spare one."""
+    spare = loaded.pool.allocate(1)
+    yield loaded
+    loaded._graphs = None
+    loaded.pool.release(spare)
+
+
+def make_graphs(engine: Engine, buckets: list[int]) -> GraphRunner:
+    spare = next(page for page in range(64) if engine.pool.num_references(PageId(page)))
+    engine._graphs = GraphRunner(
+        engine.runner.forward, buckets, 128, engine.layout.page_size, spare, torch.device("cpu")
+    )
+    return engine._graphs
+
+
+def decode(engine: Engine, ahead: bool, counts: list[int] | None = None) -> list[list[int]]:
+    """Tokens of all prompts at once, ends at different times; `counts` gets the size of each step."""
+    rows = RowTable(engine.layout.page_size, Ends((), engine.model.context_length))
+    scheduler = DecodeScheduler(
+        engine.pool, engine.prefix_cache, engine.layout.page_size, DecodeConfig(max_batch_sequences=6), rows
+    )
+    sequences = []
+    for i, prompt in enumerate(PROMPTS):
+        sampling = SamplingParams(max_tokens=9 + 5 * i, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
+        sequences.append(Sequence(RequestId(str(i)), list(prompt), len(prompt), sampling, b"salt"))
+        scheduler.track(sequences[-1])
+        scheduler.compute_here(sequences[-1])
+    running = set(sequences)
+    plan, before = scheduler.schedule(), None
+    while plan:
+        drawn = engine.compute(engine.lay_out(plan), before)
+        following = scheduler.schedule_ahead() if ahead else None
+        if counts is not None:
+            counts.append(len(plan))
+        drawn_ahead = engine.compute(engine.lay_out(following), drawn) if following else None
+        while True:
+            scheduler.record(plan, drawn.wait().token_ids)
+            for one in [one for one in running if one.num_output_tokens >= one.sampling.max_tokens]:
+                running.discard(one)
+                scheduler.forget(one)
+            if following is None or drawn_ahead is None:
+                break
+            plan, drawn, following = following, drawn_ahead, None
+        plan, before = scheduler.schedule(), None
+    assert not running
+    return [one.token_ids[one.num_prompt_tokens :] for one in sequences]
+
+
+def test_replayed_steps_draw_what_steps_draw(engine: Engine) -> None:
+    wanted = decode(engine, ahead=False)
+    assert decode(engine, ahead=True) == wanted
+    told: list[tuple[int, int]] = []
+    graphs = make_graphs(engine, [1, 2, 5])
+    graphs.capture(GraphDouble(), lambda done, of: told.append((done, of)))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    for ahead in (False, True):
+        counts: list[int] = []
+        assert decode(engine, ahead, counts) == wanted
+        assert graphs.num_replays > 0
+        assert graphs.num_eager > 0  # chunks of prompts, and six at once
+    assert {1, 2, 3, 4, 5, 6} <= set(counts)
+
+
+def test_padding_writes_to_the_spare_page_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_graphs(engine, [8]).capture(GraphDouble())
+    others = [page for page in range(64) if not engine.pool.num_references(PageId(page))]
+    used: set[int] = set()
+    allocate = engine.pool.allocate
+
+    def note(count: int) -> list[PageId]:
+        pages = allocate(count)
+        used.update(pages)
+        return pages
+
+    monkeypatch.setattr(engine.pool, "allocate", note)
+    engine.prefix_cache.clear()
+    before = engine.kv_pages.clone()
+    decode(engine, ahead=True)
+    changed = {page for page in others if not torch.equal(engine.kv_pages[page], before[page])}
+    assert changed <= used
+    assert changed
+
+
+def test_a_device_that_refuses_graphs_is_served_without(engine: Engine) -> None:
+    wanted = decode(engine, ahead=False)
+
+    def refuse(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    graphs = make_graphs(engine, [8])
+    graphs.capture(refuse)
+    assert not graphs.is_captured
+    assert decode(engine, ahead=True) == wanted
+
+
+@pytest.mark.parametrize("largest", [1, 7, 64, 256, 500])
+def test_buckets_waste_little(largest: int) -> None:
+    buckets = buckets_up_to(largest)
+    assert buckets == sorted(set(buckets))
+    assert buckets[-1] == largest
+    for smaller, size in itertools.pairwise(buckets):
+        assert size <= 2 * smaller
+        assert smaller < 32 or size - smaller <= size // 4
+
+
+def test_captured_steps_have_their_place_in_the_memory_plan(model: Path) -> None:
+    device = DeviceMemory("a GPU", "cuda", 8 << 30)
+    with_graphs, without = (
+        plan_memory(EngineConfig(model=str(model), device="cuda", cuda_graphs=largest), device) for largest in (64, 0)
+    )
+    assert with_graphs.graph_bytes > without.graph_bytes == 0
+    assert with_graphs.kv_bytes < without.kv_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_graphs_and_eager_steps_draw_the_same_on_a_gpu(model: Path) -> None:
+    def load(largest: int) -> Engine:
+        config = EngineConfig(model=str(model), dtype="float32", num_pages=64, device="cuda", cuda_graphs=largest)
+        return Engine.load(config)
+
+    wanted = decode(load(0), ahead=False)
+    engine = load(5)
+    engine.capture_graphs()
+    assert engine._graphs is not None
+    assert engine._graphs.is_captured
+    assert decode(engine, ahead=False) == wanted
+    assert decode(engine, ahead=True) == wanted
+    assert engine._graphs.num_replays > 0

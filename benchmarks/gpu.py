@@ -23,6 +23,8 @@ from benchmarks.report import Row, publish
 from benchmarks.shapes import random_llama
 from engine.engine import Engine
 from engine.kernels import AttentionBackend, select_backend, select_ops
+from engine.kernels.quantized_gemm import make_product
+from engine.layers.quantized import Kind, quantize_weight
 from engine.sequence import ScheduledSequence, Sequence
 from penstock.config import EngineConfig
 from penstock.types import RequestId, SamplingParams
@@ -88,6 +90,19 @@ def attention_rows(backend: AttentionBackend, bytes_per_s: float) -> Iterator[Ro
         yield Row(f"paged prefill, {queries} of {context}", paged_s * 1e6, "us", "contiguous SDPA", sdpa_s * 1e6)
 
 
+def quantized_rows() -> Iterator[Row]:
+    """A product of Llama-3.1-8B's feed-forward with quantized weights against bf16 ones."""
+    weight_OI = torch.randn(14336, 4096, device="cuda") / 64
+    plain_OI = weight_OI.bfloat16()
+    kinds: tuple[Kind, ...] = ("int4", "int8", "fp8")
+    for kind in kinds:
+        product = make_product(quantize_weight(weight_OI, kind), None)
+        for num_rows in (1, 16, 256):
+            x_TI = torch.randn(num_rows, 4096, device="cuda", dtype=torch.bfloat16)
+            ours_s, plain_s = seconds(lambda: product(x_TI)), seconds(lambda: F.linear(x_TI, plain_OI))  # noqa: B023
+            yield Row(f"{kind} product of {num_rows} rows", ours_s * 1e6, "us", "bf16", plain_s * 1e6)
+
+
 @contextmanager
 def decoding(engine: Engine, batch: int, context: int) -> Iterator[list[ScheduledSequence]]:
     """Sequences in the middle of their decoding; their KV is whatever the pool holds."""
@@ -127,6 +142,7 @@ def main() -> int:
     backend = select_backend("triton", torch.device("cuda"))
     rows = [Row("device copy", bytes_per_s / 1e9, "GB/s"), *attention_rows(backend, bytes_per_s)]
     rows += kernel_rows(backend, select_ops(backend), bytes_per_s, seconds)
+    rows += quantized_rows()
     rows += engine_rows(bytes_per_s)
     rows += step_rows(bytes_per_s)
     rows += transfer_rows(bytes_per_s, seconds)

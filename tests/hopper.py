@@ -28,8 +28,10 @@ from engine.draws import Draws
 from engine.kernels import join_splits
 from engine.kernels.grouped_gemm import grouped_gemm
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
+from engine.kernels.quantized_gemm import QuantizedGemm
 from engine.kernels.sample import draw_tokens
 from engine.kernels.triton_backend import TritonAttention, TritonOps
+from engine.layers.quantized import Kind, quantize_weight
 from penstock.types import SamplingParams
 
 _TYPES = {
@@ -143,6 +145,15 @@ def _layer() -> None:
     TritonAttention().store_qkv(zeros(8, 48, 128), angles, norms, layer, _batch(8, 0, 64), ops)
 
 
+def _quantized(kind: Kind, num_rows: int) -> None:
+    QuantizedGemm(quantize_weight(zeros(256, 1024), kind), None)(zeros(num_rows, 1024))
+
+
+def _write_codes(stored: torch.dtype) -> None:
+    pool, scales = zeros(4, 3, 2, 8, 16, 128).to(stored)[:, 1], zeros(4, 2, 8, 16, dtype=torch.float32)
+    TritonAttention().write_kv(zeros(8, 8, 128), zeros(8, 8, 128), pool, _batch(8, 0, 64), scales)
+
+
 def _latent(num_decodes: int) -> None:
     pool = zeros(4, 3, 2, 1, 64, 288)[:, 1]
     TritonAttention().latent_attention(zeros(num_decodes, 128, 576), pool, _batch(num_decodes, 0, 4096), 0.1, 512)
@@ -159,6 +170,12 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "draws": _draw,
     "experts, few rows": lambda: _experts(16),
     "experts, many rows": lambda: _experts(128 * 128),
+    "int4, few rows": lambda: _quantized("int4", 1),
+    "int4, many rows": lambda: _quantized("int4", 128),
+    "int8, few rows": lambda: _quantized("int8", 1),
+    "fp8, many rows": lambda: _quantized("fp8", 128),
+    "writes of fp8": lambda: _write_codes(torch.float8_e4m3fn),
+    "writes of int8": lambda: _write_codes(torch.int8),
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.quality import KINDS, measure, texts
 from engine.checkpoint import list_weight_files
 from engine.device_memory import DeviceMemory
 from engine.engine import Engine
@@ -280,6 +281,15 @@ def test_the_triton_product_is_that_of_the_dequantized_weight(
         found = QuantizedGemm(weight, bias)(x)
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2  # the interpreter cuts bf16 off where a GPU rounds
         torch.testing.assert_close(found.float(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_what_quantization_costs_in_quality_is_bounded() -> None:
+    """A few times what `benchmarks.quality` finds over longer texts."""
+    found = measure(texts(num_texts=2, num_tokens=128), KINDS)
+    for name, quality in found.items():
+        assert quality.error < (0.25 if "int4" in name else 0.08 if "fp8" in name else 0.03), name
+        assert quality.agreement > (0.85 if "int4" in name else 0.93), name
+    assert found["bf16"].error < found["KV fp8"].error < found["weights int4"].error
 
 
 def test_parts_and_stacks_of_a_weight_are_those_of_its_values() -> None:

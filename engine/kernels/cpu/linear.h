@@ -33,34 +33,51 @@ struct Packed {
   int32_t kind, tiles_in_group;
 };
 
+#if defined(__AVX512BF16__)
+inline Words widened(Bytes codes) { return (Words)_mm512_cvtepu8_epi32((__m128i)codes); }
+inline Words widened(Shorts codes) { return (Words)_mm512_cvtepu16_epi32((__m256i)codes); }
+
+// Two vectors of floats as words of two bf16 each, the first in the lower half.
+inline Words rounded_pairs(Floats low, Floats high) {
+  const __m512i apart = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return (Words)_mm512_permutexvar_epi16(order, apart);
+}
+#else
+inline Words widened(Bytes codes) { return __builtin_convertvector(codes, Words); }
+inline Words widened(Shorts codes) { return __builtin_convertvector(codes, Words); }
+inline Words rounded_pairs(Floats low, Floats high) {
+  return __builtin_convertvector(narrow(low), Words) | (__builtin_convertvector(narrow(high), Words) << 16);
+}
+#endif
+
+template <int K> inline Floats value(Words code, Floats zero, Floats scale) {
+  if constexpr (K == kFp8) return Fp8Codes::decode(code) * scale;
+  if constexpr (K == kInt8) return (__builtin_convertvector((Ints)(code << 24) >> 24, Floats) - zero) * scale;
+  return (__builtin_convertvector((Ints)code, Floats) - zero) * scale;
+}
+
 // 16 outputs of a quantized weight as a panel of bf16.
-inline void decode_panel(const Packed& weight, int64_t p, uint16_t* panel) {
+template <int K> inline void decode_panel(const Packed& weight, int64_t p, uint16_t* panel) {
   const int steps = weight.inputs / kDepth, groups = (steps + weight.tiles_in_group - 1) / weight.tiles_in_group;
-  const int row_bytes = weight.kind == kInt4 ? kSide : 2 * kSide;
+  const int row_bytes = K == kInt4 ? kSide : 2 * kSide;
   const uint8_t* codes = weight.codes + p * steps * kSide * row_bytes;
   uint32_t* to = reinterpret_cast<uint32_t*>(panel);
   for (int i = 0; i < steps; ++i) {
     const int64_t group = (p * groups + i / weight.tiles_in_group) * kSide;
-    const Floats scale = load<Floats>(weight.scales + group) * (weight.kind == kFp8 ? Fp8Codes::kDecodedBy : 1.0f);
+    const Floats scale = load<Floats>(weight.scales + group) * (K == kFp8 ? Fp8Codes::kDecodedBy : 1.0f);
     const Floats zero = weight.zeros ? load<Floats>(weight.zeros + group) : Floats{};
     for (int row = 0; row < kSide; ++row, codes += row_bytes, to += kSide) {
-      Floats low, high;
-      if (weight.kind == kInt4) {
-        const Words pair = __builtin_convertvector(load<Bytes>(codes), Words);
-        low = __builtin_convertvector((Ints)(pair & 15u), Floats);
-        high = __builtin_convertvector((Ints)(pair >> 4), Floats);
+      Words low, high;  // of each output the first and the second input
+      if (K == kInt4) {
+        const Words pair = widened(load<Bytes>(codes));
+        low = pair & 15u, high = pair >> 4;
       } else {
-        const Words pair = __builtin_convertvector(load<Shorts>(codes), Words);
-        if (weight.kind == kInt8) {
-          low = __builtin_convertvector((Ints)(pair << 24) >> 24, Floats);
-          high = __builtin_convertvector((Ints)(pair << 16) >> 24, Floats);
-        } else {
-          low = Fp8Codes::decode(pair & 0xffu);
-          high = Fp8Codes::decode(pair >> 8);
-        }
+        const Words pair = widened(load<Shorts>(codes));
+        low = pair & 0xffu, high = pair >> 8;
       }
-      const Words first = __builtin_convertvector(narrow((low - zero) * scale), Words);
-      store(to, first | (__builtin_convertvector(narrow((high - zero) * scale), Words) << 16));
+      store(to, rounded_pairs(value<K>(low, zero, scale), value<K>(high, zero, scale)));
     }
   }
 }
@@ -77,6 +94,14 @@ inline int64_t padded(int64_t rows) { return (rows + kBlock - 1) / kBlock * kBlo
 // Where 16 values of a row from input `i` on stand among strips of tiles.
 inline int64_t place(int64_t row, int i, int inputs) {
   return (row / kSide * (inputs / kDepth) + i / kDepth) * kTile + row % kSide * kDepth + i % kDepth;
+}
+
+inline void decode(const Packed& weight, int64_t p, uint16_t* panel) {
+  switch (weight.kind) {
+    case kInt4: return decode_panel<kInt4>(weight, p, panel);
+    case kInt8: return decode_panel<kInt8>(weight, p, panel);
+    default: return decode_panel<kFp8>(weight, p, panel);
+  }
 }
 
 #if defined(PENSTOCK_TILES)
@@ -134,8 +159,8 @@ inline void for_outputs(const Packed& weight, const uint16_t* strips, int count,
       const uint16_t* first = weight.values + p * panel;
       const uint16_t* second = is_pair ? first + apart * panel : first;
       if (weight.kind != kPlain) {
-        decode_panel(weight, p, decoded.data());
-        if (is_pair) decode_panel(weight, p + apart, decoded.data() + panel);
+        decode(weight, p, decoded.data());
+        if (is_pair) decode(weight, p + apart, decoded.data() + panel);
         first = decoded.data(), second = is_pair ? first + panel : first;
       }
       for (int row = start; row < stop; row += kBlock) {

@@ -12,7 +12,8 @@ from itertools import count
 
 from cluster.scaling_signals import WorkerSignal
 from penstock.types import Role
-from simulator.coarse_workers import CoarseDecode, CoarsePrefill, Job
+from simulator.coarse_decode import CoarseDecode, Job
+from simulator.coarse_prefill import CoarsePrefill
 from simulator.events import Simulation
 from simulator.fleet import FleetSpec
 from simulator.request import Outcome, TraceRequest

@@ -1,7 +1,7 @@
 """A decode worker by the arithmetic of its steps: no page, no token, an event for each change of its batch.
 
-The costs are those of the worker in full (`simulator.costs`); between two changes its steps are summed in closed form. A
-hundredth of the time, for questions that need thousands of runs.
+The costs are those of the worker in full (`simulator.costs`); between two changes its steps are summed in closed form.
+A hundredth of the time, for questions that need thousands of runs.
 """
 
 from __future__ import annotations

@@ -40,11 +40,16 @@ struct Step {
   float eps, scale;
 };
 
+// Up to so many rows each thread normalises all of them for itself: that takes less than meeting the others does, the
+// more so where other work has the cores.
+constexpr int kRowsForEach = 16;
+
 // What stands between the operations of a step; one for all layers.
 struct Between {
+  const int num_normed;  // copies of `normed`
   std::unique_ptr<uint16_t[]> normed, qkv, mixed, inner;
-  explicit Between(const Step& step)
-      : normed(make(step, step.hidden)), qkv(make(step, (step.num_heads + 2 * step.num_kv_heads) * step.head_dim)),
+  Between(const Step& step, int num_threads)
+      : num_normed(step.num_tokens <= kRowsForEach ? num_threads : 1), normed(make(step, step.hidden * num_normed)), qkv(make(step, (step.num_heads + 2 * step.num_kv_heads) * step.head_dim)),
         mixed(make(step, step.num_heads * step.head_dim)), inner(make(step, step.intermediate)) {}
 
  private:
@@ -58,7 +63,10 @@ class Worker {
  public:
   Worker(const Step& step, Between& between, int thread, int num_threads)
       : step(step), between(between), thread(thread), num_threads(num_threads),
-        residual(const_cast<uint16_t*>(step.residual)), num_rows(step.num_tokens) {}
+        residual(const_cast<uint16_t*>(step.residual)), has_own_normed(step.num_tokens <= kRowsForEach),
+        normed(between.normed.get() +
+               (has_own_normed ? thread * linear::padded(step.num_tokens) * step.hidden : 0)),
+        num_rows(step.num_tokens) {}
 
   void normalise_first(const Layer& layer) { normalise_rows(layer.input_norm); }
 
@@ -67,7 +75,7 @@ class Worker {
     const int qkv_width = layer.qkv.outputs;
     uint16_t* const qkv = between.qkv.get();
     tiles::configure(kSide);
-    multiply(layer.qkv, between.normed.get(), [&](int row, int panel, Floats sums) {
+    multiply(layer.qkv, normed, [&](int row, int panel, Floats sums) {
       store_rounded(qkv + int64_t(row) * qkv_width + panel * kSide, sums, layer.qkv, panel);
     });
     meet();
@@ -80,7 +88,6 @@ class Worker {
     add_to_residual(layer.out, between.mixed.get());
     meet();
     normalise_rows(layer.mlp_norm);
-    meet();
     activate(layer.gate_up);
     meet();
     add_to_residual(layer.down, between.inner.get());
@@ -88,7 +95,6 @@ class Worker {
     meet();
     if (next_norm) {
       normalise_rows(next_norm);
-      meet();
       return;
     }
     const linear::Share mine(num_rows, thread, num_threads);
@@ -101,6 +107,8 @@ class Worker {
   Between& between;
   const int thread, num_threads;
   uint16_t* const residual;
+  const bool has_own_normed;
+  uint16_t* const normed;
   int num_rows;
 
   void meet() {
@@ -135,7 +143,7 @@ class Worker {
   void activate(const linear::Packed& gate_up) {
     uint16_t* const inner = between.inner.get();
     const int panels = step.intermediate / kSide;
-    linear::for_outputs(gate_up, between.normed.get(), num_rows, linear::Share(panels, thread, num_threads), panels,
+    linear::for_outputs(gate_up, normed, num_rows, linear::Share(panels, thread, num_threads), panels,
                         [&](int row, int panel, Floats gate, bool, Floats up) {
                           gate = widen(narrow(with_bias(gate, gate_up, panel)));
                           up = widen(narrow(with_bias(up, gate_up, panel + panels)));
@@ -144,17 +152,18 @@ class Worker {
                         });
   }
 
-  // Rows of the residual to strips of tiles.
+  // Rows of the residual to strips of tiles, which this thread may read afterwards.
   void normalise_rows(const uint16_t* weight) {
-    const linear::Share mine(num_rows, thread, num_threads);
+    const linear::Share mine = has_own_normed ? linear::Share(num_rows, 0, 1) : linear::Share(num_rows, thread, num_threads);
     const int width = step.hidden;
     for (int64_t row = mine.from; row < mine.to; ++row) {
       const uint16_t* from = residual + row * width;
       const float factor = root_mean_square_factor(from, width, step.eps);
       for (int i = 0; i < width; i += kLanes)
-        store_floats(between.normed.get() + linear::place(row, i, width),
+        store_floats(normed + linear::place(row, i, width),
                      load_floats(from + i, kLanes) * factor * load_floats(weight + i, kLanes), kLanes);
     }
+    if (!has_own_normed) meet();
   }
 
   // Q and K are rotated, K and V go to their slots.
@@ -211,7 +220,7 @@ class Worker {
 // is the model's last: only rows that draw go through its feed-forward, and `drawn` is written.
 extern "C" void penstock_decoder(const Layer* layers, int32_t first, int32_t last, const Step* step, int32_t draws,
                                  int32_t num_threads) {
-  Between between(*step);
+  Between between(*step, num_threads);
   Problem shape{};
   shape.query_start = step->query_start;
   shape.num_sequences = step->num_sequences;
@@ -223,7 +232,6 @@ extern "C" void penstock_decoder(const Layer* layers, int32_t first, int32_t las
   {
     Worker worker(*step, between, omp_get_thread_num(), omp_get_num_threads());
     worker.normalise_first(layers[first]);
-#pragma omp barrier
     for (int layer = first; layer < last; ++layer) {
       const bool is_end = layer + 1 == last;
       worker.run(layers[layer], items,

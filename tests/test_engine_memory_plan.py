@@ -30,14 +30,16 @@ FREE = (2 << 30) - (600 << 20)  # of GPU, without weights
 
 
 def tensors_of(thing: object) -> dict[int, torch.Tensor]:
-    """Every tensor that an object of this project holds, by identity."""
+    """Every tensor that an object of this project holds, by where its values are: two may be one."""
     if isinstance(thing, torch.Tensor):
-        return {id(thing): thing}
+        return {id(thing) if thing.is_mkldnn else thing.data_ptr(): thing}
     parts: list[object] = []
     if isinstance(thing, list | tuple):
         parts = list(thing)
     elif type(thing).__module__.startswith("engine.") and hasattr(thing, "__dict__"):
         parts = list(vars(thing).values())
+    elif type(thing).__module__.startswith("engine.") and hasattr(thing, "__slots__"):
+        parts = [getattr(thing, name) for name in thing.__slots__]
     return {key: tensor for part in parts for key, tensor in tensors_of(part).items()}
 
 
@@ -129,9 +131,10 @@ def test_the_largest_batch_of_a_context_fits_to_the_page() -> None:
 def test_a_gpu_gives_its_pages_what_weights_and_steps_leave() -> None:
     config = EngineConfig(model=str(BUNDLED))
     plan = plan_memory(config, GPU)
-    assert plan.num_pages == int((FREE - plan.weight_bytes) * 0.8) // plan.layout.page_bytes
+    assert plan.graph_bytes > 0
+    assert plan.num_pages == int((FREE - plan.weight_bytes - plan.graph_bytes) * 0.8) // plan.layout.page_bytes
     assert plan.weight_bytes < plan_memory(config, HOST).weight_bytes, "the tied head is no second copy there"
-    assert plan.kv_bytes + plan.weight_bytes + plan.step_bytes <= FREE
+    assert plan.kv_bytes + plan.weight_bytes + plan.graph_bytes + plan.step_bytes <= FREE
 
 
 def test_a_step_that_computes_more_takes_more() -> None:
@@ -161,7 +164,7 @@ def test_no_memory_holds_no_pages() -> None:
         ({"num_pages": 10}, HOST, 1000, r"takes 63 pages .*give engine.num_pages = 63, .* at most 160 tokens"),
         ({"kv_memory_bytes": 1 << 19}, HOST, 1000, r"engine.kv_memory_bytes = 3096576, which it has room for"),
         (
-            {"num_pages": 5},
+            {"num_pages": 5, "cuda_graphs": 0},
             DeviceMemory("small", "cuda", 629 << 20),
             2048,
             r"has 5; give a larger device or at most 80",

@@ -40,8 +40,8 @@ class Linear:
 
     def __init__(self, weight_OI: Weight, bias_O: torch.Tensor | None = None) -> None:
         """A quantized weight is one of which `can_multiply` is true."""
-        self._bias_O = bias_O
         self.tiles = pack_for_tiles(weight_OI, bias_O) if weight_OI.device.type == "cpu" else None
+        self._bias_O = bias_O if self.tiles is None else None
         self._packed: torch.Tensor | None = None
         self._weight_OI: torch.Tensor | None = None
         self._quantized: QuantizedProduct | None = None
@@ -63,7 +63,8 @@ class Linear:
         assert weight_OI is not None
         assert weight_OI.is_meta
         if kind == "tiles":
-            self.tiles, self._weight_OI = pack_for_tiles(weight_OI, self._bias_O), None
+            self.tiles = pack_for_tiles(weight_OI, self._bias_O)
+            self._weight_OI = self._bias_O = None
         elif kind == "packed":
             self._packed, self._weight_OI = weight_OI, None
 

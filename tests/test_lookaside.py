@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.actors import at_node_address
+from cluster.server_actor import at_node_address
 from cluster.terminal import format_decision
 from decode_worker.server import DecodeServer
 from penstock import AsyncClient, Client

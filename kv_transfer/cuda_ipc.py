@@ -17,7 +17,8 @@ import torch
 
 from engine.shared_pool import TRAILER_BYTES, trailer
 from kv_transfer import cuda_driver
-from kv_transfer.direct import MARK_BYTES, DirectReceiver, DirectSender, MappedPool, has_boot_id, is_mark, new_mark
+from kv_transfer.direct import MARK_BYTES, DirectReceiver, DirectSender, has_boot_id, is_mark, new_mark
+from kv_transfer.direct_link import MappedPool
 from kv_transfer.pages import PageBuffer
 from kv_transfer.transport import WHOLE, Landing, Part
 from penstock.config import TransferConfig
@@ -85,7 +86,7 @@ def make_sender(pages: PageBuffer, config: TransferConfig, wake: Callable[[], No
 
 
 class _MappedMemory:
-    """See `direct.MappedPool`."""
+    """See `direct_link.MappedPool`."""
 
     def __init__(
         self,

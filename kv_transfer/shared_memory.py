@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.shared_pool import FILE_NAME, SEALS, TRAILER_BYTES, shared_file
-from kv_transfer.direct import DirectReceiver, DirectSender, MappedPool, has_boot_id, is_mark, new_mark
+from kv_transfer.direct import DirectReceiver, DirectSender, has_boot_id, is_mark, new_mark
+from kv_transfer.direct_link import MappedPool
 from kv_transfer.pages import PageBuffer
 from kv_transfer.transport import WHOLE, Landing, Part
 from penstock.config import TransferConfig
@@ -56,7 +57,7 @@ def make_sender(pages: PageBuffer, config: TransferConfig, wake: Callable[[], No
 
 
 class _MappedFile:
-    """See `direct.MappedPool`."""
+    """See `direct_link.MappedPool`."""
 
     def __init__(self, pages: PageBuffer) -> None:
         self._pages: PageBuffer | None = pages

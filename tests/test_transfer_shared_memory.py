@@ -18,7 +18,8 @@ import torch
 
 from engine.shared_pool import FILE_NAME, allocate_pool, shared_file
 from kv_transfer.channel import Channel
-from kv_transfer.direct import DirectLink, DirectReceiver
+from kv_transfer.direct import DirectReceiver
+from kv_transfer.direct_link import DirectLink
 from kv_transfer.handshake import parse_offer
 from kv_transfer.pages import PageBuffer
 from kv_transfer.shared_memory import _map_pool

@@ -14,78 +14,20 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
 
 from decode_worker.prefill_client import PrefillCandidate, RemotePrefill
 from decode_worker.request import DecodeRequest
 from decode_worker.scheduler import DecodeScheduler
+from decode_worker.transfer import Landed, Lapsed, Mismatch, PrefillCalls, SenderCalls, Transfer
 from engine.engine import Engine
 from kv_transfer.group_receiver import GroupReceiver
 from kv_transfer.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.session import ENDED, Effect, Manifest, TransferSession
 from penstock.config import TransferConfig
 from penstock.errors import PenstockError, TransferError
-from penstock.types import Epoch, PageId, TransferId, TransferKey
+from penstock.types import Epoch, TransferId, TransferKey
 
 log = logging.getLogger(__name__)
-
-
-class SenderCalls(Protocol):
-    """The way to a transfer's sender."""
-
-    def send_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None: ...
-
-    def cancel(self, key: TransferKey) -> None: ...
-
-    def heartbeat(self, key: TransferKey) -> None: ...
-
-
-class PrefillCalls(SenderCalls, Protocol):
-    """The way to prefill workers; `decode_worker.prefill_client.PrefillClient`."""
-
-    def start(self, prefill: RemotePrefill) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """A verified hand-off: the KV of the first `num_tokens` tokens is in the sequence's pages."""
-
-    key: TransferKey
-    request: DecodeRequest
-    num_tokens: int
-    num_pages: int  # that crossed the wire
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A hand-off that is not what its manifest says: the request is served another way."""
-
-    key: TransferKey
-    request: DecodeRequest
-    error: TransferError
-
-
-@dataclass(frozen=True, slots=True)
-class Lapsed:
-    """A transfer whose sender has fallen silent: its request is served another way."""
-
-    key: TransferKey
-    request: DecodeRequest
-    error: TransferError
-
-
-@dataclass(slots=True, eq=False)
-class _Transfer:
-    """One attempt; `request` is None once it has lost interest."""
-
-    session: TransferSession
-    request: DecodeRequest | None
-    sender: SenderCalls
-    num_tokens: int  # whose KV is to come
-    on_landed: Callable[[int], None] = lambda num_pages: None  # told how many pages are here
-    num_held: int = 0  # leading pages that were here already
-    asked: bool = False  # the sender has asked for its destination
 
 
 class Transfers:
@@ -110,8 +52,8 @@ class Transfers:
         self._clock = clock
         self._num_quieting = 0  # fences of transfers that are over, while their last bytes may be under way
         self._sweeper = Sweeper(heartbeat_s(config.timeout_s))
-        self._transfers: dict[TransferKey, _Transfer] = {}
-        self._asking: list[_Transfer] = []  # reservations not granted yet
+        self._transfers: dict[TransferKey, Transfer] = {}
+        self._asking: list[Transfer] = []  # reservations not granted yet
         self.calls: PrefillCalls | None = None
         self.num_mismatches = 0  # hand-offs that were not what the manifest said: recomputed, never decoded
 
@@ -127,7 +69,7 @@ class Transfers:
         sequence = request.sequence
         key = TransferKey(TransferId(uuid.uuid4().hex), candidate.epoch, self._epoch)
         session = self._session(key)
-        self._transfers[key] = _Transfer(session, request, self.calls, len(sequence.token_ids))
+        self._transfers[key] = Transfer(session, request, self.calls, len(sequence.token_ids))
         self.calls.start(
             RemotePrefill(
                 key=key,
@@ -155,7 +97,7 @@ class Transfers:
     ) -> bool:
         """Reserves pages for a sequence that runs elsewhere and may grow to `num_tokens` until it comes here; False,
         and no transfer, where there are too few now."""
-        transfer = _Transfer(self._session(key), request, sender, num_tokens, on_landed)
+        transfer = Transfer(self._session(key), request, sender, num_tokens, on_landed)
         self._transfers[key] = transfer
         granted = self._grant(transfer, request, scheduler)
         if not granted:
@@ -201,7 +143,7 @@ class Transfers:
             granted += 1
         self._asking = [transfer for transfer, _ in asking[granted:]]
 
-    def _grant(self, transfer: _Transfer, request: DecodeRequest, scheduler: DecodeScheduler) -> bool:
+    def _grant(self, transfer: Transfer, request: DecodeRequest, scheduler: DecodeScheduler) -> bool:
         """Fences the pages and tells the sender; False where there are too few now."""
         reservation = scheduler.reserve(request.sequence, transfer.num_tokens)
         if reservation is None:
@@ -229,11 +171,11 @@ class Transfers:
         transfer = self._transfers.get(key)
         return self._apply(transfer, transfer.session.on_manifest(manifest)) if transfer else None
 
-    def _verify(self, transfer: _Transfer) -> Landed | Mismatch | None:
+    def _verify(self, transfer: Transfer) -> Landed | Mismatch | None:
         """The answer to the session's VERIFY: the hand-off, or what is wrong with it."""
         session, request = transfer.session, transfer.request
         assert request is not None
-        problem = self._mismatch(transfer, request)
+        problem = transfer.mismatch(self._page_size, self._receiver if self._config.checksums else None)
         transfer.request = None
         effects = [*session.on_verified(problem is None), *session.on_admitted()]
         self._apply(transfer, effects)
@@ -244,27 +186,6 @@ class Transfers:
         error = TransferError(f"transfer {session.key.transfer_id}: {problem}")
         log.error("%s: %s", request.sequence.request_id, error)
         return Mismatch(session.key, request, error)
-
-    def _mismatch(self, transfer: _Transfer, request: DecodeRequest) -> str | None:
-        """What of the manifest does not fit what was asked for or what arrived; None where all fits."""
-        manifest = transfer.session.manifest
-        assert manifest is not None
-        num_pages = -(-transfer.num_tokens // self._page_size) - transfer.num_held
-        pages = transfer.session.pages[:num_pages]
-        if manifest.num_tokens != transfer.num_tokens or not manifest.num_pages == num_pages == len(pages):
-            return (
-                f"{manifest.num_tokens} tokens in {manifest.num_pages} pages; "
-                f"expected {transfer.num_tokens} in {num_pages}"
-            )
-        num_full = transfer.num_tokens // self._page_size
-        if (
-            list(manifest.page_hashes)
-            != request.sequence.hash_full_pages(self._page_size)[transfer.num_held : num_full]
-        ):
-            return "the page hashes differ from those of the prompt"
-        if self._config.checksums and list(manifest.checksums) != self._receiver.checksums(transfer.session.key, pages):
-            return "the pages' checksums differ from the sender's"
-        return None
 
     # Leases.
 
@@ -335,12 +256,12 @@ class Transfers:
         self._num_quieting -= 1
         self._engine.pool.lift(key)
 
-    def _give_up(self, transfer: _Transfer, effects: Iterable[Effect] = ()) -> DecodeRequest | None:
+    def _give_up(self, transfer: Transfer, effects: Iterable[Effect] = ()) -> DecodeRequest | None:
         request, transfer.request = transfer.request, None
         self._apply(transfer, [*effects, *transfer.session.on_abort()])
         return request
 
-    def _apply(self, transfer: _Transfer, effects: Iterable[Effect]) -> Landed | Mismatch | None:
+    def _apply(self, transfer: Transfer, effects: Iterable[Effect]) -> Landed | Mismatch | None:
         key, verify = transfer.session.key, False
         for effect in effects:
             match effect:

@@ -30,7 +30,8 @@ from decode_worker.request import (
     TokenRun,
 )
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.transfers import Landed, Mismatch, Transfers
+from decode_worker.transfer import Landed, Mismatch
+from decode_worker.transfers import Transfers
 from engine.drawing import StepTokens
 from engine.engine import Engine
 from engine.finish import finish_reason

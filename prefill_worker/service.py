@@ -15,16 +15,8 @@ from penstock.errors import Cancelled, DeadlineExceeded, to_status
 from penstock.grpc_server import read_start, typed_errors
 from penstock.types import PageId, RequestId, TransferKey
 from penstock.v1 import worker_pb2, worker_pb2_grpc
-from prefill_worker.worker import (
-    Closed,
-    FirstToken,
-    Heartbeat,
-    PrefillJob,
-    PrefillOutcome,
-    PrefillWorker,
-    Pushed,
-    ReservePages,
-)
+from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, PrefillOutcome, Pushed, ReservePages
+from prefill_worker.worker import PrefillWorker
 
 
 class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):

@@ -31,16 +31,8 @@ from penstock import wire
 from penstock.config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig, WorkerConfig
 from penstock.errors import PenstockError, TransferError
 from penstock.types import Epoch, FinishReason, Lane, PageId, RequestId, Role, SamplingParams, TransferKey, WorkerId
-from prefill_worker.worker import (
-    Closed,
-    FirstToken,
-    Heartbeat,
-    PrefillJob,
-    PrefillOutcome,
-    PrefillWorker,
-    Pushed,
-    ReservePages,
-)
+from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, PrefillOutcome, Pushed, ReservePages
+from prefill_worker.worker import PrefillWorker
 from tests.fake_engine import EOS, FakeEngine, next_token
 
 CONTEXT = 64
@@ -174,7 +166,7 @@ class World:
         )
         self.prefill = PrefillWorker(self.prefill_engine, self.sender, config, CONTEXT, lambda: self.now_s)  # type: ignore[arg-type]
 
-    # The calls that the decode worker makes (decode_worker.transfers.PrefillCalls).
+    # The calls that the decode worker makes (decode_worker.transfer.PrefillCalls).
 
     def start(self, prefill: RemotePrefill) -> None:
         key = prefill.key

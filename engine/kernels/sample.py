@@ -25,7 +25,7 @@ from engine.draws import Draws
 from engine.kernels.checks import check_index
 
 _CHUNK = 4096
-_BLOCK = 128  # as `engine.sampler` sums them
+_BLOCK = 128  # as `engine.distribution` sums them
 _DIGIT_BITS, _NUM_DIGITS = 5, 6  # the 30 bits of a float up to 1
 _NUM_WARPS = 8
 

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from cluster.balancing import Balancing
 from cluster.drain import TIMEOUT_S, Drain
 from cluster.draining import Draining
-from cluster.evacuating import Evacuating, Evacuation
+from cluster.evacuating import Evacuating, Evacuation, Nodes
 from cluster.events import EventLog
 from cluster.examination import examine
 from cluster.examiner import Examiner, Proves
 from cluster.findings import Finding
 from cluster.flip import Flip
-from cluster.node_leave import Notice
 from cluster.pool import Incarnation, Start, Stop
 from cluster.pools import Pools
 from cluster.publication import Publication
@@ -39,7 +37,7 @@ from cluster.supervision import Supervision
 from cluster.upgrade import Plan, Upgrade
 from cluster.upgrading import Upgrading, with_model
 from penstock.config import ServeConfig
-from penstock.errors import InvalidInput, PenstockError
+from penstock.errors import PenstockError
 from penstock.grpc_server import Dial, make_channel
 from penstock.types import Role, WorkerId
 from penstock.v1 import admin_pb2, worker_pb2
@@ -53,18 +51,6 @@ class Snapshot:
     status: admin_pb2.StatusResponse
     failure: PenstockError | None = None  # the deployment can never become ready
     stopped: bool = False
-
-
-class Nodes(Protocol):
-    """The machines that the deployment runs on."""
-
-    async def watch(self, note: Callable[[Sequence[Notice]], None]) -> None:
-        """Tells of those that are about to go, for ever."""
-        ...
-
-    async def leave(self, name: str, within_s: float | None) -> Notice:
-        """Nothing is placed there any more. Raises InvalidInput and Unavailable."""
-        ...
 
 
 class Controller:
@@ -98,7 +84,7 @@ class Controller:
         self._spawn = spawn
         counts = {role: config.pool(role).spares for role in Role}
         self.spares = Spares(counts, pools, spawn, config.start_timeout_s, self.events, publish)
-        self._status = Status(config.model_name, pools, self.reports, self.spares, self._num_ranks)
+        self._status = Status(config.model_name, pools, self.reports, self.spares, self._num_ranks_of)
         examiner = None
         if proving is not None:
             examiner = Examiner(proving, pools, self._publication, self._keep_record, config.canary_interval_s)
@@ -126,8 +112,8 @@ class Controller:
             can_flip=config.engine_config(Role.PREFILL) == config.engine_config(Role.DECODE),
         )
         self.scaling = Scaling(config, self._reshaping)
-        self._nodes = nodes
         self._evacuating = Evacuating(
+            nodes,
             pools,
             self.reports,
             self._supervision,
@@ -136,7 +122,6 @@ class Controller:
             self.events,
             config.start_timeout_s,
         )
-        self._watching: asyncio.Task[None] | None = None
         self.balancing = Balancing(config, self.reports, self._is_moving, self.events.note, dial)
         self._main: asyncio.Task[None] | None = None
         self._timers: list[asyncio.Task[None]] = []
@@ -162,8 +147,7 @@ class Controller:
         """Begins to bring the pools to their size; returns at once."""
         self._main = asyncio.create_task(self._reconcile_for_ever())
         self._upgrading.go_on()
-        if self._nodes is not None:
-            self._watching = asyncio.create_task(self._nodes.watch(self._evacuating.note), name="nodes")
+        self._evacuating.start()
         if self.scaling.is_on:
             self._timers.append(asyncio.create_task(self.scaling.run(), name="autoscaler"))
         if self.balancing.config.enabled:
@@ -207,7 +191,7 @@ class Controller:
             return
         self._stopping = True
         self._keeper.close()
-        for task in (self._main, self._watching, *self._timers):
+        for task in (self._main, *self._timers):
             if task:
                 task.cancel()
         self._readiness.close()
@@ -250,6 +234,9 @@ class Controller:
 
     def _cohort_of(self, worker_id: WorkerId) -> str:
         return self._upgrading.cohort_of(worker_id)
+
+    def _num_ranks_of(self, incarnation: Incarnation) -> int:
+        return self._upgrading.num_ranks_of(incarnation)
 
     def _is_moving(self) -> bool:
         """Sequences go from worker to worker for another reason."""
@@ -294,11 +281,6 @@ class Controller:
         """What a process is made of."""
         return self._upgrading.config_of(incarnation)
 
-    def _num_ranks(self, incarnation: Incarnation) -> int:
-        if incarnation.pool_name not in list(Role):
-            return 1
-        return self.config_of(incarnation).engine_config(Role(incarnation.pool_name)).tensor_parallel
-
     def replicas(self, pool_name: str) -> int:
         """How many workers a pool should have. Raises InvalidInput."""
         return self._reshaping.replicas(pool_name)
@@ -310,11 +292,7 @@ class Controller:
 
     async def drain_node(self, name: str, within_s: float | None = None) -> Sequence[Evacuation]:
         """What is there and serves, on its way out."""
-        if self._nodes is None:
-            raise InvalidInput("node", f"is {name!r}; this deployment has one machine, and no nodes")
-        notice = await self._nodes.leave(name, within_s)
-        self._evacuating.note([*self._evacuating.notices, notice])
-        return self._evacuating.evacuations(notice.node)
+        return await self._evacuating.drain_node(name, within_s)
 
     def scale(self, pool_name: str, replicas: int, timeout_s: float = TIMEOUT_S) -> list[WorkerId]:
         return self._reshaping.scale(pool_name, replicas, timeout_s)

@@ -1,7 +1,7 @@
 """Workers on nodes that are about to go: a successor elsewhere first where that is possible, then they are emptied.
 
-Owns the evacuations under way. When to do what is `cluster.node_leave`'s to say; that a node goes the host tells, who
-knows of nodes (`cluster.ray_nodes`). A node is told once; what it holds later than that is found at the next change.
+Owns the evacuations under way, and the watch over nodes. When to do what is `cluster.node_leave`'s to say. That a node
+goes, `Nodes` tells (`cluster.ray_nodes`), once; what it holds later than that is found at the next change.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from cluster.drain import TIMEOUT_S, Progress, Stage
 from cluster.draining import Draining
@@ -21,11 +22,24 @@ from cluster.pools import Pools
 from cluster.publication import Publication
 from cluster.reports import Reports
 from cluster.supervision import Supervision
+from penstock.errors import InvalidInput
 from penstock.types import Role, WorkerId
 
 log = logging.getLogger(__name__)
 
 LEAVING = "leaving"  # what becomes of a node, among the events
+
+
+class Nodes(Protocol):
+    """The machines that the deployment runs on."""
+
+    async def watch(self, note: Callable[[Sequence[Notice]], None]) -> None:
+        """Tells of those that are about to go, for ever."""
+        ...
+
+    async def leave(self, name: str, within_s: float | None) -> Notice:
+        """Nothing is placed there any more. Raises InvalidInput and Unavailable."""
+        ...
 
 
 class Evacuation:
@@ -57,6 +71,7 @@ class Evacuation:
 class Evacuating:
     def __init__(
         self,
+        nodes: Nodes | None,
         pools: Pools,
         reports: Reports,
         supervision: Supervision,
@@ -65,7 +80,8 @@ class Evacuating:
         events: EventLog,
         patience_s: float,
     ) -> None:
-        """`patience_s` is what a new worker may take to start."""
+        """`nodes` is None where there is one machine alone. `patience_s` is what a new worker may take to start."""
+        self._nodes = nodes
         self._pools = pools
         self._reports = reports
         self._supervision = supervision
@@ -76,6 +92,12 @@ class Evacuating:
         self._notices: dict[str, Notice] = {}
         self._evacuations: dict[Incarnation, Evacuation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to hear of nodes."""
+        if self._nodes is not None:
+            self._watching = asyncio.create_task(self._nodes.watch(self.note), name="nodes")
 
     @property
     def waiting(self) -> list[WorkerId]:
@@ -104,8 +126,15 @@ class Evacuating:
             if notice is not None and slot.state is WorkerState.READY and slot.incarnation not in self._evacuations:
                 self._begin(slot)
 
-    def evacuations(self, node: str) -> Sequence[Evacuation]:
-        """Of what is there now."""
+    async def drain_node(self, name: str, within_s: float | None) -> Sequence[Evacuation]:
+        """What is there and serves, on its way out. Raises InvalidInput and Unavailable."""
+        if self._nodes is None:
+            raise InvalidInput("node", f"is {name!r}; this deployment has one machine, and no nodes")
+        notice = await self._nodes.leave(name, within_s)
+        self.note([*self.notices, notice])
+        return self._evacuations_on(notice.node)
+
+    def _evacuations_on(self, node: str) -> Sequence[Evacuation]:
         here = {slot.incarnation for role in Role for slot in self._pools[role.value].slots if slot.node == node}
         return [one for incarnation, one in self._evacuations.items() if incarnation in here]
 
@@ -176,6 +205,8 @@ class Evacuating:
         self._publication.publish()
 
     def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         for task in self._tasks:
             task.cancel()
 

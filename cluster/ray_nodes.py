@@ -25,7 +25,7 @@ _ASK_TIMEOUT_S = 5.0
 
 
 class RayNodes:
-    """Implements `controller.Nodes`."""
+    """Implements `evacuating.Nodes`."""
 
     def __init__(self, own_node: str) -> None:
         """`own_node` holds the controller and the routers."""

@@ -90,6 +90,12 @@ class Upgrading:
         is_new = upgrade is not None and incarnation.worker_id in upgrade.new
         return self._next_config if is_new else self._config
 
+    def num_ranks_of(self, incarnation: Incarnation) -> int:
+        """Over how many processes its model is spread; a router has none."""
+        if incarnation.pool_name not in list(Role):
+            return 1
+        return self.config_of(incarnation).engine_config(Role(incarnation.pool_name)).tensor_parallel
+
     def cohort_of(self, worker_id: WorkerId) -> str:
         """Its place in `set_shares`."""
         return cohort_of(self.current, worker_id)

@@ -9,7 +9,8 @@ import grpc.aio
 import pytest
 
 from cluster.admin_service import start_admin_server
-from cluster.controller import Controller, Nodes
+from cluster.controller import Controller
+from cluster.evacuating import Nodes
 from cluster.examiner import Proves
 from cluster.heartbeats import OnDoubt
 from cluster.pool import Incarnation

@@ -13,7 +13,7 @@ from benchmarks.transfer_peer import Process
 from engine.engine import Engine
 from engine.kernels.copy_pages import select_copy
 from engine.sequence import ScheduledSequence, Sequence
-from kv_transfer.sender import LAYER_GROUPS
+from kv_transfer.links import LAYER_GROUPS
 from penstock.config import EngineConfig
 from penstock.types import RequestId, SamplingParams
 

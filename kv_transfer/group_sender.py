@@ -16,9 +16,10 @@ from engine.engine import Engine
 from engine.shard import shard_layouts
 from kv_transfer.checksum import join_checksums, page_checksums
 from kv_transfer.handshake import parse_offer
+from kv_transfer.links import SenderStats
 from kv_transfer.rank_ends import RankEnd, key_to_plain
 from kv_transfer.reshard import Plan, make_plan
-from kv_transfer.sender import OnDone, OnFailure, SenderStats, TransferSender
+from kv_transfer.sender import OnDone, OnFailure, TransferSender
 from kv_transfer.staging import sent_checksums
 from kv_transfer.strands import Strand, plan_strands, rank_epoch, split_offer
 from kv_transfer.transport import WHOLE, Part

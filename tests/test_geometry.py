@@ -274,7 +274,7 @@ def test_a_transfer_larger_than_the_staging_memory_goes_in_turns(monkeypatch: py
         made.pushes.wait(lambda: set(made.pushes.done) == set(keys))
         log.wait(lambda: all(log.landed.get(one) == set(range(20)) for one in keys))
         assert torch.equal(tokens_of(pool, dst_pages, 160), tokens_of(made.source, src_pages, 160))
-        (lane,) = made.sender._lanes._staged.values()
+        (lane,) = made.sender._links._lanes._staged.values()
         assert lane.staging is not None
         assert lane.staging.num_free == lane.staging.pages.num_pages == 4
 
@@ -293,7 +293,7 @@ def test_staged_pages_are_free_again_after_an_abort_and_after_a_lost_receiver() 
         log.wait(lambda: lost in log.landed)
         receiver.shutdown()
         made.pushes.wait(lambda: lost in made.pushes.done)
-        (lane,) = made.sender._lanes._staged.values()
+        (lane,) = made.sender._links._lanes._staged.values()
         assert lane.staging is not None
         assert lane.staging.num_free == lane.staging.pages.num_pages
 

@@ -1,8 +1,8 @@
 """A sender's links, one for each receiver incarnation: connecting them, moving pages over them, saying what is over.
 
 Between the sender (sender.py), whose thread alone calls it, and the wires. Owns the receivers with their outboxes, and
-the lanes that lead to them; needs no lock. A thread of its own connects a receiver: it reads what does not change, offer
-and lane, and posts what came of it to the sender's thread.
+the lanes that lead to them; needs no lock. A thread of its own connects a receiver: it reads what does not change,
+offer and lane, and posts what came of it to the sender's thread.
 """
 
 from __future__ import annotations

@@ -128,7 +128,8 @@ async def test_a_pool_grows_at_once_and_shrinks_by_draining_the_idlest() -> None
     world.processes["decode-0", 1].report(worker_pb2.Load(num_open=0, free_pages=100, total_pages=100))
     world.processes["decode-1", 1].report(worker_pb2.Load(num_open=3, free_pages=10, total_pages=100))
     assert world.controller.scale("decode", 3) == []
-    await world.until(lambda status: worker(status, "decode-2").state == "ready" if len(status.workers) == 5 else False)
+    await world.until(lambda status: len(status.workers) == 5 and worker(status, "decode-2").load.num_running > 0)
+    assert worker(world.controller.status(), "decode-2").state == "ready"
     world.processes["decode-2", 1].report(worker_pb2.Load(num_open=1, free_pages=10, total_pages=100))
     numbers = [event.number for event in world.controller.events.after(0)]
     assert world.controller.scale("decode", 2) == ["decode-0"]

@@ -71,14 +71,23 @@ def test_layers_that_predict_further_tokens_may_be_stored(tmp_path: Path) -> Non
         Engine.load(EngineConfig(model=str(folder), num_pages=4, page_size=8))
 
 
-def make_block(num_experts: int = 6, num_chosen: int = 2) -> ExpertFeedForward:
-    config = ExpertConfig(MIXTRAL.names, num_experts, num_chosen, 24, normalize=True, layers=frozenset({0}))
+class RandomTensors:
+    """Implements `LayerTensors` for a block with experts of 24 by 32."""
 
-    def read(name: str) -> torch.Tensor:
-        rows = num_experts if name == MIXTRAL.names.router else 32 if name.endswith("w2.weight") else 24
+    def __init__(self, num_experts: int) -> None:
+        self._num_experts = num_experts
+
+    def __call__(self, name: str) -> torch.Tensor:
+        rows = self._num_experts if name == MIXTRAL.names.router else 32 if name.endswith("w2.weight") else 24
         return torch.randn(rows, 24 if rows == 32 else 32) * 0.3
 
-    return ExpertFeedForward(config, read)
+    def weight(self, name: str, is_expert: bool = False) -> torch.Tensor:
+        return self(name)
+
+
+def make_block(num_experts: int = 6, num_chosen: int = 2) -> ExpertFeedForward:
+    config = ExpertConfig(MIXTRAL.names, num_experts, num_chosen, 24, normalize=True, layers=frozenset({0}))
+    return ExpertFeedForward(config, RandomTensors(num_experts))
 
 
 def test_company_changes_a_token_by_the_rounding_of_a_product_alone() -> None:

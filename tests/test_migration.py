@@ -224,8 +224,10 @@ async def test_two_sequences_of_one_request_are_two(hasty_pair: Pair) -> None:
     # One whose router has not come yet, and another, to which the request was given anew meanwhile.
     pair = hasty_pair
     async with caller(pair.left) as one, caller(pair.left) as other:
-        assert one.submit(PROMPT, LONG) == other.submit(PROMPT, LONG)  # hence they have the same name, too
-        await until_running(pair.left, 2)
+        number = one.submit(PROMPT, LONG)
+        assert other.submit(PROMPT, LONG) == number  # hence they have the same name, too
+        await one.next_delta(number)
+        await other.next_delta(number)
         response = await migrate(pair.left, pair.right)
         assert (len(response.moved), len(set(response.moved)), response.num_left) == (2, 1, 0)
 

@@ -4,9 +4,8 @@ Sequences that decode have a row in a table (engine/row_table.py), and a step th
 few vector operations; only who joins, leaves or needs a page is looked at.
 
 A step is under way from `schedule` until it is recorded, and meanwhile anything may be asked of the scheduler: requests
-come and end, pages land, sequences pause. One rule makes that safe: pages that are given back while a step is under way
-are free only when it is over, since it may still write them. What a step draws for a sequence that has lost its pages
-meanwhile is dropped. One step more may be scheduled ahead, where it needs nobody's tokens but the device's.
+come and end, pages land, sequences pause (`decode_worker.steps_under_way` keeps that safe). One step more may be
+scheduled ahead, where it needs nobody's tokens but the device's.
 
 Every sequence that is running gets its next token first; what is left of the step's token budget goes to chunks of
 prompts that are computed here. Sequences have a rank for their whole life: by arrival, interactive ones with a head
@@ -18,19 +17,20 @@ again later. So the first in rank always gets on, everybody comes to be first, a
 from __future__ import annotations
 
 import bisect
-from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Generic
 
+from decode_worker.sequence_pages import SequencePages
+from decode_worker.steps_under_way import StepsUnderWay
 from engine.page_pool import OutOfPages, PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
 from engine.step_plan import LaunchedT, Rows, StepPlan
 from penstock.aging import Aging
 from penstock.config import DecodeConfig
-from penstock.types import Lane, PageHash, PageId
+from penstock.types import Lane, PageId
 
 # Later arrivals that may go first.
 HANDICAP_REQUESTS = {Lane.INTERACTIVE: 0, Lane.STANDARD: 32, Lane.BULK: 256}
@@ -42,7 +42,6 @@ class _Entry:
 
     sequence: Sequence
     rank: tuple[float, int]  # the second counts the order of arrival
-    num_shared_pages: int = 0  # leading full pages already offered to the prefix cache
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     num_preemptions: int = 0
 
@@ -63,18 +62,15 @@ class DecodeScheduler(Generic[LaunchedT]):
     ) -> None:
         """`rows` is empty, and nobody else's."""
         self._pool = pool
-        self._cache = cache
         self._page_size = page_size
         self._config = config
+        self._pages = SequencePages(pool, cache, page_size)
         self._watermark_pages = int(config.watermark * pool.num_pages)
         self._entries: dict[Sequence, _Entry] = {}
         self._running: list[_Entry] = []  # by rank
         self._rowless: list[_Entry] = []  # of these, by rank: computed in chunks, or new
         self._table = rows
-        self._under_way: deque[StepPlan[LaunchedT]] = deque()
-        self._num_steps = 0
-        self._dropped: dict[Sequence, int] = {}  # lost their pages: what steps up to this one draw for them is void
-        self._parked: deque[tuple[int, list[PageId]]] = deque()  # to be free when that step is over
+        self._steps = StepsUnderWay(pool, self._pages, rows, page_size)
         self._waiting: list[_Entry] = []  # by rank; to be computed here
         self._num_arrivals = 0
         self._aging = Aging(HANDICAP_REQUESTS)
@@ -96,7 +92,7 @@ class DecodeScheduler(Generic[LaunchedT]):
     @property
     def num_under_way(self) -> int:
         """Steps scheduled and not recorded yet."""
-        return len(self._under_way)
+        return len(self._steps)
 
     def track(self, sequence: Sequence) -> None:
         """From now on the sequence has its rank."""
@@ -116,10 +112,9 @@ class DecodeScheduler(Generic[LaunchedT]):
 
     def join(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """A tracked sequence whose pages hold the KV of its first `num_computed_tokens` tokens runs from now on."""
-        entry = self._entries[sequence]
         sequence.num_computed_tokens = num_computed_tokens
-        self._share_full_pages(entry)
-        self._run(entry)
+        self._pages.share_full(sequence)
+        self._run(self._entries[sequence])
 
     def is_running(self, sequence: Sequence) -> bool:
         """Whether it gets a token in every step: it runs, and the KV of all its tokens but the last is here."""
@@ -130,7 +125,7 @@ class DecodeScheduler(Generic[LaunchedT]):
 
     def is_at_rest(self, sequence: Sequence) -> bool:
         """Whether no step under way computes it: its tokens and its KV are what they seem."""
-        return not any(item.sequence is sequence for plan in self._under_way for item in plan)
+        return not self._steps.computes(sequence)
 
     def pause(self, sequence: Sequence) -> None:
         """A running sequence stands still, from when it is at rest on, and keeps its pages."""
@@ -161,19 +156,8 @@ class DecodeScheduler(Generic[LaunchedT]):
 
     def drop_pages(self, sequence: Sequence) -> None:
         """Of one that does not run."""
-        self._give_back(sequence)
-        sequence.pages = []
-        sequence.num_computed_tokens = 0
-        if sequence in self._entries:
-            self._entries[sequence].num_shared_pages = 0
-
-    def _give_back(self, sequence: Sequence) -> None:
-        if not self._under_way:
-            self._pool.release(sequence.pages)
-            return
-        self._dropped[sequence] = self._num_steps
-        if sequence.pages:
-            self._parked.append((self._num_steps, sequence.pages))
+        self._steps.give_back(sequence)
+        self._pages.let_go(sequence)
 
     def _run(self, entry: _Entry) -> None:
         bisect.insort(self._running, entry, key=_rank)
@@ -194,7 +178,7 @@ class DecodeScheduler(Generic[LaunchedT]):
 
     def peek_cached_tokens(self, sequence: Sequence) -> int:
         """Tokens at the start of the sequence that need no computing here."""
-        return self._cache.peek(self._reusable_hashes(sequence, len(sequence.token_ids))) * self._page_size
+        return self._pages.peek(sequence) * self._page_size
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> Reservation | None:
         """Pages for a tracked sequence's first `num_tokens`, cached ones first; None where the pool has too few now.
@@ -206,7 +190,7 @@ class DecodeScheduler(Generic[LaunchedT]):
             return None
         if self._num_holding() >= self._config.max_batch_sequences:
             return None
-        pages = self._take_pages(sequence, num_tokens)
+        pages = self._pages.take(sequence, num_tokens, self._num_kept_back())
         if pages is None:
             return None
         num_held, taken = pages
@@ -216,7 +200,7 @@ class DecodeScheduler(Generic[LaunchedT]):
     def schedule(self, max_chunk_tokens: int | None = None) -> StepPlan[LaunchedT]:
         """The next step: each running sequence's next token, then chunks of prompts within the token budget, of at most
         `max_chunk_tokens` in all. With no step under way."""
-        assert not self._under_way, "a step is under way"
+        assert not self._steps, "a step is under way"
         num_waiting = len(self._waiting)
         self._seat()
         # One token each first (decode), then chunks: a long prompt must not delay those already streaming.
@@ -239,7 +223,7 @@ class DecodeScheduler(Generic[LaunchedT]):
                 break
             chunks.append(ScheduledSequence(entry.sequence, min(budget, entry.sequence.num_uncomputed_tokens)))
             budget -= chunks[-1].num_tokens
-        return self._launch(chunks)
+        return self._steps.launch(chunks)
 
     def schedule_ahead(self) -> StepPlan[LaunchedT] | None:
         """The step after the one under way, before that has drawn its tokens: a token more for everyone who decodes.
@@ -247,7 +231,7 @@ class DecodeScheduler(Generic[LaunchedT]):
         None where it has to wait for the tokens or the pages, since there are prompts to compute, too few pages, or
         draws that depend on the text. Never preempts.
         """
-        if len(self._under_way) != 1 or self._under_way[0].chunks or self._waiting:
+        if self._waiting or not self._steps.can_be_followed:
             return None
         if self._rowless and not all(self._is_seatable(entry) for entry in self._rowless):
             return None
@@ -256,20 +240,11 @@ class DecodeScheduler(Generic[LaunchedT]):
         if self._table.is_special() or len(short) > self._pool.num_available:
             return None
         self._add_page_each(short)
-        return self._launch([]) or None
+        return self._steps.launch([]) or None
 
     def cancel_ahead(self) -> None:
         """The step under way has failed: whatever was scheduled after it is not computed."""
-        if len(self._under_way) > 1:
-            self._under_way.pop()
-            self._table.rewind()
-
-    def _launch(self, chunks: list[ScheduledSequence]) -> StepPlan[LaunchedT]:
-        self._num_steps += 1
-        plan = StepPlan(self._table.launch(self._num_steps), chunks)
-        if plan:
-            self._under_way.append(plan)
-        return plan
+        self._steps.cancel_ahead()
 
     def _seat(self) -> None:
         """Those who decode from now on get their row."""
@@ -302,42 +277,7 @@ class DecodeScheduler(Generic[LaunchedT]):
         `work` is its plan, with a token or None for each, or, where some of it failed, what did not: then no step after
         it may be under way.
         """
-        if not self._under_way:
-            assert not work, "a step that was not scheduled"
-            return ()
-        plan = self._under_way.popleft()
-        void = self._dropped.keys() & {item.sequence for item in work} if self._dropped else ()
-        num_rows = len(plan.rows.items) if work is plan else 0
-        if void:
-            for item, token_id in zip(work[:num_rows], token_ids, strict=False):
-                if item.sequence not in void:
-                    self._record_one(item, token_id)
-        else:
-            self._record_rows(plan.rows.items[:num_rows], token_ids)
-            for place in plan.rows.filled(self._page_size) if num_rows else ():
-                self._share_full_pages(self._entries[work[place].sequence])
-        for item, token_id in zip(work[num_rows:], token_ids[num_rows:], strict=True):
-            if item.sequence not in void:
-                self._record_one(item, token_id)
-        if work is not plan:
-            self._table.rewind()
-        elif num_rows:
-            self._table.settle(plan.step, token_ids[:num_rows])
-        self._free_parked(plan.step if self._under_way else self._num_steps)
-        return void
-
-    def _record_rows(self, items: list[ScheduledSequence], token_ids: Seq[int | None]) -> None:
-        for item, token_id in zip(items, token_ids, strict=False):
-            sequence = item.sequence
-            sequence.num_computed_tokens += 1
-            sequence.token_ids.append(token_id)  # type: ignore[arg-type]  # rows always draw
-
-    def _record_one(self, item: ScheduledSequence, token_id: int | None) -> None:
-        sequence = item.sequence
-        sequence.num_computed_tokens += item.num_tokens
-        self._share_full_pages(self._entries[sequence])
-        if token_id is not None:
-            sequence.token_ids.append(token_id)
+        return self._steps.record(work, token_ids)
 
     def commit(self, work: Seq[ScheduledSequence], output: StepOutput) -> list[tuple[Sequence, SampledToken]]:
         """`record`; returns each drawn token, already appended to its sequence."""
@@ -352,52 +292,26 @@ class DecodeScheduler(Generic[LaunchedT]):
         running = [entry.sequence for entry in self._running]
         assert len(rowless) + len(self._table) == len(running), "who runs has a row or is among the rowless"
         assert all((one in self._table) != (one in rowless) for one in running)
-        assert not self._parked, "pages wait for a step that is over"
-        assert not self._dropped
-
-    def _free_parked(self, step: int) -> None:
-        while self._parked and self._parked[0][0] <= step:
-            self._pool.release(self._parked.popleft()[1])
-        if self._dropped:
-            self._dropped = {sequence: last for sequence, last in self._dropped.items() if last > step}
+        self._steps.check_integrity()
 
     def _num_holding(self) -> int:
         """Sequences that hold pages: running, or with a transfer under way."""
         return sum(1 for entry in self._entries.values() if entry.sequence.pages)
 
+    def _num_kept_back(self) -> int:
+        """Pages that newcomers leave to those who run; with nobody running there is nobody to keep them back for."""
+        return self._watermark_pages if self._running else 0
+
     def _admit(self, entry: _Entry) -> bool:
-        taken = self._take_pages(entry.sequence, len(entry.sequence.token_ids))
+        taken = self._pages.take(entry.sequence, len(entry.sequence.token_ids), self._num_kept_back())
         if taken is None:
             return False
-        num_held, entry.sequence.pages = taken
-        entry.sequence.num_computed_tokens = num_held * self._page_size
-        entry.num_shared_pages = num_held
+        self._pages.hold(entry.sequence, *taken)
         if entry.num_preemptions == 0:
             entry.num_cached_tokens = entry.sequence.num_computed_tokens
         self._waiting.remove(entry)
         self._run(entry)
         return True
-
-    def _take_pages(self, sequence: Sequence, num_tokens: int) -> tuple[int, list[PageId]] | None:
-        """(how many leading pages are cached, pages for `num_tokens`), a reference on each, or None."""
-        hashes = self._reusable_hashes(sequence, num_tokens)
-        held = self._cache.match(hashes)
-        num_fresh = -(-num_tokens // self._page_size) - len(held)
-        # With nobody running there is nobody to keep pages back for.
-        keep = self._watermark_pages if self._running else 0
-        if self._pool.num_available - num_fresh >= keep:
-            try:
-                pages = [*held, *self._pool.allocate(num_fresh)]
-                return self._cache.promote(hashes, pages, len(held)), pages
-            except OutOfPages:
-                pass  # the reference on `held` made evictable pages unavailable: same as too few
-        self._pool.release(held)
-        return None
-
-    def _reusable_hashes(self, sequence: Sequence, num_tokens: int) -> list[PageHash]:
-        """Of the full pages before the last token, which is computed anew for its logits."""
-        num_known = min(num_tokens, len(sequence.token_ids))
-        return sequence.hash_full_pages(self._page_size)[: (num_known - 1) // self._page_size]
 
     def _make_room(self, entry: _Entry, num_tokens: int) -> bool:
         """Pages for the next `num_tokens`, preempting others where needed; False if it preempted itself."""
@@ -440,15 +354,6 @@ class DecodeScheduler(Generic[LaunchedT]):
         self.drop_pages(entry.sequence)
         entry.num_preemptions += 1
         bisect.insort(self._waiting, entry, key=_rank)
-
-    def _share_full_pages(self, entry: _Entry) -> None:
-        sequence = entry.sequence
-        num_full = sequence.num_computed_tokens // self._page_size
-        if num_full > entry.num_shared_pages:
-            hashes = sequence.hash_full_pages(self._page_size)
-            known = hashes if len(hashes) == num_full else hashes[:num_full]
-            self._cache.insert(known, sequence.pages, start=entry.num_shared_pages)
-            entry.num_shared_pages = num_full
 
 
 def _rank(entry: _Entry) -> tuple[float, int]:

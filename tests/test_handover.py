@@ -242,7 +242,7 @@ async def test_another_revision_gets_nothing_and_what_came_damaged_is_dropped(
         damaged = await hand_over(leaving, staying)
         assert "checksums differ" in damaged.problems[0]
         assert damaged.num_pages == 0
-        assert staying.worker.scheduler._cache.num_cached == 0
+        assert staying.worker._engine.prefix_cache.num_cached == 0
         with pytest.raises(Exception, match="this very worker"):
             await hand_over(leaving, leaving)
         await wait_until_empty(leaving, newer, full, staying)

@@ -137,7 +137,7 @@ async def test_completions_of_one_request_share_a_salt_and_so_does_a_redispatch(
 
 def cached_pages(server) -> dict[bytes, int]:
     """What the worker's prefix cache holds: the pool's page under each hash."""
-    cache = server.worker.scheduler._cache
+    cache = server.worker._engine.prefix_cache
     cache.check_integrity()
     return {page_hash: node.page for page_hash, node in cache._nodes.items()}
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_worker.scheduler import HANDICAP_REQUESTS, DecodeScheduler
+from decode_worker.run_queues import HANDICAP_REQUESTS
+from decode_worker.scheduler import DecodeScheduler
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.row_table import RowTable

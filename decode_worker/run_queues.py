@@ -1,0 +1,135 @@
+"""Who runs and who waits at a decode worker, by rank, and who of those that run has a row. Pure.
+
+Owned by the decode scheduler, which decides who changes places. A sequence has its rank for its whole life: by arrival,
+interactive ones with a head start before standard ones before bulk (penstock/aging.py). Neither queue holds a sequence
+that is tracked while its pages come from elsewhere, or that is paused.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.sequence import Sequence
+from engine.step_plan import LaunchedRows, Rows
+from penstock.aging import Aging
+from penstock.types import Lane
+
+# Later arrivals that may go first.
+HANDICAP_REQUESTS = {Lane.INTERACTIVE: 0, Lane.STANDARD: 32, Lane.BULK: 256}
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A sequence and what scheduling remembers of it."""
+
+    sequence: Sequence
+    rank: tuple[float, int]  # lower ones go first; the second counts the order of arrival
+    num_cached_tokens: int = 0  # found in the prefix cache at the first admission
+    num_preemptions: int = 0
+
+
+class RunQueues:
+    """Owns the entries, and who is in `rows`. The lists are by rank, and others only read them."""
+
+    def __init__(self, rows: Rows[LaunchedRows]) -> None:
+        self._rows = rows
+        self._entries: dict[Sequence, Entry] = {}
+        self._num_arrivals = 0
+        self._aging = Aging(HANDICAP_REQUESTS)
+        self.running: list[Entry] = []
+        self.rowless: list[Entry] = []  # of these: computed in chunks, or new
+        self.waiting: list[Entry] = []  # to be computed here
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens of prompts (and of preempted sequences) that are to be computed here."""
+        waiting = sum(entry.sequence.num_uncomputed_tokens for entry in self.waiting)
+        return waiting + sum(entry.sequence.num_uncomputed_tokens - 1 for entry in self.rowless)
+
+    @property
+    def num_holding(self) -> int:
+        """Sequences that hold pages: running, or with a transfer under way."""
+        return sum(1 for entry in self._entries.values() if entry.sequence.pages)
+
+    def __getitem__(self, sequence: Sequence) -> Entry:
+        return self._entries[sequence]
+
+    def is_running(self, sequence: Sequence) -> bool:
+        """Whether it gets a token in every step: it runs, and the KV of all its tokens but the last is here."""
+        if sequence in self._rows:
+            return True
+        entry = self._entries.get(sequence)
+        return entry in self.rowless and sequence.num_uncomputed_tokens == 1
+
+    def in_rank(self, sequences: Iterable[Sequence]) -> list[Entry]:
+        return sorted((self._entries[sequence] for sequence in sequences), key=_rank)
+
+    def behind(self, entry: Entry) -> list[Entry]:
+        """Those that run and rank behind it."""
+        return self.running[bisect.bisect_right(self.running, entry.rank, key=_rank) :]
+
+    # Who comes, goes and changes places.
+
+    def track(self, sequence: Sequence) -> None:
+        """From now on the sequence has its rank."""
+        self._num_arrivals += 1
+        self._entries[sequence] = Entry(sequence, (self._aging.rank(sequence.lane), self._num_arrivals))
+        self._aging.advance(1)
+
+    def forget(self, sequence: Sequence) -> bool:
+        """False where it is not known."""
+        entry = self._entries.pop(sequence, None)
+        if entry is None:
+            return False
+        if entry in self.waiting:
+            self.waiting.remove(entry)
+        elif entry in self.running:
+            self.stop(entry)
+        return True
+
+    def wait(self, entry: Entry) -> None:
+        bisect.insort(self.waiting, entry, key=_rank)
+
+    def admit(self, entry: Entry) -> None:
+        """One that waits runs from now on."""
+        self.waiting.remove(entry)
+        self.run(entry)
+
+    def run(self, entry: Entry) -> None:
+        bisect.insort(self.running, entry, key=_rank)
+        bisect.insort(self.rowless, entry, key=_rank)
+
+    def stop(self, entry: Entry) -> None:
+        """One that runs does so no longer."""
+        self.running.remove(entry)
+        if entry.sequence in self._rows:
+            self._rows.remove(entry.sequence)
+        else:
+            self.rowless.remove(entry)
+
+    def seat(self, entries: Seq[Entry]) -> None:
+        """Those who decode from now on get their row."""
+        if entries:
+            for entry in entries:
+                self._rows.add(entry.sequence)
+            self.rowless = [entry for entry in self.rowless if entry.sequence not in self._rows]
+
+    def unseat(self, sequence: Sequence) -> None:
+        """One that runs has more to compute than its next token: no row for it, if it has one."""
+        if sequence in self._rows:
+            self._rows.remove(sequence)
+            bisect.insort(self.rowless, self._entries[sequence], key=_rank)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless everybody is where they should be."""
+        rowless = {entry.sequence for entry in self.rowless}
+        running = [entry.sequence for entry in self.running]
+        assert len(rowless) + len(self._rows) == len(running), "who runs has a row or is among the rowless"
+        assert all((one in self._rows) != (one in rowless) for one in running)
+
+
+def _rank(entry: Entry) -> tuple[float, int]:
+    return entry.rank

@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import cache
 
-from benchmarks.autoscale_rivals import AIMS, TARGETS, Result, choose, judge, ratios
+from benchmarks.autoscale_rivals import AIMS, TARGETS, Result, choose, judge, over_all, ratios
 from benchmarks.report import RESULTS, versions
 from cluster.autoscaler import Autoscaler
 from cluster.scaling_signals import Bounds
@@ -191,6 +191,16 @@ def _line(one: Result) -> str:
     )
 
 
+def _print_over_all() -> None:
+    """Of the cases that are stored, earlier runs' included: ours over each setting, the cheapest first."""
+    cases = json.loads((RESULTS / "autoscale.json").read_text())["cases"]
+    print("\nours over one setting for all traces and start-ups: missed, worker hours, changes")
+    found = over_all([Result(**row) for case in cases for row in case["rows"]], OURS)
+    for name, of in sorted(found.items(), key=lambda item: -item[1]["worker_hours"]):
+        met = "  met" if all(of[what] <= aim for what, aim in AIMS.items()) else ""
+        print(f"  {name:30} {of['missed']:5.2f} {of['worker_hours']:5.2f} {of['changes']:5.2f}{met}")
+
+
 def _publish(cases: Sequence[dict[str, object]]) -> None:
     """In the place of what earlier runs found of the same cases."""
     path = RESULTS / "autoscale.json"
@@ -233,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 names = {OURS, *(one.policy for one in choose(results[1 : len(_RIVALS) + 1], results[0]).values())}
                 again = list(pool.map(run_case, [(trace, start_s, one, True) for one in _POLICIES if one in names]))
             _publish([compare(trace, start_s, results, again)])
+    if cases:
+        _print_over_all()
     return 0
 
 

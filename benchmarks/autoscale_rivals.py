@@ -7,6 +7,9 @@ an operator has:
   does, the one that misses least. What an operator with a service level would choose.
 * `fewest missed`: whatever it costs.
 * `equal hours`: fewest missed of those that cost no more than ours, by the aim; where none is so cheap, the cheapest.
+
+Ours has one setting for all traces, and so has whoever cannot know what comes: `over_all` holds it against each of
+theirs on all of them together.
 """
 
 from __future__ import annotations
@@ -64,6 +67,29 @@ def judge(rule: str, found: dict[str, float]) -> dict[str, bool]:
     """Which aims are met. A rival that was chosen for its hours is not judged by them."""
     names = [name for name in found if (rule, name) != (EQUAL_HOURS, "worker_hours")]
     return {name: found[name] <= AIMS[name] for name in names}
+
+
+def over_all(results: Sequence[Result], ours: str) -> dict[str, dict[str, float]]:
+    """Ours over each other policy, both on everything that both ran on."""
+    names = dict.fromkeys(one.policy for one in results)
+    together = {name: _add_up([one for one in results if one.policy == name]) for name in names}
+    mine = together.pop(ours)
+    return {name: ratios(mine, other) for name, other in together.items()}
+
+
+def _add_up(rows: Sequence[Result]) -> Result:
+    num_requests, num_missed = sum(one.num_requests for one in rows), sum(one.num_missed for one in rows)
+    hours = sum(one.worker_hours for one in rows)
+    return Result(
+        rows[0].policy,
+        num_requests,
+        num_missed,
+        hours,
+        sum(one.num_changes for one in rows),
+        max(one.ttft_p99_s for one in rows),
+        max(one.tpot_p99_s for one in rows),
+        (num_requests - num_missed) / hours,
+    )
 
 
 def _missed(one: Result) -> tuple[int, float]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.autoscale import BOUNDS, SLO, SPEC, planned, run
-from benchmarks.autoscale_rivals import Result, choose, ratios
+from benchmarks.autoscale_rivals import Result, choose, over_all, ratios
 from penstock.autoscaler_config import BalanceConfig
 from penstock.types import Role
 from simulator.coarse import CoarseFleet
@@ -113,3 +113,5 @@ def test_the_rival_is_chosen_by_rules_that_are_written_down() -> None:
     }
     assert ratios(ours, rivals[1]) == {"missed": 1 / 9, "worker_hours": 0.75, "changes": 0.25}
     assert choose(rivals[3:], ours)["cheapest in time"].policy == "poor"  # where none is in time
+    twice = [ours, replace(ours, num_missed=3), rivals[1], replace(rivals[1], num_missed=1, worker_hours=6.0)]
+    assert over_all(twice, "ours") == {"good": {"missed": 4 / 10, "worker_hours": 1.0, "changes": 0.25}}

@@ -1,7 +1,6 @@
 """The Ray actor of one worker or router: hosts its server, says how its start goes, and ends it in good order.
 
-By itself it starts and replaces nothing. The controller makes it and finds it again by name (`cluster.ray_process`).
-Its process imports this module and not the controller's.
+By itself it starts and replaces nothing: the controller makes it, and finds it again by name (`cluster.ray_process`).
 """
 
 from __future__ import annotations

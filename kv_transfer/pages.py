@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.kernels.copy_pages import select_copy
+from kv_transfer.reshard import WHOLE_PAGE, PageRows
 from penstock.types import PageId
 
 
@@ -86,6 +87,17 @@ class PageBuffer:
     def scatter(self, pages: Sequence[PageId], staged: PageBuffer, rows: Sequence[PageId]) -> None:
         """Copies row rows[i] of `staged` into pages[i]."""
         self.copy_from(staged, rows, pages)
+
+    def scatter_part(
+        self, pages: Sequence[PageId], staged: PageBuffer, staged_pages: Sequence[PageId], part: PageRows
+    ) -> None:
+        """As `scatter`, where each staged page holds that part of a page alone."""
+        if part == WHOLE_PAGE:
+            self.scatter(pages, staged, staged_pages)
+            return
+        source = rows_of_pages(staged_pages, part.num_in_part, range(part.num_in_part))
+        target = rows_of_pages(pages, part.num_in_page, part.places)
+        self.in_rows(part.num_in_page).scatter(target, staged.in_rows(part.num_in_part), source)
 
 
 def rows_of_pages(pages: Sequence[PageId], num_rows: int, places: Sequence[int]) -> list[PageId]:

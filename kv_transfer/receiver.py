@@ -5,7 +5,9 @@ never touches the page pool's bookkeeping, so it fences nothing itself: the call
 the fence when `close` has returned *and* the sender has said that it is over, or is known dead (see session.py).
 
 One thread: asleep while nothing is open, and on wires that must be polled it polls only while pages are missing or a
-peer is about to connect.
+peer is about to connect. Wires land pages from threads of their own. One lock guards what all of them share: the open
+transfers (open_transfers.py), the peers (peers.py), who waits for quiet (quiet.py) and the events for the thread.
+Callbacks are called without it.
 """
 
 from __future__ import annotations
@@ -16,23 +18,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from engine.kv_layout import KVLayout
 from kv_transfer import wires
 from kv_transfer.handshake import Offer
+from kv_transfer.open_transfers import Incoming, OpenTransfers
 from kv_transfer.own_sockets import unread_bytes
-from kv_transfer.pages import PageBuffer, rows_of_pages
+from kv_transfer.pages import PageBuffer
+from kv_transfer.peers import Peers
+from kv_transfer.quiet import Quiet
 from kv_transfer.reshard import WHOLE_PAGE, PageRows, page_rows
 from kv_transfer.transport import Arrival, Peer, ReceivingTransport
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferKey, WorkerId
 
-QUIET_LOOKS = 10  # in a row that find nothing unread, and what lies between two: longer than a way to the peer and back
-QUIET_LOOK_S = 0.02
 FASTEST_POLL_S = 0.00005  # just after an arrival
 SLOWEST_POLL_S = 0.0002  # between a prefill's chunks; a write shows at the second poll (docs/lab-notes.md)
 JOIN_TIMEOUT_S = 5.0
@@ -41,29 +44,6 @@ log = logging.getLogger(__name__)
 
 OnArrival = Callable[[TransferKey, int, int], None]
 OnFailure = Callable[[TransferKey, TransferError], None]
-
-
-@dataclass(slots=True, eq=False)
-class _Incoming:
-    """One open transfer. `writing` is held while an emulated wire copies into its pages."""
-
-    key: TransferKey
-    pages: tuple[PageId, ...]
-    timeout_s: float  # without a page
-    last_progress_s: float
-    missing: set[int]  # indexes that have not landed
-    failed: bool = False
-    closed: bool = False
-    writing: threading.Lock = field(default_factory=threading.Lock)
-
-
-@dataclass(slots=True)
-class _Quieting:
-    """Somebody waits until nothing of transfers that are over can be written any more."""
-
-    then: Callable[[], None]
-    next_look_s: float
-    looks: int = 0
 
 
 @dataclass(slots=True)
@@ -97,12 +77,10 @@ class TransferReceiver:
         self._on_arrival = on_arrival
         self._on_failure = on_failure
         self._lock = threading.Condition()
-        self._open: dict[TransferKey, _Incoming] = {}
-        self._peers: dict[WorkerId, Peer] = {}
-        self._heads: dict[Peer, range] = {}  # of those that have a share of our pages' heads
-        self._awaited: dict[Epoch, float] = {}  # peers that may be connecting, and until when
+        self._open = OpenTransfers()
+        self._peers = Peers()
         self._events: deque[Callable[[], None]] = deque()
-        self._quieting: list[_Quieting] = []
+        self._quiet = Quiet()
         self._has_polled_peers = False  # whether anybody ever wrote by a wire that must be polled
         self._stopping = False
         self.stats = ReceiverStats()
@@ -120,19 +98,14 @@ class TransferReceiver:
         known worker replaces the old one."""
         peer = Peer(peer_worker_id, peer_epoch)
         with self._lock:
-            known = self._peers.get(peer_worker_id)
-            if known is not None and known.epoch > peer_epoch:
-                raise TransferError(f"{peer_worker_id}: epoch {peer_epoch} is past, {known.epoch} has come since")
-            self._peers[peer_worker_id] = peer
-            if heads not in (None, self._layout.heads):
-                self._heads[peer] = heads
+            replaced = self._peers.admit(peer, heads if heads != self._layout.heads else None)
             if self._polled:
-                self._awaited[peer_epoch] = time.monotonic() + self._config.connect_timeout_s
+                self._peers.expect(peer_epoch, time.monotonic() + self._config.connect_timeout_s)
                 self._lock.notify()
-        if known is not None and known != peer:
-            self.forget(known)
+        if replaced is not None:
+            self.forget(replaced)
         details = tuple((wire.name, wire.offer(peer)) for wire in self._wires)
-        share = self._heads.get(peer)
+        share = self._peers.heads_of(peer_epoch)
         wanted = (share.start, share.stop) if share is not None else None
         return Offer(self._epoch, self._layout, self._pages.num_pages, details, wanted).encode()
 
@@ -147,16 +120,14 @@ class TransferReceiver:
             )
         now_s, bound_s = time.monotonic(), self._config.timeout_s if timeout_s is None else timeout_s
         with self._lock:
-            if key in self._open:
-                raise TransferError(f"transfer {key.transfer_id}: already open")
-            self._open[key] = _Incoming(key, tuple(pages), bound_s, now_s, set(range(len(pages))))
+            self._open.open(key, pages, bound_s, now_s)
             self._lock.notify()
 
     def close(self, key: TransferKey) -> None:
         """No callback of it starts after this, and no emulated wire writes its pages. A one-sided wire still may,
         until the sender says that it is over. Blocks for a copy into its pages that runs right now; idempotent."""
         with self._lock:
-            incoming = self._open.pop(key, None)
+            incoming = self._open.close(key)
         if incoming is not None:
             with incoming.writing:
                 incoming.closed = True
@@ -170,7 +141,7 @@ class TransferReceiver:
         """
         with self._lock:
             if self._has_polled_peers and not self._stopping:
-                self._quieting.append(_Quieting(then, time.monotonic() + QUIET_LOOK_S))
+                self._quiet.wait(then, time.monotonic())
                 self._lock.notify()
                 return
         self._guard(then)
@@ -178,10 +149,7 @@ class TransferReceiver:
     def forget(self, peer: Peer) -> None:
         """The incarnation is known to be dead: fails what it has open and drops its connections."""
         with self._lock:
-            self._awaited.pop(peer.epoch, None)
-            self._heads.pop(peer, None)
-            if self._peers.get(peer.worker_id) == peer:
-                del self._peers[peer.worker_id]
+            self._peers.forget(peer)
         for wire in self._wires:
             wire.forget(peer)
         self._fail_all(peer, TransferError(f"{peer.worker_id} (epoch {peer.epoch}) is gone"))
@@ -194,7 +162,7 @@ class TransferReceiver:
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_TIMEOUT_S)
         with self._lock:
-            open_now, self._open = list(self._open.values()), {}
+            open_now = self._open.close_all()
         for incoming in open_now:
             with incoming.writing:
                 incoming.closed = True
@@ -205,8 +173,8 @@ class TransferReceiver:
 
     def land(self, arrival: Arrival, staged: PageBuffer) -> bool:
         with self._lock:
-            incoming = self._open.get(arrival.key)
-        if incoming is None or not _in_range(incoming, arrival):
+            incoming = self._open.find(arrival)
+        if incoming is None:
             self._ignore(arrival)
             return False
         with incoming.writing:
@@ -214,32 +182,24 @@ class TransferReceiver:
                 self._ignore(arrival)
                 return False
             # A duplicate may come after the fence was lifted for pages that have all landed: it must write nothing.
-            fresh = [index for index in _indexes(arrival) if index in incoming.missing]
+            fresh = incoming.fresh(arrival)
             offsets = [PageId(index - arrival.first_index) for index in fresh]
-            self._scatter([incoming.pages[index] for index in fresh], staged, offsets, arrival.key.sender_epoch)
+            into = [incoming.pages[index] for index in fresh]
+            self._pages.scatter_part(into, staged, offsets, self._rows_of(arrival.key.sender_epoch))
             self._pages.settle()  # the engine's stream may read them as soon as they are reported
             with self._lock:
-                incoming.missing -= set(fresh)
-                incoming.last_progress_s = time.monotonic()
+                incoming.land(fresh, time.monotonic())
         if not fresh:
             self._ignore(arrival)
             return True
         self._guard(lambda: self._tell(arrival))
         return True
 
-    def _scatter(
-        self, pages: Sequence[PageId], staged: PageBuffer, offsets: Sequence[PageId], sender_epoch: Epoch
-    ) -> None:
-        rows = next((self.rows_of(peer) for peer in self._heads if peer.epoch == sender_epoch), WHOLE_PAGE)
-        if rows == WHOLE_PAGE:
-            self._pages.scatter(pages, staged, offsets)
-            return
-        into, of = rows_of_pages(pages, rows.num_in_page, rows.places), range(rows.num_in_part)
-        source = rows_of_pages(offsets, rows.num_in_part, of)
-        self._pages.in_rows(rows.num_in_page).scatter(into, staged.in_rows(rows.num_in_part), source)
-
     def rows_of(self, peer: Peer) -> PageRows:
-        heads = self._heads.get(peer)
+        return self._rows_of(peer.epoch)
+
+    def _rows_of(self, sender_epoch: Epoch) -> PageRows:
+        heads = self._peers.heads_of(sender_epoch)
         return WHOLE_PAGE if heads is None else page_rows(self._layout, heads)
 
     def landed(self, arrival: Arrival) -> None:
@@ -272,32 +232,27 @@ class TransferReceiver:
 
     def _look_for_quiet(self, now_s: float) -> None:
         with self._lock:
-            due = [one for one in self._quieting if one.next_look_s <= now_s]
-        if not due:
-            return
+            if not self._quiet.is_due(now_s):
+                return
         nothing_unread = unread_bytes() == 0
-        for one in due:
-            one.looks, one.next_look_s = (one.looks + 1 if nothing_unread else 0), now_s + QUIET_LOOK_S
         with self._lock:
-            quiet = [one for one in self._quieting if one.looks >= QUIET_LOOKS]
-            self._quieting = [one for one in self._quieting if one.looks < QUIET_LOOKS]
-        for one in quiet:
-            self._guard(one.then)
+            waited = self._quiet.look(nothing_unread, now_s)
+        for then in waited:
+            self._guard(then)
 
     def _must_poll(self, now_s: float) -> bool:
         if not self._polled:
             return False
-        self._awaited = {epoch: until_s for epoch, until_s in self._awaited.items() if until_s > now_s}
         # Until the caller closes it, landed or failed: a sender cannot end its last push on a wire that nobody drives.
-        return bool(self._awaited) or bool(self._open) or bool(self._quieting)
+        return self._peers.any_expected(now_s) or len(self._open) > 0 or len(self._quiet) > 0
 
     def _pause_s(self, now_s: float) -> float | None:
         """How long the thread may sleep unless it is woken; None: for ever."""
-        waiting = [item for item in self._open.values() if item.missing and not item.failed]
         if not self._must_poll(now_s):
-            next_s = min((item.last_progress_s + item.timeout_s for item in waiting), default=math.inf)
+            next_s = self._open.next_due_s()
             return None if math.isinf(next_s) else max(0.0, next_s - now_s)
-        quiet_s = now_s - max(item.last_progress_s for item in waiting) if waiting else SLOWEST_POLL_S * 8
+        last_s = self._open.last_progress_s()
+        quiet_s = now_s - last_s if last_s is not None else SLOWEST_POLL_S * 8
         return min(SLOWEST_POLL_S, max(FASTEST_POLL_S, quiet_s / 8))
 
     def _poll(self, wire: ReceivingTransport) -> None:
@@ -305,23 +260,19 @@ class TransferReceiver:
         for epoch in wire.heard_from():
             with self._lock:
                 self._has_polled_peers = True
-                self._awaited.pop(epoch, None)
+                self._peers.has_come(epoch)
         for arrival in arrivals:
             self._arrived(arrival)
 
     def _arrived(self, arrival: Arrival) -> None:
         """Of pages that the peer has written by itself."""
         with self._lock:
-            incoming = self._open.get(arrival.key)
-            if incoming is not None and not incoming.failed and _in_range(incoming, arrival):
-                incoming.last_progress_s = time.monotonic()
-                incoming.missing -= set(_indexes(arrival))
+            self._open.arrive(arrival, time.monotonic())
         self._tell(arrival)
 
     def _tell(self, arrival: Arrival) -> None:
         with self._lock:
-            incoming = self._open.get(arrival.key)
-            if known := incoming is not None and not incoming.failed and _in_range(incoming, arrival):
+            if known := self._open.find(arrival) is not None:
                 self.stats.num_pages += arrival.num_pages
         if not known:
             self._ignore(arrival)
@@ -330,25 +281,22 @@ class TransferReceiver:
 
     def _fail_stalled(self, now_s: float) -> None:
         with self._lock:
-            stalled = [
-                item for item in self._open.values() if item.missing and now_s >= item.last_progress_s + item.timeout_s
-            ]
+            stalled = self._open.stalled(now_s)
         for item in stalled:
             message = f"no page for {item.timeout_s} s, {len(item.missing)} of {len(item.pages)} missing"
             self._fail(item, TransferError(f"transfer {item.key.transfer_id}: {message}"))
 
     def _fail_all(self, peer: Peer, error: TransferError) -> None:
         with self._lock:
-            found = [item for item in self._open.values() if item.key.sender_epoch == peer.epoch and item.missing]
+            found = self._open.waiting_for(peer.epoch)
         for incoming in found:
             self._post(lambda incoming=incoming: self._fail(incoming, error))  # type: ignore[misc]
 
-    def _fail(self, incoming: _Incoming, error: TransferError) -> None:
+    def _fail(self, incoming: Incoming, error: TransferError) -> None:
         """Once a transfer; it stays known until the caller closes it, and nothing is written any more."""
         with self._lock:
-            if incoming.failed or not incoming.missing or self._open.get(incoming.key) is not incoming:
+            if not self._open.fail(incoming):
                 return
-            incoming.failed = True
         self.stats.num_failures += 1
         self._guard(lambda: self._on_failure(incoming.key, error))
 
@@ -368,11 +316,3 @@ class TransferReceiver:
         with self._lock:
             self.stats.num_late_arrivals += 1
         log.debug("ignored %s: not open, or outside its pages", arrival)
-
-
-def _indexes(arrival: Arrival) -> range:
-    return range(arrival.first_index, arrival.first_index + arrival.num_pages)
-
-
-def _in_range(incoming: _Incoming, arrival: Arrival) -> bool:
-    return arrival.first_index + arrival.num_pages <= len(incoming.pages)

@@ -133,7 +133,7 @@ def senders_die_and_freeze(wire: str) -> None:
                 child = Child("sender", wire, epoch, NUM_PAGES, PAGE_BYTES)
                 assert child.reply() == "ready"
         assert len(log.failed) == lost
-        assert end._open == {}
+        assert len(end._open) == 0
     finally:
         child.kill()
         end.shutdown()
@@ -228,7 +228,7 @@ def test_a_sender_restarts_twenty_times_beside_one_that_never_notices(wire: str)
         assert steady_log_error == []
         assert len(moved) >= 20
         assert len(log.failed) == 20
-        assert end._open == {}
+        assert len(end._open) == 0
     finally:
         stopping.set()
         load.join(BOUND_S)

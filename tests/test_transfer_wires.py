@@ -274,7 +274,7 @@ def test_a_newer_incarnation_replaces_the_old_one(pair: Pair) -> None:
         restarted.shutdown()
         pair.receiver.close(key(60))
         pair.receiver.close(key(61, sender_epoch=3))
-        pair.receiver._peers.clear()  # the shared pair goes on as epoch 1
+        pair.receiver._peers._newest.clear()  # the shared pair goes on as epoch 1
 
 
 def test_a_stalled_transfer_fails_once(pair: Pair) -> None:

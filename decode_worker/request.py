@@ -106,6 +106,20 @@ class StageTimes:
     queue_s: float = 0.0
     prefill_s: float = 0.0
 
+    def on_drawn(self, now_s: float) -> None:
+        """A token was drawn here; the first one counts."""
+        if not self.first_token_s:
+            self.first_token_s = now_s
+            self.queue_s = self.started_s - self.submitted_s
+            self.prefill_s = now_s - self.started_s
+
+    def on_brought(self, queue_s: float, prefill_s: float, now_s: float) -> None:
+        """A prefill worker has drawn it; the first one counts: an attempt after one that failed brings a later one."""
+        if not self.first_token_s:
+            self.first_token_s = now_s
+            self.queue_s = queue_s
+            self.prefill_s = prefill_s
+
 
 class Adopter(Protocol):
     """What follows once the pages of a sequence from another decode worker are here, or will not come."""

@@ -10,25 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from typing import cast
 
 import numpy as np
 
 from decode_worker.attempts import PrefillAttempts
+from decode_worker.outbox import Outbox
 from decode_worker.pace import Pace
 from decode_worker.prefill_client import RemoteFirstToken
-from decode_worker.request import (
-    DecodeRequest,
-    Delta,
-    Moved,
-    PrefillOutcome,
-    RequestTiming,
-    Send,
-    StageTimes,
-    TokenDelta,
-    TokenRun,
-)
+from decode_worker.request import DecodeRequest, Moved, PrefillOutcome, RequestTiming, StageTimes, TokenDelta
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.transfer import Landed, Mismatch
 from decode_worker.transfers import Transfers
@@ -42,13 +32,12 @@ from engine.step_plan import StepPlan
 from engine.token_check import check_token_ids
 from kv_transfer.session import Manifest
 from penstock.config import DecodeConfig
-from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, Overloaded, PenstockError
-from penstock.types import RequestTotals, TransferKey, WorkerId, WorkerLoad
+from penstock.errors import Cancelled, Overloaded, PenstockError
+from penstock.types import TransferKey, WorkerId, WorkerLoad
 
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1.0
-_NO_FAULT_OF_OURS = (Cancelled, DeadlineExceeded, InvalidInput, Overloaded)
 
 
 class DecodeWorker:
@@ -65,8 +54,7 @@ class DecodeWorker:
         self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows)
         self._transfers = transfers
         self._requests: dict[Sequence, DecodeRequest] = {}
-        self._outbox: dict[Send, list[Delta]] = {}
-        self._totals = RequestTotals()
+        self._outbox = Outbox()
         self._pace = Pace()
         self._attempts = PrefillAttempts(
             worker_id, engine.layout, self.scheduler, transfers, config, self._pace, self._tell
@@ -83,7 +71,7 @@ class DecodeWorker:
         try:
             self.take_on(request)
         except PenstockError as error:
-            self._emit(request, TokenDelta(request.stream_id, error=error))
+            self._outbox.put(request, TokenDelta(request.stream_id, error=error))
             return
         self._attempts.place(request)
 
@@ -103,7 +91,7 @@ class DecodeWorker:
         if request.sequence not in self._requests:
             return
         if error is not None:
-            self._emit(request, TokenDelta(request.stream_id, error=error))
+            self._outbox.put(request, TokenDelta(request.stream_id, error=error))
         self._release(request)
 
     # What becomes of sequences that move.
@@ -123,7 +111,7 @@ class DecodeWorker:
 
     def hand_over(self, request: DecodeRequest, moved: Moved) -> None:
         """The sequence runs elsewhere now: whoever listens here is told where."""
-        self._emit(request, TokenDelta(request.stream_id, moved=moved))
+        self._outbox.put(request, TokenDelta(request.stream_id, moved=moved))
         self._release(request)
 
     def num_tokens_left(self, sequence: Sequence) -> int:
@@ -153,10 +141,7 @@ class DecodeWorker:
         request = self._transfers.request_of(key)
         if request is None or len(request.sequence.token_ids) != self._transfers.num_tokens(key):
             return  # told before
-        if not request.times.first_token_s:  # an attempt after one that failed only then brings the next token
-            request.times.queue_s = first.queue_s
-            request.times.prefill_s = first.prefill_s
-            request.times.first_token_s = time.monotonic()
+        request.times.on_brought(first.queue_s, first.prefill_s, time.monotonic())
         request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
         request.sequence.token_ids.append(first.token.token_id)
         self._on_token(request, first.token)
@@ -220,7 +205,7 @@ class DecodeWorker:
     def take_in(self) -> None:
         """Beside a step under way: pages for those who have asked, and out with what there is to tell."""
         self._transfers.grant_reservations(self.scheduler)
-        self._flush()
+        self._outbox.flush()
         self._refresh_load()
 
     def begin(self) -> StepPlan[DecodeRows]:
@@ -231,7 +216,7 @@ class DecodeWorker:
         for scheduled in plan.chunks:
             times = self._requests[scheduled.sequence].times
             times.started_s = times.started_s or started_s
-        self._flush()  # first tokens from prefill workers do not wait for this step
+        self._outbox.flush()  # first tokens from prefill workers do not wait for this step
         if not plan:
             self._rest()
         return plan
@@ -249,29 +234,21 @@ class DecodeWorker:
             token_id = drawn.token_ids[place]
             if token_id is not None and scheduled.sequence not in void:
                 self._on_draw(scheduled.sequence, SampledToken(token_id, drawn.logprobs.get(place)), now_s)
-        self._flush()
+        self._outbox.flush()
         self._rest()
 
     def _deal_rows(self, rows: DecodeRows, drawn: StepTokens, void: Collection[Sequence], now_s: float) -> None:
         """Most have a token and nothing more to say: those of one router travel together."""
         token_ids = cast(list[int], drawn.token_ids[: len(rows)])
-        apart = set(rows.over(np.array(token_ids, np.int64), self._engine.model.eos_token_ids))
-        apart.update(place for place in drawn.logprobs if place < len(rows))  # chunks have some too
-        found = [self._requests.get(item.sequence) for item in rows.items]
-        send = next((request.send for request in found if request is not None), None)
-        # Ended meanwhile, or of another router than the first one's, or just moved here: one at a time.
-        apart.update(i for i, one in enumerate(found) if one is None or one.send is not send or one.paused_since_s)
+        requests = [self._requests.get(item.sequence) for item in rows.items]
+        # Those that may have ended, and those with more to say than a token; chunks have log-probabilities too.
+        alone = set(rows.over(np.array(token_ids, np.int64), self._engine.model.eos_token_ids))
+        alone.update(place for place in drawn.logprobs if place < len(rows))
         if void:
-            apart.update(i for i, item in enumerate(rows.items) if item.sequence in void)
-        run = TokenRun([request.stream_id for request in found if request is not None], token_ids)
-        if apart:
-            together = [i for i in range(len(found)) if i not in apart]
-            run = TokenRun([found[i].stream_id for i in together], [token_ids[i] for i in together])  # type: ignore[union-attr]
-        if run.stream_ids and send is not None:
-            self._outbox.setdefault(send, []).append(run)
-        for place in sorted(apart):
+            alone.update(i for i, item in enumerate(rows.items) if item.sequence in void)
+        for place in sorted(self._outbox.put_run(requests, token_ids, alone)):
             sequence = rows.items[place].sequence
-            if found[place] is not None and sequence not in void:
+            if requests[place] is not None and sequence not in void:
                 self._on_draw(sequence, SampledToken(token_ids[place], drawn.logprobs.get(place)), now_s)
 
     def step(self) -> bool:
@@ -299,7 +276,7 @@ class DecodeWorker:
         now_s = time.monotonic()
         for sequence, token in self.scheduler.commit(done.work, done.output):
             self._on_draw(sequence, token, now_s)
-        self._flush()
+        self._outbox.flush()
         self._rest()
 
     def _fail(self, sequence: Sequence, error: PenstockError) -> None:
@@ -316,10 +293,7 @@ class DecodeWorker:
     def _on_draw(self, sequence: Sequence, token: SampledToken, now_s: float) -> None:
         """A token that this worker has drawn and appended."""
         request = self._requests[sequence]
-        if not request.times.first_token_s:
-            request.times.first_token_s = now_s
-            request.times.queue_s = request.times.started_s - request.times.submitted_s
-            request.times.prefill_s = now_s - request.times.started_s
+        request.times.on_drawn(now_s)
         self._on_token(request, token)
 
     def _on_token(self, request: DecodeRequest, token: SampledToken) -> None:
@@ -327,22 +301,10 @@ class DecodeWorker:
         request.end_pause(time.monotonic())
         reason = finish_reason(request.sequence, self._engine.model.eos_token_ids, self._context_length)
         if reason is None:
-            self._emit(request, TokenDelta(request.stream_id, token))
+            self._outbox.put(request, TokenDelta(request.stream_id, token))
             return
-        timing = self.timing(request)
-        self._count_end(request.sequence, timing)
-        self._emit(request, TokenDelta(request.stream_id, token, reason, timing=timing))
+        self._outbox.put_end(request, token, reason, self.timing(request))
         self._release(request)
-
-    def _count_end(self, sequence: Sequence, timing: RequestTiming) -> None:
-        totals = self._totals
-        self._totals = replace(
-            totals,
-            ended=totals.ended + 1,
-            first_token_s=totals.first_token_s + timing.first_token_s,
-            decode_s=totals.decode_s + timing.decode_s,
-            decode_tokens=totals.decode_tokens + max(0, sequence.num_output_tokens - 1),
-        )
 
     def _release(self, request: DecodeRequest) -> None:
         del self._requests[request.sequence]
@@ -351,21 +313,8 @@ class DecodeWorker:
         self._transfers.abandon(request)
         self.scheduler.forget(request.sequence)
 
-    # What goes out.
-
     def _tell(self, request: DecodeRequest, outcome: PrefillOutcome) -> None:
-        self._emit(request, TokenDelta(request.stream_id, prefill=outcome))
-
-    def _emit(self, request: DecodeRequest, delta: TokenDelta) -> None:
-        if delta.error is not None and not isinstance(delta.error, _NO_FAULT_OF_OURS):
-            self._totals = replace(self._totals, failed=self._totals.failed + 1)
-        self._outbox.setdefault(request.send, []).append(delta)
-
-    def _flush(self) -> None:
-        """One batch of deltas for each router."""
-        outbox, self._outbox = self._outbox, {}
-        for send, deltas in outbox.items():
-            send(deltas)
+        self._outbox.put(request, TokenDelta(request.stream_id, prefill=outcome))
 
     def _refresh_load(self) -> None:
         self.load = WorkerLoad(
@@ -380,5 +329,5 @@ class DecodeWorker:
             prefill_steps=self._pace.prefill_steps,
             decode_steps=self._pace.decode_steps,
             num_open=len(self._requests),
-            requests=self._totals,
+            requests=self._outbox.totals,
         )

@@ -1,0 +1,65 @@
+"""What a decode worker has to say to its routers: gathered while it works, sent as one batch to each. On the step loop.
+
+Most of a step's sequences have a token to tell and nothing more: those of one router travel together, as one run. Every
+end passes through here, hence the counts of ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from decode_worker.request import DecodeRequest, Delta, RequestTiming, Send, TokenDelta, TokenRun
+from engine.sequence import SampledToken
+from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, Overloaded
+from penstock.types import FinishReason, RequestTotals
+
+_NO_FAULT_OF_OURS = (Cancelled, DeadlineExceeded, InvalidInput, Overloaded)
+
+
+class Outbox:
+    """Owns what is not sent yet, and the totals of requests that have ended."""
+
+    def __init__(self) -> None:
+        self.totals = RequestTotals()
+        self._deltas: dict[Send, list[Delta]] = {}
+
+    def put(self, request: DecodeRequest, delta: TokenDelta) -> None:
+        if delta.error is not None and not isinstance(delta.error, _NO_FAULT_OF_OURS):
+            self.totals = replace(self.totals, failed=self.totals.failed + 1)
+        self._deltas.setdefault(request.send, []).append(delta)
+
+    def put_end(self, request: DecodeRequest, token: SampledToken, reason: FinishReason, timing: RequestTiming) -> None:
+        """The request's last token."""
+        totals = self.totals
+        self.totals = replace(
+            totals,
+            ended=totals.ended + 1,
+            first_token_s=totals.first_token_s + timing.first_token_s,
+            decode_s=totals.decode_s + timing.decode_s,
+            decode_tokens=totals.decode_tokens + max(0, request.sequence.num_output_tokens - 1),
+        )
+        self.put(request, TokenDelta(request.stream_id, token, reason, timing=timing))
+
+    def put_run(
+        self, requests: list[DecodeRequest | None], token_ids: list[int], alone: Iterable[int]
+    ) -> Collection[int]:
+        """A token for each of them, together as far as they go to one router. Returns the places of all that are left
+        to be told one at a time: those named so, and whoever has ended meanwhile, has just moved here, or is of another
+        router than the first one's."""
+        apart = set(alone)
+        send = next((request.send for request in requests if request is not None), None)
+        apart.update(i for i, one in enumerate(requests) if one is None or one.send is not send or one.paused_since_s)
+        run = TokenRun([request.stream_id for request in requests if request is not None], token_ids)
+        if apart:
+            together = [(one, token_ids[i]) for i, one in enumerate(requests) if one is not None and i not in apart]
+            run = TokenRun([one.stream_id for one, _ in together], [token_id for _, token_id in together])
+        if run.stream_ids and send is not None:
+            self._deltas.setdefault(send, []).append(run)
+        return apart
+
+    def flush(self) -> None:
+        """One batch of deltas for each router."""
+        outbox, self._deltas = self._deltas, {}
+        for send, deltas in outbox.items():
+            send(deltas)

@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="print the whole answer as JSON")
     status.add_argument("--wait", type=float, metavar="SECONDS", help="until every worker is ready")
     stop = subparsers.add_parser("stop", help="end the deployment")
-    drain = subparsers.add_parser("drain", help="empty a worker and end it; its streams go on elsewhere")
+    drain = subparsers.add_parser("drain", help="empty a worker, or all of a node, and end it; streams go on elsewhere")
     drain.add_argument("worker", nargs="?", help="as `penstock status` names it, such as decode-1")
     drain.add_argument("--node", help="all workers of a node that goes: its Ray id, its address or its host's name")
     drain.add_argument("--within", type=float, metavar="SECONDS", help="until the node goes; default: no hurry")

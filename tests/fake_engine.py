@@ -15,10 +15,11 @@ from engine.page_pool import PagePool
 from engine.page_slots import PageSlots
 from engine.prefix_cache import PrefixCache
 from engine.sequence import SampledToken, ScheduledSequence, StepOutput
-from penstock.types import PageId
+from penstock.types import FinishReason, PageId
 
 VOCAB_SIZE = 500
 EOS = 7
+CONTEXT = 64  # of the workers whose streams `expected_tokens` foretells
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,15 @@ class FakeModel:
 
 def next_token(token_ids: Seq[int]) -> int:
     return (hash(tuple(token_ids)) >> 7) % VOCAB_SIZE
+
+
+def expected_tokens(prompt: list[int], max_tokens: int) -> tuple[list[int], FinishReason]:
+    tokens = list(prompt)
+    while len(tokens) < min(CONTEXT, len(prompt) + max_tokens):
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS:
+            return tokens[len(prompt) :], FinishReason.STOP
+    return tokens[len(prompt) :], FinishReason.LENGTH
 
 
 class FakeHost:

@@ -11,8 +11,8 @@ from decode_worker.request import DecodeRequest
 from engine.sequence import Sequence
 from penstock.errors import DeadlineExceeded
 from penstock.types import RequestId, SamplingParams, TransferId
-from tests.test_handoff_model import expected_tokens
-from tests.test_migration_model import Node, World
+from tests.fake_engine import expected_tokens
+from tests.migration_world import Node, World
 
 PROMPT = list(range(10, 28))
 MAX_TOKENS = 40
@@ -32,7 +32,7 @@ class Scene:
         self.run_until(lambda: len(self.stream.tokens) > 2)
         self.world.move(source)
         source.wire.refuse = ""
-        (self.key,) = source.open_calls
+        (self.key,) = source.calls.open_keys
         self.departure = source.departures._departures[self.key]
 
     def run_until(self, condition: Callable[[], bool]) -> None:
@@ -67,7 +67,7 @@ def test_pages_under_way_outlive_their_sequence(scene: Scene) -> None:
 def test_a_sequence_that_its_source_took_back_does_not_wait_for_its_lease(scene: Scene) -> None:
     scene.run_until(lambda: scene.target.adoptions.num_kept == 1)
     scene.source.departures.on_failed(scene.key, DeadlineExceeded("no answer"))
-    scene.run_until(lambda: not scene.world.calls)
+    scene.run_until(lambda: not scene.world.network.calls)
     assert (scene.held(scene.target), scene.target.adoptions.num_kept) == (0, 0)
     scene.run_until(lambda: scene.stream.over)
     assert scene.stream.tokens == expected_tokens(PROMPT, MAX_TOKENS)[0]

@@ -361,7 +361,8 @@ def test_a_link_that_loses_one_way_or_is_cut(wire: str, fault: str) -> None:
             assert failed == expected
         proxy.cut()
         deadline_s = time.monotonic() + BOUND_S
-        while origin._receivers or not end.stats.num_lost_peers:  # both have seen it: what comes now connects anew
+        # Both have seen it: what comes now connects anew.
+        while origin._links._receivers or not end.stats.num_lost_peers:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         target.zero_()

@@ -50,12 +50,14 @@ class Outbox:
         apart = set(alone)
         send = next((request.send for request in requests if request is not None), None)
         apart.update(i for i, one in enumerate(requests) if one is None or one.send is not send or one.paused_since_s)
-        run = TokenRun([request.stream_id for request in requests if request is not None], token_ids)
         if apart:
-            together = [(one, token_ids[i]) for i, one in enumerate(requests) if one is not None and i not in apart]
-            run = TokenRun([one.stream_id for one, _ in together], [token_id for _, token_id in together])
-        if run.stream_ids and send is not None:
-            self._deltas.setdefault(send, []).append(run)
+            together = [i for i in range(len(requests)) if i not in apart]
+            stream_ids = [requests[i].stream_id for i in together]  # type: ignore[union-attr]  # None is apart
+            token_ids = [token_ids[i] for i in together]
+        else:
+            stream_ids = [request.stream_id for request in requests]  # type: ignore[union-attr]
+        if stream_ids and send is not None:
+            self._deltas.setdefault(send, []).append(TokenRun(stream_ids, token_ids))
         return apart
 
     def flush(self) -> None:

@@ -2,9 +2,9 @@
 
 A request meets it twice: before prefill, `match` gives the pages it need not compute, and `promote` fills some of the
 pages allocated for the rest from lower tiers; `insert` after each step makes newly computed full pages findable. It
-owns the map from hash to page and the chains between hashes; references and the order of eviction are the pool's, and
-what was evicted is `engine.cache_tiers`'. It must not see a page that a transfer may still write: the caller inserts
-only computed or verified pages, and the pool refuses fenced ones.
+decides what is in the map from hash to page and its chains (`engine.page_chains`); references and the order of eviction
+are the pool's, and what was evicted is `engine.cache_tiers`'. It must not see a page that a transfer may still write:
+the caller inserts only computed or verified pages, and the pool refuses fenced ones.
 
 A cached page is of use only while its parent is cached too, hence leaves go first: when the least recently used page
 must go, whatever still hangs from it goes before it. Pages of that subtree which somebody holds are not taken away,
@@ -18,23 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.cache_tiers import CacheTiers
+from engine.page_chains import Node, PageChains
 from engine.page_pool import PageMisuse, PagePool
 from penstock.kv_events import KvEventKind, KvEventLog
 from penstock.page_places import ROOT
 from penstock.types import CachedPage, CacheStats, PageHash, PageId
-
-
-class _Node:
-    """One cached page and its place in the chain."""
-
-    __slots__ = ("children", "num_uses", "page", "page_hash", "parent")
-
-    def __init__(self, page_hash: PageHash, page: PageId, parent: _Node | None) -> None:
-        self.page_hash = page_hash
-        self.page = page
-        self.parent = parent
-        self.children: dict[PageHash, _Node] | None = None  # None instead of empty: most pages have one child or none
-        self.num_uses = 0  # by requests that came after the one that computed it
 
 
 class PrefixCache:
@@ -54,13 +42,12 @@ class PrefixCache:
         self._events = events
         self._tiers = tiers
         self._num_queries = self._num_device_hits = self._num_evictions = 0  # pages
-        self._nodes: dict[PageHash, _Node] = {}
-        self._by_page: dict[PageId, _Node] = {}
+        self._chains = PageChains()
         pool.set_evictor(self._evict)
 
     @property
     def num_cached(self) -> int:
-        return len(self._nodes)
+        return len(self._chains.nodes)
 
     @property
     def stats(self) -> CacheStats:
@@ -83,7 +70,7 @@ class PrefixCache:
 
         To be followed by `promote`, once the caller has pages for the rest.
         """
-        found = self._leading(hashes)
+        found = self._chains.leading(hashes)
         for node in found:
             node.num_uses += 1
         pages = [node.page for node in found]
@@ -114,7 +101,7 @@ class PrefixCache:
 
     def peek(self, hashes: Sequence[PageHash]) -> int:
         """How many pages need no computing, lower tiers included; takes no reference, leaves the order of eviction."""
-        num_leading = len(self._leading(hashes))
+        num_leading = len(self._chains.leading(hashes))
         return num_leading + (len(self._tiers.leading(hashes[num_leading:])) if self._tiers else 0)
 
     def insert(self, hashes: Sequence[PageHash], pages: Sequence[PageId], start: int = 0) -> int:
@@ -132,14 +119,14 @@ class PrefixCache:
         start = min(start, len(hashes))
         if start == len(hashes) - 1 and self._insert_last(hashes, pages):
             return 1
-        while start > 0 and hashes[start - 1] not in self._nodes:
+        while start > 0 and hashes[start - 1] not in self._chains.nodes:
             start -= 1  # the parent was evicted since: begin where the chain still holds
         self._check_insertable(hashes, pages, start)
-        parent = self._nodes[hashes[start - 1]] if start > 0 else None
+        parent = self._chains.nodes[hashes[start - 1]] if start > 0 else None
         stored: list[PageHash] = []
         met: list[PageId] = []  # pages of others, in use by content if not by reference
         for index in range(start, len(hashes)):
-            node = self._nodes.get(hashes[index])
+            node = self._chains.nodes.get(hashes[index])
             if node is None:
                 node = self._link(hashes[index], pages[index], parent)
                 stored.append(node.page_hash)
@@ -157,40 +144,30 @@ class PrefixCache:
     def hottest(self, max_pages: int) -> list[CachedPage]:
         """The pages most likely to be wanted again, parents before their children: those that somebody holds, then
         those that were found again since they came, then the others; of each kind the latest used first."""
-        idle = [self._by_page[page] for page in self._pool.evictable()]
+        idle = [self._chains.by_page[page] for page in self._pool.evictable()]
         idle.reverse()
-        held = [node for page, node in self._by_page.items() if self._pool.num_references(page)]
-        chosen: dict[PageHash, _Node] = {}
-        for node in (*held, *sorted(idle, key=lambda one: not one.num_uses)):
-            fresh: list[_Node] = []
-            ancestor: _Node | None = node
-            while ancestor is not None and ancestor.page_hash not in chosen:
-                fresh.append(ancestor)
-                ancestor = ancestor.parent
-            if len(chosen) + len(fresh) > max_pages:
-                continue
-            chosen.update((one.page_hash, one) for one in reversed(fresh))
-        return [
-            CachedPage(one, node.parent.page_hash if node.parent else None, node.page) for one, node in chosen.items()
-        ]
+        held = [node for page, node in self._chains.by_page.items() if self._pool.num_references(page)]
+        return self._chains.rooted((*held, *sorted(idle, key=lambda one: not one.num_uses)), max_pages)
 
     def lacking(self, pages: Sequence[tuple[PageHash, PageHash | None]]) -> list[int]:
         """Which of (page, parent) could be cached here and are not: indexes. Those that are count as used just now."""
         if not self.enabled:
             return []
-        met = [self._nodes[page_hash].page for page_hash, _ in pages if page_hash in self._nodes]
+        met = [self._chains.nodes[page_hash].page for page_hash, _ in pages if page_hash in self._chains.nodes]
         self._pool.touch(met)
         fresh: dict[PageHash, int] = {}
         for index, (page_hash, parent) in enumerate(pages):
-            if page_hash not in self._nodes and (parent is None or parent in self._nodes or parent in fresh):
+            if page_hash not in self._chains.nodes and (
+                parent is None or parent in self._chains.nodes or parent in fresh
+            ):
                 fresh.setdefault(page_hash, index)
         return list(fresh.values())
 
     def graft(self, page_hash: PageHash, parent: PageHash | None, page: PageId) -> bool:
         """Makes a verified page of another worker's findable; False where its parent has gone meanwhile, or the hash is
         cached already. The caller holds the page, and keeps its reference."""
-        after = self._nodes.get(parent) if parent is not None else None
-        if not self.enabled or page_hash in self._nodes or (parent is not None and after is None):
+        after = self._chains.nodes.get(parent) if parent is not None else None
+        if not self.enabled or page_hash in self._chains.nodes or (parent is not None and after is None):
             return False
         self._link(page_hash, page, after)
         if self._events is not None:
@@ -201,8 +178,8 @@ class PrefixCache:
         """The plain case of a sequence that has filled one more page; False, and nothing done, in any other."""
         last = len(hashes) - 1
         page_hash, page = hashes[last], pages[last]
-        parent = self._nodes.get(hashes[last - 1]) if last else None
-        if (last and parent is None) or page_hash in self._nodes or not self._pool.can_keep(page):
+        parent = self._chains.nodes.get(hashes[last - 1]) if last else None
+        if (last and parent is None) or page_hash in self._chains.nodes or not self._pool.can_keep(page):
             return False
         self._link(page_hash, page, parent)
         if self._events is not None:
@@ -211,9 +188,9 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget every page, on every tier; those that somebody holds stay with their holders."""
-        gone: list[_Node] = []
-        for node in [node for node in self._nodes.values() if node.parent is None]:
-            gone += self._unlink(node)
+        gone: list[Node] = []
+        for node in self._chains.roots():
+            gone += self._chains.unlink(node)
         self._pool.forget([node.page for node in gone])
         if self._tiers is not None:
             self._tiers.clear()
@@ -223,63 +200,37 @@ class PrefixCache:
         """Raises AssertionError unless chains, maps and the pool agree. Checks the pool as well."""
         self._pool.check_integrity()
         cached = {PageId(page) for page in range(self._pool.num_pages) if self._pool.is_cached(PageId(page))}
-        if cached != self._by_page.keys():
-            raise AssertionError(f"pool and prefix cache differ on pages {sorted(cached ^ self._by_page.keys())}")
-        if len(self._nodes) != len(self._by_page):
-            raise AssertionError(f"{len(self._nodes)} hashes for {len(self._by_page)} pages")
-        num_links = 0
-        for page_hash, node in self._nodes.items():
-            if node.page_hash != page_hash or self._by_page.get(node.page) is not node:
-                raise AssertionError(f"page {node.page}: the maps by hash and by page differ")
-            if node.parent is not None and self._nodes.get(node.parent.page_hash) is not node.parent:
-                raise AssertionError(f"page {node.page}: cached, but its parent page {node.parent.page} is not")
-            if node.parent is not None and (node.parent.children or {}).get(page_hash) is not node:
-                raise AssertionError(f"page {node.page}: its parent page {node.parent.page} does not know it")
-            num_links += len(node.children or ())
-        if num_links != sum(node.parent is not None for node in self._nodes.values()):
-            raise AssertionError("a page has a child that is not cached")
-
-    def _leading(self, hashes: Sequence[PageHash]) -> list[_Node]:
-        found: list[_Node] = []
-        for page_hash in hashes:
-            node = self._nodes.get(page_hash)
-            if node is None:
-                break
-            found.append(node)
-        return found
+        if cached != self._chains.by_page.keys():
+            raise AssertionError(
+                f"pool and prefix cache differ on pages {sorted(cached ^ self._chains.by_page.keys())}"
+            )
+        self._chains.check_integrity()
 
     def _check_insertable(self, hashes: Sequence[PageHash], pages: Sequence[PageId], start: int) -> None:
         """All checks before the first change, so that a refused insert leaves no trace."""
         if len(set(pages[start : len(hashes)])) != len(hashes) - start:
             raise PageMisuse(f"insert: a page is named twice in {list(pages)}")
         for index in range(start, len(hashes)):
-            known, page = self._by_page.get(pages[index]), pages[index]
+            known, page = self._chains.by_page.get(pages[index]), pages[index]
             if known is not None and known.page_hash != hashes[index]:
                 raise PageMisuse(f"insert: page {page} is cached under another hash")
             if known is None and not self._pool.can_keep(page):
                 raise PageMisuse(f"insert: page {page} is {self._pool.state(page)}")
 
-    def _link(self, page_hash: PageHash, page: PageId, parent: _Node | None) -> _Node:
+    def _link(self, page_hash: PageHash, page: PageId, parent: Node | None) -> Node:
         self._pool.keep(page)
-        node = _Node(page_hash, page, parent)
-        if parent is not None:
-            if parent.children is None:
-                parent.children = {}
-            parent.children[page_hash] = node
-        self._nodes[page_hash] = node
-        self._by_page[page] = node
-        return node
+        return self._chains.link(page_hash, page, parent)
 
     def _evict(self, num_pages: int) -> None:
         """Free at least `num_pages` pages, which the pool has counted as evictable."""
-        gone: list[_Node] = []
+        gone: list[Node] = []
         num_freed = 0
         for page in self._pool.evictable():
             if num_freed >= num_pages:
                 break
-            if page not in self._by_page:
+            if page not in self._chains.by_page:
                 continue  # it went with an older page that it hung from
-            subtree = self._unlink(self._by_page[page])
+            subtree = self._chains.unlink(self._chains.by_page[page])
             num_freed += sum(self._pool.num_references(node.page) == 0 for node in subtree)
             gone += subtree
         assert num_freed >= num_pages, "the pool counted more evictable pages than it has"
@@ -290,31 +241,13 @@ class PrefixCache:
         self._num_evictions += len(gone)
         self._report_moved(hashes)
 
-    def _unlink(self, root: _Node) -> list[_Node]:
-        """Make the subtree unfindable; children before parents. The root alone in all but rare cases (see `release`).
-
-        The pool still believes that the pages are cached: the caller has to `forget` them there.
-        """
-        subtree = [root]
-        for node in subtree:  # grows while it is walked: parents stand before their children
-            if node.children:
-                subtree.extend(node.children.values())
-        subtree.reverse()
-        for node in subtree:
-            if node.parent is not None and node.parent.children is not None:
-                node.parent.children.pop(node.page_hash)
-                if not node.parent.children:
-                    node.parent.children = None
-            del self._nodes[node.page_hash], self._by_page[node.page]
-        return subtree
-
     def _report_moved(self, hashes: Sequence[PageHash]) -> None:
         """Pages that have left the device's cache, and what left a lower tier meanwhile: says where each is now."""
         if self._tiers is None:
             if self._events is not None:
                 self._events.removed(hashes)
             return
-        left = [page for page in dict.fromkeys((*hashes, *self._tiers.take_left())) if page not in self._nodes]
+        left = [page for page in dict.fromkeys((*hashes, *self._tiers.take_left())) if page not in self._chains.nodes]
         if self._events is not None:
             for kind in (KvEventKind.ON_HOST, KvEventKind.ON_DISK, KvEventKind.REMOVED):
                 self._events.moved([page for page in left if self._tiers.place(page) is kind], kind)

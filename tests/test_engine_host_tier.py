@@ -101,8 +101,8 @@ class Store:
         """Where each page is."""
         below = {*self.host.slots, *(self.disk.slots if self.disk else ())}
         return {
-            page: KvEventKind.STORED if page in self.cache._nodes else self.tiers.place(page)
-            for page in {*self.cache._nodes, *below}
+            page: KvEventKind.STORED if page in self.cache._chains.nodes else self.tiers.place(page)
+            for page in {*self.cache._chains.nodes, *below}
         }
 
 

@@ -340,7 +340,7 @@ class PoolHistory(RuleBasedStateMachine):
                 assert state is (PageState.EVICTABLE if self.pool.is_cached(page) else PageState.FREE)
         told = cached_by_events(self.events)
         assert len(told) == self.cache.num_cached
-        assert all(page_hash in self.cache._nodes for page_hash in told)
+        assert all(page_hash in self.cache._chains.nodes for page_hash in told)
 
 
 PoolHistory.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)

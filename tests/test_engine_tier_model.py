@@ -85,7 +85,7 @@ class TierHistory(RuleBasedStateMachine):
         store = self.store
         store.cache.check_integrity()
         store.host.slots.check_integrity()
-        for page_hash, node in store.cache._nodes.items():
+        for page_hash, node in store.cache._chains.nodes.items():
             assert same(store.kv_pages[node.page], page_hash)
         store.host.settle()
         for page_hash in store.host.slots:
@@ -96,7 +96,7 @@ class TierHistory(RuleBasedStateMachine):
         for page in map(PageId, store.pool._free):
             assert not store.kv_pages[page].any(), f"page {page} is free and not erased"
         if self.roomy:
-            assert self.known == {*store.cache._nodes, *below}, "a page was lost though there was room"
+            assert self.known == {*store.cache._chains.nodes, *below}, "a page was lost though there was room"
 
 
 class RoomyHistory(TierHistory):

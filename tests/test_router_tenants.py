@@ -139,7 +139,7 @@ def cached_pages(server) -> dict[bytes, int]:
     """What the worker's prefix cache holds: the pool's page under each hash."""
     cache = server.worker._engine.prefix_cache
     cache.check_integrity()
-    return {page_hash: node.page for page_hash, node in cache._nodes.items()}
+    return {page_hash: node.page for page_hash, node in cache._chains.nodes.items()}
 
 
 async def test_two_tenants_with_equal_prompts_never_share_a_page():

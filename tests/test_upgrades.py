@@ -251,7 +251,7 @@ async def test_two_truly_different_revisions_serve_side_by_side_and_neither_uses
         cached: dict[str, set[bytes]] = {}
         for name, worker in deployment.workers.items():
             assert worker.host.server.replica is not None
-            cached[name] = set(worker.host.server.replica.engine.prefix_cache._nodes)
+            cached[name] = set(worker.host.server.replica.engine.prefix_cache._chains.nodes)
         assert all(cached.values())
         old, new = (cached[f"decode-{n}"] | cached[f"prefill-{n}"] for n in range(2))
         assert old.isdisjoint(new)
@@ -263,5 +263,5 @@ async def test_two_truly_different_revisions_serve_side_by_side_and_neither_uses
         assert set(deployment.members()) == {"decode-0", "prefill-0", "router-0"}
         staying = deployment.workers[WorkerId("decode-0")].host.server.replica
         assert staying is not None
-        assert new.isdisjoint(staying.engine.prefix_cache._nodes)  # those that left handed nothing over
+        assert new.isdisjoint(staying.engine.prefix_cache._chains.nodes)  # those that left handed nothing over
     assert set(deployment.pinned) == {0}

@@ -1,0 +1,106 @@
+"""Which page holds which hash, and which page follows which: the prefix cache's map, as chains from the first page on.
+
+`engine.prefix_cache` alone changes it, and keeps the pool in step; here nothing is known of pools, tiers or events. A
+page is in it only while its parent is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.types import CachedPage, PageHash, PageId
+
+
+class Node:
+    """One cached page and its place in the chain."""
+
+    __slots__ = ("children", "num_uses", "page", "page_hash", "parent")
+
+    def __init__(self, page_hash: PageHash, page: PageId, parent: Node | None) -> None:
+        self.page_hash = page_hash
+        self.page = page
+        self.parent = parent
+        self.children: dict[PageHash, Node] | None = None  # None instead of empty: most pages have one child or none
+        self.num_uses = 0  # by requests that came after the one that computed it
+
+
+class PageChains:
+    """Owns the nodes. The maps are read by the prefix cache, and changed here."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[PageHash, Node] = {}
+        self.by_page: dict[PageId, Node] = {}
+
+    def leading(self, hashes: Sequence[PageHash]) -> list[Node]:
+        """Pages of the longest prefix that is here."""
+        found: list[Node] = []
+        for page_hash in hashes:
+            node = self.nodes.get(page_hash)
+            if node is None:
+                break
+            found.append(node)
+        return found
+
+    def roots(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.parent is None]
+
+    def rooted(self, nodes: Iterable[Node], max_pages: int) -> list[CachedPage]:
+        """As many of these pages as may be, the first first; each after all that it hangs from."""
+        chosen: dict[PageHash, Node] = {}
+        for node in nodes:
+            fresh: list[Node] = []
+            ancestor: Node | None = node
+            while ancestor is not None and ancestor.page_hash not in chosen:
+                fresh.append(ancestor)
+                ancestor = ancestor.parent
+            if len(chosen) + len(fresh) > max_pages:
+                continue
+            chosen.update((one.page_hash, one) for one in reversed(fresh))
+        return [
+            CachedPage(one, node.parent.page_hash if node.parent else None, node.page) for one, node in chosen.items()
+        ]
+
+    def link(self, page_hash: PageHash, page: PageId, parent: Node | None) -> Node:
+        """Makes a page findable, after its parent."""
+        node = Node(page_hash, page, parent)
+        if parent is not None:
+            if parent.children is None:
+                parent.children = {}
+            parent.children[page_hash] = node
+        self.nodes[page_hash] = node
+        self.by_page[page] = node
+        return node
+
+    def unlink(self, root: Node) -> list[Node]:
+        """Make the subtree unfindable; children before parents. The root alone in all but rare cases (see `release`).
+
+        The pool still believes that the pages are cached: the caller has to `forget` them there.
+        """
+        subtree = [root]
+        for node in subtree:  # grows while it is walked: parents stand before their children
+            if node.children:
+                subtree.extend(node.children.values())
+        subtree.reverse()
+        for node in subtree:
+            if node.parent is not None and node.parent.children is not None:
+                node.parent.children.pop(node.page_hash)
+                if not node.parent.children:
+                    node.parent.children = None
+            del self.nodes[node.page_hash], self.by_page[node.page]
+        return subtree
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless maps and chains agree."""
+        if len(self.nodes) != len(self.by_page):
+            raise AssertionError(f"{len(self.nodes)} hashes for {len(self.by_page)} pages")
+        num_links = 0
+        for page_hash, node in self.nodes.items():
+            if node.page_hash != page_hash or self.by_page.get(node.page) is not node:
+                raise AssertionError(f"page {node.page}: the maps by hash and by page differ")
+            if node.parent is not None and self.nodes.get(node.parent.page_hash) is not node.parent:
+                raise AssertionError(f"page {node.page}: cached, but its parent page {node.parent.page} is not")
+            if node.parent is not None and (node.parent.children or {}).get(page_hash) is not node:
+                raise AssertionError(f"page {node.page}: its parent page {node.parent.page} does not know it")
+            num_links += len(node.children or ())
+        if num_links != sum(node.parent is not None for node in self.nodes.values()):
+            raise AssertionError("a page has a child that is not cached")

@@ -14,9 +14,9 @@ class Node:
     labels: Mapping[str, str]
 
 
-def why_unplaced(share: Share, nodes: Sequence[Node]) -> str:
-    """Of a worker that Ray has not placed yet."""
-    bundle = share.bundle()
+def why_unplaced(share: Share, nodes: Sequence[Node], num_ranks: int = 1) -> str:
+    """Of a worker that Ray has not placed yet; each of its ranks wants that share, all on one node."""
+    bundle = {name: amount * num_ranks for name, amount in share.bundle().items()}
     wanted = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
     fitting = [node for node in nodes if all(_fits(node.labels.get(k), v) for k, v in share.node_labels.items())]
     if not fitting:

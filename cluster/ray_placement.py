@@ -31,7 +31,7 @@ async def place(name: str, share: Share, on_unplaced: Callable[[str], None], num
         if placed:
             placed.pop().result()
             return group
-        on_unplaced(why_unplaced(share, await asyncio.to_thread(_nodes)))
+        on_unplaced(why_unplaced(share, await asyncio.to_thread(_nodes), num_ranks))
 
 
 def _make(name: str, share: Share, num_ranks: int) -> PlacementGroup:

@@ -258,6 +258,7 @@ class ServeConfig(_Frozen):
     routers: int = Field(1, ge=1)  # the first at grpc_port and http_port
     more_router_ports: tuple[tuple[int, int], ...] = ()  # gRPC and HTTP, of each other one; default: any free ones
     lookaside: bool = False  # decode workers stream to clients that ask for it, at ports of their own on `host`
+    lookaside_port: int = Field(0, ge=0, le=65535)  # theirs, where no machine has two of them; 0: any free one
     address: str = ""  # a Ray cluster to join; empty: start one here
     prefill_pool: PoolConfig = PoolConfig()
     decode_pool: PoolConfig = PoolConfig()
@@ -338,8 +339,11 @@ class ServeConfig(_Frozen):
             security=self.security,
             drain_s=self.drain_s,
             labels=(self.prefill_pool if role is Role.PREFILL else self.decode_pool).labels,
-            lookaside=LookasideConfig(host=self.host, tls=self.tls) if self.lookaside else None,
+            lookaside=self._lookaside_config(),
         )
+
+    def _lookaside_config(self) -> LookasideConfig | None:
+        return LookasideConfig(host=self.host, port=self.lookaside_port, tls=self.tls) if self.lookaside else None
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)

@@ -8,6 +8,7 @@ A path that leads nowhere is an error, where helm would put an empty string into
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -105,6 +106,18 @@ class Renderer:
             "toJson": lambda value: json.dumps(value, sort_keys=True, separators=(",", ":")),
             "quote": lambda value: json.dumps(_say(value)),
             "nindent": lambda width, text: "\n" + "\n".join(" " * width + line for line in text.split("\n")),
+            "get": lambda table, key: table.get(key, ""),
+            "default": lambda other, value: value or other,
+            "len": len,
+            "add": lambda *numbers: sum(int(one) for one in numbers),
+            "mulf": lambda *numbers: _number(math.prod(float(one) for one in numbers)),
+            "int64": int,
+            "float64": lambda value: _number(float(value)),
+            "gt": lambda left, right: left > right,
+            "ne": lambda left, right: left != right,
+            "hasSuffix": lambda end, text: text.endswith(end),
+            "printf": lambda form, *values: form.replace("%v", "%s") % tuple(map(_say, values)),
+            "fail": _fail,
             "dict": lambda *pairs: dict(zip(pairs[::2], pairs[1::2], strict=True)),
             "merge": lambda *dicts: {key: value for one in reversed(dicts) for key, value in one.items()},
         }
@@ -147,9 +160,10 @@ class Renderer:
         match = re.fullmatch(r"(\$\w+), (\$\w+) := (.+)", node.text)
         if not match:
             raise RenderError(f"range {node.text!r}: write `range $key, $value := PATH`")
-        items = self._evaluate(match[3], scope, variables)
+        found = self._evaluate(match[3], scope, variables)
+        items = dict(enumerate(found)) if isinstance(found, list) else found
         if not isinstance(items, Mapping):
-            raise RenderError(f"range {node.text!r}: goes over tables alone")
+            raise RenderError(f"range {node.text!r}: goes over tables and lists alone")
         for key in sorted(items):  # as Go walks maps
             yield self._run(node.body, items[key], {**variables, match[1]: key, match[2]: items[key]})
 
@@ -196,6 +210,15 @@ class Renderer:
                 raise RenderError(f"{word}: there is no {key!r}")
             value = value[key]
         return value
+
+
+def _fail(problem: str) -> None:
+    raise RenderError(problem)
+
+
+def _number(value: float) -> float | int:
+    """Go prints whole floats without a point."""
+    return int(value) if value.is_integer() else value
 
 
 def _say(value: object) -> str:

@@ -27,7 +27,7 @@ FOLDERS = {
     "cluster/": "Ray: pools, controller, command line",
     "simulator/": "the same decisions in virtual time: trace replays, faults by seed",
     "benchmarks/": "each prints a table and writes results/NAME.json",
-    "models/": "the bundled model, its draft, and the script that trains them",
+    "models/": "the bundled model, a smaller one that only tests load, and the script that trains both",
     "deploy/": "manifests: ray up, KubeRay, a Helm chart, the image, example configurations",
     "docs/": "architecture, every module, deployment, security, runbooks, lab notes",
     "tests/": "unit, property, process and fault tests",

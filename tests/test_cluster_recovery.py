@@ -172,6 +172,9 @@ def test_why_a_worker_is_not_placed() -> None:
     assert say(Share(1.0, 1, node_labels={"zone": "!in(a, b)"})).startswith("no node has the labels")
     assert say(Share(1.0, 1, node_labels={"zone": "in(b, c)"})).startswith("waits for CPU 1")
     assert why_unplaced(Share(1.0, 1), []) == "there is no node"
+    ranks = why_unplaced(Share(1.0, 1, num_gpus=1.0), [small, large], num_ranks=3)  # all of them on one node
+    assert ranks.startswith("no single node has all of CPU 3, GPU 3")
+    assert why_unplaced(Share(0.5, 1, num_gpus=1.0), [small, large], num_ranks=4).startswith("waits for CPU 2, GPU 4")
 
 
 async def test_a_drain_that_was_under_way_goes_on() -> None:

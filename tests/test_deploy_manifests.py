@@ -19,8 +19,11 @@ import pytest
 import yaml
 
 from cluster.cli import make_parser
+from cluster.feasibility import Node, why_unplaced
+from cluster.shares import divide
 from penstock.config import ServeConfig, load, parse
-from tests import helm_render
+from penstock.types import Role
+from tests import helm_render, helm_schema
 from tests.helm_render import CHART, DEPLOY, KUBERAY, PLAIN, RenderError, manifests, overlay
 
 ROOT = DEPLOY.parent
@@ -48,8 +51,43 @@ CASES: dict[str, dict[str, Any]] = {
         "metrics": {"dashboard": {"enabled": True}, "rules": {"enabled": True, "labels": {"release": "stack"}}}
     },
     "own-secret": {"existingConfigSecret": "mine", "networkPolicy": {"enabled": False}},
+    "ranks": {
+        "config": {"engine": {"tensor_parallel": 4, "quantization": "fp8"}},
+        "pools": {
+            "prefill": {
+                "numGpus": 1,
+                "numCpus": 1,
+                "engine": {"tensor_parallel": 2},
+                "resources": {"limits": {"nvidia.com/gpu": 2}},
+            },
+            "decode": {
+                "numGpus": 1,
+                "numCpus": 0.4,  # of each rank
+                "engine": {"kv_dtype": "fp8"},
+                "resources": {"limits": {"nvidia.com/gpu": "4"}},
+            },
+        },
+    },
+    "everything": {
+        "ports": {"moreRouters": [{"http": 8001, "grpc": 50061}, {"http": 8002, "grpc": 50062}]},
+        "tls": {"secretName": "front"},
+        "metrics": {"tokenSecret": "scrape", "serviceMonitor": {"enabled": True}},
+        "pools": {
+            "prefill": {"spares": 1, "bounds": {"max_replicas": 6}, "maxPods": 7},
+            "decode": {"spares": 2, "bounds": {"min_replicas": 2, "max_replicas": 5}, "maxPods": 7},
+        },
+        "config": {
+            "lookaside": True,
+            "autoscaler": {"mode": "on", "slo": {"ttft_s": 2.0}},
+            "balance": {"gap": 0.2},
+            "deployment": {"canary_interval_s": 10, "handover_bytes": 0},
+        },
+        "autoscaling": {"enabled": True},
+    },
     "no-budgets": {"podDisruptionBudget": {"enabled": False}, "autoscaling": {"enabled": True}},
 }
+GUIDE = (ROOT / "docs" / "deploy.md").read_text()
+CASES["guide"] = yaml.safe_load(re.findall(r"```yaml\n(pools:.*?)```", GUIDE, re.DOTALL)[0])
 
 
 def check(manifest: dict[str, Any]) -> None:
@@ -159,17 +197,114 @@ def test_the_deployment_fits_the_pods(case: str) -> None:
     for name, pool in {"prefill": config.prefill_pool, "decode": config.decode_pool}.items():
         group, params = groups[name], groups[name]["rayStartParams"]
         offered = json.loads(json.loads(params["resources"]))  # a shell takes the outer quotes off
-        assert offered == pool.resources
-        assert pool.num_gpus <= float(params["num-gpus"])
+        num_ranks = config.engine_config(Role(name)).tensor_parallel
+        assert offered == {key: amount * num_ranks for key, amount in pool.resources.items()}
+        assert pool.num_gpus * num_ranks == float(params["num-gpus"])
         assert pool.num_cpus is not None
-        assert pool.num_cpus <= float(params["num-cpus"])
-        assert pool.replicas <= group["maxReplicas"]
+        assert pool.num_cpus * num_ranks == float(params["num-cpus"])
+        num_pods = pool.replicas + pool.spares
+        assert num_pods <= group["maxReplicas"]
+        assert pool.highest + pool.spares <= group["maxReplicas"]
         container = group["template"]["spec"]["containers"][0]
         limits = container["resources"]["limits"]
         assert float(params["num-cpus"]) <= float(limits["cpu"])
         assert float(params["num-gpus"]) == float(limits.get("nvidia.com/gpu", 0))
-        minimum = pool.replicas if "autoscaling" not in CASES[case] else 0
-        assert (group["replicas"], group["minReplicas"]) == (pool.replicas, minimum)
+        minimum = num_pods if "autoscaling" not in CASES[case] else 0
+        assert (group["replicas"], group["minReplicas"]) == (num_pods, minimum)
+
+
+def nodes_of(cluster: dict[str, Any]) -> list[Node]:
+    """What Ray knows of the pods that a deployment starts with."""
+    nodes = [Node({"CPU": 0.0, "GPU": 0.0}, {})]  # the head
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        params = group["rayStartParams"]
+        counted = {"CPU": float(params["num-cpus"]), "GPU": float(params["num-gpus"])}
+        own = json.loads(json.loads(params["resources"]))
+        nodes += [Node({**counted, **own}, group["labels"])] * group["replicas"]
+    return nodes
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "own-secret"])
+def test_each_worker_and_each_spare_finds_a_pod_of_its_own(case: str) -> None:
+    """As the controller would place them: all ranks of one on one node, until every pod is taken."""
+    objects = manifests(CASES[case])
+    config = serve_config(objects)
+    free = nodes_of(find(objects, "RayCluster")[0])
+    shares = divide(config, num_cores=1.0)
+    for role in Role:
+        share, num_ranks = shares[role.value], config.engine_config(role).tensor_parallel
+        assert share.num_gpus == config.pool(role).num_gpus
+        for _ in range(config.pool(role).replicas + config.pool(role).spares):
+            waits = [node for node in free if why_unplaced(share, [node], num_ranks).startswith("waits for")]
+            assert waits, why_unplaced(share, free, num_ranks)
+            free.remove(waits[0])
+        too_many = why_unplaced(share, free, num_ranks)
+        assert "no node has more than" in too_many, "a pod of the pool is left over"
+    assert len(free) == 1
+
+
+def test_the_configuration_says_what_the_values_say() -> None:
+    config = serve_config(manifests(CASES["everything"]))
+    assert (config.routers, config.more_router_ports) == (3, ((50061, 8001), (50062, 8002)))
+    assert (config.prefill_pool.spares, config.decode_pool.spares) == (1, 2)
+    assert (config.decode_pool.lowest, config.decode_pool.highest) == (2, 5)
+    assert (config.autoscaler.mode, config.autoscaler.slo.ttft_s, config.balance.gap) == ("on", 2.0, 0.2)
+    assert (config.canary_interval_s, config.handover_bytes) == (10.0, 0)
+    public = config.worker_config("decode-0", Role.DECODE).lookaside
+    assert public is not None
+    assert public.port == 50053
+    ranks = serve_config(manifests(CASES["ranks"]))
+    engines = {role: ranks.engine_config(role) for role in Role}
+    assert [engines[role].tensor_parallel for role in (Role.PREFILL, Role.DECODE)] == [2, 4]
+    assert [engines[role].quantization for role in Role] == ["fp8", "fp8"]
+    assert [engines[role].kv_dtype for role in (Role.PREFILL, Role.DECODE)] == ["auto", "fp8"]
+
+
+@pytest.mark.parametrize(
+    ("over", "problem"),
+    [
+        ({"maxPods": 2, "spares": 1}, "decode.maxPods is 2, and replicas and spares are 3 together"),
+        ({"numGpus": 1, "resources": {"limits": {"nvidia.com/gpu": "2"}}}, "has 2 of nvidia.com/gpu.*has 1 ranks"),
+        (
+            {"numGpus": 1, "engine": {"tensor_parallel": 4}, "resources": {"limits": {"nvidia.com/gpu": "1"}}},
+            "has 1 of nvidia.com/gpu; numGpus is 1 and a worker has 4 ranks",
+        ),
+    ],
+)
+def test_the_chart_refuses_workers_that_never_find_a_place(over: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RenderError, match=problem):
+        manifests({"pools": {"decode": over}})
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {"pools": {"decode": {"numGpus": 4}}},  # of each rank
+        {"pools": {"decode": {"engine": {"tensor_parallel": 0}}}},
+        {"pools": {"decode": {"engine": {"quantization": "int8"}}}},  # one for all pools
+        {"pools": {"decode": {"bounds": {"min_replicas": 0}}}},
+        {"pools": {"prefill": {"engine": {"tensor_paralel": 2}}}},
+        {"config": {"engine": {"model": "/other"}}},
+        {"config": {"engine": {"kv_dtype": "int4"}}},
+        {"config": {"autoscaler": {"mode": "dry"}}},
+        {"config": {"balance": {"gaps": 0.1}}},
+        {"config": {"router": {"grpc_port": 1}}},
+        {"config": {"deployment": {"address": "auto"}}},
+        {"tenants": {"acme": {"key": [DIGEST]}}},
+        {"ports": {"moreRouters": [{"http": 8001}]}},
+    ],
+    ids=str,
+)
+def test_the_values_schema_refuses_what_cannot_work(over: dict[str, Any]) -> None:
+    schema = json.loads(helm_schema.FILE.read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    jsonschema.validate(values, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(overlay(values, over), schema)
+
+
+def test_the_values_schema_knows_every_setting() -> None:
+    assert helm_schema.FILE.read_text() == helm_schema.whole(), "run `python -m tests.helm_schema --write`"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -177,13 +312,25 @@ def test_only_the_router_s_ports_are_open(case: str) -> None:
     objects = manifests(CASES[case])
     (service,), (cluster,) = find(objects, "Service"), find(objects, "RayCluster")
     default = ServeConfig(model="m")
-    public = {default.http_port, default.grpc_port}
+    more = CASES[case].get("ports", {}).get("moreRouters", [])
+    public = {default.http_port, default.grpc_port, *(port for one in more for port in one.values())}
     assert {port["port"] for port in service["spec"]["ports"]} == public
     assert cluster["spec"]["headGroupSpec"]["serviceType"] == "ClusterIP"
     assert cluster["spec"]["authOptions"] == {"mode": "token"}
     if CASES[case].get("networkPolicy", {}).get("enabled") is False:
         return
-    for policy in find(objects, "NetworkPolicy"):
+    aside = CASES[case].get("config", {}).get("lookaside", False)
+    policies = find(objects, "NetworkPolicy")
+    assert [one["metadata"]["name"].removeprefix("penstock-") for one in policies] == (
+        ["internal", "callers", "lookaside"] if aside else ["internal", "callers"]
+    )
+    if aside:  # one port of the workers, and no other
+        (rule,) = policies.pop()["spec"]["ingress"]
+        lookaside = serve_config(objects).worker_config("decode-0", Role.DECODE).lookaside
+        assert lookaside is not None
+        assert [port["port"] for port in rule["ports"]] == [lookaside.port]
+        assert rule["from"]
+    for policy in policies:
         for rule in policy["spec"]["ingress"]:
             assert rule["from"], "an empty list lets everybody in"
             if "ports" in rule:
@@ -242,6 +389,21 @@ def test_secrets_reach_the_configuration() -> None:
     assert "tcpSocket" in head["readinessProbe"], "callers must show a certificate, and the kubelet has none"
     (endpoint,) = monitor["spec"]["endpoints"]
     assert (endpoint["scheme"], endpoint["authorization"]["credentials"]["name"]) == ("https", "scrape")
+
+
+def test_each_router_is_scraped_and_workers_that_clients_call_have_the_certificate() -> None:
+    objects = manifests(CASES["everything"])
+    (cluster,), (monitor,), (service,) = (find(objects, kind) for kind in ("RayCluster", "ServiceMonitor", "Service"))
+    scraped = [one["port"] for one in monitor["spec"]["endpoints"]]
+    assert scraped == [one["name"] for one in service["spec"]["ports"] if one["name"].startswith("http")]
+    config = serve_config(objects)
+    assert [one["port"] for one in service["spec"]["ports"] if one["name"].startswith("http")] == [
+        config.router_config(number=number).http_port for number in range(config.routers)
+    ]
+    assert config.tls is not None
+    for template in templates(cluster):
+        mounts = {mount["mountPath"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
+        assert str(Path(config.tls.cert_file).parent) in mounts
 
 
 def test_budgets_count_pods_in_whole_numbers_and_leave_room() -> None:
@@ -310,7 +472,7 @@ def test_ray_up_fits_ray_s_schema_and_holds_the_deployment() -> None:
 
 def test_commands_that_the_guides_tell_exist() -> None:
     parser = make_parser()
-    told = [(ROOT / "docs" / "deploy.md").read_text(), *(path.read_text() for path in (DEPLOY / "ray").iterdir())]
+    told = [GUIDE, *(path.read_text() for path in (DEPLOY / "ray").iterdir())]
     commands = re.findall(
         r"(?:^|[ '`/])penstock ((?:serve|status|stop|drain|key|generate)\b[^'`#\n]*)", "\n".join(told)
     )

@@ -96,9 +96,52 @@ readOnlyRootFilesystem: true
     {{- include "penstock.scratchMounts" . | nindent 4 }}
 {{- end }}
 
-{{- /* One pool, as `ServeConfig` wants it; of a pool's own values and its name. */}}
+{{- /* Ranks of a worker of one pool; of the pool's own values and `config`. */}}
+{{- define "penstock.ranks" -}}
+{{ default (default 1 (get .config.engine "tensor_parallel")) (get .pool.engine "tensor_parallel") }}
+{{- end }}
+
+{{- /* One pool, as `ServeConfig` wants it; of the pool's own values and its name. All amounts are of one rank, and the
+pod offers as many times as much as a worker has ranks: it holds all ranks of one worker and of no other. */}}
 {{- define "penstock.pool" -}}
-{"replicas": {{ .pool.replicas }}, "num_gpus": {{ .pool.numGpus }}, "num_cpus": {{ .pool.numCpus }}, "resources": {"penstock_{{ .name }}": 1}, "labels": {{ toJson .pool.labels }}, "engine": {{ toJson .pool.engine }}}
+{"replicas": {{ .pool.replicas }}, "spares": {{ .pool.spares }}{{ range $key, $value := .pool.bounds }}, "{{ $key }}": {{ $value }}{{ end }}, "num_gpus": {{ .pool.numGpus }}, "num_cpus": {{ .pool.numCpus }}, "resources": {"penstock_{{ .name }}": 1}, "labels": {{ toJson .pool.labels }}, "engine": {{ toJson .pool.engine }}}
+{{- end }}
+
+{{- /* Refuses a pool whose workers would never find a place; of its values, its name and `config`. */}}
+{{- define "penstock.check" -}}
+{{- if gt (add .pool.replicas .pool.spares) (int64 .pool.maxPods) }}
+{{- fail (printf "pools.%v.maxPods is %v, and replicas and spares are %v together: each wants a pod; raise maxPods" .name .pool.maxPods (add .pool.replicas .pool.spares)) }}
+{{- end }}
+{{- range $key, $value := .pool.resources.limits }}
+{{- if hasSuffix "/gpu" $key }}
+{{- if ne (float64 $value) (mulf $.pool.numGpus (include "penstock.ranks" $)) }}
+{{- fail (printf "pools.%v.resources.limits has %v of %v; numGpus is %v and a worker has %v ranks in one pod: give their product" $.name $value $key $.pool.numGpus (include "penstock.ranks" $)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* One router's metrics; of its port's name and the root. */}}
+{{- define "penstock.endpoint" -}}
+- port: {{ .port }}
+  path: /metrics
+  interval: {{ .root.Values.metrics.serviceMonitor.interval }}
+  {{- if .root.Values.tls.secretName }}
+  scheme: https
+  tlsConfig:
+    ca:
+      secret:
+        name: {{ .root.Values.tls.secretName }}
+        key: ca.crt
+    serverName: {{ .root.Release.Name }}-router.{{ .root.Release.Namespace }}.svc
+  {{- end }}
+  {{- if .root.Values.metrics.tokenSecret }}
+  authorization:
+    type: Bearer
+    credentials:
+      name: {{ .root.Values.metrics.tokenSecret }}
+      key: token
+  {{- end }}
 {{- end }}
 
 {{- /* The router's own settings, and where its metrics token lies. */}}

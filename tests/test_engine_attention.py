@@ -147,11 +147,12 @@ def test_a_dtype_without_kernel_goes_to_plain_torch() -> None:
 
 
 @needs_native
-def test_a_token_gets_the_same_bits_in_every_batch() -> None:
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_token_gets_the_same_bits_in_every_batch(window: int | None) -> None:
     """Chunk or decode, alone or with others, on one thread or two: serving must not depend on who else is there."""
     problem = make_problem([(70, 170)], dtype=torch.bfloat16)
     attention = NativeAttention(load_native())  # type: ignore[arg-type]
-    whole = attention.paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.2, 50)
+    whole = attention.paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.2, window)
     last = dataclasses.replace(
         problem.meta,
         page_table_BP=problem.meta.page_table_BP.repeat(3, 1),
@@ -160,12 +161,15 @@ def test_a_token_gets_the_same_bits_in_every_batch() -> None:
         max_query_len=1,
         num_decodes=3,
     )
+    chunk = dataclasses.replace(problem.meta, query_start_B1=torch.tensor([0, 21], dtype=torch.int32), max_query_len=21)
     threads = torch.get_num_threads()
     try:
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
-            alone = attention.paged_attention(problem.q_TNH[-3:], problem.pool_layer, last, 0.2, 50)
+            alone = attention.paged_attention(problem.q_TNH[-3:], problem.pool_layer, last, 0.2, window)
             assert torch.equal(alone, whole[-3:])
+            late = attention.paged_attention(problem.q_TNH[-21:], problem.pool_layer, chunk, 0.2, window)
+            assert torch.equal(late, whole[-21:])
     finally:
         torch.set_num_threads(threads)
 

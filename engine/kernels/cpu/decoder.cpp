@@ -227,7 +227,7 @@ extern "C" void penstock_decoder(const Layer* layers, int32_t first, int32_t las
   shape.num_kv_heads = step->num_kv_heads;
   shape.num_heads = step->num_heads;
   shape.page_size = step->page_size;
-  const std::vector<Item> items = list_items_of_bf16(shape);
+  const std::vector<Item> items = list_items_of_bf16(shape, num_threads);
 #pragma omp parallel num_threads(num_threads)
   {
     Worker worker(*step, between, omp_get_thread_num(), omp_get_num_threads());

@@ -16,7 +16,7 @@ template <class T, class Codes> void attend_over(const Problem& problem, int num
 }
 
 void attend_over_bf16(const Problem& problem, int num_threads) {
-  const std::vector<Item> items = list_items_of_bf16(problem);
+  const std::vector<Item> items = list_items_of_bf16(problem, num_threads);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && items.size() > 1)
   attend_in_bf16(problem, items);
 }

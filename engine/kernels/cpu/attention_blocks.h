@@ -1,0 +1,150 @@
+// What attention on AMX tiles shares between decodes (attention_tiles.h) and prompts (attention_prompts.h): where an
+// item's blocks of keys stand, its queries as tiles, the exponential, and the way out.
+#pragma once
+
+#include "attention.h"
+
+#if defined(PENSTOCK_TILES)
+#include <new>
+
+namespace {
+
+// From the start of a cache line: a row of a tile that lies across two costs two loads.
+template <class T> struct LineAllocator {
+  typedef T value_type;
+  LineAllocator() = default;
+  template <class U> LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64))); }
+  void deallocate(T* at, size_t) { ::operator delete(at, std::align_val_t(64)); }
+  bool operator==(const LineAllocator&) const { return true; }
+  bool operator!=(const LineAllocator&) const { return false; }
+};
+template <class T> using Lines = std::vector<T, LineAllocator<T>>;
+
+constexpr float kUnseen = -INFINITY;  // score of a key that a row does not see
+
+struct TileBlocks {
+  static constexpr int kSide = tiles::kSide, kParts = kBlock / kSide;
+  struct Place {
+    const uint16_t *keys[kParts], *values[kParts];  // of 16 tokens each
+  };
+
+  const Problem& problem;
+  const int head_dim, group, depth;
+
+  explicit TileBlocks(const Problem& p)
+      : problem(p), head_dim(p.head_dim), group(p.num_heads / p.num_kv_heads), depth(p.head_dim / 32) {}
+
+  int position_of(const Item& item) const {
+    const int num_tokens = problem.query_start[item.sequence + 1] - problem.query_start[item.sequence];
+    return problem.context_lens[item.sequence] - num_tokens + item.first_query;
+  }
+  int first_key(const Item& item) const {
+    const int key = problem.window ? std::max(0, position_of(item) - problem.window + 1) : 0;
+    return key - key % kBlock;  // blocks start at the same keys for every way to cut a prompt into chunks
+  }
+
+  // Parts from `stop` on repeat the last one.
+  Place find(const Item& item, int first, int stop) const {
+    const int32_t* pages = problem.page_table + int64_t(item.sequence) * problem.table_width;
+    const int64_t to_value = int64_t(problem.num_kv_heads) * problem.page_size * head_dim;
+    Place place;
+    for (int part = 0; part < kParts; ++part) {
+      const int key = std::min(first + part * kSide, (stop - 1) / kSide * kSide);
+      const int64_t page = pages[key / problem.page_size], token = key % problem.page_size;
+      place.keys[part] = reinterpret_cast<const uint16_t*>(static_cast<const char*>(problem.pool) + page * problem.page_stride) +
+                         (int64_t(item.kv_head) * problem.page_size + token) * head_dim;
+      place.values[part] = place.keys[part] + to_value;
+    }
+    return place;
+  }
+
+  // Asks for the block after `key`, of this item or of the next (or null): pages lie anywhere in memory, which the
+  // hardware cannot foresee.
+  void ask_for_next(const Item& item, int key, int stop, const Item* next) const {
+    if (key + kBlock < stop) ask_for(find(item, key + kBlock, stop));
+    else if (next) ask_for(find(*next, first_key(*next), position_of(*next) + next->num_queries));
+  }
+
+  void ask_for(const Place& place) const {
+    for (int part = 0; part < kParts; ++part)
+      for (int i = 0; i < kSide * head_dim; i += 32) {
+        __builtin_prefetch(place.keys[part] + i);
+        __builtin_prefetch(place.values[part] + i);
+      }
+  }
+
+  // To [strip][depth][16 words][16 rows].
+  void read_queries(const Item& item, int strips, uint32_t* to) const {
+    const int rows = item.num_queries * group;
+    for (int strip = 0; strip < strips; ++strip)
+      for (int step = 0; step < depth; ++step) {
+        Words from[kSide];
+        for (int lane = 0; lane < kSide; ++lane) {
+          const int row = std::min(strip * kSide + lane, rows - 1);
+          const int64_t token = problem.query_start[item.sequence] + item.first_query + row / group;
+          from[lane] = load<Words>(static_cast<const uint16_t*>(problem.q) + token * problem.q_stride +
+                                   (item.kv_head * group + row % group) * head_dim + step * 32);
+        }
+        transpose(from, to + (strip * depth + step) * kSide * kSide, kSide);
+      }
+  }
+
+  // Scores of a strip's 16 queries, key by key. All four parts at once: a product waits for none of another part.
+  void score_whole(const Place& place, const uint32_t* query, float* by_key) const {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int step = 0; step < depth; ++step) {
+      _tile_loadd(7, query + step * kSide * kSide, 64);
+      _tile_loadd(4, place.keys[0] + step * 32, head_dim * 2);
+      _tile_dpbf16ps(0, 4, 7);
+      _tile_loadd(5, place.keys[1] + step * 32, head_dim * 2);
+      _tile_dpbf16ps(1, 5, 7);
+      _tile_loadd(4, place.keys[2] + step * 32, head_dim * 2);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(6, place.keys[3] + step * 32, head_dim * 2);
+      _tile_dpbf16ps(3, 6, 7);
+    }
+    _tile_stored(0, by_key, 64);
+    _tile_stored(1, by_key + kSide * kSide, 64);
+    _tile_stored(2, by_key + 2 * kSide * kSide, 64);
+    _tile_stored(3, by_key + 3 * kSide * kSide, 64);
+  }
+
+  // 2^x, relative error below 3e-6, less than bf16 keeps; of 0 exactly 1, of minus infinity 0.
+  static __m512 power_of_two(__m512 x) {
+    const __m512 r = _mm512_reduce_ps(x, 1);  // above the whole number below, which is what scalef takes of x
+    __m512 y = _mm512_set1_ps(1.3426687568e-2f);
+    for (float factor : {5.2242469043e-2f, 2.4128021300e-1f, 6.9304484129e-1f, 1.0f})
+      y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(factor));
+    return _mm512_scalef_ps(y, x);
+  }
+
+  float score_factor() const { return problem.scale * 1.44269504f; }
+  // What a score weighs where `highest`, times the factor already, is the highest one.
+  static __m512 weight_of(__m512 score, __m512 factor, __m512 highest) {
+    return power_of_two(_mm512_fmsub_ps(score, factor, highest));
+  }
+
+  // One row of an item; of 32 values first 0-3, 8-11, 16-19, 24-27 stand in `totals`, then the rest.
+  void write_row(const Item& item, int row, const float* totals, float total_weight) const {
+    const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i upper = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    const int width = problem.num_heads * head_dim, head = item.kv_head * group + row % group;
+    const int64_t token = problem.query_start[item.sequence] + item.first_query + row / group;
+    const float factor = 1.0f / total_weight;
+    for (int d = 0; d < head_dim; d += 32) {
+      const __m512 first = _mm512_loadu_ps(totals + d), second = _mm512_loadu_ps(totals + d + 16);
+      uint16_t* to = static_cast<uint16_t*>(problem.out) +
+                     (problem.out_is_tiled ? linear::place(token, head * head_dim + d, width)
+                                           : token * width + head * head_dim + d);
+      store_floats(to, (Floats)_mm512_permutex2var_ps(first, lower, second) * factor, kLanes);
+      store_floats(to + kLanes, (Floats)_mm512_permutex2var_ps(first, upper, second) * factor, kLanes);
+    }
+  }
+};
+
+}  // namespace
+#endif

@@ -1,4 +1,5 @@
-// Attention of items of more than one strip of rows, as prompts have: attention_tiles.h's bits in less than half its time.
+// Attention on AMX tiles of items of more than one strip of rows, as prompts have. Bits are those of attention_tiles.h,
+// the time is less than half.
 //
 // A vector holds one key and 16 rows throughout: the scores as K times Q gives them, weights, and totals, which are the
 // product of V turned around and the weights. So nothing is turned around but V, once for all strips, and the highest

@@ -1,5 +1,5 @@
-// Attention in bf16 on AMX tiles, over pages of a multiple of 16 tokens. Otherwise as in attention.h, which see. Items of
-// up to 16 rows, as decodes have, are computed here, larger ones in attention_prompts.h; a row's bits are the same.
+// Attention in bf16 on AMX tiles, over pages of a multiple of 16 tokens. Otherwise as in attention.h, which see. Items
+// of up to 16 rows, as decodes have, are computed here, larger ones in attention_prompts.h; a row's bits are the same.
 //
 // K is read where it stands: 16 keys of a page are a tile, and the product gives scores key by key, turned around
 // afterwards. For that the queries are laid out once. V is woven in pairs of keys, in the order that costs least: of 32
@@ -151,7 +151,8 @@ class TileAttention {
       }
       best = maximum(best, scores[v]);
     }
-    const float factor = blocks.score_factor(), before = highest[row], now = std::max(before, largest(best) * factor);
+    const float factor = blocks.score_factor(), before = highest[row];
+    const float now = std::max(before, largest(best) * factor);
     Floats total{};
     for (int v = 0; v < kVectors; ++v) {
       const Floats weight = (Floats)TileBlocks::weight_of((__m512)scores[v], _mm512_set1_ps(factor), _mm512_set1_ps(now));

@@ -111,7 +111,7 @@ class Renderer:
             "len": len,
             "add": lambda *numbers: sum(int(one) for one in numbers),
             "mulf": lambda *numbers: _number(math.prod(float(one) for one in numbers)),
-            "int64": int,
+            "int64": lambda value: int(value or 0),
             "float64": lambda value: _number(float(value)),
             "gt": lambda left, right: left > right,
             "ne": lambda left, right: left != right,

@@ -263,6 +263,8 @@ def test_the_configuration_says_what_the_values_say() -> None:
 @pytest.mark.parametrize(
     ("over", "problem"),
     [
+        ({"bounds": {"min_replicas": 3}}, "decode.bounds.min_replicas is 3, above its replicas, 2"),
+        ({"bounds": {"max_replicas": 1}}, "decode.bounds.max_replicas is 1, below its replicas, 2"),
         ({"maxPods": 2, "spares": 1}, "decode.maxPods is 2, and replicas and spares are 3 together"),
         ({"numGpus": 1, "resources": {"limits": {"nvidia.com/gpu": "2"}}}, "has 2 of nvidia.com/gpu.*has 1 ranks"),
         (
@@ -292,6 +294,7 @@ def test_the_chart_refuses_workers_that_never_find_a_place(over: dict[str, Any],
         {"config": {"deployment": {"address": "auto"}}},
         {"tenants": {"acme": {"key": [DIGEST]}}},
         {"ports": {"moreRouters": [{"http": 8001}]}},
+        {"ports": {"moreRouters": [{"http": 8001, "grpc": 50061}] * 2}},
     ],
     ids=str,
 )

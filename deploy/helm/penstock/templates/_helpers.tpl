@@ -112,6 +112,12 @@ pod offers as many times as much as a worker has ranks: it holds all ranks of on
 {{- if gt (add .pool.replicas .pool.spares) (int64 .pool.maxPods) }}
 {{- fail (printf "pools.%v.maxPods is %v, and replicas and spares are %v together: each wants a pod; raise maxPods" .name .pool.maxPods (add .pool.replicas .pool.spares)) }}
 {{- end }}
+{{- if gt (int64 (get .pool.bounds "min_replicas")) (int64 .pool.replicas) }}
+{{- fail (printf "pools.%v.bounds.min_replicas is %v, above its replicas, %v; change one of them" .name .pool.bounds.min_replicas .pool.replicas) }}
+{{- end }}
+{{- if gt (int64 .pool.replicas) (int64 (default .pool.replicas (get .pool.bounds "max_replicas"))) }}
+{{- fail (printf "pools.%v.bounds.max_replicas is %v, below its replicas, %v; change one of them" .name .pool.bounds.max_replicas .pool.replicas) }}
+{{- end }}
 {{- range $key, $value := .pool.resources.limits }}
 {{- if hasSuffix "/gpu" $key }}
 {{- if ne (float64 $value) (mulf $.pool.numGpus (include "penstock.ranks" $)) }}

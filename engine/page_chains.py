@@ -72,7 +72,8 @@ class PageChains:
         return node
 
     def unlink(self, root: Node) -> list[Node]:
-        """Make the subtree unfindable; children before parents. The root alone in all but rare cases (see `release`).
+        """Make the subtree unfindable; children before parents. In all but rare cases (see `PagePool.release`) that is
+        the root alone.
 
         The pool still believes that the pages are cached: the caller has to `forget` them there.
         """

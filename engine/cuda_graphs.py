@@ -5,7 +5,8 @@ others, and batches above the largest bucket, go to the runner as they stand. A 
 Padding computes token 0 at position 0 in a page of its own, which the pool does not know (`SPARE_PAGES`), so it reads
 and writes nothing of anybody's. A step's inputs are copied into buffers that the graphs were captured over; everything
 that follows from token, position and page table is derived inside the graph, on the device. All graphs share one pool
-of memory, hence one of them runs at a time, and the logits of one are gone with the next: they are drawn from before.
+of memory and one buffer of logits, hence one of them runs at a time, and the logits of one are gone with the next: they
+are drawn from before. With a result of its own each graph would keep that many rows of the vocabulary for itself.
 
 Shapes: `B` sequences of a bucket, `W` pages of a sequence, `V` vocabulary.
 """
@@ -39,8 +40,8 @@ def buckets_up_to(largest: int) -> list[int]:
 class Capture(Protocol):
     """What CUDA does; `CudaCapture`, and a double in tests."""
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """A way to run it again over the same memory, and where it leaves its result each time."""
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """A way to run it again over the same memory."""
         ...
 
 
@@ -50,7 +51,7 @@ class CudaCapture:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -58,8 +59,8 @@ class CudaCapture:
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            result = run()
-        return graph.replay, result
+            run()
+        return graph.replay
 
 
 class GraphRunner:
@@ -84,7 +85,8 @@ class GraphRunner:
         self._token_ids_B = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions_B = torch.zeros(largest, dtype=torch.int64, device=device)
         self._page_table_BW = torch.full((largest, num_pages), spare_page, dtype=torch.int32, device=device)
-        self._graphs: dict[int, tuple[Callable[[], None], torch.Tensor]] = {}
+        self._logits_BV: torch.Tensor  # of the largest bucket, made by the first step of that size
+        self._graphs: dict[int, Callable[[], None]] = {}
         self.num_replays = 0
         self.num_eager = 0
 
@@ -101,6 +103,7 @@ class GraphRunner:
         started_s = time.monotonic()
         self._pad(0, self._buckets[-1])
         try:
+            self._logits_BV = torch.empty_like(self._compute(self._buckets[-1]))
             for count, size in enumerate(reversed(self._buckets), start=1):
                 self._graphs[size] = capture(functools.partial(self._run, size))
                 on_progress(count, len(self._buckets))
@@ -123,10 +126,9 @@ class GraphRunner:
         self._page_table_BW[:count, : table_BW.shape[1]].copy_(table_BW)
         if count < size:
             self._pad(count, size)
-        replay, logits_BV = self._graphs[size]
-        replay()
+        self._graphs[size]()
         self.num_replays += 1
-        return logits_BV[:count]
+        return self._logits_BV[:count]
 
     def _bucket_of(self, batch: Batch) -> int | None:
         meta = batch.meta
@@ -141,8 +143,11 @@ class GraphRunner:
         self._positions_B[first:stop] = 0
         self._page_table_BW[first:stop, 0] = self._spare_page
 
-    def _run(self, size: int) -> torch.Tensor:
+    def _run(self, size: int) -> None:
         """What a graph holds: nothing in here may depend on anything but the buffers and the bucket."""
+        self._logits_BV[:size].copy_(self._compute(size))
+
+    def _compute(self, size: int) -> torch.Tensor:
         positions_B, table_BW = self._positions_B[:size], self._page_table_BW[:size]
         places_B = torch.arange(size, device=positions_B.device)
         page_B = table_BW.gather(1, (positions_B // self._page_size)[:, None])[:, 0]

@@ -33,6 +33,9 @@ _SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
 _FLOAT32_BYTES = 4
 _INT4_GROUP = 128  # inputs that share a scale and a zero point, of weights that are quantized while they are loaded
 _PAGE_ID_BYTES = 4
+# Rows of attention that splits of a context leave for the join: 132 multiprocessors of 4 programs of 32 rows each, and
+# a third more where a number of splits is rounded up.
+_SPLIT_ROWS = 132 * 4 * 32 * 4 // 3
 _CONTEXTS = (1024, 4096, 16384, 65536, 262144, 1048576)
 
 
@@ -163,23 +166,25 @@ def step_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -
 
 
 def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> int:
-    """About: what captured decode steps keep, which is the tensors of the largest of them and the inputs of all."""
+    """About: what captured decode steps keep, which is the tensors of the largest of them, what splits of small ones
+    leave, and the inputs of all."""
     if not captures_graphs(config, model, device_type):
         return 0
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     num_pages = -(-select_context(config, model) // config.page_size)
     table_bytes = config.cuda_graphs * num_pages * _PAGE_ID_BYTES
-    return step_bytes(model, dtype, config.cuda_graphs, config.cuda_graphs) + table_bytes
+    row_values = model.head_dim if model.latent is None else model.latent.rank
+    split_bytes = _SPLIT_ROWS * row_values * _FLOAT32_BYTES
+    return step_bytes(model, dtype, config.cuda_graphs, config.cuda_graphs) + split_bytes + table_bytes
 
 
 def captures_graphs(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> bool:
-    """Only Triton's kernels never wait for the device; latents are attended to in plain torch, which does."""
+    """Only Triton's kernels never wait for the device."""
     return (
         device_type == "cuda"
         and config.cuda_graphs > 0
         and config.attention in ("auto", "triton")
         and config.tensor_parallel == 1
-        and model.latent is None
     )
 
 

@@ -8,7 +8,7 @@ that is tracked while its pages come from elsewhere, or that is paused.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -116,6 +116,13 @@ class RunQueues:
             for entry in entries:
                 self._rows.add(entry.sequence)
             self.rowless = [entry for entry in self.rowless if entry.sequence not in self._rows]
+
+    def seat_awaiting(self, places: Mapping[Sequence, int], step: int) -> None:
+        """Those whose next token that step draws, each at its place of the step's plan, get their row already."""
+        for sequence, place in places.items():
+            self._rows.add_awaiting(sequence, step, place)
+        if places:
+            self.rowless = [entry for entry in self.rowless if entry.sequence not in places]
 
     def unseat(self, sequence: Sequence) -> None:
         """One that runs has more to compute than its next token: no row for it, if it has one."""

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic
 
+from decode_worker.looking_ahead import seat_ahead
 from decode_worker.run_queues import Entry, RunQueues
 from decode_worker.sequence_pages import SequencePages
 from decode_worker.steps_under_way import StepsUnderWay
@@ -159,7 +160,7 @@ class DecodeScheduler(Generic[LaunchedT]):
         `max_chunk_tokens` in all. With no step under way."""
         assert not self._steps, "a step is under way"
         num_waiting = len(self._queues.waiting)
-        self._queues.seat(self._seatable())
+        self._queues.seat([one for one in self._queues.rowless if one.sequence.num_uncomputed_tokens == 1])
         # One token each first (decode), then chunks: a long prompt must not delay those already streaming.
         short = self._table.short()
         if len(short) <= self._pool.num_available:
@@ -168,46 +169,69 @@ class DecodeScheduler(Generic[LaunchedT]):
             for entry in self._queues.in_rank(short):
                 if entry.sequence in self._table:  # not preempted for the sake of one before it
                     self._make_room(entry, 1)
-        budget = self._config.max_batch_tokens - len(self._table)
-        if max_chunk_tokens is not None:
-            budget = min(budget, max_chunk_tokens)
+        budget = self._chunk_budget(max_chunk_tokens)
         chunks = self._schedule_chunks(budget)
         budget -= sum(chunk.num_tokens for chunk in chunks)
-        # Where pages are short, whoever was preempted does not come straight back.
-        while self._queues.waiting and budget > 0 and len(self._queues.waiting) <= num_waiting:
-            entry = self._queues.waiting[0]
-            if self._queues.num_holding >= self._config.max_batch_sequences or not self._admit(entry):
-                break
-            chunks.append(ScheduledSequence(entry.sequence, min(budget, entry.sequence.num_uncomputed_tokens)))
-            budget -= chunks[-1].num_tokens
+        if (
+            len(self._queues.waiting) <= num_waiting
+        ):  # else pages are short: who was preempted does not come straight back
+            chunks += self._admit_waiting(budget)
         return self._steps.launch(chunks)
 
-    def schedule_ahead(self) -> StepPlan[LaunchedT] | None:
-        """The step after the one under way, before that has drawn its tokens: a token more for everyone who decodes.
+    def schedule_ahead(self, max_chunk_tokens: int | None = None) -> StepPlan[LaunchedT] | None:
+        """The step after the one under way, before that has drawn its tokens: a token more for everyone who decodes or
+        draws its first one there, and chunks of prompts as in `schedule`.
 
-        None where it has to wait for the tokens or the pages, since there are prompts to compute, too few pages, or
-        draws that depend on the text. Never preempts.
+        None where it has to wait: pages are too few, or a draw depends on the text. Never preempts.
         """
-        if self._queues.waiting or not self._steps.can_be_followed:
+        if not self._steps.can_be_followed:
             return None
-        seatable = self._seatable()
-        if len(seatable) < len(self._queues.rowless):
-            return None
-        self._queues.seat(seatable)
+        prompts = seat_ahead(self._queues, self._steps)
         short = self._table.short()
-        if self._table.is_special() or len(short) > self._pool.num_available:
+        if prompts is None or self._table.is_special():
+            return None
+        budget = self._chunk_budget(max_chunk_tokens)
+        chunks, num_pages = [], len(short)
+        for prompt in prompts:
+            if budget > 0:
+                chunks.append(replace(prompt, num_tokens=min(budget, prompt.num_tokens)))
+                budget -= chunks[-1].num_tokens
+                num_pages += self._num_missing(chunks[-1])
+        if num_pages > self._pool.num_available or any(one.draws and one.sequence.draws_by_text for one in chunks):
+            return None
+        if self._waits_for_text():
             return None
         self._add_page_each(short)
-        return self._steps.launch([]) or None
+        for chunk in chunks:
+            chunk.sequence.pages += self._pool.allocate(self._num_missing(chunk))
+        return self._steps.launch([*chunks, *self._admit_waiting(budget, is_ahead=True)]) or None
+
+    def _waits_for_text(self) -> bool:
+        """Whether the first who waits may come, and draws by its text: it needs a step that follows no other."""
+        waiting = self._queues.waiting
+        has_place = self._queues.num_holding < self._config.max_batch_sequences
+        return bool(waiting) and has_place and waiting[0].sequence.draws_by_text
 
     def cancel_ahead(self) -> None:
         """The step under way has failed: whatever was scheduled after it is not computed."""
         self._steps.cancel_ahead()
 
-    def _seatable(self) -> list[Entry]:
-        """Those without a row that decode from now on."""
-        rowless = self._queues.rowless
-        return [one for one in rowless if one.sequence.num_uncomputed_tokens == 1 and self.is_at_rest(one.sequence)]
+    def _chunk_budget(self, max_chunk_tokens: int | None) -> int:
+        """Tokens of a step that rows leave."""
+        budget = self._config.max_batch_tokens - len(self._table)
+        return budget if max_chunk_tokens is None else min(budget, max_chunk_tokens)
+
+    def _admit_waiting(self, budget: int, is_ahead: bool = False) -> list[ScheduledSequence]:
+        chunks: list[ScheduledSequence] = []
+        while self._queues.waiting and budget > 0:
+            entry = self._queues.waiting[0]
+            if is_ahead and entry.sequence.draws_by_text:
+                break
+            if self._queues.num_holding >= self._config.max_batch_sequences or not self._admit(entry):
+                break
+            chunks.append(ScheduledSequence(entry.sequence, min(budget, entry.sequence.num_uncomputed_tokens)))
+            budget -= chunks[-1].num_tokens
+        return chunks
 
     def _schedule_chunks(self, budget: int) -> list[ScheduledSequence]:
         chunks: list[ScheduledSequence] = []
@@ -260,8 +284,7 @@ class DecodeScheduler(Generic[LaunchedT]):
     def _make_room(self, entry: Entry, num_tokens: int) -> bool:
         """Pages for the next `num_tokens`, preempting others where needed; False if it preempted itself."""
         sequence = entry.sequence
-        num_pages = -(-(sequence.num_computed_tokens + num_tokens) // self._page_size)
-        missing = num_pages - len(sequence.pages)
+        missing = self._num_missing(ScheduledSequence(sequence, num_tokens))
         while missing > 0:
             try:
                 if sequence in self._table:
@@ -275,6 +298,10 @@ class DecodeScheduler(Generic[LaunchedT]):
                 if victim is entry:
                     return False
         return True
+
+    def _num_missing(self, chunk: ScheduledSequence) -> int:
+        """Pages."""
+        return max(0, -(-(chunk.start + chunk.num_tokens) // self._page_size) - len(chunk.sequence.pages))
 
     def _add_page_each(self, sequences: list[Sequence]) -> None:
         """A row needs one at most, since it gets a token a step."""

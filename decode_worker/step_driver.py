@@ -48,7 +48,7 @@ class StepDriver:
             self._since_s = time.monotonic()
             self._start(self._worker.begin())
         if self._runs_ahead and len(self._under_way) == 1:
-            plan = self._worker.scheduler.schedule_ahead()
+            plan = self._worker.begin_ahead()
             if plan is not None:
                 self._start(plan)
         return False  # the end of a step is a call like any other

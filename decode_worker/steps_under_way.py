@@ -40,7 +40,19 @@ class StepsUnderWay(Generic[LaunchedT]):
     @property
     def can_be_followed(self) -> bool:
         """Whether there is one, and the next may be scheduled before its tokens are known."""
-        return len(self._plans) == 1 and not self._plans[0].chunks
+        return len(self._plans) == 1
+
+    @property
+    def newest(self) -> StepPlan[LaunchedT]:
+        """With at least one under way."""
+        return self._plans[-1]
+
+    def places(self, sequences: Collection[Sequence]) -> dict[Sequence, int]:
+        """Where those of them that the newest step computes, and not in vain, stand in its plan."""
+        if not sequences:
+            return {}
+        wanted = set(sequences) - self._dropped.keys()
+        return {item.sequence: place for place, item in enumerate(self.newest) if item.sequence in wanted}
 
     def computes(self, sequence: Sequence) -> bool:
         return any(item.sequence is sequence for plan in self._plans for item in plan)
@@ -89,8 +101,8 @@ class StepsUnderWay(Generic[LaunchedT]):
                 self._record_one(item, token_id)
         if work is not plan:
             self._rows.rewind()
-        elif num_rows:
-            self._rows.settle(plan.step, token_ids[:num_rows])
+        else:
+            self._rows.settle(plan.step, [token or 0 for token in token_ids] if plan.chunks else token_ids)
         self._free_parked(plan.step if self._plans else self._num_steps)
         return void
 

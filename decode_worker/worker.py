@@ -212,14 +212,24 @@ class DecodeWorker:
         """The next step; empty where there is nothing to compute."""
         self._transfers.grant_reservations(self.scheduler)
         plan = self.scheduler.schedule(self._pace.chunk_tokens_within(self._config.itl_target_s))
-        started_s = time.monotonic()
-        for scheduled in plan.chunks:
-            times = self._requests[scheduled.sequence].times
-            times.started_s = times.started_s or started_s
+        self._note_started(plan)
         self._outbox.flush()  # first tokens from prefill workers do not wait for this step
         if not plan:
             self._rest()
         return plan
+
+    def begin_ahead(self) -> StepPlan[DecodeRows] | None:
+        """The step after the one under way, where it can be scheduled already."""
+        plan = self.scheduler.schedule_ahead(self._pace.chunk_tokens_within(self._config.itl_target_s))
+        if plan is not None:
+            self._note_started(plan)
+        return plan
+
+    def _note_started(self, plan: StepPlan[DecodeRows]) -> None:
+        started_s = time.monotonic()
+        for scheduled in plan.chunks:
+            times = self._requests[scheduled.sequence].times
+            times.started_s = times.started_s or started_s
 
     def finish(self, plan: StepPlan[DecodeRows], drawn: StepTokens, elapsed_s: float) -> None:
         """The oldest step under way is over."""

@@ -117,7 +117,7 @@ def _assemble(rows: DecodeRows | None, items: Sequence[ScheduledSequence], page_
     """Of rows, if there are any, and of items that stand behind them in the caller's list."""
     order = sorted(range(len(items)), key=lambda index: items[index].num_tokens > 1)
     ordered = [items[index] for index in order]
-    start_B = np.array([item.sequence.num_computed_tokens for item in ordered], dtype=np.int64)
+    start_B = np.array([item.start for item in ordered], dtype=np.int64)
     count_B = np.array([item.num_tokens for item in ordered], dtype=np.int64)
     tokens: list[int] = []
     for item, start in zip(ordered, start_B.tolist(), strict=True):

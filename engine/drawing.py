@@ -17,7 +17,6 @@ import torch
 
 from engine.batch import Batch, HostBatch, lay_out, to_device, upload
 from engine.draws import DrawColumns
-from engine.logit_edits import is_edited
 from engine.row_table import SAMPLING_FIELDS
 from engine.sampler import draw, nothing_to_draw, sample
 from engine.sequence import ScheduledSequence, Sequence, StepOutput
@@ -47,20 +46,27 @@ class LaidOutStep:
     work: Seq[ScheduledSequence]
     host: HostBatch
     draws: DrawColumns | None  # None: `engine.sampler.sample` looks at the sequences
-    awaited: np.ndarray | None  # int64, places of tokens that the step before draws ...
-    awaited_places: np.ndarray | None  # ... and which of its tokens each of them is
+    awaited: np.ndarray | None  # int64, rows of the batch whose token the step before draws ...
+    awaited_places: np.ndarray | None  # ... and where the sequence stands in its work
 
     @property
     def is_in_order(self) -> bool:
         """Whether everybody draws, in the order of `work`."""
         return isinstance(self.work, StepPlan) and not self.work.chunks
 
+    def drawn_at(self, places: np.ndarray) -> np.ndarray:
+        """Which of the tokens drawn belongs to each of these places of `work`, all of which draw."""
+        if self.is_in_order:
+            return places
+        by_place = np.zeros(len(self.work), np.int64)
+        by_place[self.host.drawing] = np.arange(len(self.host.drawing))
+        return by_place[places]
+
 
 def lay_out_step(work: Seq[ScheduledSequence], page_size: int) -> LaidOutStep:
     host = lay_out(work, page_size)
     awaited = awaited_places = None
     if isinstance(work, StepPlan) and work.rows.records["awaited"].any():
-        assert not work.chunks, "a step ahead has no chunks"
         awaited = np.flatnonzero(work.rows.records["awaited"])
         awaited_places = work.rows.records["place"][awaited]
     return LaidOutStep(work, host, _draws(work, host), awaited, awaited_places)
@@ -79,7 +85,7 @@ def _draws(work: Seq[ScheduledSequence], host: HostBatch) -> DrawColumns | None:
 
 
 def _draws_of(sequences: list[Sequence]) -> DrawColumns | None:
-    if any(one.sampling.logprobs is not None or is_edited(one) for one in sequences):
+    if any(one.draws_by_text for one in sequences):
         return None
     return DrawColumns.of(sequences)
 
@@ -103,6 +109,10 @@ class Drawn:
             self._host = (_on_the_way(token_ids_R), _on_the_way(valid_R))
             self._event = torch.cuda.Event(blocking=True)  # waiting must not take a core
             self._event.record()
+
+    def at(self, places: np.ndarray) -> torch.Tensor:
+        """Those drawn for these places of the step's work, on the device."""
+        return self.token_ids_R.index_select(0, upload(self._step.drawn_at(places), self.token_ids_R.device))
 
     def wait(self) -> StepTokens:
         """Blocks until they are here."""
@@ -131,7 +141,12 @@ class Known:
 
     def __init__(self, tokens: StepTokens, device: torch.device) -> None:
         self._tokens = tokens
-        self.token_ids_R = torch.tensor([one for one in tokens.token_ids if one is not None], device=device)
+        self._device = device
+
+    def at(self, places: np.ndarray) -> torch.Tensor:
+        """See `Drawn.at`."""
+        token_ids = self._tokens.token_ids
+        return upload(np.array([token_ids[place] for place in places.tolist()], np.int64), self._device)
 
     def wait(self) -> StepTokens:
         return self._tokens
@@ -149,8 +164,7 @@ def compute(
     if step.awaited is not None:
         assert before is not None
         assert step.awaited_places is not None
-        awaited, places = (upload(one, device) for one in (step.awaited, step.awaited_places))
-        batch.token_ids_T.index_copy_(0, awaited, before.token_ids_R.index_select(0, places))
+        batch.token_ids_T.index_copy_(0, upload(step.awaited, device), before.at(step.awaited_places))
     logits_RV = forward(batch)
     if not len(step.host.drawing):
         return Known(StepTokens([None] * len(step.work)), device)

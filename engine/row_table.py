@@ -39,7 +39,7 @@ _ROW = np.dtype(
         ("token", np.int64),  # that token, unless it is awaited
         ("awaited", np.bool_),  # a step under way draws it ...
         ("step", np.int64),  # ... this one ...
-        ("place", np.int64),  # ... as this one of its tokens
+        ("place", np.int64),  # ... for the sequence that stands there in its plan
         ("room", np.int64),  # tokens that the row's pages hold
         ("end", np.int64),  # tokens at which the sequence ends in any case
         ("special_until", np.int64),  # tokens below which a draw needs more than `SAMPLING_FIELDS`
@@ -140,6 +140,9 @@ class RowTable:
     def add(self, sequence: Sequence) -> None:
         """All its tokens but the last have their KV in its pages."""
         assert sequence.num_uncomputed_tokens == 1
+        self._add(sequence)
+
+    def _add(self, sequence: Sequence) -> None:
         row = len(self.items)
         if row == len(self._records):
             self._records = np.concatenate((self._records, np.zeros_like(self._records)))
@@ -151,6 +154,14 @@ class RowTable:
             self._widen(len(sequence.pages))
         self._pages_RW[row, : len(sequence.pages)] = sequence.pages
         self._pages_RW[row, len(sequence.pages) :] = 0
+
+    def add_awaiting(self, sequence: Sequence, step: int, place: int) -> None:
+        """One whose last known token that step computes, at that place of its plan, and which draws the next there."""
+        row = len(self.items)
+        self._add(sequence)
+        record = self._records[row]
+        record["position"], record["awaited"] = len(sequence.token_ids), True
+        record["step"], record["place"] = step, place
 
     def remove(self, sequence: Sequence) -> None:
         """Does nothing where it has no row."""
@@ -213,7 +224,8 @@ class RowTable:
         return DecodeRows(items, records, pages_RW[: len(items), :width].copy(), step)
 
     def settle(self, step: int, drawn: Seq[int | None]) -> None:
-        """The tokens of a step are known on the host: rows that no later step has taken on begin with them."""
+        """The tokens of a step are known on the host: rows that no later step has taken on begin with them. There is no
+        None among them."""
         live = self._live
         waiting = np.flatnonzero(live["awaited"] & (live["step"] == step))
         token_ids = np.array(drawn, np.int64)

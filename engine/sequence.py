@@ -38,6 +38,17 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def draws_by_text(self) -> bool:
+        """Whether its next draw needs its tokens, or more than a token is wanted of it."""
+        sampling = self.sampling
+        return bool(
+            sampling.has_penalties
+            or sampling.logit_bias
+            or sampling.logprobs is not None
+            or self.num_output_tokens < sampling.min_tokens
+        )
+
     def hash_full_pages(self, page_size: int) -> list[PageHash]:
         """Hashes of every full page of `token_ids`, computed once each."""
         num_known = len(self.page_hashes)
@@ -59,15 +70,22 @@ class ScheduledSequence:
 
     sequence: Sequence
     num_tokens: int
+    first: int | None = None  # of these tokens, where a step under way computes those before it; else the next one
+
+    @property
+    def start(self) -> int:
+        """Tokens of the sequence before these."""
+        return self.sequence.num_computed_tokens if self.first is None else self.first
 
     @property
     def num_contexts(self) -> float:
         """Over the tokens to compute, the sum of those before each. Until the step is committed."""
-        return self.num_tokens * (self.sequence.num_computed_tokens + self.num_tokens / 2)
+        return self.num_tokens * (self.start + self.num_tokens / 2)
 
     @property
     def draws(self) -> bool:
-        return self.num_tokens == self.sequence.num_uncomputed_tokens
+        """Until the step is committed."""
+        return self.start + self.num_tokens == len(self.sequence.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

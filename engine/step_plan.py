@@ -80,6 +80,10 @@ class Rows(Protocol[LaunchedT_co]):
         """All its tokens but the last have their KV in its pages."""
         ...
 
+    def add_awaiting(self, sequence: Sequence, step: int, place: int) -> None:
+        """One whose last known token that step computes, at that place of its plan, and which draws the next there."""
+        ...
+
     def remove(self, sequence: Sequence) -> None:
         """Does nothing where it has no row."""
         ...
@@ -101,7 +105,7 @@ class Rows(Protocol[LaunchedT_co]):
         ...
 
     def settle(self, step: int, drawn: Seq[int | None]) -> None:
-        """The tokens of a step are known on the host."""
+        """The tokens of a step are known on the host: one for each place of its plan, whether or not it draws."""
         ...
 
     def rewind(self) -> None:

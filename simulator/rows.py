@@ -35,6 +35,9 @@ class PlainRows:
     def add(self, sequence: Sequence) -> None:
         self._items[sequence] = ScheduledSequence(sequence, 1)
 
+    def add_awaiting(self, sequence: Sequence, step: int, place: int) -> None:
+        raise AssertionError("no step is scheduled ahead here")
+
     def remove(self, sequence: Sequence) -> None:
         self._items.pop(sequence, None)
 

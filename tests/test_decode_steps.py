@@ -57,6 +57,7 @@ class Machine:
         cache = PrefixCache(self.pool, PAGE_SIZE)
         self.scheduler = DecodeScheduler(self.pool, cache, PAGE_SIZE, config, RowTable(PAGE_SIZE, Ends({EOS}, 60)))
         self.under_way: deque[tuple[StepPlan, list[int | None], set[PageId]]] = deque()
+        self.kv: dict[tuple[PageId, int], int] = {}  # whose token it is of
         self.live: list[Sequence] = []
         self.landing: list[Sequence] = []
         self.paused: list[Sequence] = []
@@ -79,7 +80,7 @@ class Machine:
             known = item.sequence.token_ids
             if records["awaited"][place]:
                 before, drawn, _ = self.under_way[-1]
-                assert before.rows.items[int(records["place"][place])].sequence is item.sequence
+                assert before[int(records["place"][place])].sequence is item.sequence
                 token = drawn[int(records["place"][place])]
                 assert token is not None
                 known = [*known, token]
@@ -88,12 +89,20 @@ class Machine:
             position = int(records["position"][place])
             assert position == len(known) - 1
             written.add(PageId(int(plan.rows.pages_RW[place, position // PAGE_SIZE])))
+            self.compute(plan.rows.pages_RW[place].tolist(), known, position)
             tokens.append(next_token(known))
         for chunk in plan.chunks:
-            sequence, start = chunk.sequence, chunk.sequence.num_computed_tokens
+            sequence, start = chunk.sequence, chunk.start
             written |= set(sequence.pages[start // PAGE_SIZE : -(-(start + chunk.num_tokens) // PAGE_SIZE)])
+            self.compute(sequence.pages, sequence.token_ids[: start + chunk.num_tokens], start)
             tokens.append(next_token(sequence.token_ids) if chunk.draws else None)
         self.under_way.append((plan, tokens, written))
+
+    def compute(self, pages: list[PageId], token_ids: list[int], start: int) -> None:
+        """Writes KV from `start` on, and reads all of it."""
+        slots = [(pages[place // PAGE_SIZE], place % PAGE_SIZE) for place in range(len(token_ids))]
+        self.kv.update(zip(slots[start:], token_ids[start:], strict=True))
+        assert [self.kv.get(slot) for slot in slots] == token_ids, "KV that is missing or somebody else's"
 
     def record(self) -> None:
         plan, tokens, _ = self.under_way.popleft()
@@ -151,6 +160,7 @@ def test_whatever_is_asked_beside_steps_under_way_nothing_is_lost_or_overwritten
                 scheduler.compute_here(sequence)
         elif action == "land" and machine.landing:
             sequence = machine.landing.pop(data.draw(st.integers(0, len(machine.landing) - 1)))
+            machine.compute(sequence.pages, sequence.token_ids, 0)
             sequence.token_ids.append(next_token(sequence.token_ids))
             scheduler.join(sequence, sequence.num_prompt_tokens)
             if sequence.sampling.max_tokens == 1 or sequence.token_ids[-1] == EOS:
@@ -204,6 +214,59 @@ def test_a_step_that_fails_takes_the_one_ahead_of_it_along() -> None:
         machine.launch(scheduler.schedule())
         machine.record()
     assert {len(one.token_ids) for one in machine.live} <= {3 + 2 + 1 + 8}
+
+
+def test_prompts_are_computed_ahead_beside_those_who_decode_and_their_first_tokens_fed_back() -> None:
+    machine = Machine(60)
+    scheduler = machine.scheduler
+    for number, length in enumerate((3, 21, 5)):
+        sequence = Sequence(RequestId(str(number)), [number + 1] * length, length, SamplingParams(max_tokens=9), SALT)
+        scheduler.track(sequence)
+        scheduler.compute_here(sequence)
+        machine.live.append(sequence)
+    machine.launch(scheduler.schedule())
+    steps = []
+    while machine.live:
+        machine.launch(scheduler.schedule_ahead())
+        if len(machine.under_way) > 1:
+            plan = machine.under_way[-1][0]
+            steps.append((len(plan.rows), [chunk.num_tokens for chunk in plan.chunks]))
+        machine.record()
+        machine.check()
+        if not machine.under_way:
+            machine.launch(scheduler.schedule())
+    # The first prompt ends in the first step beside 5 tokens of the second; its row awaits its token at once. The third
+    # one comes when the second has left room, and draws its first token in a step that is ahead.
+    assert steps[:5] == [(1, [7]), (1, [7]), (1, [2, 5]), (3, []), (3, [])]
+    assert {one.num_output_tokens for one in machine.ended} <= set(range(1, 10))
+    assert all(one.token_ids[-1] == EOS or one.num_output_tokens == 9 for one in machine.ended)
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(max_tokens=9, logprobs=1), SamplingParams(max_tokens=9, min_tokens=2)]
+)
+def test_a_prompt_whose_first_token_depends_on_its_text_is_ended_by_a_step_that_follows_no_other(
+    sampling: SamplingParams,
+) -> None:
+    machine = Machine(60)
+    scheduler = machine.scheduler
+    for number, one in enumerate((SamplingParams(max_tokens=9), sampling)):
+        sequence = Sequence(RequestId(str(number)), [number + 1] * 10, 10, one, SALT)
+        scheduler.track(sequence)
+        scheduler.compute_here(sequence)
+        machine.live.append(sequence)
+    machine.launch(scheduler.schedule())
+    assert [chunk.num_tokens for chunk in machine.under_way[-1][0].chunks] == [8]
+    assert scheduler.schedule_ahead() is None  # the second one would come, with nothing before it
+    machine.record()
+    machine.launch(scheduler.schedule())
+    assert [chunk.num_tokens for chunk in machine.under_way[-1][0].chunks] == [2, 6]
+    assert scheduler.schedule_ahead() is None  # it would draw
+    machine.record()
+    machine.launch(scheduler.schedule())
+    assert [chunk.draws for chunk in machine.under_way[-1][0].chunks] == [True]
+    machine.record()
+    machine.check()
 
 
 rows_of = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=6)
@@ -333,13 +396,14 @@ async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monke
     ]
     prompts = [[(7 * i + j) % (VOCAB_SIZE - 2) + 2 for j in range(3 + 11 * i)] for i in range(8)]
     answers = []
-    num_ahead = 0
+    num_ahead = num_chunks_ahead = 0
     counted = DecodeScheduler.schedule_ahead
 
-    def count(scheduler: DecodeScheduler) -> StepPlan | None:
-        nonlocal num_ahead
-        plan = counted(scheduler)
+    def count(scheduler: DecodeScheduler, max_chunk_tokens: int | None) -> StepPlan | None:
+        nonlocal num_ahead, num_chunks_ahead
+        plan = counted(scheduler, max_chunk_tokens)
         num_ahead += plan is not None
+        num_chunks_ahead += len(plan.chunks) if plan is not None else 0
         return plan
 
     monkeypatch.setattr(DecodeScheduler, "schedule_ahead", count)
@@ -364,6 +428,7 @@ async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monke
             await wait_until_empty(prefill, decode)
             assert isinstance(decode._driver, StepDriver)
         assert (num_ahead > 0) == ahead
+        assert (num_chunks_ahead > 0) == ahead
     assert answers[0] == answers[1]
 
 

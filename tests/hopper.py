@@ -21,8 +21,8 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from engine.draws import Draws
 from engine.kernels import join_splits
@@ -34,10 +34,7 @@ from engine.kernels.triton_backend import TritonAttention, TritonOps
 from engine.layers.quantized import Kind, quantize_weight
 from penstock.types import SamplingParams
 
-_TYPES = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float64: "*fp64",
-    torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
-}  # fmt: skip
+_HOPPER = GPUTarget("cuda", 90, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +44,9 @@ class Compiled:
     registers: int
     stack_bytes: int  # what does not fit the registers
     has_wgmma: bool  # a Hopper's own matrix instruction
+
+
+_BUILT: dict[tuple[str, str, str], Compiled] = {}  # by kernel and what Triton makes a variant of
 
 
 @contextlib.contextmanager
@@ -64,27 +64,19 @@ def recording() -> Iterator[list[Compiled]]:
 
 
 def _compile(kernel: JITFunction[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
-    names = [parameter.name for parameter in kernel.params]
-    values = dict(zip(names, args, strict=False)) | {name: options[name] for name in names if name in options}
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        if parameter.is_constexpr or value == 1 if not isinstance(value, torch.Tensor) else False:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = _TYPES[value.dtype]
-            attributes[index,] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32"
-            if value % 16 == 0:
-                attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    choices = {name: value for name, value in options.items() if name in ("num_warps", "num_stages")}
-    built = triton.compile(source, GPUTarget("cuda", 90, 32), options=choices)
-    registers, stack = _resources(built.asm["cubin"])
-    return Compiled(kernel.fn.__name__, built.metadata.shared, registers, stack, "wgmma.mma_async" in built.asm["ptx"])
+    """Once for each variant: of a call that needs no other one than an earlier call the result is known."""
+    backend = make_backend(_HOPPER)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, choices = binder(*args, **options)
+    key = (kernel.fn.__name__, str(specialization), str(choices))
+    if key not in _BUILT:
+        parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, choices)
+        source = ASTSource(kernel, signature, constants, attributes)
+        built = triton.compile(source, target=_HOPPER, options=parsed.__dict__)
+        registers, stack = _resources(built.asm["cubin"])
+        has_wgmma = "wgmma.mma_async" in built.asm["ptx"]
+        _BUILT[key] = Compiled(kernel.fn.__name__, built.metadata.shared, registers, stack, has_wgmma)
+    return _BUILT[key]
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

@@ -36,7 +36,7 @@ def copy_pages(to: torch.Tensor, source: torch.Tensor, to_pages: Sequence[int], 
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["to_page_ptr", "source_page_ptr"])
 def _copy_kernel(
     to_ptr,  # [P, W], contiguous
     source_ptr,  # [P, W], contiguous

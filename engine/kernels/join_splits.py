@@ -22,6 +22,12 @@ MIN_SPLIT_TOKENS = 256  # below, joining costs more than a program more gains
 _MAX_SPLITS = 64
 _SHARED_BYTES = 227 * 1024  # of a Hopper's multiprocessor, for programs
 _MAX_RESIDENT = 4  # programs of four warps each that registers have room for
+# What changes from step to step and must not be compiled for: Triton makes a variant of its own for a number that is 1
+# or a multiple of 16, and for a pointer that is a multiple of 16 bytes, as a slice of a table sometimes is.
+PER_STEP: dict[str, list[str]] = {
+    "do_not_specialize": ["num_splits", "table_stride_b"],
+    "do_not_specialize_on_alignment": ["page_table_ptr", "query_start_ptr", "context_lens_ptr"],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,41 +70,41 @@ def join_splits(partials: Partials, o_TNH: torch.Tensor) -> None:
     num_splits = partials.lse_TNX.shape[2]
     padded, splits_padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(num_splits)
     _join_kernel[(num_tokens, num_heads)](
-        partials.o_TNXH, partials.lse_TNX, o_TNH, o_TNH.stride(0), o_TNH.stride(1),
+        partials.o_TNXH, partials.lse_TNX, o_TNH, o_TNH.stride(0), o_TNH.stride(1), num_splits,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=padded,
-        NUM_SPLITS=num_splits, SPLITS_PADDED=splits_padded, num_warps=min(8, max(1, padded * splits_padded // 1024)),
+        SPLITS_PADDED=splits_padded, num_warps=min(8, max(1, padded * splits_padded // 1024)),
     )  # fmt: skip
 
 
 @triton.jit
-def split_of(begin, end, split, NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_TOKENS: tl.constexpr):
+def split_of(begin, end, split, num_splits, TILE: tl.constexpr, MIN_TOKENS: tl.constexpr):
     """A split's stretch of [begin, end). As few splits as the least stretch allows have tokens: how many there are for
     is known of the longest context alone."""
     tiles = tl.cdiv(end - begin, TILE)
-    stretch = tl.maximum(tl.cdiv(tiles, NUM_SPLITS), MIN_TOKENS // TILE) * TILE
+    stretch = tl.maximum(tl.cdiv(tiles, num_splits), MIN_TOKENS // TILE) * TILE
     first = begin + split * stretch
     return first, tl.minimum(first + stretch, end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _join_kernel(
     partial_o_ptr,  # fp32 [T, N, X, H] contiguous
     partial_lse_ptr,  # fp32 [T, N, X] contiguous, log2
     o_ptr,  # [T, N, H], last stride 1
     o_stride_t,
     o_stride_n,
+    num_splits,  # X
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
 ):  # grid: (T, N)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split_X = tl.arange(0, SPLITS_PADDED)
     dim_H = tl.arange(0, HEAD_DIM_PADDED)
-    row_X = (token * NUM_HEADS + head) * NUM_SPLITS + split_X
-    lse_X = tl.load(partial_lse_ptr + row_X, mask=split_X < NUM_SPLITS, other=float("-inf"))
+    row_X = (token * NUM_HEADS + head) * num_splits + split_X
+    lse_X = tl.load(partial_lse_ptr + row_X, mask=split_X < num_splits, other=float("-inf"))
     has_X = lse_X > float("-inf")
     largest = tl.max(lse_X, 0)
     weight_X = tl.exp2(lse_X - tl.where(largest > float("-inf"), largest, 0.0))

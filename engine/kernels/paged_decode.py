@@ -22,7 +22,7 @@ import triton.language as tl
 from engine.kernels.attend import Scores, attend
 from engine.kernels.checks import check_index, check_queries
 from engine.kernels.dot_type import dot_type
-from engine.kernels.join_splits import MIN_SPLIT_TOKENS, Partials, choose_splits, join_splits, split_of
+from engine.kernels.join_splits import MIN_SPLIT_TOKENS, PER_STEP, Partials, choose_splits, join_splits, split_of
 from engine.kernels.tuning import KernelConfig, select_config
 
 _TILE_BYTES = 16384  # of K, and as many of V
@@ -72,9 +72,9 @@ def paged_decode(
         o_BNH if partials is None else partials.o_TNXH, o_BNH if partials is None else partials.lse_TNX,
         scores.factor, scores.cap, window or 0,
         q_BNH.stride(0), q_BNH.stride(1), o_BNH.stride(0), o_BNH.stride(1), *pool_layer.stride()[:4],
-        *((0, 0, 0) if scales is None else scales.stride()[:3]), page_table_BP.stride(0),
+        *((0, 0, 0) if scales is None else scales.stride()[:3]), page_table_BP.stride(0), splits,
         GROUPS=groups, GROUPS_PADDED=config.rows, HEAD_DIM=head_dim, HEAD_DIM_PADDED=padded, PAGE_SIZE=page_size,
-        NUM_SPLITS=splits, MIN_TOKENS=MIN_SPLIT_TOKENS if num_splits is None else config.tile, TILE=config.tile,
+        SPLIT=splits > 1, MIN_TOKENS=MIN_SPLIT_TOKENS if num_splits is None else config.tile, TILE=config.tile,
         DOT_TYPE=dot_type(q_BNH.dtype, pool_layer.dtype), HAS_CAP=softcap is not None, HAS_SCALES=scales is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -109,15 +109,15 @@ def default_config(pool_layer: torch.Tensor, groups: int) -> KernelConfig:
     return KernelConfig(max(16, triton.next_power_of_2(groups)), tile, num_warps=4, num_stages=_STAGES)
 
 
-@triton.jit
+@triton.jit(**PER_STEP)
 def _decode_kernel(
     q_ptr,  # [B, N, H], last stride 1
     pool_ptr,  # [P, 2, K, S, H], last stride 1
     scales_ptr,  # fp32 [P, 2, K, S], last stride 1; not read without HAS_SCALES
     page_table_ptr,  # int32 [B, max_pages], last stride 1
     context_lens_ptr,  # int32 [B]
-    o_ptr,  # [B, N, H], last stride 1; not written where NUM_SPLITS > 1
-    partial_o_ptr,  # fp32 [B, N, X, H] contiguous; not written where NUM_SPLITS == 1
+    o_ptr,  # [B, N, H], last stride 1; not written where SPLIT
+    partial_o_ptr,  # fp32 [B, N, X, H] contiguous; written where SPLIT alone
     partial_lse_ptr,  # fp32 [B, N, X] contiguous, log2; likewise
     factor,  # see `Scores`
     cap,
@@ -134,12 +134,13 @@ def _decode_kernel(
     scales_stride_kind,
     scales_stride_k,
     table_stride_b,
+    num_splits,  # X
     GROUPS: tl.constexpr,
     GROUPS_PADDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,  # whether X > 1
     MIN_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     DOT_TYPE: tl.constexpr,
@@ -151,16 +152,16 @@ def _decode_kernel(
     sequence = tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens_ptr + sequence)
     first_visible = tl.where(window > 0, tl.maximum(context_len - window, 0), 0)
-    begin, end = split_of(first_visible, context_len, split, NUM_SPLITS, TILE, MIN_TOKENS)
+    begin, end = split_of(first_visible, context_len, split, num_splits, TILE, MIN_TOKENS)
 
     group_G = tl.arange(0, GROUPS_PADDED)
     dim_H = tl.arange(0, HEAD_DIM_PADDED)
     in_group_G = group_G < GROUPS
     mask_GH = in_group_G[:, None] & (dim_H < HEAD_DIM)[None, :]
     head_G = kv_head * GROUPS + group_G
-    row_G = (sequence * tl.num_programs(0) * GROUPS + head_G) * NUM_SPLITS + split
+    row_G = (sequence * tl.num_programs(0) * GROUPS + head_G) * num_splits + split
     max_G = tl.full([GROUPS_PADDED], float("-inf"), tl.float32)
-    if (NUM_SPLITS > 1) & (begin >= end):
+    if SPLIT & (begin >= end):
         tl.store(partial_lse_ptr + row_G, max_G, mask=in_group_G)
         return
 
@@ -178,7 +179,7 @@ def _decode_kernel(
 
     divisor_G = tl.where(sum_G > 0, sum_G, 1.0)
     o_GH = o_GH / divisor_G[:, None]
-    if NUM_SPLITS > 1:
+    if SPLIT:
         tl.store(partial_lse_ptr + row_G, max_G + tl.log2(divisor_G), mask=in_group_G)
         tl.store(partial_o_ptr + row_G[:, None] * HEAD_DIM + dim_H[None, :], o_GH, mask=mask_GH)
     else:

@@ -21,7 +21,7 @@ import triton.language as tl
 from engine.kernels.attend import LOG2_E
 from engine.kernels.checks import check_index, check_pool_layer, check_scales
 from engine.kernels.dot_type import dot_type
-from engine.kernels.join_splits import MIN_SPLIT_TOKENS, Partials, choose_splits, join_splits, split_of
+from engine.kernels.join_splits import MIN_SPLIT_TOKENS, PER_STEP, Partials, choose_splits, join_splits, split_of
 from engine.kernels.tuning import KernelConfig, select_config
 
 _MAX_HALF = 512  # of a vector of 1024: what registers hold of one row's sum
@@ -67,9 +67,9 @@ def paged_latent(
         o_TNC if partials is None else partials.o_TNXH, o_TNC if partials is None else partials.lse_TNX,
         scale * LOG2_E, q_TNH.stride(0), q_TNH.stride(1), o_TNC.stride(0), o_TNC.stride(1),
         pool_layer.stride(0), pool_layer.stride(1), pool_layer.stride(3),
-        *((0, 0) if scales is None else scales.stride()[:2]), page_table_BP.stride(0),
+        *((0, 0) if scales is None else scales.stride()[:2]), page_table_BP.stride(0), splits,
         NUM_HEADS=num_heads, HEADS=heads, RANK=rank, RANK_PADDED=max(16, padded), ROPE=width - rank,
-        ROPE_PADDED=max(16, triton.next_power_of_2(width - rank)), HALF=half, PAGE_SIZE=page_size, NUM_SPLITS=splits,
+        ROPE_PADDED=max(16, triton.next_power_of_2(width - rank)), HALF=half, PAGE_SIZE=page_size, SPLIT=splits > 1,
         MIN_TOKENS=MIN_SPLIT_TOKENS if num_splits is None else config.tile, ROWS=config.rows, TILE=config.tile,
         DOT_TYPE=dot_type(q_TNH.dtype), HAS_SCALES=scales is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -126,7 +126,7 @@ def default_config(q: torch.Tensor, pool_layer: torch.Tensor, max_query_len: int
     return KernelConfig(rows, tile, num_warps=8 if rows >= 32 else 4, num_stages=3)
 
 
-@triton.jit
+@triton.jit(**PER_STEP)
 def _latent_kernel(
     q_ptr,  # [T, N, C + E], last stride 1
     pool_ptr,  # [P, 2, 1, S, H], last stride 1
@@ -134,8 +134,8 @@ def _latent_kernel(
     page_table_ptr,  # int32 [B, max_pages], last stride 1
     query_start_ptr,  # int32 [B + 1]
     context_lens_ptr,  # int32 [B]
-    o_ptr,  # [T, N, C], last stride 1; not written where NUM_SPLITS > 1
-    partial_o_ptr,  # fp32 [T, N, X, C] contiguous; not written where NUM_SPLITS == 1
+    o_ptr,  # [T, N, C], last stride 1; not written where SPLIT
+    partial_o_ptr,  # fp32 [T, N, X, C] contiguous; written where SPLIT alone
     partial_lse_ptr,  # fp32 [T, N, X] contiguous, log2; likewise
     scale_log2,  # scale * log2(e)
     q_stride_t,
@@ -148,6 +148,7 @@ def _latent_kernel(
     scales_stride_p,
     scales_stride_kind,
     table_stride_b,
+    num_splits,  # X
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # of a tile
     RANK: tl.constexpr,
@@ -156,7 +157,7 @@ def _latent_kernel(
     ROPE_PADDED: tl.constexpr,
     HALF: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,  # whether X > 1
     MIN_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -165,7 +166,7 @@ def _latent_kernel(
 ):  # grid: (tiles of the longest chunk, blocks of heads * X, B)
     QUERIES: tl.constexpr = ROWS // HEADS
     sequence = tl.program_id(2).to(tl.int64)
-    split = tl.program_id(1) % NUM_SPLITS
+    split = tl.program_id(1) % num_splits
     first_row = tl.load(query_start_ptr + sequence)
     num_queries = tl.load(query_start_ptr + sequence + 1) - first_row
     first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
@@ -177,7 +178,7 @@ def _latent_kernel(
     rope_E = tl.arange(0, ROPE_PADDED)
     tile_U = tl.arange(0, TILE)
     query_R = first_query + row_R // HEADS
-    head_R = tl.program_id(1) // NUM_SPLITS * HEADS + row_R % HEADS
+    head_R = tl.program_id(1) // num_splits * HEADS + row_R % HEADS
     is_row_R = (query_R < num_queries) & (row_R < QUERIES * HEADS) & (head_R < NUM_HEADS)
     position_R = context_len - num_queries + query_R
     token_R = (first_row + query_R).to(tl.int64)
@@ -188,7 +189,7 @@ def _latent_kernel(
     q_RE = tl.load(q_ptr_R1 + RANK + rope_E[None, :], mask=mask_RE, other=0.0).to(DOT_TYPE)
 
     last_position = tl.minimum(context_len - num_queries + first_query + QUERIES, context_len) - 1
-    begin, end = split_of(0, last_position + 1, split, NUM_SPLITS, TILE, MIN_TOKENS)
+    begin, end = split_of(0, last_position + 1, split, num_splits, TILE, MIN_TOKENS)
     max_R = tl.full([ROWS], float("-inf"), tl.float32)
     sum_R = tl.zeros([ROWS], tl.float32)
     o_RC = tl.zeros([ROWS, RANK_PADDED], tl.float32)
@@ -226,8 +227,8 @@ def _latent_kernel(
 
     divisor_R = tl.where(sum_R > 0, sum_R, 1.0)
     o_RC = o_RC / divisor_R[:, None]
-    if NUM_SPLITS > 1:
-        place_R = (token_R * NUM_HEADS + head_R) * NUM_SPLITS + split
+    if SPLIT:
+        place_R = (token_R * NUM_HEADS + head_R) * num_splits + split
         tl.store(partial_lse_ptr + place_R, max_R + tl.log2(divisor_R), mask=is_row_R)
         tl.store(partial_o_ptr + place_R[:, None] * RANK + rank_C[None, :], o_RC, mask=mask_RC)
     else:

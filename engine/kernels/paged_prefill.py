@@ -23,7 +23,7 @@ import triton.language as tl
 from engine.kernels.attend import Scores, attend
 from engine.kernels.checks import check_index, check_queries
 from engine.kernels.dot_type import dot_type
-from engine.kernels.join_splits import MIN_SPLIT_TOKENS, Partials, choose_splits, join_splits, split_of
+from engine.kernels.join_splits import MIN_SPLIT_TOKENS, PER_STEP, Partials, choose_splits, join_splits, split_of
 from engine.kernels.tuning import KernelConfig, select_config
 
 
@@ -76,9 +76,9 @@ def paged_prefill(
         o_TNH if partials is None else partials.o_TNXH, o_TNH if partials is None else partials.lse_TNX,
         scores.factor, scores.cap, window or 0,
         q_TNH.stride(0), q_TNH.stride(1), o_TNH.stride(0), o_TNH.stride(1), *pool_layer.stride()[:4],
-        *((0, 0, 0) if scales is None else scales.stride()[:3]), page_table_BP.stride(0),
+        *((0, 0, 0) if scales is None else scales.stride()[:3]), page_table_BP.stride(0), splits,
         GROUPS=groups, HEAD_DIM=head_dim, HEAD_DIM_PADDED=padded, PAGE_SIZE=page_size,
-        NUM_SPLITS=splits, MIN_TOKENS=MIN_SPLIT_TOKENS if num_splits is None else config.tile,
+        SPLIT=splits > 1, MIN_TOKENS=MIN_SPLIT_TOKENS if num_splits is None else config.tile,
         ROWS=config.rows, TILE=config.tile, DOT_TYPE=dot_type(q_TNH.dtype, pool_layer.dtype),
         HAS_CAP=softcap is not None, HAS_SCALES=scales is not None, HAS_WINDOW=window is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -119,7 +119,7 @@ def default_config(q: torch.Tensor, pool_layer: torch.Tensor, groups: int, max_q
     return KernelConfig(rows, tile, num_warps=8 if rows >= 128 else 4, num_stages=2 if head_dim > 128 else 5)
 
 
-@triton.jit
+@triton.jit(**PER_STEP)
 def _prefill_kernel(
     q_ptr,  # [T, N, H], last stride 1
     pool_ptr,  # [P, 2, K, S, H], last stride 1
@@ -127,8 +127,8 @@ def _prefill_kernel(
     page_table_ptr,  # int32 [B, max_pages], last stride 1
     query_start_ptr,  # int32 [B + 1]
     context_lens_ptr,  # int32 [B]
-    o_ptr,  # [T, N, H], last stride 1; not written where NUM_SPLITS > 1
-    partial_o_ptr,  # fp32 [T, N, X, H] contiguous; not written where NUM_SPLITS == 1
+    o_ptr,  # [T, N, H], last stride 1; not written where SPLIT
+    partial_o_ptr,  # fp32 [T, N, X, H] contiguous; written where SPLIT alone
     partial_lse_ptr,  # fp32 [T, N, X] contiguous, log2; likewise
     factor,  # see `Scores`
     cap,
@@ -145,11 +145,12 @@ def _prefill_kernel(
     scales_stride_kind,
     scales_stride_k,
     table_stride_b,
+    num_splits,  # X
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,  # whether X > 1
     MIN_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
@@ -160,8 +161,8 @@ def _prefill_kernel(
 ):  # grid: (tiles of the longest chunk, K * X, B): tiles of one head beside each other, since they read the same
     QUERIES: tl.constexpr = ROWS // GROUPS  # of a tile; rows that are left over stay empty
     sequence = tl.program_id(2).to(tl.int64)
-    kv_head = tl.program_id(1) // NUM_SPLITS
-    split = tl.program_id(1) % NUM_SPLITS
+    kv_head = tl.program_id(1) // num_splits
+    split = tl.program_id(1) % num_splits
     first_row = tl.load(query_start_ptr + sequence)
     num_queries = tl.load(query_start_ptr + sequence + 1) - first_row
     first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the last see most: they begin first
@@ -182,7 +183,7 @@ def _prefill_kernel(
     first_position = context_len - num_queries + first_query
     last_position = tl.minimum(first_position + QUERIES, context_len) - 1
     first_visible = tl.maximum(first_position - window + 1, 0) if HAS_WINDOW else 0
-    begin, end = split_of(first_visible, last_position + 1, split, NUM_SPLITS, TILE, MIN_TOKENS)
+    begin, end = split_of(first_visible, last_position + 1, split, num_splits, TILE, MIN_TOKENS)
     # What all rows see: up to the first query, and from the last one's window on. Whole tiles, from `begin` on.
     all_from = begin
     if HAS_WINDOW:
@@ -215,8 +216,8 @@ def _prefill_kernel(
 
     divisor_R = tl.where(sum_R > 0, sum_R, 1.0)
     o_RH = o_RH / divisor_R[:, None]
-    if NUM_SPLITS > 1:
-        place_R = (token_R * (tl.num_programs(1) // NUM_SPLITS * GROUPS) + head_R) * NUM_SPLITS + split
+    if SPLIT:
+        place_R = (token_R * (tl.num_programs(1) // num_splits * GROUPS) + head_R) * num_splits + split
         tl.store(partial_lse_ptr + place_R, max_R + tl.log2(divisor_R), mask=is_row_R)
         tl.store(partial_o_ptr + place_R[:, None] * HEAD_DIM + dim_H[None, :], o_RH, mask=mask_RH)
     else:

@@ -115,7 +115,7 @@ def _values(code_KN, scale_N, zero_N, DOT_TYPE: tl.constexpr, ROUND_TYPE: tl.con
     return ((code_KN.to(tl.float32) - zero_N[None, :]) * scale_N[None, :]).to(ROUND_TYPE).to(DOT_TYPE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gemm_kernel(
     x_ptr,  # [T, I], last stride 1
     codes_ptr,  # int8 or e4m3 [O, I], or bytes of two codes [O, I / 2]; last stride 1

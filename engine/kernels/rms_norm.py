@@ -66,7 +66,7 @@ def _launch(
     if num_rows == 0:
         return
     padded = triton.next_power_of_2(width)
-    rows = max(1, min(_VALUES // padded, triton.next_power_of_2(num_rows)))
+    rows = max(1, _VALUES // padded)
     _norm_kernel[(triton.cdiv(num_rows, rows),)](
         x, residual, weight, out, num_rows, eps, x.stride(0), x.stride(1) if x.dim() == 3 else 0,
         PER_TOKEN=per_token, WIDTH=width, WIDTH_PADDED=padded, ROWS=rows, HAS_RESIDUAL=has_residual,
@@ -74,7 +74,7 @@ def _launch(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x_ptr,  # [T, N, D], last stride 1
     residual_ptr,  # [T, D] contiguous, gets the sum; neither read nor written without HAS_RESIDUAL

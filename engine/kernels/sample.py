@@ -167,7 +167,7 @@ def _weigh_kernel(
     tl.store(weight_ptr + row * (NUM_CHUNKS * CHUNK) + token_V, weight_V)
 
 
-@triton.jit(do_not_specialize=["digit"])
+@triton.jit(do_not_specialize=["digit", "num_rows"])
 def _narrow_kernel(
     weight_ptr,  # fp32 [B, X * CHUNK]
     temperature_ptr,  # fp32 [B]

@@ -146,9 +146,10 @@ def _write_codes(stored: torch.dtype) -> None:
     TritonAttention().write_kv(zeros(8, 8, 128), zeros(8, 8, 128), pool, _batch(8, 0, 64), scales)
 
 
-def _latent(num_decodes: int) -> None:
+def _latent(num_decodes: int, chunk: int) -> None:
     pool = zeros(4, 3, 2, 1, 64, 288)[:, 1]
-    TritonAttention().latent_attention(zeros(num_decodes, 128, 576), pool, _batch(num_decodes, 0, 4096), 0.1, 512)
+    query = zeros(max(num_decodes, chunk), 128, 576)
+    TritonAttention().latent_attention(query, pool, _batch(num_decodes, chunk, 4096), 0.1, 512)
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {
@@ -156,8 +157,13 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "decode of 96": lambda: _attend(4, 0, 96),
     "decode of fp8": lambda: _attend(4, 0, 128, torch.float8_e4m3fn),
     "prefill": lambda: _attend(0, 2048, 128),
+    "prefill of 64": lambda: _attend(0, 2048, 64),
     "prefill of 96": lambda: _attend(0, 2048, 96),
-    "latents": lambda: _latent(4),
+    "prefill of 256": lambda: _attend(0, 2048, 256),
+    "prefill of fp8": lambda: _attend(0, 2048, 128, torch.float8_e4m3fn),
+    "prefill of fp8, 64": lambda: _attend(0, 2048, 64, torch.float8_e4m3fn),
+    "latents": lambda: _latent(4, 0),
+    "latents of a chunk": lambda: _latent(0, 2048),
     "layer": _layer,
     "draws": _draw,
     "experts, few rows": lambda: _experts(16),

@@ -105,7 +105,8 @@ def _select(q_BNH: torch.Tensor, pool_layer: torch.Tensor, groups: int) -> Kerne
 def default_config(pool_layer: torch.Tensor, groups: int) -> KernelConfig:
     """16 rows are the least that a tensor core takes."""
     row_bytes = triton.next_power_of_2(pool_layer.shape[4]) * pool_layer.element_size()
-    tile = min(max(_TILE_BYTES // row_bytes, 16), 64)  # of 8-bit values 128 do not fit the registers
+    most = 64 if pool_layer.itemsize > 1 else 32  # of 8-bit values 64 leave registers for two programs, 32 for three
+    tile = min(max(_TILE_BYTES // row_bytes, 16), most)
     return KernelConfig(max(16, triton.next_power_of_2(groups)), tile, num_warps=4, num_stages=_STAGES)
 
 

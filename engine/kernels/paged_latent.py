@@ -68,7 +68,7 @@ def paged_latent(
         scale * LOG2_E, q_TNH.stride(0), q_TNH.stride(1), o_TNC.stride(0), o_TNC.stride(1),
         pool_layer.stride(0), pool_layer.stride(1), pool_layer.stride(3),
         *((0, 0) if scales is None else scales.stride()[:2]), page_table_BP.stride(0), splits,
-        NUM_HEADS=num_heads, HEADS=heads, RANK=rank, RANK_PADDED=max(16, padded), ROPE=width - rank,
+        NUM_HEADS=num_heads, HEADS=heads, RANK=rank, PART=max(16, padded // 2), ROPE=width - rank,
         ROPE_PADDED=max(16, triton.next_power_of_2(width - rank)), HALF=half, PAGE_SIZE=page_size, SPLIT=splits > 1,
         MIN_TOKENS=MIN_SPLIT_TOKENS if num_splits is None else config.tile, ROWS=config.rows, TILE=config.tile,
         DOT_TYPE=dot_type(q_TNH.dtype), HAS_SCALES=scales is not None,
@@ -117,12 +117,12 @@ def _select(q_TNH: torch.Tensor, pool_layer: torch.Tensor, max_query_len: int) -
 
 
 def default_config(q: torch.Tensor, pool_layer: torch.Tensor, max_query_len: int) -> KernelConfig:
-    """The sum of a row takes 2 KiB of registers, where the rank is 512: 32 rows fit, and what 64 spill is little
-    beside a chunk's products on a Hopper's own matrix instructions."""
+    """The sum of a row takes 2 KiB of registers, where the rank is 512: 32 rows fit, and with short tiles the 64 that
+    a Hopper's own matrix instructions want."""
     rows = min(max(16, triton.next_power_of_2(q.shape[1] * max_query_len)), 32 if max_query_len == 1 else 64)
     if q.dtype == torch.float32:
         return KernelConfig(min(rows, 16), 16, num_warps=4, num_stages=2)
-    tile = 32 if pool_layer.itemsize > 1 else 16
+    tile = 32 if pool_layer.itemsize > 1 and rows < 64 else 16
     return KernelConfig(rows, tile, num_warps=8 if rows >= 32 else 4, num_stages=3)
 
 
@@ -152,7 +152,7 @@ def _latent_kernel(
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # of a tile
     RANK: tl.constexpr,
-    RANK_PADDED: tl.constexpr,
+    PART: tl.constexpr,  # of the rank, padded: a tile is worked on in two of them, for the sake of registers
     ROPE: tl.constexpr,
     ROPE_PADDED: tl.constexpr,
     HALF: tl.constexpr,
@@ -174,7 +174,8 @@ def _latent_kernel(
         return
     context_len = tl.load(context_lens_ptr + sequence)
     row_R = tl.arange(0, ROWS)
-    rank_C = tl.arange(0, RANK_PADDED)
+    low_C = tl.arange(0, PART)
+    high_C = PART + low_C
     rope_E = tl.arange(0, ROPE_PADDED)
     tile_U = tl.arange(0, TILE)
     query_R = first_query + row_R // HEADS
@@ -183,37 +184,37 @@ def _latent_kernel(
     position_R = context_len - num_queries + query_R
     token_R = (first_row + query_R).to(tl.int64)
     q_ptr_R1 = (q_ptr + token_R * q_stride_t + head_R * q_stride_n)[:, None]
-    mask_RC = is_row_R[:, None] & (rank_C < RANK)[None, :]
     mask_RE = is_row_R[:, None] & (rope_E < ROPE)[None, :]
-    q_RC = tl.load(q_ptr_R1 + rank_C[None, :], mask=mask_RC, other=0.0).to(DOT_TYPE)
+    low_RC, high_RC = is_row_R[:, None] & (low_C < RANK)[None, :], is_row_R[:, None] & (high_C < RANK)[None, :]
+    q_low_RC = tl.load(q_ptr_R1 + low_C[None, :], mask=low_RC, other=0.0).to(DOT_TYPE)
+    q_high_RC = tl.load(q_ptr_R1 + high_C[None, :], mask=high_RC, other=0.0).to(DOT_TYPE)
     q_RE = tl.load(q_ptr_R1 + RANK + rope_E[None, :], mask=mask_RE, other=0.0).to(DOT_TYPE)
 
     last_position = tl.minimum(context_len - num_queries + first_query + QUERIES, context_len) - 1
     begin, end = split_of(0, last_position + 1, split, num_splits, TILE, MIN_TOKENS)
     max_R = tl.full([ROWS], float("-inf"), tl.float32)
     sum_R = tl.zeros([ROWS], tl.float32)
-    o_RC = tl.zeros([ROWS, RANK_PADDED], tl.float32)
-    place_C = rank_C // HALF * pool_stride_kind + rank_C % HALF  # a vector's values are in two halves
-    place_E = (RANK + rope_E) // HALF * pool_stride_kind + (RANK + rope_E) % HALF
+    o_low_RC = tl.zeros([ROWS, PART], tl.float32)
+    o_high_RC = tl.zeros([ROWS, PART], tl.float32)
     for start in range(begin, end, TILE):
         token_U = start + tile_U
         seen_U = token_U < end
         page_U = tl.load(page_table_ptr + sequence * table_stride_b + token_U // PAGE_SIZE, mask=seen_U, other=0).to(
             tl.int64
         )
-        place_U = page_U * pool_stride_p + (token_U % PAGE_SIZE) * pool_stride_s
-        mask_UC = seen_U[:, None] & (rank_C < RANK)[None, :]
-        mask_UE = seen_U[:, None] & (rope_E < ROPE)[None, :]
-        kv_UC = tl.load(pool_ptr + place_U[:, None] + place_C[None, :], mask=mask_UC, other=0.0)
-        key_UE = tl.load(pool_ptr + place_U[:, None] + place_E[None, :], mask=mask_UE, other=0.0)
+        pool_U = pool_ptr + page_U * pool_stride_p + (token_U % PAGE_SIZE) * pool_stride_s
+        first_U, second_U = tl.full([TILE], 1.0, tl.float32), tl.full([TILE], 1.0, tl.float32)
         if HAS_SCALES:
             scales_U = scales_ptr + page_U * scales_stride_p + token_U % PAGE_SIZE
-            first_U1 = tl.load(scales_U, mask=seen_U, other=0.0)[:, None]
-            second_U1 = tl.load(scales_U + scales_stride_kind, mask=seen_U, other=0.0)[:, None]
-            kv_UC = kv_UC.to(tl.float32) * tl.where((rank_C < HALF)[None, :], first_U1, second_U1)
-            key_UE = key_UE.to(tl.float32) * tl.where((RANK + rope_E < HALF)[None, :], first_U1, second_U1)
-        kv_UC, key_UE = kv_UC.to(DOT_TYPE), key_UE.to(DOT_TYPE)
-        score_RU = tl.dot(q_RC, tl.trans(kv_UC), input_precision="ieee")
+            first_U = tl.load(scales_U, mask=seen_U, other=0.0)
+            second_U = tl.load(scales_U + scales_stride_kind, mask=seen_U, other=0.0)
+        low_UC = _load(pool_U, low_C, seen_U, first_U, second_U, pool_stride_kind, 0, RANK, HALF, HAS_SCALES, DOT_TYPE)
+        high_UC = _load(pool_U, high_C, seen_U, first_U, second_U, pool_stride_kind, 0, RANK, HALF, HAS_SCALES, DOT_TYPE)
+        key_UE = _load(
+            pool_U, rope_E, seen_U, first_U, second_U, pool_stride_kind, RANK, ROPE, HALF, HAS_SCALES, DOT_TYPE
+        )
+        score_RU = tl.dot(q_low_RC, tl.trans(low_UC), input_precision="ieee")
+        score_RU = tl.dot(q_high_RC, tl.trans(high_UC), score_RU, input_precision="ieee")
         score_RU = tl.dot(q_RE, tl.trans(key_UE), score_RU, input_precision="ieee") * scale_log2
         visible_RU = (token_U[None, :] <= position_R[:, None]) & seen_U[None, :]
         score_RU = tl.where(visible_RU, score_RU, float("-inf"))
@@ -222,15 +223,41 @@ def _latent_kernel(
         weight_RU = tl.exp2(score_RU - base_R[:, None])
         shrink_R = tl.exp2(max_R - base_R)
         sum_R = sum_R * shrink_R + tl.sum(weight_RU, 1)
-        o_RC = tl.dot(weight_RU.to(DOT_TYPE), kv_UC, o_RC * shrink_R[:, None], input_precision="ieee")
+        weight_RU = weight_RU.to(DOT_TYPE)
+        o_low_RC = tl.dot(weight_RU, low_UC, o_low_RC * shrink_R[:, None], input_precision="ieee")
+        o_high_RC = tl.dot(weight_RU, high_UC, o_high_RC * shrink_R[:, None], input_precision="ieee")
         max_R = new_max_R
 
     divisor_R = tl.where(sum_R > 0, sum_R, 1.0)
-    o_RC = o_RC / divisor_R[:, None]
+    o_low_RC, o_high_RC = o_low_RC / divisor_R[:, None], o_high_RC / divisor_R[:, None]
     if SPLIT:
         place_R = (token_R * NUM_HEADS + head_R) * num_splits + split
         tl.store(partial_lse_ptr + place_R, max_R + tl.log2(divisor_R), mask=is_row_R)
-        tl.store(partial_o_ptr + place_R[:, None] * RANK + rank_C[None, :], o_RC, mask=mask_RC)
+        tl.store(partial_o_ptr + place_R[:, None] * RANK + low_C[None, :], o_low_RC, mask=low_RC)
+        tl.store(partial_o_ptr + place_R[:, None] * RANK + high_C[None, :], o_high_RC, mask=high_RC)
     else:
-        o_ptr_RC = o_ptr + (token_R * o_stride_t + head_R * o_stride_n)[:, None] + rank_C[None, :]
-        tl.store(o_ptr_RC, o_RC.to(o_ptr.dtype.element_ty), mask=mask_RC)
+        o_ptr_R1 = (o_ptr + token_R * o_stride_t + head_R * o_stride_n)[:, None]
+        tl.store(o_ptr_R1 + low_C[None, :], o_low_RC.to(o_ptr.dtype.element_ty), mask=low_RC)
+        tl.store(o_ptr_R1 + high_C[None, :], o_high_RC.to(o_ptr.dtype.element_ty), mask=high_RC)
+
+
+@triton.jit
+def _load(
+    pool_U,  # a token's vector, first half
+    place_C,  # values of it, behind BEFORE
+    seen_U,
+    first_U,  # fp32, scales of the halves
+    second_U,
+    stride_kind,  # from the first half to the second
+    BEFORE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    DOT_TYPE: tl.constexpr,
+):  # [U, C], zeros where there is none
+    at_C = BEFORE + place_C
+    ptr_UC = pool_U[:, None] + (at_C // HALF * stride_kind + at_C % HALF)[None, :]
+    value_UC = tl.load(ptr_UC, mask=seen_U[:, None] & (place_C < WIDTH)[None, :], other=0.0)
+    if HAS_SCALES:
+        value_UC = value_UC.to(tl.float32) * tl.where((at_C < HALF)[None, :], first_U[:, None], second_U[:, None])
+    return value_UC.to(DOT_TYPE)

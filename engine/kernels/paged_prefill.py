@@ -116,6 +116,8 @@ def default_config(q: torch.Tensor, pool_layer: torch.Tensor, groups: int, max_q
     rows = min(wanted, max(128, triton.next_power_of_2(groups)))
     head_dim = triton.next_power_of_2(pool_layer.shape[4])
     tile = 128 if head_dim <= 64 else 64
+    if pool_layer.itemsize == 1 and head_dim != 128:  # codes take registers beside what they become
+        tile //= 2
     return KernelConfig(rows, tile, num_warps=8 if rows >= 128 else 4, num_stages=2 if head_dim > 128 else 5)
 
 

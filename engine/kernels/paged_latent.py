@@ -209,7 +209,9 @@ def _latent_kernel(
             first_U = tl.load(scales_U, mask=seen_U, other=0.0)
             second_U = tl.load(scales_U + scales_stride_kind, mask=seen_U, other=0.0)
         low_UC = _load(pool_U, low_C, seen_U, first_U, second_U, pool_stride_kind, 0, RANK, HALF, HAS_SCALES, DOT_TYPE)
-        high_UC = _load(pool_U, high_C, seen_U, first_U, second_U, pool_stride_kind, 0, RANK, HALF, HAS_SCALES, DOT_TYPE)
+        high_UC = _load(
+            pool_U, high_C, seen_U, first_U, second_U, pool_stride_kind, 0, RANK, HALF, HAS_SCALES, DOT_TYPE
+        )
         key_UE = _load(
             pool_U, rope_E, seen_U, first_U, second_U, pool_stride_kind, RANK, ROPE, HALF, HAS_SCALES, DOT_TYPE
         )

@@ -77,7 +77,7 @@ class DecodeServer:
         if self.replica is None:
             self.replica = await asyncio.to_thread(Replica.load, config.engine, on_progress, self._launch)
         engine, events = self.replica.engine, self.replica.events
-        await asyncio.to_thread(engine.capture_graphs, self._tell_captured)
+        await asyncio.to_thread(engine.capture_graphs, self._tell_captured, config.decode.max_batch_sequences)
         await asyncio.to_thread(self._open_transfers, engine)
         transfers = Transfers(engine, self._receiver, self.epoch, config.transfer, lambda call: self._loop.post(call))
         description = describe(engine, config, self.epoch)
@@ -196,9 +196,9 @@ class DecodeServer:
         )
 
     def _step(self) -> bool:
-        again = self._driver.turn()
+        self._driver.turn()
         self._service.notify()
-        return again
+        return False
 
     def _sweep(self, now_s: float) -> float | None:
         """Looks after every lease of this worker's; when to come again."""

@@ -4,7 +4,9 @@ While a step computes, the step loop takes calls: requests come and end, first t
 land. On a GPU the next step is scheduled and given to the device meanwhile, where it can be (`schedule_ahead`). On a
 CPU it is not: scheduling takes a hundredth of a step there, and whoever arrives during one would miss the next.
 
-Where a model is split between ranks, steps are computed on the step loop: pages and steps share the way to the ranks.
+Where a model is split between ranks, the others are told of a step when it is given, so that one goes on with the next
+without waiting for rank 0. What they were told of they compute: a step that awaits one that has failed is computed in
+vain, and nothing else before it is over.
 """
 
 from __future__ import annotations
@@ -38,10 +40,9 @@ class StepDriver:
         self._under_way: deque[StepPlan[DecodeRows]] = deque()
         self._since_s = 0.0  # the oldest of them is computed since
 
-    def turn(self) -> bool:
-        """After the calls that have come: what can be computed is given to the device. True: turn again at once."""
-        if self._engine.ranks is not None:
-            return self._worker.step()
+    def turn(self) -> None:
+        """After the calls that have come: what can be computed is given to the device. The end of a step is a call like
+        any other."""
         if self._under_way:
             self._worker.take_in()
         else:
@@ -51,15 +52,18 @@ class StepDriver:
             plan = self._worker.begin_ahead()
             if plan is not None:
                 self._start(plan)
-        return False  # the end of a step is a call like any other
 
     def _start(self, plan: StepPlan[DecodeRows]) -> None:
         if not plan:
             return
         engine, step, is_ahead = self._engine, self._engine.lay_out(plan), bool(self._under_way)
         self._under_way.append(plan)
+        engine.announce(step)
         self._thread.start(
-            lambda before: engine.compute(step, before), lambda outcome: self._on_done(plan, outcome), is_ahead
+            lambda before: engine.compute(step, before),
+            lambda outcome: self._on_done(plan, outcome),
+            is_ahead,
+            lambda: engine.compute_in_vain(step),
         )
 
     def _on_done(self, plan: StepPlan[DecodeRows], outcome: StepTokens | PenstockError) -> None:
@@ -68,6 +72,7 @@ class StepDriver:
         now_s = time.monotonic()
         if isinstance(outcome, PenstockError):
             log.warning("a step failed, and is computed again sequence by sequence: %s", outcome)
+            self._thread.drain()  # the step after it
             self._under_way.clear()
             self._worker.scheduler.cancel_ahead()
             self._worker.finish_alone(plan)

@@ -262,7 +262,7 @@ class DecodeWorker:
                 self._on_draw(sequence, SampledToken(token_ids[place], drawn.logprobs.get(place)), now_s)
 
     def step(self) -> bool:
-        """A whole step on this thread; False where there was nothing to compute."""
+        """A whole step on this thread, for those who have no other; False where there was nothing to compute."""
         plan = self.begin()
         if not plan:
             return False

@@ -14,8 +14,6 @@ Shapes: `B` sequences of a bucket, `W` pages of a sequence, `V` vocabulary.
 from __future__ import annotations
 
 import functools
-import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -23,8 +21,6 @@ import torch
 
 from engine.batch import Batch
 from engine.kernels.metadata import AttentionMetadata
-
-log = logging.getLogger(__name__)
 
 SPARE_PAGES = 1  # behind those of the pool, for padding to write to
 Forward = Callable[[Batch], torch.Tensor]
@@ -58,7 +54,8 @@ class CudaCapture:
             run()  # compiles and tunes kernels, which may not happen while a graph is captured
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What other threads ask of CUDA meanwhile, such as NCCL's watch over its own calls, is none of the graph's.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph.replay
 
@@ -85,7 +82,8 @@ class GraphRunner:
         self._token_ids_B = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions_B = torch.zeros(largest, dtype=torch.int64, device=device)
         self._page_table_BW = torch.full((largest, num_pages), spare_page, dtype=torch.int32, device=device)
-        self._logits_BV: torch.Tensor  # of the largest bucket, made by the first step of that size
+        self._logits_BV: torch.Tensor  # of the largest size that is captured, made by a first step
+        self._capture: Capture
         self._graphs: dict[int, Callable[[], None]] = {}
         self.num_replays = 0
         self.num_eager = 0
@@ -94,24 +92,24 @@ class GraphRunner:
     def is_captured(self) -> bool:
         return bool(self._graphs)
 
-    @torch.inference_mode()
-    def capture(self, capture: Capture, on_progress: Callable[[int, int], None] = lambda done, of: None) -> None:
-        """Blocks. The largest first, so that the others find room in its memory. `on_progress` hears how many are done.
+    def sizes(self, max_sequences: int | None = None) -> list[int]:
+        """What there is to capture for batches of up to so many, the largest first: the others find room in its
+        memory."""
+        largest = next((size for size in self._buckets if size >= (max_sequences or self._buckets[-1])), None)
+        return [size for size in reversed(self._buckets) if largest is None or size <= largest]
 
-        Where CUDA refuses, steps go on as they would without graphs.
-        """
-        started_s = time.monotonic()
-        self._pad(0, self._buckets[-1])
-        try:
-            self._logits_BV = torch.empty_like(self._compute(self._buckets[-1]))
-            for count, size in enumerate(reversed(self._buckets), start=1):
-                self._graphs[size] = capture(functools.partial(self._run, size))
-                on_progress(count, len(self._buckets))
-        except RuntimeError as error:
-            self._graphs.clear()
-            log.warning("decode steps are not captured: %s", error)
-            return
-        log.info("captured decode steps of up to %d in %.1f s", self._buckets[-1], time.monotonic() - started_s)
+    @torch.inference_mode()
+    def capture(self, size: int, make_capture: Callable[[], Capture]) -> None:
+        """Blocks. Sizes of `sizes` in that order. Raises RuntimeError where CUDA refuses."""
+        if not self._graphs:
+            self._pad(0, self._buckets[-1])
+            self._logits_BV = torch.empty_like(self._compute(size))
+            self._capture = make_capture()
+        self._graphs[size] = self._capture(functools.partial(self._run, size))
+
+    def drop(self) -> None:
+        """Steps go on as they would without graphs."""
+        self._graphs.clear()
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:

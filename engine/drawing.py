@@ -17,6 +17,7 @@ import torch
 
 from engine.batch import Batch, HostBatch, lay_out, to_device, upload
 from engine.draws import DrawColumns
+from engine.parallel import ParallelGroup
 from engine.row_table import SAMPLING_FIELDS
 from engine.sampler import draw, nothing_to_draw, sample
 from engine.sequence import ScheduledSequence, Sequence, StepOutput
@@ -152,20 +153,23 @@ class Known:
         return self._tokens
 
 
+Forward = Callable[[Batch], torch.Tensor]
+
+
 def compute(
     step: LaidOutStep,
-    forward: Callable[[Batch], torch.Tensor],
+    forward: Forward,
+    group: ParallelGroup,
     device: torch.device,
     eos_token_ids: Collection[int],
     before: Drawn | Known | None = None,
 ) -> Drawn | Known:
     """`forward` gives logits of the rows that draw; `before`: the step before, where this one awaits tokens of it."""
-    batch = to_device(step.host, device)
-    if step.awaited is not None:
+    awaited = None
+    if step.awaited_places is not None:
         assert before is not None
-        assert step.awaited_places is not None
-        batch.token_ids_T.index_copy_(0, upload(step.awaited, device), before.at(step.awaited_places))
-    logits_RV = forward(batch)
+        awaited = before.at(step.awaited_places)
+    logits_RV = run_forward(step.host, step.awaited, awaited, forward, group, device)
     if not len(step.host.drawing):
         return Known(StepTokens([None] * len(step.work)), device)
     if step.draws is not None:
@@ -178,3 +182,27 @@ def compute(
         if token.logprob is not None:
             logprobs[place] = token.logprob
     return Known(StepTokens(token_ids, logprobs), device)
+
+
+def compute_in_vain(step: LaidOutStep, forward: Forward, group: ParallelGroup, device: torch.device) -> None:
+    """A step that awaits one that has failed, but that other ranks were told of: they must not wait for rank 0. What it
+    writes is written again before it is read."""
+    awaited = None if step.awaited is None else torch.zeros(len(step.awaited), dtype=torch.int64, device=device)
+    run_forward(step.host, step.awaited, awaited, forward, group, device)
+
+
+def run_forward(
+    host: HostBatch,
+    awaited_rows: np.ndarray | None,
+    awaited: torch.Tensor | None,
+    forward: Forward,
+    group: ParallelGroup,
+    device: torch.device,
+) -> torch.Tensor:
+    """A step as each rank computes it. `awaited`: tokens of the batch's `awaited_rows`, on ranks other than the first
+    whatever the memory holds that they are put into."""
+    batch = to_device(host, device)
+    if awaited_rows is not None:
+        assert awaited is not None
+        batch.token_ids_T.index_copy_(0, upload(awaited_rows, device), group.from_first(awaited))
+    return forward(batch)

@@ -6,6 +6,7 @@ page is the caller's business (through `pool` and `prefix_cache`), and a step ch
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -13,19 +14,21 @@ from dataclasses import replace
 
 import torch
 
-from engine.batch import build_batch
+from engine.batch import Batch, lay_out, to_device
 from engine.cache_tiers import CacheTiers
-from engine.cuda_graphs import SPARE_PAGES, CudaCapture, GraphRunner
+from engine.cuda_graphs import GraphRunner
 from engine.disk_tier import DiskTier
-from engine.drawing import Drawn, Known, LaidOutStep, compute, lay_out_step
+from engine.drawing import Drawn, Known, LaidOutStep, compute, compute_in_vain, lay_out_step
 from engine.host_tier import HostTier
 from engine.kv_layout import KVLayout
 from engine.memory_plan import saturating_tokens
 from engine.model_config import ModelConfig
 from engine.page_pool import PagePool
+from engine.parallel import ALONE, ParallelGroup
 from engine.part import Part
-from engine.plain_batch import on_device
+from engine.plain_batch import RankedStep
 from engine.prefix_cache import PrefixCache
+from engine.ranked_graphs import capture_everywhere
 from engine.ranked_pages import RankedHostTier, zero_everywhere
 from engine.ranks import Launch, Ranks
 from engine.runner import ModelRunner
@@ -56,6 +59,7 @@ class Engine:
         ranks: Ranks | None = None,
         runs_ahead: bool = False,
         graphs: GraphRunner | None = None,
+        group: ParallelGroup = ALONE,
     ) -> None:
         """`runs_ahead`: decode steps are given to the device before those ahead of them are over."""
         self.model = model
@@ -67,6 +71,7 @@ class Engine:
         self.ranks = ranks  # the other ones, where the model is split
         self.runs_ahead = runs_ahead
         self._graphs = graphs
+        self._group = group
 
     @classmethod
     def load(
@@ -110,7 +115,7 @@ class Engine:
             part = Part.load(config, Shard(0, ranks.num_ranks), ranks.join, on_progress)
             num_pages = min(part.count_pages(), *ranks.wait(answers))
             ranks.ask("pool", num_pages)
-        kv_pages = part.make_pool(num_pages + (SPARE_PAGES if part.captures_graphs else 0))
+        kv_pages = part.make_pool(num_pages)
         pool = PagePool(num_pages, _make_eraser(kv_pages, ranks) if config.zero_freed_pages else None)
         tiers = _make_tiers(config, kv_pages, part.layout.page_bytes, ranks)
         cache = PrefixCache(pool, config.page_size, on_event, config.prefix_caching, tiers)
@@ -136,6 +141,7 @@ class Engine:
             ranks,
             runs_ahead,
             part.make_graphs(runner, num_pages),
+            part.group,
         )
 
     @property
@@ -191,30 +197,48 @@ class Engine:
         self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Logits of the sequences that draw, and their places in `work`."""
-        device = self.kv_pages.device
-        if self.ranks is None:
-            batch = build_batch(work, self.layout.page_size, device)
-            return self.runner.forward(batch, on_layer), batch.drawing
-        batch = build_batch(work, self.layout.page_size, torch.device("cpu"))
-        with self.ranks.computing(batch):
-            return self.runner.forward(on_device(batch, device), on_layer), batch.drawing
+        host = lay_out(work, self.layout.page_size)
+        if self.ranks is not None:
+            self.ranks.announce(RankedStep(host))
+        with self._explained():
+            return self.runner.forward(to_device(host, self.kv_pages.device), on_layer), tuple(host.drawing.tolist())
 
     def lay_out(self, work: Sequence[ScheduledSequence]) -> LaidOutStep:
         """All that `compute` needs of a step that is not empty; sequences may change afterwards."""
         return lay_out_step(work, self.layout.page_size)
 
+    def announce(self, step: LaidOutStep) -> None:
+        """Other ranks begin with a step as soon as they can. Every step is announced before it is computed, and those
+        that were announced are computed in that order, be it in vain."""
+        if self.ranks is not None:
+            self.ranks.announce(RankedStep(step.host, step.awaited, may_replay=True))
+
     def compute(self, step: LaidOutStep, before: Drawn | Known | None = None) -> Drawn | Known:
         """Gives the device a step; on a GPU it returns before that is done. From one thread at a time, like `step`.
 
         `before`: the step whose tokens this one awaits."""
-        forward = self.runner.forward if self._graphs is None else self._graphs.forward
-        return compute(step, forward, self.kv_pages.device, self.model.eos_token_ids, before)
+        with self._explained():
+            return compute(step, self._replay, self._group, self.kv_pages.device, self.model.eos_token_ids, before)
 
-    def capture_graphs(self, on_progress: Callable[[int, int], None] = lambda done, of: None) -> None:
-        """Decode steps are replayed from now on, where that is possible. Blocks for seconds, the first time;
-        `on_progress` hears how many sizes of batch are done."""
+    def compute_in_vain(self, step: LaidOutStep) -> None:
+        """Where a step awaits one that failed, and other ranks compute it."""
+        if self.ranks is not None:
+            with self._explained():
+                compute_in_vain(step, self._replay, self._group, self.kv_pages.device)
+
+    def _replay(self, batch: Batch) -> torch.Tensor:
+        return self.runner.forward(batch) if self._graphs is None else self._graphs.forward(batch)
+
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.explained()
+
+    def capture_graphs(
+        self, on_progress: Callable[[int, int], None] = lambda done, of: None, max_sequences: int | None = None
+    ) -> None:
+        """Decode steps are replayed from now on, where that is possible; those of more than `max_sequences` never come.
+        Blocks for seconds, the first time; `on_progress` hears how many sizes of batch are done."""
         if self._graphs is not None and not self._graphs.is_captured:
-            self._graphs.capture(CudaCapture(), on_progress)
+            capture_everywhere(self._graphs, self.ranks, on_progress, max_sequences)
 
     def warm_up(self) -> None:
         """One prefill and one decode on scratch pages, so that the first request pays for no compilation. Blocks."""

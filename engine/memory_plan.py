@@ -165,7 +165,7 @@ def step_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -
     return num_tokens * widest * DTYPE_BYTES[dtype] + 2 * num_rows * model.vocab_size * _FLOAT32_BYTES
 
 
-def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> int:
+def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceType, shard: Shard = WHOLE) -> int:
     """About: what captured decode steps keep, which is the tensors of the largest of them, what splits of small ones
     leave, and the inputs of all."""
     if not captures_graphs(config, model, device_type):
@@ -175,17 +175,13 @@ def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceTyp
     table_bytes = config.cuda_graphs * num_pages * _PAGE_ID_BYTES
     row_values = model.head_dim if model.latent is None else model.latent.rank
     split_bytes = _SPLIT_ROWS * row_values * _FLOAT32_BYTES
-    return step_bytes(model, dtype, config.cuda_graphs, config.cuda_graphs) + split_bytes + table_bytes
+    own = shard_model(model, shard)  # but for the logits, which the first rank has of the whole vocabulary
+    return step_bytes(own, dtype, config.cuda_graphs, config.cuda_graphs) + split_bytes + table_bytes
 
 
 def captures_graphs(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> bool:
     """Only Triton's kernels never wait for the device."""
-    return (
-        device_type == "cuda"
-        and config.cuda_graphs > 0
-        and config.attention in ("auto", "triton")
-        and config.tensor_parallel == 1
-    )
+    return device_type == "cuda" and config.cuda_graphs > 0 and config.attention in ("auto", "triton")
 
 
 def plan_memory(
@@ -213,7 +209,7 @@ def plan_memory(
     saved = saved_bytes(model, config.quantization, set(forms), layout.dtype, device.type)
     weights -= saved // shard.num_ranks
     reserved = _CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
-    graphs = graph_bytes(config, model, device.type)
+    graphs = graph_bytes(config, model, device.type, shard)
     free = device.total_bytes - reserved - weights - graphs
     step = step_bytes(
         shard_model(model, shard), layout.dtype, step_tokens or saturating_tokens(device.type), max_sequences

@@ -1,4 +1,5 @@
-"""What the ranks of one replica say to each other in the middle of a step: sums, and the logits to rank 0.
+"""What the ranks of one replica say to each other in the middle of a step: sums, the logits to rank 0, and from there
+the tokens that it has drawn of them. On GPUs it all stays on the devices, in order with the step.
 
 Passed explicitly to whoever reduces; `Alone` is the group of one, whose calls cost nothing. A group belongs to the
 thread that computes steps. No default process group: each stands on its own store.
@@ -30,6 +31,10 @@ class ParallelGroup(Protocol):
         """On rank 0 the ranks' columns side by side, on others `x_RV`; equally many on each."""
         ...
 
+    def from_first(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's, into those of the others, of its shape and dtype. Blocks on a CPU. Raises RuntimeError."""
+        ...
+
 
 class Alone:
     """One rank has everything."""
@@ -41,6 +46,9 @@ class Alone:
 
     def join_columns(self, x_RV: torch.Tensor) -> torch.Tensor:
         return x_RV
+
+    def from_first(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 ALONE = Alone()
@@ -74,6 +82,12 @@ class TorchGroup:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         self._group.allreduce([x]).wait()
+        return x
+
+    def from_first(self, x: torch.Tensor) -> torch.Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([x], options).wait()
         return x
 
     def join_columns(self, x_RV: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.cores import bind_to_cores
-from engine.cuda_graphs import GraphRunner, buckets_up_to
+from engine.cuda_graphs import SPARE_PAGES, GraphRunner, buckets_up_to
 from engine.device_memory import DeviceType
 from engine.kernels import AttentionBackend, select_backend, select_ops
 from engine.kernels.kv_codes import layers_of
@@ -43,6 +43,7 @@ class Part:
     device: torch.device
     decoder: Decoder
     attention: AttentionBackend
+    group: ParallelGroup
 
     @classmethod
     def load(
@@ -63,6 +64,7 @@ class Part:
         model = ModelConfig.from_folder(config.model)
         max_context = select_context(config, model)
         layout = shard_layout(make_layout(config, model), shard)
+        group = join(device)
         decoder = load_model(
             Path(config.model),
             model,
@@ -70,24 +72,26 @@ class Part:
             device=device,
             max_context=max_context,
             on_progress=on_progress,
-            group=join(device),
+            group=group,
             share=config.share_weights,
             quantization=None if config.quantization == "none" else config.quantization,
         )
-        return cls(config, model, layout, device, decoder, attention)
+        return cls(config, model, layout, device, decoder, attention, group)
 
     def count_pages(self) -> int:
         """That this rank has room for, by what is free once the weights are there."""
         if self.device.type == "cuda":
-            free_bytes = int(torch.cuda.mem_get_info(self.device)[0]) - graph_bytes(self.config, self.model, "cuda")
-            return count_pages(self.config, self.layout, "cuda", free_bytes)
+            graphs = graph_bytes(self.config, self.model, "cuda", self.group.shard)
+            return count_pages(self.config, self.layout, "cuda", int(torch.cuda.mem_get_info(self.device)[0]) - graphs)
         return count_pages(self.config, self.layout, "cpu", 0)
 
     def make_pool(self, num_pages: int) -> torch.Tensor:
+        """With `SPARE_PAGES` more where graphs are to be captured."""
+        num_pages += SPARE_PAGES if self.captures_graphs else 0
         return allocate_pool(self.layout.shape(num_pages), getattr(torch, self.layout.storage_dtype), self.device)
 
     def make_graphs(self, runner: ModelRunner, num_pages: int) -> GraphRunner | None:
-        """To be captured. The pool tensor has `SPARE_PAGES` more than the `num_pages` that may be given out."""
+        """To be captured, over a pool of so many pages."""
         if not self.captures_graphs:
             return None
         buckets, max_context = buckets_up_to(self.config.cuda_graphs), select_context(self.config, self.model)

@@ -1,7 +1,6 @@
-"""A step's batch as plain data and back, for ranks that compute the same step.
+"""A step as plain data and back, for ranks that compute the same one.
 
-Whatever fields a batch has: dataclasses become maps, tensors become their dtype, shape and bytes. Tensors stand on the
-CPU when they are written and on the reader's device when they are read. Pure but for that copy.
+Whatever fields it has: dataclasses become maps, arrays become their dtype, shape and bytes. Pure.
 """
 
 from __future__ import annotations
@@ -13,16 +12,25 @@ from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
+
+from engine.batch import HostBatch
 
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankedStep:
+    """What every rank is told of a step."""
+
+    host: HostBatch
+    awaited: np.ndarray | None = None  # int64, rows of the batch whose token comes from rank 0 when it has drawn it
+    may_replay: bool = False  # from a graph, where there is one
+
+
 def to_plain(value: Any) -> Any:
-    """Of numbers, strings, None, tensors, tuples, and dataclasses of these."""
-    if isinstance(value, torch.Tensor):
-        array = value.numpy()
-        return [array.dtype.str, list(array.shape), array.tobytes()]
+    """Of numbers, strings, None, arrays, tuples, and dataclasses of these."""
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, list(value.shape), value.tobytes()]
     if dataclasses.is_dataclass(value):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple):
@@ -30,20 +38,10 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def from_plain(kind: type[T], data: Any, device: torch.device) -> T:
+def from_plain(kind: type[T], data: Any) -> T:
     """What `to_plain` was given, of type `kind`. Raises TypeError, ValueError or KeyError for anything else."""
     hints = _hints(kind)  # type: ignore[arg-type]
-    return kind(**{name: _read(hint, data[name], device) for name, hint in hints.items()})
-
-
-def on_device(value: T, device: torch.device) -> T:
-    """The same batch with its tensors there. On a GPU without waiting for the copies."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)  # type: ignore[return-value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        moved = {field.name: on_device(getattr(value, field.name), device) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **moved)
-    return value
+    return kind(**{name: _read(hint, data[name]) for name, hint in hints.items()})
 
 
 @cache
@@ -52,15 +50,14 @@ def _hints(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
 
 
-def _read(hint: Any, data: Any, device: torch.device) -> Any:
+def _read(hint: Any, data: Any) -> Any:
     if data is None:
         return None
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(one for one in typing.get_args(hint) if one is not type(None))
-    if hint is torch.Tensor:
+    if hint is np.ndarray:
         dtype, shape, content = data
-        array = np.frombuffer(bytearray(content), dtype=np.dtype(dtype)).reshape(shape)
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        return np.frombuffer(bytearray(content), dtype=np.dtype(dtype)).reshape(shape)
     if dataclasses.is_dataclass(hint):
-        return from_plain(hint, data, device)  # type: ignore[arg-type]
+        return from_plain(hint, data)  # type: ignore[arg-type]
     return tuple(data) if isinstance(data, list) else data

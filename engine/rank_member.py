@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.batch import Batch
+from engine.cuda_graphs import GraphRunner
+from engine.drawing import run_forward
 from engine.parallel import TorchGroup
 from engine.part import Part
-from engine.plain_batch import from_plain
+from engine.plain_batch import RankedStep, from_plain
 from engine.rank_channel import Message, RankChannel, RankLost
+from engine.rank_progress import RankProgress
+from engine.ranked_graphs import graph_answers
 from engine.ranked_pages import page_answers
 from engine.runner import ModelRunner
 from engine.shard import Shard
@@ -48,15 +51,17 @@ class RankMember:
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {"load": self._load, "pool": self._make_pool, "step": self._step}
         extension = extend(self)
-        self._answers |= {**page_answers(self), **extension.in_turn}
+        self._answers |= {**page_answers(self), **graph_answers(self), **extension.in_turn}
         self._at_once = extension.at_once
-        self._num_done = 0
+        self._progress = RankProgress()
+        self._on_gpu = False
         self._beat_s = 1.0
         self._over = threading.Event()
         self.part: Part
         self.kv_pages: torch.Tensor  # [P, L, 2, K, S, H] of this rank's heads
         self.shard = Shard()
         self._runner: ModelRunner
+        self.graphs: GraphRunner | None = None
 
     def run(self, on_orphaned: Callable[[], None] = lambda: None) -> None:
         """Blocks. `on_orphaned` is called on another thread when rank 0 is gone: this one may be stuck in a step."""
@@ -65,9 +70,9 @@ class RankMember:
         try:
             while (message := self._inbox.get()) is not None:
                 self._do(message)
-                self._num_done += 1
+                self._progress.add(self._event())
                 if message.call == 0 and self._inbox.empty():
-                    self._say(Message("beat", self._num_done))
+                    self._say(Message("beat", self._progress.num_done))
         except RankLost as error:
             log.info("rank 0 is gone: %s", error)
         except Exception as error:
@@ -117,7 +122,15 @@ class RankMember:
 
     def _beat(self) -> None:
         while not self._over.wait(self._beat_s):
-            self._say(Message("beat", self._num_done))
+            self._say(Message("beat", self._progress.num_done))
+
+    def _event(self) -> torch.cuda.Event | None:
+        """When the device has done all that it was given so far."""
+        if not self._on_gpu:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     # What rank 0 asks for.
 
@@ -132,6 +145,11 @@ class RankMember:
     def _make_pool(self, num_pages: int) -> None:
         self.kv_pages = self.part.make_pool(num_pages)
         self._runner = self.part.make_runner(self.kv_pages)
+        self._on_gpu = self.kv_pages.is_cuda
+        self.graphs = self.part.make_graphs(self._runner, num_pages)
 
     def _step(self, body: Any) -> None:
-        self._runner.forward(from_plain(Batch, body, self.part.device))
+        step, device = from_plain(RankedStep, body), self.part.device
+        awaited = None if step.awaited is None else torch.empty(len(step.awaited), dtype=torch.int64, device=device)
+        forward = self.graphs.forward if self.graphs is not None and step.may_replay else self._runner.forward
+        run_forward(step.host, step.awaited, awaited, forward, self.part.group, device)

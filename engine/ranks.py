@@ -27,7 +27,7 @@ import torch
 from google.rpc.status_pb2 import Status
 
 from engine.parallel import TorchGroup
-from engine.plain_batch import to_plain
+from engine.plain_batch import RankedStep, to_plain
 from engine.rank_channel import Message, RankChannel, RankLost, accept, listen
 from engine.shard import Shard
 from penstock.config import EngineConfig
@@ -118,19 +118,19 @@ class Ranks:
 
     def join(self, device: torch.device) -> TorchGroup:
         """Rank 0's place in the group, once the others take theirs. Raises RankFailure."""
-        with self._explained():
+        with self.explained():
             return TorchGroup(
                 Shard(0, self.num_ranks), device, self._folder / STORE_FILE, self._patience_s * STEP_PATIENCE
             )
 
     def tell(self, kind: str, body: Any = None) -> None:
         """Every other rank does it, after what it was told before."""
-        with self._explained():
+        with self.explained():
             for member in self._members:
                 self._send(member, Message(kind, body))
 
     def tell_one(self, rank: int, kind: str, body: Any = None) -> None:
-        with self._explained():
+        with self.explained():
             self._send(self._members[rank - 1], Message(kind, body))
 
     def ask_one(self, rank: int, kind: str, body: Any = None) -> Any:
@@ -147,16 +147,12 @@ class Ranks:
 
     def wait(self, answers: list[Future[Any]]) -> list[Any]:
         """Blocks; the watch ends it where a rank is lost. Raises ConfigError with what a rank says against it."""
-        with self._explained():
+        with self.explained():
             return [answer.result() for answer in answers]
 
-    @contextlib.contextmanager
-    def computing(self, batch: Any) -> Iterator[None]:
-        """Every other rank computes the batch, whose tensors are on the CPU, while rank 0 does so inside the block."""
-        plain = to_plain(batch)
-        with self._explained():
-            self.tell("step", plain)
-            yield
+    def announce(self, step: RankedStep) -> None:
+        """Every other rank computes the step from now on, after those that it was told of before. Rank 0 must, too."""
+        self.tell("step", to_plain(step))
 
     def set_ready(self) -> None:
         self._ready = True
@@ -195,7 +191,7 @@ class Ranks:
 
     def _ask(self, kind: str, body: Callable[[int], Any], members: list[_Member] | None = None) -> list[Future[Any]]:
         answers: list[Future[Any]] = []
-        with self._explained():
+        with self.explained():
             for member in self._members if members is None else members:
                 call, answer = next(self._calls), Future[Any]()
                 member.asked[call] = answer
@@ -214,7 +210,7 @@ class Ranks:
             member.channel.send(message)
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         """What breaks because a rank is lost is raised as that."""
         try:
             yield

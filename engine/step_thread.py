@@ -15,6 +15,7 @@ from engine.drawing import StepTokens
 from penstock.errors import Cancelled, PenstockError
 
 _Job = Callable[[], None]
+_LOOK_S = 1.0  # whether a thread lives
 
 
 class Pending(Protocol):
@@ -50,12 +51,14 @@ class StepThread(Generic[PendingT]):
         compute: Callable[[PendingT | None], PendingT],
         on_done: Callable[[StepTokens | PenstockError], None],
         is_ahead: bool,
+        compute_in_vain: _Job = lambda: None,
     ) -> None:
         """`on_done` hears, on the step loop, what the step has drawn or why it failed. `is_ahead`: it awaits the step
-        given before it, which `compute` takes. Never blocks."""
+        given before it, which `compute` takes; where that has failed, `compute_in_vain` is called. Never blocks."""
 
         def run() -> None:
             if is_ahead and self._failed:
+                compute_in_vain()
                 self._post(lambda: on_done(Cancelled("the step before it failed")))
                 return
             self._failed = False
@@ -78,6 +81,13 @@ class StepThread(Generic[PendingT]):
     def _fail(self, error: PenstockError, on_done: Callable[[StepTokens | PenstockError], None]) -> None:
         self._failed = True
         self._post(lambda: on_done(error))
+
+    def drain(self) -> None:
+        """Blocks until every step that was given is computed, or the thread has died of one."""
+        drained = threading.Event()
+        self._jobs.put(drained.set)
+        while not drained.wait(_LOOK_S) and self._thread.is_alive():
+            pass
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """Ends after the steps in progress. Blocks; False where they did not end in time."""

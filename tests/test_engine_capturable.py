@@ -133,7 +133,8 @@ def check(folder: Path, launches: list[tuple[str, tuple[int, ...]]], kv_dtype: s
 
     with torch.inference_mode():
         graphs = make_graphs(folder, kv_dtype)
-        graphs.capture(capture)
+        for size in graphs.sizes():
+            graphs.capture(size, lambda: capture)
         assert graphs.is_captured
     assert not touched
     assert all(math.prod(grid) > 0 for _, grid in launches)

@@ -42,8 +42,9 @@ def loaded(model: Path) -> Engine:
 
 
 @pytest.fixture
-def engine(loaded: Engine) -> Iterator[Engine]:
+def engine(loaded: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """With one page less, which the graphs of a test may take for their spare one."""
+    monkeypatch.setattr("engine.ranked_graphs.CudaCapture", GraphDouble)
     spare = loaded.pool.allocate(1)
     yield loaded
     loaded._graphs = None
@@ -73,11 +74,16 @@ def decode(engine: Engine, ahead: bool, counts: list[int] | None = None) -> list
     running = set(sequences)
     plan, before = scheduler.schedule(), None
     while plan:
-        drawn = engine.compute(engine.lay_out(plan), before)
+        step = engine.lay_out(plan)
+        engine.announce(step)
         following = scheduler.schedule_ahead() if ahead else None
+        step_ahead = engine.lay_out(following) if following else None
+        if step_ahead is not None:
+            engine.announce(step_ahead)
+        drawn = engine.compute(step, before)
         if counts is not None:
             counts.append(len(plan))
-        drawn_ahead = engine.compute(engine.lay_out(following), drawn) if following else None
+        drawn_ahead = engine.compute(step_ahead, drawn) if step_ahead is not None else None
         while True:
             scheduler.record(plan, drawn.wait().token_ids)
             for one in [one for one in running if one.num_output_tokens >= one.sampling.max_tokens]:
@@ -95,19 +101,34 @@ def test_replayed_steps_draw_what_steps_draw(engine: Engine) -> None:
     wanted = decode(engine, ahead=False)
     assert decode(engine, ahead=True) == wanted
     told: list[tuple[int, int]] = []
-    graphs = make_graphs(engine, [1, 2, 5])
-    graphs.capture(GraphDouble(), lambda done, of: told.append((done, of)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    graphs = make_graphs(engine, [1, 2, 5, 9, 12])
+    engine.capture_graphs(lambda done, of: told.append((done, of)), max_sequences=8)
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]  # one of 9 serves all up to 8
+    engine.capture_graphs(lambda done, of: told.append((done, of)), max_sequences=8)
+    assert len(told) == 4
     for ahead in (False, True):
         counts: list[int] = []
         assert decode(engine, ahead, counts) == wanted
         assert graphs.num_replays > 0
-        assert graphs.num_eager > 0  # chunks of prompts, and six at once
+        assert graphs.num_eager > 0  # chunks of prompts
     assert {1, 2, 3, 4, 5, 6} <= set(counts)
 
 
+def test_a_batch_above_the_largest_is_computed_as_it_stands(engine: Engine) -> None:
+    wanted = decode(engine, ahead=False)
+    graphs = make_graphs(engine, [1, 2, 5])
+    engine.capture_graphs()
+    num_steps = len(PROMPTS)
+    counts: list[int] = []
+    assert decode(engine, ahead=True, counts=counts) == wanted
+    assert counts.count(num_steps) > 0
+    assert graphs.num_eager > counts.count(num_steps)
+    assert graphs.num_replays > 0
+
+
 def test_padding_writes_to_the_spare_page_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_graphs(engine, [8]).capture(GraphDouble())
+    make_graphs(engine, [8])
+    engine.capture_graphs()
     others = [page for page in range(64) if not engine.pool.num_references(PageId(page))]
     used: set[int] = set()
     allocate = engine.pool.allocate
@@ -126,14 +147,15 @@ def test_padding_writes_to_the_spare_page_alone(engine: Engine, monkeypatch: pyt
     assert changed
 
 
-def test_a_device_that_refuses_graphs_is_served_without(engine: Engine) -> None:
+def test_a_device_that_refuses_graphs_is_served_without(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = decode(engine, ahead=False)
 
     def refuse(run: Callable[[], None]) -> Callable[[], None]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     graphs = make_graphs(engine, [8])
-    graphs.capture(refuse)
+    monkeypatch.setattr("engine.ranked_graphs.CudaCapture", lambda: refuse)
+    engine.capture_graphs()
     assert not graphs.is_captured
     assert decode(engine, ahead=True) == wanted
 
@@ -155,6 +177,8 @@ def test_captured_steps_have_their_place_in_the_memory_plan(model: Path) -> None
     )
     assert with_graphs.graph_bytes > without.graph_bytes == 0
     assert with_graphs.kv_bytes < without.kv_bytes
+    split = plan_memory(EngineConfig(model=str(model), device="cuda", cuda_graphs=64, tensor_parallel=2), device)
+    assert 0 < split.graph_bytes < with_graphs.graph_bytes
 
 
 @pytest.mark.gpu

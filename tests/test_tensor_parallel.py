@@ -12,20 +12,20 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from cluster.cli import make_parser, serve_config
 from cluster.shares import divide, num_cpus_needed
 from cluster.terminal import format_status
-from engine.batch import Batch, build_batch
+from engine.batch import lay_out
 from engine.engine import Engine
 from engine.generate import generate
 from engine.memory_plan import plan_memory
 from engine.model_config import ModelConfig
 from engine.models.cuts import tensor_cuts
 from engine.models.shapes import tensor_shapes
-from engine.plain_batch import from_plain, to_plain
+from engine.plain_batch import RankedStep, from_plain, to_plain
 from engine.rank_process import serve_rank
 from engine.ranks import RankFailure
 from engine.sequence import ScheduledSequence, Sequence
@@ -164,12 +164,15 @@ def test_a_batch_is_the_same_after_the_way() -> None:
         Sequence(RequestId("b"), [8, 9], 2, GREEDY, SALT, [PageId(3)], num_computed_tokens=1),
     ]
     work = [ScheduledSequence(sequences[0], 2), ScheduledSequence(sequences[1], 1)]
-    cpu = torch.device("cpu")
-    batch = build_batch(work, 4, cpu)
-    again = from_plain(Batch, to_plain(batch), cpu)
-    assert to_plain(again) == to_plain(batch)
-    assert again.drawing == batch.drawing
-    assert again.meta.num_decodes == batch.meta.num_decodes
+    for awaited in (None, np.array([1, 0])):
+        step = RankedStep(lay_out(work, 4), awaited)
+        again = from_plain(RankedStep, to_plain(step))
+        assert to_plain(again) == to_plain(step)
+        for name in step.host.__slots__:
+            one, other = (getattr(host, name) for host in (again.host, step.host))
+            assert np.array_equal(one, other), name
+            assert type(one) is type(other)
+        assert (again.awaited is None) == (awaited is None)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "llama", "mixtral"])

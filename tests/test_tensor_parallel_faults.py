@@ -30,7 +30,13 @@ def config(role: Role, name: str, num_ranks: int) -> WorkerConfig:
         role,
         MODEL,
         name,
-        engine={"num_pages": 256, "dtype": "float32", "tensor_parallel": num_ranks, "rank_timeout_s": 3.0},
+        engine={
+            "num_pages": 256,
+            "dtype": "float32",
+            "tensor_parallel": num_ranks,
+            "rank_timeout_s": 3.0,
+            "run_ahead": num_ranks > 1,  # the others know of one step more than the one that a rank dies in
+        },
         transfer={"timeout_s": 5.0},
     )
 

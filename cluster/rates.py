@@ -52,6 +52,7 @@ class WorkerRates:
     decode_tokens_per_s: float | None
     step_s: float | None
     hit_rate: float | None  # of pages that its prefix cache was asked for
+    detail: str = ""  # how far it is on its way to ready, or what is wrong with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ def _worker(now: admin_pb2.WorkerStatus, before: admin_pb2.WorkerStatus | None, 
         decode_tokens_per_s=_per_s(spans[0].decode_steps, spans[1].decode_steps, elapsed_s) if spans else None,
         step_s=load.step_s or None if load else None,
         hit_rate=_hit_rate(spans[0].cache, spans[1].cache) if spans else None,
+        detail=now.detail,
     )
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.config import WorkerConfig
 from penstock.errors import InvalidInput, Unavailable
+from penstock.start_progress import Stages
 from penstock.types import Epoch, Role, WorkerId
 
 if TYPE_CHECKING:
@@ -86,18 +86,22 @@ class RoleHost:
         assert self._serving is not None, "a spare serves nobody"
         return self._serving
 
-    async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
-        """Raises CheckpointError or ConfigError."""
+    async def start(self, stages: Stages | None = None) -> None:
+        """Raises CheckpointError or ConfigError; `stages` hears how far it is."""
+        stages = stages or Stages()
         await asyncio.to_thread(self._warming.join)
         if self._serving is not None:
-            await self._serving.start(on_progress)
+            await self._serving.start(stages)
             return
         from engine.replica import Replica
         from kv_transfer.rank import launch_ranks
 
         self._make(self._config, None)  # what it will serve with is imported too
         launch = self._launch or launch_ranks
-        self._replica = await asyncio.to_thread(Replica.load, self._config.engine, on_progress, launch)
+        self._replica = await asyncio.to_thread(Replica.load, self._config.engine, stages.on_weights, launch)
+        if self._config.role is Role.DECODE:  # what it will do first then is done already
+            largest = self._config.decode.max_batch_sequences
+            await asyncio.to_thread(self._replica.engine.capture_graphs, stages.on_graphs, largest)
         loop = asyncio.get_running_loop()
 
         def on_lost(error: BaseException) -> None:

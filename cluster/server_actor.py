@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import ray
@@ -25,6 +25,7 @@ from cluster.supervised import ROUTER, Started
 from penstock import log as logs
 from penstock.config import RouterConfig, WorkerConfig, parse
 from penstock.errors import InternalError, InvalidInput, PenstockError, to_status
+from penstock.start_progress import Stages
 from penstock.types import Epoch, Role, WorkerId
 from penstock.worker_main import leave_in_order
 
@@ -34,13 +35,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CONTROLLER_PATIENCE_S = 5.0  # of an empty worker that was told to end, for its controller to stop it
-_PROGRESS_STEP = 0.05  # of the weights, between two reports
 
 
 class Server(Protocol):
     """What an actor hosts."""
 
-    async def start(self, on_progress: Callable[[float], None]) -> Started: ...
+    async def start(self, stages: Stages) -> Started: ...
 
     async def flip(self, worker_id: WorkerId, role: Role) -> Started:
         """Serves in the other role from now on."""
@@ -63,8 +63,8 @@ class WorkerHost:
     def __init__(self, config: WorkerConfig, *, waits: bool, launch: Launch | None) -> None:
         self._host = RoleHost(config, waits=waits, launch=launch)
 
-    async def start(self, on_progress: Callable[[float], None]) -> Started:
-        await self._host.start(on_progress)
+    async def start(self, stages: Stages) -> Started:
+        await self._host.start(stages)
         return self._started()
 
     def _started(self) -> Started:
@@ -95,7 +95,7 @@ class RouterHost:
         self._config = config
         self._server = RouterServer(config)
 
-    async def start(self, on_progress: Callable[[float], None]) -> Started:
+    async def start(self, stages: Stages) -> Started:
         await self._server.start()
         host = callable_host(self._config.host)
         ports = self._server.ports
@@ -146,21 +146,16 @@ class ServerActor:
     async def _start(self, controller: ActorHandle, incarnation: Incarnation) -> StartReport:
         node_id = ray.get_runtime_context().get_node_id()
         loop = asyncio.get_running_loop()
-        reported = -1.0
 
-        def report(share: float) -> None:
-            nonlocal reported
-            if share - reported >= _PROGRESS_STEP or share >= 1.0 > reported:
-                reported = share
-                detail = f"loading weights {share:.0%}" if share < 1.0 else "warming up"
-                loop.call_soon_threadsafe(controller.on_progress.remote, incarnation, detail)
+        def tell(line: str) -> None:
+            loop.call_soon_threadsafe(controller.on_progress.remote, incarnation, line)
 
         controller.on_progress.remote(incarnation, "importing libraries")
         try:
             self._server = _make_server(self._kind, self._config, self._launch)
             self._made.set()
             on_sigterm(lambda: loop.call_soon_threadsafe(self._on_sigterm) and None)
-            return StartReport(await self._server.start(report), node_id, incarnation=incarnation)
+            return StartReport(await self._server.start(Stages(tell)), node_id, incarnation=incarnation)
         except PenstockError as error:
             return StartReport(None, node_id, to_status(error).SerializeToString())
         except Exception as error:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from penstock.completions import Timing
+from penstock.start_progress import stage_of
 from penstock.v1 import admin_pb2
 
 
@@ -181,16 +182,10 @@ def _start_grid(status: admin_pb2.StatusResponse) -> Any:
     grid = Table.grid(padding=(0, 2))
     for worker in status.workers:
         mark: Any = "[green]ready[/]" if worker.state == "ready" else Spinner("dots", style="cyan")
-        share = _share(worker.detail)
+        _, share = stage_of(worker.detail)
         bar: Any = ProgressBar(total=1.0, completed=share, width=24) if share is not None else ""
         grid.add_row(worker.member.worker_id, mark, worker.detail or worker.state, bar)
     return grid
-
-
-def _share(detail: str) -> float | None:
-    """0.45 of "loading weights 45%"."""
-    number = detail.rpartition(" ")[2]
-    return int(number[:-1]) / 100 if number.endswith("%") and number[:-1].isdigit() else None
 
 
 def how_to_call(model: str, endpoints: Mapping[str, str], *, encrypted: bool = False, keyed: bool = False) -> str:

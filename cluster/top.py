@@ -25,7 +25,7 @@ from penstock.v1 import admin_pb2
 
 _CALL_TIMEOUT_S = 10.0
 _SCRAPE_TIMEOUT_S = 3.0
-_HEADER = ("worker", "state", "running", "waiting", "pages", "prefill t/s", "decode t/s", "step ms", "cache hits")
+_HEADER = ("worker", "state", "running", "waiting", "pages", "prefill t/s", "decode t/s", "step ms", "cache hits", "")
 
 
 def top(arguments: Namespace) -> int:
@@ -120,6 +120,7 @@ def _row(one: WorkerRates) -> list[str]:
         _number(one.decode_tokens_per_s),
         "-" if one.step_s is None else f"{one.step_s * 1e3:.1f}",
         _percent(one.hit_rate),
+        one.detail,
     ]
 
 

@@ -21,6 +21,7 @@ from penstock.config import WorkerConfig, load, with_secret_file
 from penstock.ending import Ending
 from penstock.errors import InvalidInput, PenstockError
 from penstock.grpc_server import GrpcServer, typed_errors
+from penstock.start_progress import Stages, on_terminal
 from penstock.trust import Trust
 from penstock.types import Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
@@ -60,7 +61,8 @@ def main() -> int:
 
 async def _serve(config: WorkerConfig, *, waits: bool) -> int:
     host, ending = RoleHost(config, waits=waits), Ending()
-    await host.start()
+    with on_terminal(config.worker_id) as tell:
+        await host.start(Stages(tell))
     control = await _start_control(config, host)
     ready = {**ready_line(host.worker_id, host), "host": f"{config.host}:{control.port}"}
     print(json.dumps(ready), flush=True)

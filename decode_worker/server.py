@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from functools import partial
 
 from decode_worker.adopt_client import AdoptClient
@@ -38,6 +37,7 @@ from penstock.errors import ConfigError, TransferError
 from penstock.fence_keeper import FenceKeeper
 from penstock.handover_client import HandoverClient
 from penstock.handover_service import HandoverService
+from penstock.start_progress import Stages
 from penstock.ticket_log import TicketLog
 from penstock.trust import Trust
 from penstock.types import Epoch, Role, TransferKey, WorkerId
@@ -68,16 +68,17 @@ class DecodeServer:
         self._loop: StepLoop
         self.failed: asyncio.Future[None] = self._running.create_future()
 
-    async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
-        """Raises CheckpointError or ConfigError; `on_progress` hears the share of the weights loaded, 0 to 1."""
+    async def start(self, stages: Stages | None = None) -> None:
+        """Raises CheckpointError or ConfigError; `stages` hears how far it is."""
+        stages = stages or Stages()
         config = self._config
         if config.lookaside is not None:
             lookaside_secret(config)  # before weights are loaded for nothing
         trust = Trust(config.security)
         if self.replica is None:
-            self.replica = await asyncio.to_thread(Replica.load, config.engine, on_progress, self._launch)
+            self.replica = await asyncio.to_thread(Replica.load, config.engine, stages.on_weights, self._launch)
         engine, events = self.replica.engine, self.replica.events
-        await asyncio.to_thread(engine.capture_graphs, self._tell_captured, config.decode.max_batch_sequences)
+        await asyncio.to_thread(engine.capture_graphs, stages.on_graphs, config.decode.max_batch_sequences)
         await asyncio.to_thread(self._open_transfers, engine)
         transfers = Transfers(engine, self._receiver, self.epoch, config.transfer, lambda call: self._loop.post(call))
         description = describe(engine, config, self.epoch)
@@ -115,10 +116,6 @@ class DecodeServer:
         port = await self._grpc.start(config.host, config.port)
         self.address = f"{config.host}:{port}"
         await self._grpc.set_serving(True)
-
-    def _tell_captured(self, done: int, of: int) -> None:
-        if done == of or done % 8 == 0:
-            log.info("%s: %d of %d sizes of decode steps captured", self._config.worker_id, done, of)
 
     async def _open_lookaside(self, intake: Intake, tickets: TicketLog) -> str:
         """The address that clients are told."""

@@ -19,6 +19,7 @@ from penstock import log
 from penstock.config import WorkerConfig, load, with_secret_file
 from penstock.ending import Ending
 from penstock.errors import PenstockError
+from penstock.start_progress import Stages, on_terminal
 from penstock.types import Epoch, Role
 
 QUIET_S = 0.25  # a router may have sent something before it heard that the worker leaves
@@ -38,7 +39,7 @@ class WorkerServer(Protocol):
     @property
     def address(self) -> str: ...
 
-    async def start(self, on_progress: Callable[[float], None] = ...) -> None: ...
+    async def start(self, stages: Stages = ...) -> None: ...
 
     async def leave(self) -> None: ...
 
@@ -64,7 +65,8 @@ def main(make_server: Callable[[WorkerConfig], WorkerServer], run: Callable[...,
 
 async def _serve(config: WorkerConfig, make_server: Callable[[WorkerConfig], WorkerServer]) -> int:
     server, ending = make_server(config), Ending()
-    await server.start()
+    with on_terminal(config.worker_id) as tell:
+        await server.start(Stages(tell))
     print(json.dumps(ready_line(config.worker_id, server)), flush=True)
     await first_of(ending.asked.wait(), ended(server.failed))
     if not server.failed.done():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from functools import partial
 
 from engine.checkup import check_up
@@ -25,6 +24,7 @@ from penstock.errors import ConfigError, TransferError
 from penstock.fence_keeper import FenceKeeper
 from penstock.handover_client import HandoverClient
 from penstock.handover_service import HandoverService
+from penstock.start_progress import Stages
 from penstock.trust import Trust
 from penstock.types import Epoch, Role, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
@@ -52,11 +52,12 @@ class PrefillServer:
         self._loop: StepLoop
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def start(self, on_progress: Callable[[float], None] = lambda share: None) -> None:
-        """Raises CheckpointError or ConfigError; `on_progress` hears the share of the weights loaded, 0 to 1."""
+    async def start(self, stages: Stages | None = None) -> None:
+        """Raises CheckpointError or ConfigError; `stages` hears how far it is."""
+        stages = stages or Stages()
         trust = Trust(self._config.security)
         if self.replica is None:
-            self.replica = await asyncio.to_thread(Replica.load, self._config.engine, on_progress, self._launch)
+            self.replica = await asyncio.to_thread(Replica.load, self._config.engine, stages.on_weights, self._launch)
         engine, events = self.replica.engine, self.replica.events
         self._sender = await asyncio.to_thread(
             GroupSender,

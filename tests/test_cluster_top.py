@@ -43,6 +43,16 @@ def test_rates_are_what_grew_between_two_looks() -> None:
     assert (view.tokens_per_s, view.ttft_s, view.num_queued) == (100.0, None, None)
 
 
+def test_a_worker_that_starts_says_how_far_it_is() -> None:
+    coming = admin_pb2.WorkerStatus(
+        member=admin_pb2.Member(worker_id="decode-1", role="decode"), state="starting", detail="capturing graphs 7/19"
+    )
+    view = rates(sample(0.0, worker(0, 1), coming), sample(2.0, worker(0, 1), coming))
+    (line,) = [line for line in format_rates("m", view).splitlines() if line.startswith("decode-1")]
+    assert line.split()[1] == "starting"
+    assert line.endswith("capturing graphs 7/19")
+
+
 def metrics(first_tokens_s: list[float], tokens: int) -> RouterCounts:
     counts = RouterMetrics("m")
     for seconds in first_tokens_s:

@@ -5,21 +5,7 @@
 #include "attention.h"
 
 #if defined(PENSTOCK_TILES)
-#include <new>
-
 namespace {
-
-// From the start of a cache line: a row of a tile that lies across two costs two loads.
-template <class T> struct LineAllocator {
-  typedef T value_type;
-  LineAllocator() = default;
-  template <class U> LineAllocator(const LineAllocator<U>&) {}
-  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64))); }
-  void deallocate(T* at, size_t) { ::operator delete(at, std::align_val_t(64)); }
-  bool operator==(const LineAllocator&) const { return true; }
-  bool operator!=(const LineAllocator&) const { return false; }
-};
-template <class T> using Lines = std::vector<T, LineAllocator<T>>;
 
 constexpr float kUnseen = -INFINITY;  // score of a key that a row does not see
 

@@ -9,7 +9,6 @@
 #include "linear.h"
 #include "rows.h"
 
-#include <memory>
 #include <omp.h>
 
 #if defined(PENSTOCK_TILES)
@@ -44,17 +43,22 @@ struct Step {
 // more so where other work has the cores.
 constexpr int kRowsForEach = 16;
 
-// What stands between the operations of a step; one for all layers.
+// What stands between the operations of a step; one for all layers. The memory is kept for the thread's next step: to
+// get some megabytes anew each time means a page fault for every 4 KB of them.
 struct Between {
   const int num_normed;  // copies of `normed`
-  std::unique_ptr<uint16_t[]> normed, qkv, mixed, inner;
-  Between(const Step& step, int num_threads)
-      : num_normed(step.num_tokens <= kRowsForEach ? num_threads : 1), normed(make(step, step.hidden * num_normed)), qkv(make(step, (step.num_heads + 2 * step.num_kv_heads) * step.head_dim)),
-        mixed(make(step, step.num_heads * step.head_dim)), inner(make(step, step.intermediate)) {}
-
- private:
-  static std::unique_ptr<uint16_t[]> make(const Step& step, int width) {
-    return std::unique_ptr<uint16_t[]>(new uint16_t[linear::padded(step.num_tokens) * width]);
+  uint16_t *normed, *qkv, *mixed, *inner;
+  Between(const Step& step, int num_threads) : num_normed(step.num_tokens <= kRowsForEach ? num_threads : 1) {
+    const int64_t rows = linear::padded(step.num_tokens), heads = step.num_heads * step.head_dim;
+    const int64_t sizes[] = {rows * step.hidden * num_normed, rows * (heads + 2 * step.num_kv_heads * step.head_dim),
+                             rows * heads, rows * step.intermediate};
+    static thread_local Lines<uint16_t> memory;
+    const size_t all = sizes[0] + sizes[1] + sizes[2] + sizes[3];  // each a multiple of a cache line
+    if (memory.size() < all) memory.resize(all);
+    normed = memory.data();
+    qkv = normed + sizes[0];
+    mixed = qkv + sizes[1];
+    inner = mixed + sizes[2];
   }
 };
 
@@ -64,7 +68,7 @@ class Worker {
   Worker(const Step& step, Between& between, int thread, int num_threads)
       : step(step), between(between), thread(thread), num_threads(num_threads),
         residual(const_cast<uint16_t*>(step.residual)), has_own_normed(step.num_tokens <= kRowsForEach),
-        normed(between.normed.get() +
+        normed(between.normed +
                (has_own_normed ? thread * linear::padded(step.num_tokens) * step.hidden : 0)),
         num_rows(step.num_tokens) {}
 
@@ -73,7 +77,7 @@ class Worker {
   // `next_norm` is null after the last layer of the model: then only the rows that draw go on.
   void run(const Layer& layer, const std::vector<Item>& items, const uint16_t* next_norm) {
     const int qkv_width = layer.qkv.outputs;
-    uint16_t* const qkv = between.qkv.get();
+    uint16_t* const qkv = between.qkv;
     tiles::configure(kSide);
     multiply(layer.qkv, normed, [&](int row, int panel, Floats sums) {
       store_rounded(qkv + int64_t(row) * qkv_width + panel * kSide, sums, layer.qkv, panel);
@@ -85,12 +89,12 @@ class Worker {
     attend(layer, items);
     if (!next_norm && !keep_drawing()) return;
     tiles::configure(kSide);
-    add_to_residual(layer.out, between.mixed.get());
+    add_to_residual(layer.out, between.mixed);
     meet();
     normalise_rows(layer.mlp_norm);
     activate(layer.gate_up);
     meet();
-    add_to_residual(layer.down, between.inner.get());
+    add_to_residual(layer.down, between.inner);
     tiles::release();
     meet();
     if (next_norm) {
@@ -141,7 +145,7 @@ class Worker {
   }
 
   void activate(const linear::Packed& gate_up) {
-    uint16_t* const inner = between.inner.get();
+    uint16_t* const inner = between.inner;
     const int panels = step.intermediate / kSide;
     linear::for_outputs(gate_up, normed, num_rows, linear::Share(panels, thread, num_threads), panels,
                         [&](int row, int panel, Floats gate, bool, Floats up) {
@@ -172,7 +176,7 @@ class Worker {
     const int head_dim = step.head_dim, num_heads = step.num_heads, num_kv_heads = step.num_kv_heads;
     const int64_t to_value = int64_t(num_kv_heads) * step.page_size * head_dim;
     for (int64_t t = mine.from; t < mine.to; ++t) {
-      uint16_t* const token = between.qkv.get() + t * layer.qkv.outputs;
+      uint16_t* const token = between.qkv + t * layer.qkv.outputs;
       const float* cosine = step.cos_sin + t * head_dim;
       for (int head = 0; head < num_heads + num_kv_heads; ++head) {
         uint16_t* at = token + head * head_dim;
@@ -188,7 +192,7 @@ class Worker {
   }
 
   void attend(const Layer& layer, const std::vector<Item>& items) {
-    const Problem problem{between.qkv.get(), layer.pool,        between.mixed.get(), step.page_table,
+    const Problem problem{between.qkv, layer.pool,        between.mixed, step.page_table,
                           step.query_start,  step.context_lens, layer.qkv.outputs,   step.page_stride * 2,
                           step.num_sequences, step.table_width, step.num_heads,      step.num_kv_heads,
                           step.page_size,    step.head_dim,     int32_t(layer.window), step.scale, true};
@@ -200,7 +204,7 @@ class Worker {
     num_rows = step.num_drawn;
     if (num_rows == step.num_tokens) return true;
     const int width = step.num_heads * step.head_dim;
-    uint16_t* const mixed = between.mixed.get();
+    uint16_t* const mixed = between.mixed;
     if (thread == 0)
       for (int64_t row = 0; row < num_rows; ++row) {
         const int64_t from = step.draw_rows[row];

@@ -1,7 +1,6 @@
 // A product with a packed weight by itself, and the packing. Twin: torch's linear.
 #include "linear.h"
 
-#include <memory>
 #include <omp.h>
 
 extern "C" int32_t penstock_has_tiles() { return tiles::available(); }
@@ -30,7 +29,9 @@ extern "C" void penstock_linear(
   const Packed weight = *packed;
   const uint16_t* const bias = weight.bias;
   const int inputs = weight.inputs, outputs = weight.outputs;
-  const std::unique_ptr<uint16_t[]> strips(new uint16_t[padded(count) * inputs]);
+  static thread_local Lines<uint16_t> kept;
+  if (kept.size() < size_t(padded(count)) * inputs) kept.resize(padded(count) * inputs);
+  uint16_t* const strips = kept.data();
   const auto finish = [=](int row, int panel, Floats first, bool is_pair, Floats second) {
     uint16_t* to = out + int64_t(row) * outputs + panel * kSide;
     if (bias) first += load_floats(bias + panel * kSide, kLanes);
@@ -45,8 +46,8 @@ extern "C" void penstock_linear(
 #pragma omp for
     for (int row = 0; row < count; ++row)
       for (int i = 0; i < inputs; i += kDepth)
-        store(strips.get() + place(row, i, inputs), load<Words>(rows + row * stride + i));
-    for_outputs(weight, strips.get(), count, Share(outputs / kSide, omp_get_thread_num(), omp_get_num_threads()), 1,
+        store(strips + place(row, i, inputs), load<Words>(rows + row * stride + i));
+    for_outputs(weight, strips, count, Share(outputs / kSide, omp_get_thread_num(), omp_get_num_threads()), 1,
                 finish);
     tiles::release();
   }

@@ -19,7 +19,7 @@ constexpr int kSide = 16;    // outputs of a panel, rows of a strip
 constexpr int kDepth = 32;   // inputs of a tile
 constexpr int kTile = kSide * kDepth;
 constexpr int kBlock = 2 * kSide;  // rows and outputs that are computed at once
-constexpr int kRowsInCache = 256;  // of which the inputs stay in L2 while panels pass by
+constexpr int kInputsInCache = 384 * 1024;  // of L2's 1024 * 1024 values: panels pass by, and outputs go out
 
 enum Kind { kPlain, kInt4, kInt8, kFp8 };
 
@@ -109,31 +109,49 @@ inline void ask_for(const uint16_t* tile) {
   for (int value = 0; value < kTile; value += 32) __builtin_prefetch(tile + value, 0, 2);
 }
 
-// out[16 R, 16 C], 32 floats a row, = strips @ panels. Tiles 0-3: sums, 4-5: strips, 6-7: panels.
-template <int R, int C>
+// Two panels that are wanted soon, asked for a few lines at each step of the products before them.
+struct Ahead {
+  const uint16_t *first = nullptr, *second = nullptr;
+  int lines = 0;  // of each panel at each step
+
+  void ask() {
+    if (lines == kSide) {
+      ask_for(first);
+      ask_for(second);
+    } else {
+      for (int line = 0; line < lines; ++line) {
+        __builtin_prefetch(first + line * kDepth, 0, 2);
+        __builtin_prefetch(second + line * kDepth, 0, 2);
+      }
+    }
+    first += lines * kDepth, second += lines * kDepth;
+  }
+};
+
+// out[16 R, 16 C], 32 floats a row, = strips @ panels; `beside` is called at each step. Tiles 0-3: sums, 4-5: strips,
+// 6-7: panels. Strips are read as what is not needed again soon, so that they push no panels out of L1.
+template <int R, int C, class Beside>
 inline void multiply(float* out, const uint16_t* strips, const uint16_t* first, const uint16_t* second, int steps,
-                     int64_t ahead) {
+                     Ahead& ahead, const Beside& beside) {
   _tile_zero(0);
   if (C > 1) _tile_zero(1);
   if (R > 1) _tile_zero(2);
   if (R > 1 && C > 1) _tile_zero(3);
   for (int64_t at = 0; at < int64_t(steps) * kTile; at += kTile) {
-    if (ahead) {
-      ask_for(first + at + ahead);
-      if (C > 1) ask_for(second + at + ahead);
-    }
+    ahead.ask();
     _tile_loadd(6, first + at, 64);
-    _tile_loadd(4, strips + at, 64);
+    _tile_stream_loadd(4, strips + at, 64);
     _tile_dpbf16ps(0, 4, 6);
     if (C > 1) {
       _tile_loadd(7, second + at, 64);
       _tile_dpbf16ps(1, 4, 7);
     }
     if (R > 1) {
-      _tile_loadd(5, strips + steps * kTile + at, 64);
+      _tile_stream_loadd(5, strips + steps * kTile + at, 64);
       _tile_dpbf16ps(2, 5, 6);
       if (C > 1) _tile_dpbf16ps(3, 5, 7);
     }
+    beside();
   }
   _tile_stored(0, out, kBlock * 4);
   if (C > 1) _tile_stored(1, out + kSide, kBlock * 4);
@@ -143,41 +161,87 @@ inline void multiply(float* out, const uint16_t* strips, const uint16_t* first, 
 
 // Calls finish(row, panel, sums of `first`, whether there is a second, its sums) for every row and for the panels
 // (p, p + apart) of the share: with apart = 1 they are neighbours, taken two at a time, and the last stands alone where
-// their number is odd. The thread's tiles are configured for 16 rows.
-template <class Finish>
-inline void for_outputs(const Packed& weight, const uint16_t* strips, int count, Share share, int apart,
-                        const Finish& finish) {
-  alignas(64) float sums[kBlock * kBlock];
-  const int steps = weight.inputs / kDepth, stride = apart == 1 ? 2 : 1;
-  const int64_t panel = int64_t(steps) * kTile, last = weight.outputs / kSide - 1;
-  static thread_local std::vector<uint16_t> decoded;  // kept: to get so much memory anew takes longer than a product
-  if (weight.kind != kPlain && decoded.size() < size_t(2 * panel)) decoded.resize(2 * panel);
-  for (int start = 0; start < count; start += kRowsInCache) {
-    const int stop = std::min(count, start + kRowsInCache);
-    for (int p = share.from; p < share.to; p += stride) {
-      const bool is_pair = apart > 1 || p + 1 < share.to;
+// their number is odd. A block is finished while the tiles multiply the next one, row by row between their steps. The
+// thread's tiles are configured for 16 rows.
+template <class Finish> class Blocks {
+ public:
+  Blocks(const Packed& weight, const uint16_t* strips, int apart, const Finish& finish)
+      : weight(weight), strips(strips), finish(finish), apart(apart), steps(weight.inputs / kDepth),
+        stride(apart == 1 ? 2 : 1), rows_a_step((kBlock + steps - 1) / steps), panel(int64_t(steps) * kTile) {
+    if (weight.kind != kPlain && decoded().size() < size_t(2 * panel)) decoded().resize(2 * panel);
+  }
+  ~Blocks() { finish_rows(kBlock); }
+
+  // Rows [start, stop), of which all but the last block are whole, by panels [from, to).
+  void run(int start, int stop, int from, int to) {
+    const int last = weight.outputs / kSide - 1, blocks = (stop - start + kBlock - 1) / kBlock;
+    for (int p = from; p < to; p += stride) {
+      const bool is_pair = apart > 1 || p + 1 < to;
       const uint16_t* first = weight.values + p * panel;
       const uint16_t* second = is_pair ? first + apart * panel : first;
+      Ahead ahead;
       if (weight.kind != kPlain) {
-        decode(weight, p, decoded.data());
-        if (is_pair) decode(weight, p + apart, decoded.data() + panel);
-        first = decoded.data(), second = is_pair ? first + panel : first;
+        uint16_t* const to_panels = decoded().data();
+        decode(weight, p, to_panels);
+        if (is_pair) decode(weight, p + apart, to_panels + panel);
+        first = to_panels, second = is_pair ? first + panel : first;
+      } else if (p + apart + stride <= last) {
+        ahead = {first + stride * panel, second + stride * panel, (kSide + blocks - 1) / blocks};
       }
       for (int row = start; row < stop; row += kBlock) {
-        const int64_t ahead = weight.kind == kPlain && row == start && p + apart + stride <= last ? stride * panel : 0;
+        float* const to_sums = sums[which ^= 1];
         const uint16_t* these = strips + int64_t(row) * weight.inputs;
-        if (count - row > kSide) {
-          if (is_pair) multiply<2, 2>(sums, these, first, second, steps, ahead);
-          else multiply<2, 1>(sums, these, first, second, steps, ahead);
+        const auto beside = [&] { finish_rows(rows_a_step); };
+        if (stop - row > kSide) {
+          if (is_pair) multiply<2, 2>(to_sums, these, first, second, steps, ahead, beside);
+          else multiply<2, 1>(to_sums, these, first, second, steps, ahead, beside);
         } else {
-          if (is_pair) multiply<1, 2>(sums, these, first, second, steps, ahead);
-          else multiply<1, 1>(sums, these, first, second, steps, ahead);
+          if (is_pair) multiply<1, 2>(to_sums, these, first, second, steps, ahead, beside);
+          else multiply<1, 1>(to_sums, these, first, second, steps, ahead, beside);
         }
-        for (int r = 0; r < std::min(kBlock, count - row); ++r)
-          finish(row + r, p, load<Floats>(sums + r * kBlock), is_pair, load<Floats>(sums + r * kBlock + kSide));
+        next_sums = to_sums, next_row = row, rows_left = std::min(kBlock, stop - row);
+        next_panel = p, next_is_pair = is_pair;
       }
     }
   }
+
+ private:
+  const Packed& weight;
+  const uint16_t* const strips;
+  const Finish& finish;
+  const int apart, steps, stride, rows_a_step;
+  const int64_t panel;
+  // What is to be finished.
+  const float* next_sums = nullptr;
+  int next_row = 0, rows_left = 0, next_panel = 0;
+  bool next_is_pair = false;
+  int which = 0;
+  alignas(64) float sums[2][kBlock * kBlock];
+
+  void finish_rows(int most) {
+    for (const int stop = rows_left - std::min(rows_left, most); rows_left > stop; --rows_left, ++next_row) {
+      finish(next_row, next_panel, load<Floats>(next_sums), next_is_pair, load<Floats>(next_sums + kSide));
+      next_sums += kBlock;
+    }
+  }
+
+  // Kept: to get so much memory anew takes longer than a product.
+  static Lines<uint16_t>& decoded() {
+    static thread_local Lines<uint16_t> panels;
+    return panels;
+  }
+};
+
+// Rows of so many inputs that are computed together: as many as stay in L2 while panels pass by.
+inline int rows_in_cache(int inputs) { return std::clamp(kInputsInCache / inputs / kBlock * kBlock, 256, 512); }
+
+template <class Finish>
+inline void for_outputs(const Packed& weight, const uint16_t* strips, int count, Share share, int apart,
+                        const Finish& finish) {
+  Blocks<Finish> blocks(weight, strips, apart, finish);
+  const int rows = rows_in_cache(weight.inputs);
+  for (int start = 0; start < count; start += rows)
+    blocks.run(start, std::min(count, start + rows), share.from, share.to);
 }
 #endif
 

@@ -25,7 +25,7 @@ template <class S> void normalise(S* to, const S* row, const S* weight, int widt
 inline Floats silu(Floats x) {
   Floats opposite = x * -1.44269504f;
   opposite = opposite < splat(120.0f) ? opposite : splat(120.0f);  // 2^120 is as good as infinity here
-  return x / (1.0f + exp2(opposite));
+  return x * reciprocal(1.0f + exp2(opposite));
 }
 
 // A head by its token's angles: `half` cosines, then as many sines. `to` may be `from`.

@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <new>
+#include <vector>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -17,6 +19,18 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Shorts __attribute__((vector_size(32)));
+
+// From the start of a cache line: a row of a tile that lies across two costs two loads.
+template <class T> struct LineAllocator {
+  typedef T value_type;
+  LineAllocator() = default;
+  template <class U> LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64))); }
+  void deallocate(T* at, size_t) { ::operator delete(at, std::align_val_t(64)); }
+  bool operator==(const LineAllocator&) const { return true; }
+  bool operator!=(const LineAllocator&) const { return false; }
+};
+template <class T> using Lines = std::vector<T, LineAllocator<T>>;
 
 struct Float32 {
   typedef float Stored;
@@ -91,7 +105,23 @@ inline float sum(Floats value) {
 #endif
 }
 
-// 2^x for x <= 127, relative error below 3e-7; 0 below -126. Taylor's series of 2^r on [-1/2, 1/2].
+// 2^x for x <= 127, relative error below 3e-7; 0 far below -126.
+#if defined(__AVX512DQ__)
+inline Floats exp2(Floats x) {
+  const Floats r = (Floats)_mm512_reduce_ps((__m512)x, 1);  // above the whole number below, which is what scalef takes of x
+  Floats y = r * 1.8671300794e-3f + 9.0170302959e-3f;
+  y = y * r + 5.5799913130e-2f;
+  y = y * r + 2.4016445014e-1f;
+  y = y * r + 6.9315131181e-1f;
+  y = y * r + 1.0f;
+  return (Floats)_mm512_scalef_ps((__m512)y, (__m512)x);
+}
+inline Floats reciprocal(Floats x) {  // of normal numbers, to the last bit or two: Newton's step from 14 bits
+  const Floats about = (Floats)_mm512_rcp14_ps((__m512)x);
+  return about * (2.0f - x * about);
+}
+#else
+// Taylor's series of 2^r on [-1/2, 1/2].
 inline Floats exp2(Floats x) {
   const Floats round_magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves no bits for a fraction
   Floats whole = (maximum(x, splat(-126.0f)) + round_magic) - round_magic;
@@ -105,6 +135,8 @@ inline Floats exp2(Floats x) {
   Floats result = (Floats)((Ints)y + (__builtin_convertvector(whole, Ints) << 23));
   return (Floats)((Ints)result & ~(Ints)(x < splat(-126.0f)));
 }
+inline Floats reciprocal(Floats x) { return 1.0f / x; }
+#endif
 
 template <class T> inline Floats multiply_add(Floats total, Words a, Words b);
 template <> inline Floats multiply_add<Float32>(Floats total, Words a, Words b) {

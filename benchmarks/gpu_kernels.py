@@ -140,10 +140,11 @@ def memory_rows(backend: AttentionBackend, ops: LayerOps, bytes_per_s: float, se
         rate = num_bytes / in_graph(call, seconds)
         yield Row(f"{name}, {tokens} tokens", rate / 1e9, "GB/s", "device copy", bytes_per_s / 1e9)
     words = pages.view(torch.int64)
-    found = seconds(lambda: copy_pages(words, words, [1024 + page for page in order], order))
-    yield Row(
-        "gather of 1024 pages of 2 MiB", 2 * pages.nbytes / 2 / found / 1e9, "GB/s", "device copy", bytes_per_s / 1e9
-    )
+    listed = (torch.tensor([1024 + page for page in order], device="cuda"), torch.tensor(order, device="cuda"))
+    for name, numbers in (("", ([1024 + page for page in order], order)), (", numbers on the device", listed)):
+        found = seconds(lambda: copy_pages(words, words, *numbers))  # noqa: B023
+        rate = 2 * pages.nbytes / 2 / found
+        yield Row(f"gather of 1024 pages of 2 MiB{name}", rate / 1e9, "GB/s", "device copy", bytes_per_s / 1e9)
 
 
 def draw_rows(seconds: Seconds) -> Iterator[Row]:

@@ -19,6 +19,7 @@ from engine.kernels.metadata import AttentionMetadata
 from engine.row_table import DecodeRows
 from engine.sequence import ScheduledSequence
 from engine.step_plan import StepPlan
+from engine.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,6 @@ def to_device(host: HostBatch, device: torch.device) -> Batch:
         drawing=tuple(host.drawing.tolist()),
         meta=meta,
     )
-
-
-def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """To a GPU through pinned memory: from any other the driver may wait for the stream first. On a CPU no copy."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def lay_out(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.batch import Batch, HostBatch, lay_out, to_device, upload
+from engine.batch import Batch, HostBatch, lay_out, to_device
 from engine.draws import DrawColumns
 from engine.parallel import ParallelGroup
 from engine.row_table import SAMPLING_FIELDS
 from engine.sampler import draw, nothing_to_draw, sample
 from engine.sequence import ScheduledSequence, Sequence, StepOutput
 from engine.step_plan import StepPlan
+from engine.upload import upload
 from penstock.errors import InternalError
 from penstock.types import TokenLogprob
 

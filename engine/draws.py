@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.batch import upload
 from engine.row_table import SAMPLING_FIELDS, sampling_of
 from engine.sequence import Sequence
+from engine.upload import upload
 from penstock.types import SamplingParams
 
 

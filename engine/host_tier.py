@@ -22,6 +22,7 @@ import torch
 
 from engine.kernels.copy_pages import select_copy
 from engine.page_slots import PageSlots
+from engine.upload import upload_pages
 from penstock.types import PageId
 
 _SCRATCH_BYTES = 64 << 20  # on a GPU: about 3 ms of a PCIe 4 bus
@@ -55,19 +56,19 @@ class HostTier:
             return
         step_stream = torch.cuda.current_stream(self._kv_pages.device)
         step_stream.wait_stream(self._stream)  # copies into pages that are about to be reused, and out of the scratch
+        pages_P = upload_pages(pages, self._kv_pages.device)
         for first in range(0, len(pages), len(self._scratch)):
-            self._write_through_scratch(self._stream, slots[first:], pages[first : first + len(self._scratch)])
+            self._write_through_scratch(self._stream, slots[first:], pages_P[first : first + len(self._scratch)])
         step_stream.synchronize()
 
-    def _write_through_scratch(self, stream: torch.cuda.Stream, slots: Sequence[int], pages: Sequence[PageId]) -> None:
+    def _write_through_scratch(self, stream: torch.cuda.Stream, slots: Sequence[int], pages_P: torch.Tensor) -> None:
         """At most as many pages as the scratch buffer holds; `slots` may be longer."""
         step_stream = torch.cuda.current_stream(self._kv_pages.device)
         step_stream.wait_stream(stream)
-        indices = torch.tensor(pages, device=self._kv_pages.device)
-        torch.index_select(self._kv_pages, 0, indices, out=self._scratch[: len(pages)])
+        torch.index_select(self._kv_pages, 0, pages_P, out=self._scratch[: len(pages_P)])
         stream.wait_stream(step_stream)
         with torch.cuda.stream(stream):
-            for index, slot in enumerate(slots[: len(pages)]):
+            for index, slot in enumerate(slots[: len(pages_P)]):
                 self._host_pages[slot].copy_(self._scratch[index], non_blocking=True)
 
     def read(self, slots: Sequence[int], pages: Sequence[PageId]) -> None:

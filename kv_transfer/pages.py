@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.kernels.copy_pages import select_copy
+from engine.upload import upload_pages
 from kv_transfer.reshard import WHOLE_PAGE, PageRows
 from penstock.types import PageId
 
@@ -63,7 +64,7 @@ class PageBuffer:
 
     def gather(self, pages: Sequence[PageId], out: PageBuffer) -> None:
         """Copies `pages`, in order, into the first rows of `out`."""
-        index_P = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        index_P = upload_pages(pages, self.device)
         torch.index_select(self.rows_PW, 0, index_P, out=out.rows_PW[: len(pages)])
 
     def copy_from(self, source: PageBuffer, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> None:

@@ -38,6 +38,28 @@ def test_pages_are_copied_and_nothing_else_is_touched(
     assert not memory[offset + num_pages * page_bytes :].any()
 
 
+@pytest.mark.parametrize("copy", [copy_by_index, copy_pages])
+def test_numbers_that_are_on_the_device_already_stay_there(copy: CopyPages, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = torch.arange(5 * 70, dtype=torch.int64, device=GPU).view(5, 70)
+    to, wanted = torch.zeros_like(source), torch.zeros_like(source)
+    dst, src = torch.tensor([4, 0], device=GPU), torch.tensor([1, 2], device=GPU)
+    wanted[[4, 0]] = source[[1, 2]]
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.upload.upload", None)
+        copy(to, source, dst, src)
+    assert torch.equal(to, wanted)
+    with pytest.raises(AssertionError, match="int32"):
+        copy(to, source, dst.int(), src)
+
+
+def test_pages_outside_a_pool_are_left_out_by_a_kernel_that_nobody_checks_them_for() -> None:
+    source = torch.ones(4, 9, dtype=torch.int64, device=GPU)
+    memory = torch.zeros(8, 9, dtype=torch.int64, device=GPU)
+    to_pages = torch.tensor([4, -1, 2, 1, 0], device=GPU)
+    copy_pages(memory[2:6], source, to_pages, torch.tensor([0, 1, 2, 4, -1], device=GPU))
+    assert memory.sum(1).tolist() == [0, 0, 0, 0, 9, 0, 0, 0]
+
+
 @pytest.mark.parametrize(("copy", "device"), COPIES)
 def test_pages_outside_a_pool_are_refused(copy: CopyPages, device: torch.device) -> None:
     pool, other = (torch.zeros(4, width, dtype=torch.uint8, device=device) for width in (64, 65))

@@ -5,9 +5,9 @@ Shapes: `T` tokens, `N` query heads, `K` KV heads, `H` head dim, `P` pages, `S` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
+
+from engine.upload import PageList
 
 MAX_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,13 +85,13 @@ def check_index(operation: str, name: str, index: torch.Tensor, dtype: torch.dty
         raise ValueError(f"{operation}: {name} has shape {tuple(index.shape)}; expected {shape}")
 
 
-def check_page_rows(
-    to: torch.Tensor, source: torch.Tensor, to_pages: Sequence[int], source_pages: Sequence[int]
-) -> None:
-    """Of a copy of pages: kernels trust their arguments."""
+def check_page_rows(to: torch.Tensor, source: torch.Tensor, to_pages: PageList, source_pages: PageList) -> None:
+    """Of a copy of pages: kernels trust their arguments. Numbers that are on a device are not looked at."""
     assert to.is_contiguous(), "rows lie one after the other"
     assert source.is_contiguous(), "rows lie one after the other"
     assert (to.shape[1], to.dtype) == (source.shape[1], source.dtype), "pages are of one size"
     assert len(to_pages) == len(source_pages), "a page goes to a page"
     for pool, pages in ((to, to_pages), (source, source_pages)):
-        assert not pages or (min(pages) >= 0 and max(pages) < pool.shape[0]), "pages lie in their pool"
+        if not isinstance(pages, torch.Tensor) and pages:
+            assert min(pages) >= 0, "pages lie in their pool"
+            assert max(pages) < pool.shape[0], "pages lie in their pool"

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from engine.kernels.checks import check_page_rows
 from engine.kernels.cpu_build import load_library
+from engine.upload import PageList, upload_pages
 
-CopyPages = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], None]
+CopyPages = Callable[[torch.Tensor, torch.Tensor, PageList, PageList], None]
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
 
 
 @functools.cache
 def select_copy(device_type: str = "cpu") -> CopyPages:
     """`copy(to, source, to_pages, source_pages)`: to[to_pages[i]] = source[source_pages[i]]; both [P, W] of one dtype,
-    contiguous, on such devices; on a GPU on its current stream, without waiting. Blocks for some seconds where a
-    CPU's kernels are not built yet."""
+    contiguous, on such devices; on a GPU on its current stream, without waiting. There the numbers of pages may be
+    tensors of the device that copies, `source`'s; pages outside a pool are then left out. Blocks for some seconds where
+    a CPU's kernels are not built yet."""
     if device_type != "cpu":
         return _select_cuda_copy()
     library = load_library()
@@ -33,7 +35,7 @@ def select_copy(device_type: str = "cpu") -> CopyPages:
     kernel = library.penstock_copy_pages
     kernel.argtypes, kernel.restype = [_POINTER] * 4 + [_LONG] * 2, None
 
-    def copy(to: torch.Tensor, source: torch.Tensor, to_pages: Sequence[int], source_pages: Sequence[int]) -> None:
+    def copy(to: torch.Tensor, source: torch.Tensor, to_pages: PageList, source_pages: PageList) -> None:
         check_page_rows(to, source, to_pages, source_pages)
         to_P, source_P = np.array(to_pages, dtype=np.int64), np.array(source_pages, dtype=np.int64)
         page_bytes = to.shape[1] * to.element_size()
@@ -50,14 +52,13 @@ def _select_cuda_copy() -> CopyPages:
     return copy_pages
 
 
-def copy_by_index(to: torch.Tensor, source: torch.Tensor, to_pages: Sequence[int], source_pages: Sequence[int]) -> None:
+def copy_by_index(to: torch.Tensor, source: torch.Tensor, to_pages: PageList, source_pages: PageList) -> None:
     check_page_rows(to, source, to_pages, source_pages)
-    to_P = torch.tensor(to_pages, dtype=torch.int64, device=to.device)
-    source_P = torch.tensor(source_pages, dtype=torch.int64, device=source.device)
-    to.index_copy_(0, to_P, source.index_select(0, source_P).to(to.device))
+    to_P, source_P = (upload_pages(pages, source.device) for pages in (to_pages, source_pages))
+    to.index_copy_(0, to_P.to(to.device), source.index_select(0, source_P).to(to.device))
 
 
-def copy_rows(to: torch.Tensor, source: torch.Tensor, to_pages: Sequence[int], source_pages: Sequence[int]) -> None:
+def copy_rows(to: torch.Tensor, source: torch.Tensor, to_pages: PageList, source_pages: PageList) -> None:
     check_page_rows(to, source, to_pages, source_pages)
     to_PW, source_PW = to.numpy(), source.numpy()
     # 13 GB/s against index_copy_'s 8 on one core: that one runs element by element (2026-11, torch 2.13).

@@ -11,28 +11,28 @@ Shapes: `P` pages, `W` words of a page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.checks import check_page_rows
+from engine.upload import PageList, upload_pages
 
 _BLOCK_WORDS = 2048  # 16 KiB of 8-byte words for 128 threads: eight loads of 16 bytes each; not tuned
 
 
-def copy_pages(to: torch.Tensor, source: torch.Tensor, to_pages: Sequence[int], source_pages: Sequence[int]) -> None:
+def copy_pages(to: torch.Tensor, source: torch.Tensor, to_pages: PageList, source_pages: PageList) -> None:
     """to[to_pages[i]] = source[source_pages[i]], both [P, W] of one dtype, contiguous; on `source`'s device and its
-    current stream, without waiting."""
+    current stream, without waiting. Numbers of pages that are there already are read by the kernel alone, which leaves
+    out those that lie in no pool."""
     check_page_rows(to, source, to_pages, source_pages)
-    if not to_pages:
+    if not len(to_pages):
         return
     num_words = source.shape[1]
-    pages_2P = torch.tensor([to_pages, source_pages], dtype=torch.int64).to(source.device)
+    to_P, source_P = (upload_pages(pages, source.device) for pages in (to_pages, source_pages))
     with torch.cuda.device_of(source):
         _copy_kernel[(len(to_pages), triton.cdiv(num_words, _BLOCK_WORDS))](
-            to, source, pages_2P[0], pages_2P[1], num_words, BLOCK=_BLOCK_WORDS, num_warps=4
+            to, source, to_P, source_P, to.shape[0], source.shape[0], num_words, BLOCK=_BLOCK_WORDS, num_warps=4
         )
 
 
@@ -42,11 +42,15 @@ def _copy_kernel(
     source_ptr,  # [P, W], contiguous
     to_page_ptr,  # int64, one for each page that is copied
     source_page_ptr,  # likewise
+    num_to_pages,  # of the pools
+    num_source_pages,
     num_words,  # W
     BLOCK: tl.constexpr,
 ):  # grid: (pages that are copied, blocks of a page)
     to_page = tl.load(to_page_ptr + tl.program_id(0))
     source_page = tl.load(source_page_ptr + tl.program_id(0))
+    if to_page < 0 or to_page >= num_to_pages or source_page < 0 or source_page >= num_source_pages:
+        return
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = word < num_words
     words = tl.load(source_ptr + source_page * num_words + word, mask=mask)

@@ -9,19 +9,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from engine.batch import Batch, lay_out, to_device
+from engine.batch import Batch, HostBatch, lay_out, to_device
 from engine.cache_tiers import CacheTiers
 from engine.cuda_graphs import GraphRunner
 from engine.disk_tier import DiskTier
 from engine.drawing import Drawn, Known, LaidOutStep, compute, compute_in_vain, lay_out_step
 from engine.host_tier import HostTier
 from engine.kv_layout import KVLayout
-from engine.memory_plan import saturating_tokens
+from engine.memory_plan import saturating_tokens, select_context
 from engine.model_config import ModelConfig
 from engine.page_pool import PagePool
 from engine.parallel import ALONE, ParallelGroup
@@ -32,15 +33,15 @@ from engine.ranked_graphs import capture_everywhere
 from engine.ranked_pages import RankedHostTier, zero_everywhere
 from engine.ranks import Launch, Ranks
 from engine.runner import ModelRunner
-from engine.sampler import sample
+from engine.sampler import sample, warm_up_draws
 from engine.sequence import SampledToken, ScheduledSequence, StepOutput
-from engine.sequence import Sequence as Generation
 from engine.shard import Shard, check_ranked
+from engine.warm_up import warm_up_batches
 from engine.zeroing import zero_pages
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.kv_events import KvEventLog
-from penstock.types import PageId, RequestId, SamplingParams
+from penstock.types import PageId
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Engine:
         runs_ahead: bool = False,
         graphs: GraphRunner | None = None,
         group: ParallelGroup = ALONE,
+        max_context: int | None = None,
     ) -> None:
         """`runs_ahead`: decode steps are given to the device before those ahead of them are over."""
         self.model = model
@@ -70,6 +72,7 @@ class Engine:
         self.runner = runner
         self.ranks = ranks  # the other ones, where the model is split
         self.runs_ahead = runs_ahead
+        self.max_context = max_context or model.context_length  # tokens that a sequence may have
         self._graphs = graphs
         self._group = group
 
@@ -142,6 +145,7 @@ class Engine:
             runs_ahead,
             part.make_graphs(runner, num_pages),
             part.group,
+            select_context(config, part.model),
         )
 
     @property
@@ -198,10 +202,14 @@ class Engine:
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Logits of the sequences that draw, and their places in `work`."""
         host = lay_out(work, self.layout.page_size)
+        return self._run(host, on_layer), tuple(host.drawing.tolist())
+
+    def _run(self, host: HostBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Logits of a step that is not replayed."""
         if self.ranks is not None:
             self.ranks.announce(RankedStep(host))
         with self._explained():
-            return self.runner.forward(to_device(host, self.kv_pages.device), on_layer), tuple(host.drawing.tolist())
+            return self.runner.forward(to_device(host, self.kv_pages.device), on_layer)
 
     def lay_out(self, work: Sequence[ScheduledSequence]) -> LaidOutStep:
         """All that `compute` needs of a step that is not empty; sequences may change afterwards."""
@@ -241,27 +249,21 @@ class Engine:
             capture_everywhere(self._graphs, self.ranks, on_progress, max_sequences)
 
     def warm_up(self) -> None:
-        """One prefill and one decode on scratch pages, so that the first request pays for no compilation. Blocks."""
-        page_size = self.layout.page_size
-        num_pages = min(2, self.pool.num_available)
-        num_prompt_tokens = min(max(num_pages * page_size - 1, 1), self.model.context_length - 1)
-        pages = self.pool.allocate(num_pages)
+        """One step of each kind that kernels are compiled for, so that no request waits for that. Blocks: for half a
+        minute where there are such kernels and no cache has them."""
+        started_s = time.monotonic()
+        [page] = self.pool.allocate(1)
         try:
-            scratch = Generation(
-                RequestId("warm-up"),
-                [0] * num_prompt_tokens,
-                num_prompt_tokens,
-                SamplingParams(max_tokens=2),
-                b"",
-                pages,
-            )
-            self.step([ScheduledSequence(scratch, num_prompt_tokens)])
-            scratch.num_computed_tokens = num_prompt_tokens
-            scratch.token_ids.append(0)
-            if num_pages * page_size > num_prompt_tokens:
-                self.step([ScheduledSequence(scratch, 1)])
+            most_tokens = self.saturating_tokens if self.runner.compiles else 0
+            for batch in warm_up_batches(page, self.layout.page_size, self.max_context, most_tokens):
+                logits_1V = self._run(batch)
+            warm_up_draws(logits_1V)
+            if self.kv_pages.is_cuda:
+                torch.cuda.synchronize(self.kv_pages.device)
         finally:
-            self.pool.release(pages)
+            self.pool.release([page])
+        if self.runner.compiles:
+            log.info("kernels of every kind of step are there, after %.1f s", time.monotonic() - started_s)
         if self.ranks is not None:
             self.ranks.set_ready()
 

@@ -29,6 +29,11 @@ class ModelRunner:
         self._ops = ops
         self.stack = model.fuse(self._layer_pools, attention)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether steps of some kinds are computed by kernels that are compiled when they are first needed."""
+        return self._attention.name == "triton"
+
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Logits [R, V] of the rows that draw; the batch's K/V are in the pages afterwards. Blocks on CPU.

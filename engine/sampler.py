@@ -27,7 +27,9 @@ import torch
 from engine.distribution import draw_from, padded, select
 from engine.draws import DrawColumns, Draws
 from engine.logit_edits import edit_logits, is_edited
+from engine.row_table import SAMPLING_FIELDS, sampling_of
 from engine.sequence import SampledToken, ScheduledSequence, Sequence
+from engine.warm_up import SAMPLINGS
 from penstock.errors import InternalError
 from penstock.types import SamplingParams, TokenLogprob
 
@@ -42,7 +44,7 @@ def draw(logits_RV: torch.Tensor, draws: DrawColumns) -> tuple[torch.Tensor, tor
     The same tokens as `sample` gives rows without edits. What it gives a row that was not finite is a token, but
     means nothing. Greedy rows are always taken to be finite.
     """
-    kernel = _device_kernel() if logits_RV.is_cuda else None
+    kernel = _kernel_for(logits_RV)
     if kernel is not None:
         token_ids_R, totals_R = kernel(logits_RV, draws.on(logits_RV.shape[1], logits_RV.device))
         return token_ids_R, _is_mass(totals_R)
@@ -64,6 +66,14 @@ def draw(logits_RV: torch.Tensor, draws: DrawColumns) -> tuple[torch.Tensor, tor
     return token_ids_R, valid_R
 
 
+def warm_up_draws(logits_1V: torch.Tensor) -> None:
+    """Draws in every way, from logits as they come and as they are edited."""
+    for sampling in SAMPLINGS:
+        draws = DrawColumns(np.array([sampling_of(sampling)], SAMPLING_FIELDS), np.zeros(1, np.int64))
+        for logits in (logits_1V, logits_1V.float()):
+            draw(logits, draws)
+
+
 def _is_mass(totals_R: torch.Tensor) -> torch.Tensor:
     return (totals_R > 0.0) & (totals_R < float("inf"))
 
@@ -80,7 +90,7 @@ def sample(
     if logits_BV.shape[0] != len(rows):
         raise InternalError(f"sample: {logits_BV.shape[0]} rows of logits for {len(rows)} sequences")
     sequences = [row.sequence for row in rows]
-    draw_tokens = _device_kernel() if logits_BV.is_cuda else None
+    draw_tokens = _kernel_for(logits_BV)
     if draw_tokens is not None:
         token_ids = sample_on_device(logits_BV, sequences, eos_token_ids, draw_tokens)
     else:
@@ -103,6 +113,10 @@ def sample_on_device(
     found = torch.stack((tokens_B.double(), totals_B)).cpu()  # one copy; a double holds every token id
     _check_totals(sequences, found[1].tolist())
     return found[0].long().tolist()
+
+
+def _kernel_for(logits_RV: torch.Tensor) -> DrawTokens | None:
+    return _device_kernel() if logits_RV.is_cuda else None
 
 
 @functools.cache

@@ -107,6 +107,8 @@ class _MappedMemory:
         pool_bytes = num_pages * own.page_bytes
         try:
             found = PageBuffer.staging(1, TRAILER_BYTES, own.device)
+            if self._stream is not None:  # whatever still writes to memory that is given out again
+                self._stream.wait_stream(torch.cuda.current_stream(own.device))
             # With the copy that pages take: what it cannot reach shows here, where another wire can still be tried.
             self._copy(found, PageBuffer(self._opened[-TRAILER_BYTES:].view(1, -1)), [PageId(0)], [PageId(0)])
             if not is_mark(found.tensor[0, :MARK_BYTES].cpu().numpy().tobytes(), mark):

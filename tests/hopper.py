@@ -35,6 +35,8 @@ from engine.layers.quantized import Kind, quantize_weight
 from penstock.types import SamplingParams
 
 _HOPPER = GPUTarget("cuda", 90, 32)
+_BACKEND = make_backend(_HOPPER)
+_BINDERS: dict[JITFunction[Any], Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +48,49 @@ class Compiled:
     has_wgmma: bool  # a Hopper's own matrix instruction
 
 
-_BUILT: dict[tuple[str, str, str], Compiled] = {}  # by kernel and what Triton makes a variant of
+_BUILT: dict[tuple[str, str, str], Compiled] = {}  # by variant
+
+
+@contextlib.contextmanager
+def launching(note: Callable[[JITFunction[Any], tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """What is launched inside is noted, and not computed."""
+
+    def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        note(kernel, args, options)
+
+    launch, JITFunction.run = JITFunction.run, run
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Compiled]]:
     compiled: list[Compiled] = []
-
-    def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled.append(_compile(kernel, args, options))
-
-    launch, JITFunction.run = JITFunction.run, run
-    try:
+    with launching(lambda kernel, args, options: compiled.append(_compile(kernel, args, options))):
         yield compiled
-    finally:
-        JITFunction.run = launch
+
+
+def variant(kernel: JITFunction[Any], args: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, str, str]:
+    """Calls for which this is equal need compiling once."""
+    _, specialization, choices = _bind(kernel, args, options)
+    return kernel.fn.__name__, str(specialization), str(choices)
+
+
+def _bind(kernel: JITFunction[Any], args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    if kernel not in _BINDERS:
+        _BINDERS[kernel] = create_function_from_signature(kernel.signature, kernel.params, _BACKEND)
+    bound: tuple[Any, Any, Any] = _BINDERS[kernel](*args, **options)
+    return bound
 
 
 def _compile(kernel: JITFunction[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Compiled:
-    """Once for each variant: of a call that needs no other one than an earlier call the result is known."""
-    backend = make_backend(_HOPPER)
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, choices = binder(*args, **options)
-    key = (kernel.fn.__name__, str(specialization), str(choices))
+    """Once for each variant."""
+    bound, specialization, choices = _bind(kernel, args, options)
+    key = variant(kernel, args, options)
     if key not in _BUILT:
-        parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, choices)
+        parsed, signature, constants, attributes = kernel._pack_args(_BACKEND, options, bound, specialization, choices)
         source = ASTSource(kernel, signature, constants, attributes)
         built = triton.compile(source, target=_HOPPER, options=parsed.__dict__)
         registers, stack = _resources(built.asm["cubin"])

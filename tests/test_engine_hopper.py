@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import make_checkpoint
+
 SHARED_BYTES = 227 * 1024  # what programs may have of a multiprocessor
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, list[dict[str, Any]]]:
-    """By the name of the launch, in a process that does not interpret."""
+def run(module: str, *arguments: str) -> dict[str, Any]:
+    """What it prints, in a process that does not interpret."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hopper"],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
         capture_output=True,
@@ -27,8 +28,14 @@ def compiled() -> dict[str, list[dict[str, Any]]]:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    """By the name of the launch."""
+    return run("tests.hopper")
 
 
 def test_every_launch_fits_a_multiprocessor(compiled: dict[str, list[dict[str, Any]]]) -> None:
@@ -56,3 +63,13 @@ def test_a_decode_leaves_room_for_others_beside_it(compiled: dict[str, list[dict
         kernel = compiled[name][0]
         assert kernel["shared_bytes"] <= SHARED_BYTES / 3, name
         assert kernel["registers"] * 128 * 3 <= 65536, name
+
+
+def test_no_step_needs_a_kernel_that_was_not_compiled_at_the_start(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 8, "head_dim": 64, "hidden_size": 128}
+    make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=8192, **heads)
+    make_checkpoint("mistral", tmp_path / "mistral", max_position_embeddings=1500, sliding_window=700)
+    asked = [f"{tmp_path}/llama,fp8,none", f"{tmp_path}/mistral,auto,none"]
+    for name, (num_variants, missing) in run("tests.hopper_steps", *asked).items():
+        assert num_variants > 20, name
+        assert missing == [], name

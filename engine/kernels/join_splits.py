@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-MIN_SPLIT_TOKENS = 256  # below, joining costs more than a program more gains
-_MAX_SPLITS = 64
+from engine.kernels.metadata import MAX_SPLITS, MIN_SPLIT_TOKENS
+
 _SHARED_BYTES = 227 * 1024  # of a Hopper's multiprocessor, for programs
 _MAX_RESIDENT = 4  # programs of four warps each that registers have room for
 # What changes from step to step and must not be compiled for: Triton makes a variant of its own for a number that is 1
@@ -56,7 +56,7 @@ def choose_splits(num_programs: int, reach: int, tile_bytes: int, device: torch.
     """
     resident = max(1, min(_SHARED_BYTES // tile_bytes, _MAX_RESIDENT))
     wanted = round(resident * _num_multiprocessors(device) / num_programs)
-    return max(1, min(wanted, reach // MIN_SPLIT_TOKENS, _MAX_SPLITS))
+    return max(1, min(wanted, reach // MIN_SPLIT_TOKENS, MAX_SPLITS))
 
 
 @lru_cache
@@ -86,7 +86,7 @@ def split_of(begin, end, split, num_splits, TILE: tl.constexpr, MIN_TOKENS: tl.c
     return first, tl.minimum(first + stretch, end)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["partial_lse_ptr"])
 def _join_kernel(
     partial_o_ptr,  # fp32 [T, N, X, H] contiguous
     partial_lse_ptr,  # fp32 [T, N, X] contiguous, log2

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+# How a context is split between programs of a GPU.
+MIN_SPLIT_TOKENS = 256  # below, joining costs more than a program more gains
+MAX_SPLITS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class KvLayer:

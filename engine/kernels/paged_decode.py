@@ -22,7 +22,8 @@ import triton.language as tl
 from engine.kernels.attend import Scores, attend
 from engine.kernels.checks import check_index, check_queries
 from engine.kernels.dot_type import dot_type
-from engine.kernels.join_splits import MIN_SPLIT_TOKENS, PER_STEP, Partials, choose_splits, join_splits, split_of
+from engine.kernels.join_splits import PER_STEP, Partials, choose_splits, join_splits, split_of
+from engine.kernels.metadata import MIN_SPLIT_TOKENS
 from engine.kernels.tuning import KernelConfig, select_config
 
 _TILE_BYTES = 16384  # of K, and as many of V

@@ -21,7 +21,8 @@ import triton.language as tl
 from engine.kernels.attend import LOG2_E
 from engine.kernels.checks import check_index, check_pool_layer, check_scales
 from engine.kernels.dot_type import dot_type
-from engine.kernels.join_splits import MIN_SPLIT_TOKENS, PER_STEP, Partials, choose_splits, join_splits, split_of
+from engine.kernels.join_splits import PER_STEP, Partials, choose_splits, join_splits, split_of
+from engine.kernels.metadata import MIN_SPLIT_TOKENS
 from engine.kernels.tuning import KernelConfig, select_config
 
 _MAX_HALF = 512  # of a vector of 1024: what registers hold of one row's sum

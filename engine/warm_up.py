@@ -1,0 +1,64 @@
+"""Steps that together need every variant of every Triton kernel, so that no request waits for a compiler.
+
+Triton compiles a kernel for each size of tile and each way to split a context. Which of them a step takes follows from
+its number of tokens and from the bound of its contexts, by powers of two; hence one step of each, by `Engine.warm_up`.
+What they compute means nothing: every token is written into one scratch page, and read from there. Compiled kernels are
+kept on disk (TRITON_CACHE_DIR, ~/.triton/cache), where the next start finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from engine.batch import HostBatch
+from engine.kernels.metadata import MAX_SPLITS, MIN_SPLIT_TOKENS
+from penstock.types import PageId, SamplingParams
+
+# A draw of each kind: the likeliest, plain, and with both filters.
+SAMPLINGS = (
+    SamplingParams(max_tokens=1, temperature=0.0),
+    SamplingParams(max_tokens=1, temperature=1.0),
+    SamplingParams(max_tokens=1, temperature=1.0, top_k=2, top_p=0.5),
+)
+
+
+def warm_up_batches(page: PageId, page_size: int, max_context: int, most_tokens: int) -> Iterator[HostBatch]:
+    """`page` is scratch; no step has more than `most_tokens` tokens, no sequence more than `max_context`. Where nothing
+    is compiled, with `most_tokens` 0, a short prompt and a decode are enough."""
+    contexts = contexts_up_to(max_context) if most_tokens else [1]
+    for context in contexts:
+        yield _batch(page, page_size, 1, 1, context)
+    num_tokens = 2
+    while num_tokens <= max(most_tokens, 2):
+        length = min(num_tokens, max_context)
+        for context in dict.fromkeys((length, max(length, contexts[-1]))):
+            yield _batch(page, page_size, num_tokens // length, length, context)
+        num_tokens *= 2
+
+
+def contexts_up_to(max_context: int) -> list[int]:
+    """That are split into one part, two, four and so on, as far as one sequence alone is."""
+    contexts = [1]
+    while contexts[-1] < max_context and contexts[-1] < MAX_SPLITS * MIN_SPLIT_TOKENS:
+        contexts.append(min(max(2 * contexts[-1], 2 * MIN_SPLIT_TOKENS), max_context))
+    return contexts
+
+
+def _batch(page: PageId, page_size: int, num_sequences: int, length: int, context: int) -> HostBatch:
+    num_tokens = num_sequences * length
+    position_T = np.tile(np.arange(context - length, context), num_sequences)
+    return HostBatch(
+        token_ids_T=np.zeros(num_tokens, np.int64),
+        positions_T=position_T,
+        query_start_B1=np.arange(0, num_tokens + 1, length),
+        context_B=np.full(num_sequences, context),
+        page_table_BW=np.full((num_sequences, -(-context // page_size)), page, np.int32),
+        slot_page_T=np.full(num_tokens, page, np.int64),
+        slot_offset_T=position_T % page_size,
+        max_query_len=length,
+        num_decodes=num_sequences if length == 1 else 0,
+        drawing=np.zeros(1, np.int64),
+        draw_rows_R=np.zeros(1, np.int64),
+    )

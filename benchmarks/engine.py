@@ -1,45 +1,54 @@
 """One engine in one process beside what bounds it and what people would run instead, in turns, in one run.
 
 Decode steps of 1, 16 and 64 sequences at 512 tokens of context, prompts of 512 and 2048 tokens, 16 requests from prompt
-to last token, and the start of a process to its first token; 135M shape, bf16, greedy. Held against the bare-torch
-floor, plain eager torch, `transformers` and, where it is installed, vLLM's CPU build (in a process of its own, while
-this one stands still).
+to last token, and the start of a process to its first token; 135M shape, bf16, greedy. Steps are held against the
+bare-torch floor, plain eager torch and `transformers`. What is called "whole loop" is asked of everybody from outside,
+as requests that are all there at once, schedulers and all: of this engine's worker loop, and of vLLM's `LLM.generate`
+where its interpreter is named (`benchmarks/vllm_process.py`), in a process of its own.
 
 Subjects take turns, round after round, and the quickest call of each counts: other work on the machine only adds time.
+While one is asked, the others stand still.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import logging
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks.engine_aims import BATCHING, COLD, FLOOR, OURS, VLLM, WARM, aim_rows, rows_of
+from benchmarks.engine_asks import (
+    BATCHES,
+    CONTEXT,
+    KV_TOKENS,
+    PROMPTS,
+    REQUESTS_NAME,
+    Answer,
+    LoopWorkload,
+    ask_in_turns,
+    loop_workloads,
+)
+from benchmarks.engine_loop import EngineLoop
 from benchmarks.engine_rivals import EagerTorch, Transformers
+from benchmarks.engine_start import first_token_s, started_vllm
 from benchmarks.floor import FloorStep
 from benchmarks.report import Row, publish
 from benchmarks.shapes import random_llama
+from benchmarks.vllm_process import NoVllm, Vllm, VllmEngine, add_option, find_vllm
 from engine.engine import Engine
 from engine.model_config import ModelConfig
 from engine.sequence import ScheduledSequence, Sequence
 from penstock.config import EngineConfig
 from penstock.types import RequestId, SamplingParams
 
-BATCHES = (1, 16, 64)
-CONTEXT = 512
-PROMPTS = (512, 2048)
-REQUESTS, REQUEST_TOKENS, NEW_TOKENS = 16, 256, 32
-OURS, FLOOR = "this engine", "bare-torch floor"
 _SHORT_S = 0.2  # calls that take less are made several times in a round
-_START_TIMEOUT_S = 300.0
 
 Call = Callable[[], object]
 
@@ -48,10 +57,10 @@ class Ours:
     """Calls of the engine itself: a step is all that `Engine.step` does, from the work list to tokens."""
 
     def __init__(self, folder: Path, num_threads: int) -> None:
-        most = max(max(BATCHES) * (CONTEXT + 1), max(PROMPTS), REQUESTS * (REQUEST_TOKENS + NEW_TOKENS))
-        num_pages = most // 16 + 2 * max(BATCHES)
-        self._engine = Engine.load(EngineConfig(model=str(folder), num_threads=num_threads, num_pages=num_pages))
+        config = EngineConfig(model=str(folder), num_threads=num_threads, num_pages=KV_TOKENS // 16)
+        self._engine = Engine.load(config)
         self._engine.kv_pages.normal_()
+        self.loop = EngineLoop(self._engine)
 
     def decode(self, batch: int, context: int) -> Call:
         work = [ScheduledSequence(self._sequence(context + 1, context), 1) for _ in range(batch)]
@@ -61,24 +70,6 @@ class Ours:
         sequence = self._sequence(num_tokens, 0)
         return self._holding([ScheduledSequence(sequence, 1)], lambda: self._compute(sequence))
 
-    def serve(self) -> Call:
-        """All requests of a burst, prompts first."""
-
-        def call() -> None:
-            sequences = [self._sequence(REQUEST_TOKENS, 0, NEW_TOKENS) for _ in range(REQUESTS)]
-            for sequence in sequences:
-                self._compute(sequence)
-            for _ in range(NEW_TOKENS - 1):
-                for sequence in sequences:
-                    sequence.token_ids.append(5)
-                self._engine.step([ScheduledSequence(sequence, 1) for sequence in sequences])
-                for sequence in sequences:
-                    sequence.num_computed_tokens += 1
-            for sequence in sequences:
-                self._engine.pool.release(sequence.pages)
-
-        return call
-
     def _compute(self, sequence: Sequence) -> None:
         """The prompt, chunk by chunk, as a prefill worker does by itself."""
         sequence.num_computed_tokens = 0
@@ -86,9 +77,9 @@ class Ours:
             self._engine.step([ScheduledSequence(sequence, count)])
             sequence.num_computed_tokens += count
 
-    def _sequence(self, num_tokens: int, num_computed: int, num_more: int = 0) -> Sequence:
-        pages = self._engine.pool.allocate(-(-(num_tokens + num_more) // self._engine.layout.page_size))
-        sampling = SamplingParams(max_tokens=max(1, num_more), temperature=0.0, ignore_eos=True)
+    def _sequence(self, num_tokens: int, num_computed: int) -> Sequence:
+        pages = self._engine.pool.allocate(-(-num_tokens // self._engine.layout.page_size))
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         sequence = Sequence(RequestId("bench"), [5] * num_tokens, num_tokens, sampling, b"", pages)
         sequence.num_computed_tokens = num_computed
         return sequence
@@ -104,7 +95,6 @@ class Ours:
 class Workload:
     name: str
     calls: Mapping[str, Call]
-    num_tokens: int  # that a call computes
 
 
 def in_turns(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
@@ -137,7 +127,7 @@ def workloads(ours: Ours, eager: EagerTorch, rival: Transformers, model: ModelCo
             "eager torch": eager.decode(batch, CONTEXT),
             "transformers, static cache": rival.decode(batch, CONTEXT),
         }
-        return Workload(f"decode step, {batch} at {CONTEXT}", calls, batch)
+        return Workload(f"decode step, {batch} at {CONTEXT}", calls)
 
     def prefill(num_tokens: int) -> Workload:
         calls: dict[str, Call] = {
@@ -146,55 +136,65 @@ def workloads(ours: Ours, eager: EagerTorch, rival: Transformers, model: ModelCo
             "eager torch": eager.prefill(num_tokens),
             "transformers, static cache": rival.prefill(num_tokens),
         }
-        return Workload(f"prompt of {num_tokens}", calls, num_tokens)
-
-    def serve() -> Workload:
-        prompts = [[5 + row] * REQUEST_TOKENS for row in range(REQUESTS)]
-        calls = {
-            OURS: ours.serve(),
-            "transformers, continuous batching": rival.continuous_batching(prompts, NEW_TOKENS),
-        }
-        return Workload(f"{REQUESTS} requests, {REQUEST_TOKENS} in, {NEW_TOKENS} out", calls, REQUESTS * NEW_TOKENS)
+        return Workload(f"prompt of {num_tokens}", calls)
 
     return [
         *(lambda batch=batch: decode(batch) for batch in BATCHES),  # type: ignore[misc]
         *(lambda num_tokens=num_tokens: prefill(num_tokens) for num_tokens in PROMPTS),  # type: ignore[misc]
-        serve,
     ]
 
 
-def rows_of(workload: Workload, rounds: int) -> list[Row]:
-    best = in_turns(workload.calls, rounds)
-    return [
-        Row(f"{workload.name}: {name}", took_s * 1e3, "ms", OURS, best[OURS] * 1e3)
-        for name, took_s in sorted(best.items(), key=lambda item: item[1])
-    ]
+def starts(folder: Path, num_threads: int) -> dict[str, dict[str, float]]:
+    """Seconds to the first token; before anything here holds the model, since replicas share weights."""
+    with tempfile.TemporaryDirectory() as cache:
+        cold_s = first_token_s("penstock", folder, num_threads, Path(cache))
+        warm_s = min(first_token_s("penstock", folder, num_threads, Path(cache)) for _ in range(2))
+    rival_s = min(first_token_s("transformers", folder, num_threads) for _ in range(2))
+    return {COLD: {OURS: cold_s}, WARM: {OURS: warm_s, "transformers": rival_s}}
 
 
-def start_rows(folder: Path, rounds: int, num_threads: int) -> list[Row]:
-    """From the start of a process to its first token, of a prompt of 16 tokens, imports and weights included."""
-    names = {OURS: "penstock", "transformers": "transformers"}
-    best = dict.fromkeys(names, float("inf"))
-    for _ in range(rounds):
-        for name, subject in names.items():
-            command = [sys.executable, "-m", "benchmarks.first_token", subject, str(folder), str(num_threads)]
-            started_s = time.perf_counter()
-            subprocess.run(command, check=True, capture_output=True, timeout=_START_TIMEOUT_S)
-            best[name] = min(best[name], time.perf_counter() - started_s)
-    return [Row(f"start to first token: {name}", took_s, "s", OURS, best[OURS]) for name, took_s in best.items()]
+@contextmanager
+def beside(vllm: Vllm | None, folder: Path, num_threads: int) -> Iterator[tuple[VllmEngine | None, float, float]]:
+    """vLLM, waiting, and what its first and its second start took; None where there is none."""
+    if vllm is None:
+        yield None, 0.0, 0.0
+        return
+    with tempfile.TemporaryDirectory() as cache, started_vllm(vllm, folder, num_threads, Path(cache)) as started:
+        yield started
 
 
-def vllm_rows(folder: Path, num_threads: int, ours: Mapping[str, float]) -> list[Row]:
-    """Empty where vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        return []
-    command = [sys.executable, "-m", "benchmarks.engine_vllm", str(folder), str(num_threads)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=_START_TIMEOUT_S * 4)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return [
-        Row(f"{name}: vLLM", value, "s" if name.startswith("start") else "ms", OURS, ours.get(name))
-        for name, value in found.items()
-    ]
+def whole_loop(
+    workload: LoopWorkload, ours: EngineLoop, rival: Transformers, peer: VllmEngine | None, rounds: int
+) -> dict[str, float]:
+    answers: dict[str, Answer] = {OURS: ours.answer}
+    if peer is not None:
+        answers[VLLM] = peer.answer
+    if workload.name == REQUESTS_NAME:
+        answers[BATCHING] = rival.answer
+        rounds = min(2, rounds)
+    return ask_in_turns(workload, answers, rounds)
+
+
+def measure(
+    folder: Path, peer: VllmEngine | None, num_threads: int, rounds: int, only: str
+) -> dict[str, dict[str, float]]:
+    """Seconds by workload and subject."""
+    ours, eager, rival = Ours(folder, num_threads), EagerTorch(folder), Transformers(folder)
+    found: dict[str, dict[str, float]] = {}
+
+    def keep(name: str, seconds: dict[str, float]) -> None:
+        found[name] = seconds
+        print(*(f"{row.metric}: {row.value:.1f} {row.unit}" for row in rows_of(name, seconds)), sep="\n", flush=True)
+
+    for make in workloads(ours, eager, rival, ModelConfig.from_folder(str(folder))):
+        workload = make()
+        if only in workload.name:
+            keep(workload.name, in_turns(workload.calls, rounds))
+    for asked in loop_workloads():
+        if only in asked.name:
+            keep(asked.name, whole_loop(asked, ours.loop, rival, peer, rounds))
+    ours.loop.close()
+    return found
 
 
 def main() -> None:
@@ -202,29 +202,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of each subject")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every subject")
     parser.add_argument("--only", default="", help="workloads whose name contains this; writes no result")
+    add_option(parser)
     arguments = parser.parse_args()
+    try:
+        vllm = find_vllm(arguments.vllm_python)
+    except NoVllm as error:
+        parser.error(str(error))
+    said = vllm.describe() if vllm is not None else "no vLLM (--vllm-python, or make bench-vllm)"
+    print(f"beside it: {said}", flush=True)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(arguments.threads)
-    started_s, folder = time.perf_counter(), random_llama()
-    model = ModelConfig.from_folder(str(folder))
-    subjects = Ours(folder, arguments.threads), EagerTorch(folder), Transformers(folder)
-    rows: list[Row] = []
-    for make in workloads(*subjects, model):
-        workload = make()
-        if arguments.only in workload.name:
-            long = "requests" in workload.name
-            rows += rows_of(workload, min(2, arguments.rounds) if long else arguments.rounds)
-            print(*(f"{row.metric}: {row.value:.1f} {row.unit}" for row in rows[-len(workload.calls) :]), sep="\n")
+    began_s, folder = time.perf_counter(), random_llama()
+    found = {} if arguments.only else starts(folder, arguments.threads)
+    with beside(vllm, folder, arguments.threads) as (peer, cold_s, warm_s):
+        if peer is not None and not arguments.only:
+            found[COLD][VLLM], found[WARM][VLLM] = cold_s, warm_s
+        found |= measure(folder, peer, arguments.threads, arguments.rounds, arguments.only)
     if arguments.only:
         return
-    rows += start_rows(folder, 2, arguments.threads)
-    ours = {row.metric.removesuffix(f": {OURS}"): row.value for row in rows if row.metric.endswith(f": {OURS}")}
-    peers = vllm_rows(folder, arguments.threads, ours)
-    if not peers:
-        print("vLLM: not installed")
-    said = "vLLM beside it" if peers else "vLLM not installed"
-    publish("engine", f"135M shape, bf16, {arguments.threads} threads; {said}", rows + peers)
-    print(f"took {time.perf_counter() - started_s:.0f} s")
+    rows: list[Row] = [row for name, seconds in found.items() for row in rows_of(name, seconds)]
+    publish("engine", f"135M shape, bf16, {arguments.threads} threads; beside {said}", rows + aim_rows(found))
+    print(f"took {time.perf_counter() - began_s:.0f} s")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Shapes: `B` sequences, `T` tokens, `D` hidden, `N` query heads, `K` KV heads, `H
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache
 
+from benchmarks.engine_asks import Ask
 from engine.layers.rope import apply_rope, build_rope_table
 from engine.model_config import ModelConfig
 
@@ -111,18 +113,17 @@ class Transformers:
 
         return call
 
-    def continuous_batching(self, prompts: list[list[int]], num_new_tokens: int) -> Call:
-        """Of requests that are all there at once."""
+    def answer(self, ask: Ask) -> float:
+        """Seconds of its continuous batching."""
         config = GenerationConfig(
-            max_new_tokens=num_new_tokens, min_new_tokens=num_new_tokens, do_sample=False, eos_token_id=-1
+            max_new_tokens=ask.new_tokens, min_new_tokens=ask.new_tokens, do_sample=False, eos_token_id=-1
         )
-
-        def call() -> object:
-            outputs: dict[str, Any] = self._model.generate_batch(
-                inputs=prompts, generation_config=config, progress_bar=False, warmup=False
-            )
-            num_tokens = sum(len(output.generated_tokens) for output in outputs.values())
-            assert num_tokens == num_new_tokens * len(prompts), f"{num_tokens} tokens came"
-            return num_tokens
-
-        return call
+        prompts = ask.prompts()
+        begun_s = time.perf_counter()
+        outputs: dict[str, Any] = self._model.generate_batch(
+            inputs=prompts, generation_config=config, progress_bar=False, warmup=False
+        )
+        took_s = time.perf_counter() - begun_s
+        num_tokens = sum(len(output.generated_tokens) for output in outputs.values())
+        assert num_tokens == ask.new_tokens * ask.batch, f"{num_tokens} tokens came"
+        return took_s

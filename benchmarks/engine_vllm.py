@@ -1,7 +1,7 @@
-"""vLLM's CPU build on the workloads of `benchmarks.engine`, in a process of its own; prints one line of JSON.
+"""vLLM's CPU build as `benchmarks.engine` asks it: a process of vLLM's own interpreter that answers over pipes.
 
-Decode is what further tokens of a batch cost beside its first ones, because vLLM shows no single step. Names are those
-of `benchmarks.engine`, milliseconds of a step or a prompt, seconds of the start.
+Prints a line once it has drawn its first token, then for each line of JSON that it reads (an `Ask`) the seconds that
+`LLM.generate` took. Ends with its input. Whatever else vLLM prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -11,47 +11,57 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
-BATCHES, CONTEXT, PROMPTS, MORE_TOKENS, ROUNDS = (1, 16, 64), 512, (512, 2048), 16, 3
+from benchmarks.engine_asks import BATCH_TOKENS, BATCHES, KV_TOKENS, PROMPTS, Ask
 
 
-def main(folder: str, num_threads: int) -> dict[str, float]:
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{num_threads - 1}")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    started_s = time.perf_counter()
+def make_engine(folder: str) -> tuple[Any, Any]:
+    """vLLM and its engine, set as ours is: prompts of whole batches in one step, prefix cache on, no text."""
     vllm: Any = importlib.import_module("vllm")  # not in every environment
+    tokens_per_gib = 2**30 // kv_bytes_per_token(folder)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(-(-KV_TOKENS // tokens_per_gib)))
     engine = vllm.LLM(
         model=folder,
         dtype="bfloat16",
         max_model_len=max(PROMPTS) + 64,
         max_num_seqs=max(BATCHES),
-        enable_prefix_caching=False,
+        max_num_batched_tokens=BATCH_TOKENS,
+        enable_prefix_caching=True,
         skip_tokenizer_init=True,
     )
+    return vllm, engine
 
-    def run(batch: int, prompt: int, num_tokens: int) -> float:
-        """Seconds of the quickest of a few rounds."""
+
+def kv_bytes_per_token(folder: str) -> int:
+    with open(f"{folder}/config.json") as file:
+        config = json.load(file)
+    return int(2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
+
+
+def serve(folder: str, asks: TextIO, answers: TextIO) -> None:
+    vllm, engine = make_engine(folder)
+
+    def run(prompts: list[list[int]], num_tokens: int) -> float:
         sampling = vllm.SamplingParams(
             temperature=0.0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
-        prompts = [{"prompt_token_ids": [5 + row % 50] * prompt} for row in range(batch)]
-        times = []
-        for _ in range(ROUNDS):
-            begun_s = time.perf_counter()
-            engine.generate(prompts, sampling, use_tqdm=False)
-            times.append(time.perf_counter() - begun_s)
-        return min(times)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        begun_s = time.perf_counter()
+        outputs = engine.generate(inputs, sampling, use_tqdm=False)
+        took_s = time.perf_counter() - begun_s
+        drawn = [len(output.outputs[0].token_ids) for output in outputs]
+        assert drawn == [num_tokens] * len(prompts), f"{drawn} tokens came, {num_tokens} asked for"
+        return took_s
 
-    engine.generate([{"prompt_token_ids": [5] * 16}], vllm.SamplingParams(max_tokens=1, detokenize=False))
-    found = {"start to first token": time.perf_counter() - started_s}
-    for batch in BATCHES:
-        more_s = run(batch, CONTEXT, 1 + MORE_TOKENS) - run(batch, CONTEXT, 1)
-        found[f"decode step, {batch} at {CONTEXT}"] = more_s / MORE_TOKENS * 1e3
-    for prompt in PROMPTS:
-        found[f"prompt of {prompt}"] = run(1, prompt, 1) * 1e3
-    return found
+    run([list(range(10, 26))], 1)
+    print("ready", file=answers, flush=True)
+    for line in asks:
+        ask = Ask(**json.loads(line))
+        print(run(ask.prompts(), ask.new_tokens), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]))))
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(sys.argv[1], sys.stdin, answers)

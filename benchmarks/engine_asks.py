@@ -1,0 +1,85 @@
+"""What an engine's whole loop is asked by `benchmarks.engine`, alike here and in vLLM's process: nothing but stdlib.
+
+A decode step is a sixteenth of what sixteen further tokens of a batch cost, because no engine shows a single step to
+its caller. Prompts of decodes are asked before, so that all but their last token is cached and sequences decode side by
+side from the first step on. Prompts whose computing is timed are new each time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+BATCHES, CONTEXT, PROMPTS, MORE_TOKENS = (1, 16, 64), 512, (512, 2048), 16
+REQUESTS, REQUEST_TOKENS, NEW_TOKENS = 16, 256, 32
+# Of both: of one step, and of the KV that is there at once with room for what is cached.
+BATCH_TOKENS, KV_TOKENS = 4096, 80_000
+VOCAB_SIZE = 32000
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Requests that are all there at once."""
+
+    batch: int
+    prompt_tokens: int
+    new_tokens: int
+    seed: int
+
+    def prompts(self) -> list[list[int]]:
+        rng = random.Random(self.seed)
+        return [rng.choices(range(3, VOCAB_SIZE), k=self.prompt_tokens) for _ in range(self.batch)]
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+Answer = Callable[[Ask], float]  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class LoopWorkload:
+    """Timed is what `more` takes beyond `less`, or all of it."""
+
+    name: str
+    more: tuple[int, int, int]  # requests, tokens in, tokens out
+    less: tuple[int, int, int] | None = None
+    steps: int = 1  # in between
+    is_cached: bool = False
+
+    def ask(self, answer: Answer, number: int) -> tuple[float, float]:
+        """Seconds of `more` and of `less`, in turn `number`."""
+        seed = 0 if self.is_cached else number + 1
+        if self.is_cached:
+            answer(Ask(*self.more, seed))
+        less_s = answer(Ask(*self.less, seed)) if self.less is not None else 0.0
+        return answer(Ask(*self.more, seed)), less_s
+
+
+def loop_workloads() -> list[LoopWorkload]:
+    decodes = [
+        LoopWorkload(
+            f"decode step, {batch} at {CONTEXT}, whole loop",
+            (batch, CONTEXT + 1, 1 + MORE_TOKENS),
+            (batch, CONTEXT + 1, 1),
+            MORE_TOKENS,
+            is_cached=True,
+        )
+        for batch in BATCHES
+    ]
+    prompts = [LoopWorkload(f"prompt of {count}, whole loop", (1, count, 1)) for count in PROMPTS]
+    return [*decodes, *prompts, LoopWorkload(REQUESTS_NAME, (REQUESTS, REQUEST_TOKENS, NEW_TOKENS))]
+
+
+REQUESTS_NAME = f"{REQUESTS} requests, {REQUEST_TOKENS} in, {NEW_TOKENS} out"
+
+
+def ask_in_turns(workload: LoopWorkload, subjects: Mapping[str, Answer], rounds: int) -> dict[str, float]:
+    """Seconds of each subject: its quickest answers of all rounds count, since other work on the machine only adds."""
+    most, least = dict.fromkeys(subjects, float("inf")), dict.fromkeys(subjects, float("inf"))
+    for number in range(rounds):
+        for name, answer in subjects.items():
+            more_s, less_s = workload.ask(answer, number)
+            most[name], least[name] = min(most[name], more_s), min(least[name], less_s)
+    return {name: (most[name] - least[name]) / workload.steps for name in subjects}

@@ -61,6 +61,7 @@ class Vllm:
         found = {**os.environ, "PYTHONPATH": str(_ROOT), "VLLM_NO_USAGE_STATS": "1"}
         cores = sorted(os.sched_getaffinity(0))[:num_threads]
         found.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+        found.setdefault("VLLM_USE_AOT_COMPILE", "0")  # what it compiles so, 0.32 cannot load again, and compiles anew
         if self.preload:
             found["LD_PRELOAD"] = ":".join(self.preload)
         if cache is not None:

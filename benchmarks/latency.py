@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.floor import step_floor
 from benchmarks.report import Row, percentile, publish
-from benchmarks.serving import Outcome, Plan, run
+from benchmarks.serving_load import Outcome, Plan, run
 from benchmarks.shapes import random_llama
 from cluster.processes import Deployment
 from engine.model_config import ModelConfig

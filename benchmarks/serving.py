@@ -1,106 +1,56 @@
-"""Disaggregated beside colocated: one prefill and one decode worker with a core each, one worker with both cores.
+"""Disaggregated beside colocated, and both beside vLLM: one prefill and one decode worker with a core each, one worker
+with both cores, and vLLM's own server with both cores where its interpreter is named (`benchmarks/vllm_process.py`).
 
 64 requests arrive as a Poisson process; prompts are 64 to 1024 random tokens, outputs 16 to 96 with end-of-sequence
-ignored, greedy, on the 135M shape in bf16. The client, the router and the workers share the machine's two cores. The
-two deployments run one after the other with the same arrivals; each first answers three requests that do not count.
+ignored, greedy, on the 135M shape in bf16, as streams of OpenAI's HTTP API. The client, the router and the workers
+share the machine's two cores. The deployments run one after the other with the same prompts at the same times; each
+first answers three requests that do not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import random
-import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from benchmarks.report import Row, percentile, publish
-from benchmarks.shapes import random_llama
+from benchmarks.report import Row, publish
+from benchmarks.serving_load import Outcome, make_plans, run_http
+from benchmarks.shapes import LLAMA_135M, random_llama
+from benchmarks.vllm_process import NoVllm, Vllm, add_option, find_vllm
+from benchmarks.vllm_server import NAME, VllmServer
 from cluster.processes import Deployment
-from penstock import AsyncClient
 from penstock.config import DecodeConfig, EngineConfig, RouterConfig, TransferConfig, WorkerConfig
 from penstock.types import Role
 
 NUM_REQUESTS = 64
 RATES = (2.0, 4.0)  # requests a second
-# vLLM on two cores of the same kind, for orientation: (TTFT p50, TTFT p99, ITL p50, ITL p99 in ms, tokens/s)
-VLLM_COLOCATED = {2.0: (178, 941, 36, 308, 98), 4.0: (301, 1205, 51, 481, 175)}
-VLLM_DISAGGREGATED = {2.0: (2921, 7572, 132, 188, 80)}
-_TIMEOUT_S = 120.0
+MAX_SEQUENCES, MAX_CONTEXT = 64, 2048
+SPLIT, COLOCATED, VLLM = "1P+1D", "colocated", "vLLM colocated"
+METRICS = (("TTFT p50", "ms"), ("TTFT p99", "ms"), ("ITL p50", "ms"), ("ITL p99", "ms"), ("output", "tokens/s"))
+
+Figures = Mapping[str, Mapping[float, tuple[float, ...]]]  # as METRICS, by deployment and rate
 
 
-@dataclass(slots=True)
-class Plan:
-    """One request: when it arrives and what it asks for."""
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where requests go."""
 
-    arrival_s: float
-    prompt: list[int]
-    max_tokens: int
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Of one run; seconds."""
-
-    ttft: list[float] = field(default_factory=list)
-    itl: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-    elapsed_s: float = 0.0
-
-    def figures(self) -> tuple[float, float, float, float, float]:
-        """TTFT p50, p99, ITL p50, p99 in ms, output tokens per second."""
-        latencies = [percentile(values, share) * 1e3 for values in (self.ttft, self.itl) for share in (0.5, 0.99)]
-        return (latencies[0], latencies[1], latencies[2], latencies[3], self.num_tokens / self.elapsed_s)
+    address: str
+    model: str
 
 
-def make_plans(rate: float, num_requests: int, vocab_size: int, seed: int = 0) -> list[Plan]:
-    rng = random.Random(seed)
-    plans, now_s = [], 0.0
-    for _ in range(num_requests):
-        now_s += rng.expovariate(rate)
-        prompt = rng.choices(range(3, vocab_size), k=rng.randint(64, 1024))
-        plans.append(Plan(now_s, prompt, rng.randint(16, 96)))
-    return plans
-
-
-async def run(address: str, plans: list[Plan]) -> Outcome:
-    """Sends every request at its time and records when its tokens come."""
-    outcome = Outcome()
-    async with AsyncClient(address, timeout_s=_TIMEOUT_S) as client:
-        started_s = time.perf_counter()
-        await asyncio.gather(*(_one(client, plan, started_s, outcome) for plan in plans))
-        outcome.elapsed_s = time.perf_counter() - started_s
-    return outcome
-
-
-async def _one(client: AsyncClient, plan: Plan, started_s: float, outcome: Outcome) -> None:
-    await asyncio.sleep(max(0.0, started_s + plan.arrival_s - time.perf_counter()))
-    sent_s = last_s = time.perf_counter()
-    received = 0
-    stream = client.generate(plan.prompt, max_tokens=plan.max_tokens, temperature=0.0, ignore_eos=True)
-    async for chunk in stream:
-        if not chunk.token_ids:
-            continue
-        now_s = time.perf_counter()
-        if received == 0:
-            outcome.ttft.append(now_s - sent_s)
-        else:
-            outcome.itl.append(now_s - last_s)
-        last_s, received = now_s, received + len(chunk.token_ids)
-    assert received == plan.max_tokens, f"{received} tokens, {plan.max_tokens} asked for"
-    outcome.num_tokens += received
-
-
-def measure(disaggregated: bool, rate: float, transport: str, num_requests: int) -> Outcome:
-    """One deployment from start to stop."""
+@contextmanager
+def penstock_server(disaggregated: bool, transport: str) -> Iterator[Server]:
     model = str(random_llama())
-    vocab_size = 32000
 
     def worker(name: str, role: Role, num_threads: int) -> WorkerConfig:
         return WorkerConfig(
             worker_id=name,
             role=role,
             engine=EngineConfig(model=model, num_threads=num_threads, num_pages=6000),
-            decode=DecodeConfig(placement="auto" if disaggregated else "local"),
+            decode=DecodeConfig(max_batch_sequences=MAX_SEQUENCES, placement="auto" if disaggregated else "local"),
             transfer=TransferConfig.model_validate({"transport": transport}),
         )
 
@@ -111,30 +61,38 @@ def measure(disaggregated: bool, rate: float, transport: str, num_requests: int)
     with Deployment() as deployment:
         workers = deployment.start_workers(configs)
         addresses = tuple(process.address for process in workers)
-        router = deployment.start_router(RouterConfig(model=model, grpc_port=0, http_port=0, workers=addresses))
-        warm_up = make_plans(rate=1e9, num_requests=3, vocab_size=vocab_size, seed=1)
-        asyncio.run(run(router.address, warm_up))
-        return asyncio.run(run(router.address, make_plans(rate, num_requests, vocab_size)))
+        config = RouterConfig(model=model, served_model=NAME, grpc_port=0, http_port=0, workers=addresses)
+        yield Server(deployment.start_router(config).http, NAME)
 
 
-METRICS = (("TTFT p50", "ms"), ("TTFT p99", "ms"), ("ITL p50", "ms"), ("ITL p99", "ms"), ("output", "tokens/s"))
+@contextmanager
+def vllm_server(vllm: Vllm) -> Iterator[Server]:
+    with VllmServer(vllm, random_llama(), 2, MAX_SEQUENCES, MAX_CONTEXT) as server:
+        yield Server(server.address, NAME)
 
 
-def compare(rate: float, transport: str, num_requests: int) -> list[Row]:
-    colocated = measure(False, rate, transport, num_requests).figures()
-    disaggregated = measure(True, rate, transport, num_requests).figures()
+def measure(server: Server, rates: Sequence[float], num_requests: int) -> dict[float, tuple[float, ...]]:
+    """Each rate has prompts of its own, so that nothing of it is cached."""
+
+    def load(rate: float, count: int, seed: int) -> Outcome:
+        plans = make_plans(rate, count, LLAMA_135M["vocab_size"], seed)
+        return asyncio.run(run_http(server.address, server.model, plans))
+
+    load(1e9, 3, seed=1000)
+    return {rate: load(rate, num_requests, seed).figures() for seed, rate in enumerate(rates)}
+
+
+def rows_of(found: Figures) -> list[Row]:
+    """Each deployment of Penstock beside the other, and both beside vLLM where it was there."""
+    pairs = [(SPLIT, COLOCATED), (SPLIT, VLLM), (COLOCATED, VLLM)]
     rows = []
-    for index, (metric, unit) in enumerate(METRICS):
-        name = f"{metric} at {rate:g}/s"
-        rows.append(Row(f"{name}, 1P+1D", disaggregated[index], unit, "Penstock colocated", colocated[index]))
-        for label, known, ours in (
-            ("vLLM 1P+1D", VLLM_DISAGGREGATED, disaggregated),
-            ("vLLM colocated", VLLM_COLOCATED, disaggregated),
-            ("vLLM colocated", VLLM_COLOCATED, colocated),
-        ):
-            if rate in known:
-                mode = "colocated" if ours is colocated else "1P+1D"
-                rows.append(Row(f"{name}, {mode}", ours[index], unit, f"{label} (quoted)", known[rate][index]))
+    for rate in found[SPLIT]:
+        for index, (metric, unit) in enumerate(METRICS):
+            rows += [
+                Row(f"{metric} at {rate:g}/s, {own}", found[own][rate][index], unit, other, found[other][rate][index])
+                for own, other in pairs
+                if other in found
+            ]
     return rows
 
 
@@ -143,9 +101,24 @@ def main() -> None:
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    add_option(parser)
     options = parser.parse_args()
-    rows = [row for rate in options.rates for row in compare(rate, options.transport, options.requests)]
-    publish("serving", f"{options.requests} requests, 135M Llama shape, bf16, transport {options.transport}", rows)
+    try:
+        vllm = find_vllm(options.vllm_python)
+    except NoVllm as error:
+        parser.error(str(error))
+    said = vllm.describe() if vllm is not None else "no vLLM (--vllm-python, or make bench-vllm)"
+    print(f"beside it: {said}", flush=True)
+    servers = {COLOCATED: penstock_server(False, options.transport), SPLIT: penstock_server(True, options.transport)}
+    if vllm is not None:
+        servers[VLLM] = vllm_server(vllm)
+    found = {}
+    for name, serving in servers.items():
+        with serving as server:
+            found[name] = measure(server, options.rates, options.requests)
+        print(name, found[name], flush=True)
+    workload = f"{options.requests} requests, 135M Llama shape, bf16, transport {options.transport}; beside {said}"
+    publish("serving", workload, rows_of(found))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ class Vllm:
 
 def add_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--vllm-python", help=f"the interpreter that vLLM is installed for (make bench-vllm makes one), else {_VARIABLE}"
+        "--vllm-python",
+        help=f"the interpreter that vLLM is installed for (make bench-vllm makes one), else {_VARIABLE}",
     )
 
 

@@ -33,7 +33,7 @@ class EngineLoop:
         transfers = cast(Any, NoTransfers())
         context = engine.model.context_length
         self._worker = DecodeWorker(WorkerId("bench"), engine, transfers, config, context)
-        self._loop = StepLoop("bench", lambda: self._driver.turn(), self._fail)
+        self._loop = StepLoop("bench", self._step, self._fail)
         self._driver = StepDriver(self._worker, engine, "bench", self._loop.post)
         self._said: queue.SimpleQueue[list[Delta] | BaseException] = queue.SimpleQueue()
         self._loop.start()
@@ -68,6 +68,10 @@ class EngineLoop:
             raise delta.error
         drawn[delta.stream_id] += delta.token is not None
         return delta.finish_reason is not None
+
+    def _step(self) -> bool:
+        self._driver.turn()
+        return False  # the end of a step is a call like any other
 
     def _fail(self, error: BaseException) -> None:
         self._said.put(error)

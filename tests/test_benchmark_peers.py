@@ -100,6 +100,8 @@ def test_the_loop_answers_as_a_worker_would() -> None:
             self.steps.append(sum(item.num_tokens for item in work))
             return lay_out_step(work, self.layout.page_size)
 
+        def announce(self, step: LaidOutStep) -> None: ...
+
         def compute(self, step: LaidOutStep, before: object = None) -> Any:
             return super().compute(step)
 

@@ -148,9 +148,10 @@ def test_a_dtype_without_kernel_goes_to_plain_torch() -> None:
 
 @needs_native
 @pytest.mark.parametrize("window", [None, 50])
-def test_a_token_gets_the_same_bits_in_every_batch(window: int | None) -> None:
+@pytest.mark.parametrize("heads, head_dim", [((9, 3), 64), ((4, 4), 32), ((7, 1), 128), ((16, 2), 96), ((12, 1), 64)])
+def test_a_token_gets_the_same_bits_in_every_batch(heads: tuple[int, int], head_dim: int, window: int | None) -> None:
     """Chunk or decode, alone or with others, on one thread or two: serving must not depend on who else is there."""
-    problem = make_problem([(70, 170)], dtype=torch.bfloat16)
+    problem = make_problem([(70, 170)], heads=heads, head_dim=head_dim, dtype=torch.bfloat16)
     attention = NativeAttention(load_native())  # type: ignore[arg-type]
     whole = attention.paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.2, window)
     last = dataclasses.replace(
@@ -172,6 +173,23 @@ def test_a_token_gets_the_same_bits_in_every_batch(window: int | None) -> None:
             assert torch.equal(late, whole[-21:])
     finally:
         torch.set_num_threads(threads)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_what_stands_behind_a_context_does_not_count(dtype: torch.dtype) -> None:
+    """A page may hold another sequence's leavings, even such as are no numbers."""
+    lengths = [(1, 5), (1, 64), (1, 65), (1, 200), (20, 150), (70, 90)]
+    problem = make_problem(lengths, dtype=dtype)
+    attention = NativeAttention(load_native())  # type: ignore[arg-type]
+    expected = attention.paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.2, None)
+    seen = torch.zeros(problem.pool_layer.shape[0], problem.pool_layer.shape[3], dtype=torch.bool)  # [P, S]
+    for row, (_, context) in enumerate(lengths):
+        positions = torch.arange(context)
+        seen[problem.meta.page_table_BP[row, positions // 16].long(), positions % 16] = True
+    problem.pool_layer.masked_fill_(~seen[:, None, None, :, None], math.nan)
+    out = attention.paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.2, None)
+    assert torch.equal(out, expected)
 
 
 @needs_native

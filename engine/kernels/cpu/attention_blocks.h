@@ -60,6 +60,9 @@ struct TileBlocks {
       }
   }
 
+  // Tile loads do not tell the compiler what they read: what was written for them is in memory after this.
+  static void finish_writes() { asm volatile("" ::: "memory"); }
+
   // To [strip][depth][16 words][16 rows].
   void read_queries(const Item& item, int strips, uint32_t* to) const {
     const int rows = item.num_queries * group;
@@ -114,18 +117,22 @@ struct TileBlocks {
     return power_of_two(_mm512_fmsub_ps(score, factor, highest));
   }
 
+  // Where 32 values of a row from `d` on go.
+  uint16_t* place_of(const Item& item, int row, int d) const {
+    const int64_t token = problem.query_start[item.sequence] + item.first_query + row / group;
+    const int width = problem.num_heads * head_dim, i = (item.kv_head * group + row % group) * head_dim + d;
+    return static_cast<uint16_t*>(problem.out) +
+           (problem.out_is_tiled ? linear::place(token, i, width) : token * width + i);
+  }
+
   // One row of an item; of 32 values first 0-3, 8-11, 16-19, 24-27 stand in `totals`, then the rest.
   void write_row(const Item& item, int row, const float* totals, float total_weight) const {
     const __m512i lower = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i upper = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-    const int width = problem.num_heads * head_dim, head = item.kv_head * group + row % group;
-    const int64_t token = problem.query_start[item.sequence] + item.first_query + row / group;
     const float factor = 1.0f / total_weight;
     for (int d = 0; d < head_dim; d += 32) {
       const __m512 first = _mm512_loadu_ps(totals + d), second = _mm512_loadu_ps(totals + d + 16);
-      uint16_t* to = static_cast<uint16_t*>(problem.out) +
-                     (problem.out_is_tiled ? linear::place(token, head * head_dim + d, width)
-                                           : token * width + head * head_dim + d);
+      uint16_t* to = place_of(item, row, d);
       store_floats(to, (Floats)_mm512_permutex2var_ps(first, lower, second) * factor, kLanes);
       store_floats(to + kLanes, (Floats)_mm512_permutex2var_ps(first, upper, second) * factor, kLanes);
     }

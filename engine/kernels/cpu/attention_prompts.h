@@ -58,18 +58,18 @@ class PromptAttention {
   alignas(64) float scores[2][kBlock * kSide];  // of even and odd strips: [key][16 rows]
   alignas(64) uint32_t weights[2][kBlock / 2 * kSide];
 
-  // V turned around, as pairs of keys; values of keys that no query sees count as 0, because what stands there may be
-  // no number.
+  // V turned around, as pairs of keys: one of an even part and its neighbour 16 further on, as attention_decodes.h can
+  // read them too. Values of keys that no query sees count as 0, because what stands there may be no number.
   void weave(const TileBlocks::Place& place, int num_keys) {
     uint32_t* to = values.data();
     for (int half = 0; half < 2; ++half)
       for (int d = 0; d < head_dim; d += 32, to += 2 * kTile) {
         Words low[kSide], high[kSide];
         for (int pair = 0; pair < kSide; ++pair) {
-          const int key = half * 2 * kSide + pair * 2;
-          const uint16_t* from = place.values[key / kSide] + key % kSide * head_dim + d;
-          const __m512i first = key < num_keys ? _mm512_loadu_si512(from) : _mm512_setzero_si512();
-          const __m512i second = key + 1 < num_keys ? _mm512_loadu_si512(from + head_dim) : _mm512_setzero_si512();
+          const int part = half * 2, key = part * kSide + pair, at = pair * head_dim + d;
+          const __m512i first = key < num_keys ? _mm512_loadu_si512(place.values[part] + at) : _mm512_setzero_si512();
+          const __m512i second =
+              key + kSide < num_keys ? _mm512_loadu_si512(place.values[part + 1] + at) : _mm512_setzero_si512();
           low[pair] = (Words)_mm512_unpacklo_epi16(first, second);
           high[pair] = (Words)_mm512_unpackhi_epi16(first, second);
         }
@@ -114,17 +114,15 @@ class PromptAttention {
     const __m512 fade = TileBlocks::power_of_two(_mm512_sub_ps(before, now));
     uint32_t* to = weights[strip % 2];
     float* sum = &sums[strip * kTile];
-    for (int key = 0; key < kSide; key += 2) {
-      __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
-      for (int part = 0; part < kBlock; part += kSide) {
+    for (int key = 0; key < kSide; ++key) {
+      __m512 total = _mm512_setzero_ps();
+      for (int part = 0; part < kBlock; part += 2 * kSide) {
         const __m512 first = TileBlocks::weight_of(score_of(part + key), factor, now);
-        const __m512 second = TileBlocks::weight_of(score_of(part + key + 1), factor, now);
-        even = _mm512_add_ps(even, first);
-        odd = _mm512_add_ps(odd, second);
-        store(to + (part + key) / 2 * kSide, linear::rounded_pairs((Floats)first, (Floats)second));
+        const __m512 second = TileBlocks::weight_of(score_of(part + kSide + key), factor, now);
+        total = _mm512_add_ps(_mm512_add_ps(total, first), second);
+        store(to + (part / 2 + key) * kSide, linear::rounded_pairs((Floats)first, (Floats)second));
       }
-      _mm512_store_ps(sum + key * kSide, _mm512_fmadd_ps(_mm512_load_ps(sum + key * kSide), fade, even));
-      _mm512_store_ps(sum + (key + 1) * kSide, _mm512_fmadd_ps(_mm512_load_ps(sum + (key + 1) * kSide), fade, odd));
+      _mm512_store_ps(sum + key * kSide, _mm512_fmadd_ps(_mm512_load_ps(sum + key * kSide), fade, total));
     }
     if (!_mm512_cmp_ps_mask(before, now, _CMP_NEQ_OQ)) return;
     _mm512_store_ps(&highest[strip * kSide], now);

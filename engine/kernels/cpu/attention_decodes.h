@@ -1,0 +1,239 @@
+// Attention on AMX tiles of items of few rows, as decodes have. Bits are those of attention_prompts.h.
+//
+// Memory bounds it, if anything does: K and V are read where they stand, and the lines of the next block are asked for
+// between the tiles of this one, never many at once, so that neither waits for the other. 16 keys are a tile either way.
+// On the left it gives scores, key by key. On the right its words are two values of one key, where a product wants one
+// value of two keys: hence each row of weights stands there twice, as pairs (weight, 0) for the even values and as
+// (0, weight) for the odd ones.
+#pragma once
+
+#include "attention_blocks.h"
+
+#if defined(PENSTOCK_TILES)
+namespace {
+
+class DecodeAttention {
+ public:
+  static constexpr int kMostRows = tiles::kSide / 2;
+
+  explicit DecodeAttention(const TileBlocks& blocks)
+      : blocks(blocks), problem(blocks.problem), head_dim(blocks.head_dim), group(blocks.group), depth(blocks.depth),
+        queries(kSide * head_dim / 2), totals(kMostRows * head_dim), last_values(2 * kSide * head_dim) {}
+
+  // Tiles are configured for 16 rows. `next` is what will be computed after it, or null.
+  void run(const Item& item, const Item* next) {
+    const int rows = item.num_queries * group;
+    const int first_position = blocks.position_of(item), stop = first_position + item.num_queries;
+    blocks.read_queries(item, 1, queries.data());
+    std::fill_n(totals.begin(), rows * head_dim, 0.0f);
+    std::fill_n(highest, rows, kNothingSeen);
+    std::fill_n(sums, rows * kLanes, 0.0f);
+    int key = blocks.first_key(item);
+    for (Place here = blocks.find(item, key, stop), ahead; key < stop; key += kBlock, here = ahead) {
+      ahead = here;
+      if (key + kBlock < stop) ahead = blocks.find(item, key + kBlock, stop);
+      else if (next) ahead = blocks.find(*next, blocks.first_key(*next), blocks.position_of(*next) + next->num_queries);
+      score(here, ahead);
+      turn(rows);
+      for (int row = 0; row < rows; ++row) weigh(row, key, first_position + row / group);
+      if (stop - key < kBlock) hide_unseen(here, stop - key);
+      gather(here, rows, ahead);
+    }
+    for (int row = 0; row < rows; ++row) write_row(item, row);
+  }
+
+ private:
+  static constexpr int kSide = TileBlocks::kSide, kParts = TileBlocks::kParts, kTile = kSide * kSide;
+  typedef TileBlocks::Place Place;
+
+  const TileBlocks& blocks;
+  const Problem& problem;
+  const int head_dim, group, depth;
+  Lines<uint32_t> queries;      // [depth][16 words][16 rows]
+  Lines<float> totals;          // [depth][kMostRows][even values, odd values][16]
+  Lines<uint16_t> last_values;  // [2][16][H], the second half 0
+  alignas(64) float by_key[kBlock * kSide];  // scores
+  alignas(64) float by_row[kSide * kBlock];
+  alignas(64) uint32_t weights[kParts][kTile] = {};  // [part][kMostRows][(weight, 0), (0, weight)][16]
+  alignas(64) float products[4][kTile];
+  alignas(64) float sums[kMostRows * kLanes];
+  float highest[kMostRows];
+
+  // The lines of tile `step` of 16 keys or values, counted in the order in which they stand. To L2: on the way to L1
+  // they would hold up what is read there.
+  static void ask_for(const uint16_t* from, int step) {
+    for (int i = 0; i < 2 * kTile; i += 32) __builtin_prefetch(from + step * 2 * kTile + i, 0, 2);
+  }
+
+  // All four parts at once: a product waits for none of another part.
+  void score(const Place& here, const Place& ahead) {
+    const int stride = head_dim * 2;
+    TileBlocks::finish_writes();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int step = 0; step < depth; ++step) {
+      _tile_loadd(7, queries.data() + step * kTile, 64);
+      _tile_loadd(4, here.keys[0] + step * 32, stride);
+      _tile_dpbf16ps(0, 4, 7);
+      ask_for(ahead.keys[0], step);
+      _tile_loadd(5, here.keys[1] + step * 32, stride);
+      _tile_dpbf16ps(1, 5, 7);
+      ask_for(ahead.keys[1], step);
+      _tile_loadd(6, here.keys[2] + step * 32, stride);
+      _tile_dpbf16ps(2, 6, 7);
+      ask_for(ahead.keys[2], step);
+      _tile_loadd(4, here.keys[3] + step * 32, stride);
+      _tile_dpbf16ps(3, 4, 7);
+      ask_for(ahead.keys[3], step);
+    }
+    _tile_stored(0, by_key, 64);
+    _tile_stored(1, by_key + kTile, 64);
+    _tile_stored(2, by_key + 2 * kTile, 64);
+    _tile_stored(3, by_key + 3 * kTile, 64);
+  }
+
+  // Scores by key to scores by row; four rows at a time where there are few.
+  void turn(int rows) {
+    for (int part = 0; part < kParts; ++part) {
+      const float* from = by_key + part * kTile;
+      if (rows > 4) {
+        Words tile[kSide];
+        for (int key = 0; key < kSide; ++key) tile[key] = load<Words>(from + key * kSide);
+        transpose(tile, reinterpret_cast<uint32_t*>(by_row + part * kSide), kBlock);
+        continue;
+      }
+      __m512 quarter[4];  // quarter i: of keys i, 4 + i, 8 + i, 12 + i the four rows' scores
+      for (int i = 0; i < 4; ++i) {
+        quarter[i] = _mm512_castps128_ps512(_mm_load_ps(from + i * kSide));
+        quarter[i] = _mm512_mask_broadcast_f32x4(quarter[i], 0x00f0, _mm_load_ps(from + (4 + i) * kSide));
+        quarter[i] = _mm512_mask_broadcast_f32x4(quarter[i], 0x0f00, _mm_load_ps(from + (8 + i) * kSide));
+        quarter[i] = _mm512_mask_broadcast_f32x4(quarter[i], 0xf000, _mm_load_ps(from + (12 + i) * kSide));
+      }
+      const __m512 low01 = _mm512_unpacklo_ps(quarter[0], quarter[1]), high01 = _mm512_unpackhi_ps(quarter[0], quarter[1]);
+      const __m512 low23 = _mm512_unpacklo_ps(quarter[2], quarter[3]), high23 = _mm512_unpackhi_ps(quarter[2], quarter[3]);
+      const auto together = [](__m512 a, __m512 b, bool upper) {
+        const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+        return _mm512_castpd_ps(upper ? _mm512_unpackhi_pd(x, y) : _mm512_unpacklo_pd(x, y));
+      };
+      float* to = by_row + part * kSide;
+      _mm512_store_ps(to, together(low01, low23, false));
+      _mm512_store_ps(to + kBlock, together(low01, low23, true));
+      _mm512_store_ps(to + 2 * kBlock, together(high01, high23, false));
+      _mm512_store_ps(to + 3 * kBlock, together(high01, high23, true));
+    }
+  }
+
+  float* total_of(int step, int row) { return totals.data() + (step * kMostRows + row) * 2 * kSide; }
+
+  // Scores of one row to weights against the highest score so far; what was gathered before is scaled to match.
+  void weigh(int row, int first_key, int position) {
+    const int lowest = problem.window ? position - problem.window + 1 : 0;
+    const bool is_whole = first_key >= lowest && first_key + kBlock <= position + 1;
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Floats scores[kParts], best = splat(kUnseen);
+    for (int part = 0; part < kParts; ++part) {
+      scores[part] = load<Floats>(by_row + row * kBlock + part * kSide);
+      if (!is_whole) {
+        const Ints key = lane + (first_key + part * kSide);
+        scores[part] = ((key >= lowest) & (key <= position)) ? scores[part] : splat(kUnseen);
+      }
+      best = maximum(best, scores[part]);
+    }
+    const float factor = blocks.score_factor(), before = highest[row];
+    const float now = std::max(before, largest(best) * factor);
+    Floats total{};
+    for (int part = 0; part < kParts; ++part) {
+      const Floats weight =
+          (Floats)TileBlocks::weight_of((__m512)scores[part], _mm512_set1_ps(factor), _mm512_set1_ps(now));
+      total += weight;
+      const Words low = __builtin_convertvector(narrow(weight), Words);
+      uint32_t* to = weights[part] + row * 2 * kSide;
+      store(to, low);
+      store(to + kSide, low << 16);
+    }
+    float* sum = sums + row * kLanes;
+    if (before == now) {
+      store(sum, load<Floats>(sum) + total);
+      return;
+    }
+    const float fade = ((Floats)TileBlocks::power_of_two(_mm512_set1_ps(before - now)))[0];
+    highest[row] = now;
+    store(sum, load<Floats>(sum) * fade + total);
+    for (int step = 0; step < depth; ++step) {
+      float* to = total_of(step, row);
+      store(to, load<Floats>(to) * fade);
+      store(to + kSide, load<Floats>(to + kSide) * fade);
+    }
+  }
+
+  // Values of keys from the `count`th on, which no query sees, count as 0: what stands there may be no number.
+  void hide_unseen(Place& place, int count) {
+    for (int part = 0; part < kParts; ++part, count -= kSide) {
+      if (count >= kSide) continue;
+      uint16_t *const to = last_values.data(), *const zeros = to + kSide * head_dim;
+      if (count > 0) {
+        std::memcpy(to, place.values[part], count * head_dim * 2);
+        std::fill(to + count * head_dim, zeros, 0);
+      }
+      place.values[part] = count > 0 ? to : zeros;
+    }
+  }
+
+  void gather(const Place& here, int rows, const Place& ahead) {
+    TileBlocks::finish_writes();
+    for (int part = 0; part < kParts; part += 2) {
+      const uint16_t *even = here.values[part], *odd = here.values[part + 1];
+      const int stride = head_dim * 2;
+      _tile_loadd(4, weights[part], 64);
+      _tile_loadd(5, weights[part + 1], 64);
+      for (int step = 0; step < depth; step += 2) {
+        _tile_zero(0);
+        _tile_loadd(6, even + step * 32, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        ask_for(ahead.values[part], step);
+        _tile_zero(1);
+        _tile_loadd(7, odd + step * 32, stride);
+        _tile_dpbf16ps(1, 5, 7);
+        ask_for(ahead.values[part + 1], step);
+        _tile_stored(0, products[0], 64);
+        _tile_stored(1, products[1], 64);
+        if (step + 1 < depth) {
+          _tile_zero(2);
+          _tile_loadd(6, even + (step + 1) * 32, stride);
+          _tile_dpbf16ps(2, 4, 6);
+          ask_for(ahead.values[part], step + 1);
+          _tile_zero(3);
+          _tile_loadd(7, odd + (step + 1) * 32, stride);
+          _tile_dpbf16ps(3, 5, 7);
+          ask_for(ahead.values[part + 1], step + 1);
+          _tile_stored(2, products[2], 64);
+          _tile_stored(3, products[3], 64);
+          add(total_of(step + 1, 0), products[2], products[3], rows);
+        }
+        add(total_of(step, 0), products[0], products[1], rows);
+      }
+    }
+  }
+
+  // Both products at once, as one product adds whose pairs have a value of each.
+  static void add(float* total, const float* even, const float* odd, int rows) {
+    for (int i = 0; i < 2 * rows * kSide; i += kSide) {
+      const Floats sum = load<Floats>(even + i) + load<Floats>(odd + i);
+      store(total + i, load<Floats>(total + i) + sum);
+    }
+  }
+
+  void write_row(const Item& item, int row) {
+    const float factor = 1.0f / sum(load<Floats>(sums + row * kLanes));
+    for (int step = 0; step < depth; ++step) {
+      const float* from = total_of(step, row);
+      store(blocks.place_of(item, row, step * 32),
+            linear::rounded_pairs(load<Floats>(from) * factor, load<Floats>(from + kSide) * factor));
+    }
+  }
+};
+
+}  // namespace
+#endif

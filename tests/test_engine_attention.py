@@ -148,7 +148,9 @@ def test_a_dtype_without_kernel_goes_to_plain_torch() -> None:
 
 @needs_native
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("heads, head_dim", [((9, 3), 64), ((4, 4), 32), ((7, 1), 128), ((16, 2), 96), ((12, 1), 64)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((9, 3), 64), ((4, 4), 32), ((7, 1), 128), ((16, 2), 96), ((12, 1), 64)]
+)
 def test_a_token_gets_the_same_bits_in_every_batch(heads: tuple[int, int], head_dim: int, window: int | None) -> None:
     """Chunk or decode, alone or with others, on one thread or two: serving must not depend on who else is there."""
     problem = make_problem([(70, 170)], heads=heads, head_dim=head_dim, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-// What attention on AMX tiles shares between decodes (attention_tiles.h) and prompts (attention_prompts.h): where an
+// What attention on AMX tiles shares between decodes (attention_decodes.h) and prompts (attention_prompts.h): where an
 // item's blocks of keys stand, its queries as tiles, the exponential, and the way out.
 #pragma once
 

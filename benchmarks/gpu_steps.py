@@ -23,7 +23,8 @@ from benchmarks.shapes import LLAMA_8B, LLAMA_135M, QWEN3_600M, random_llama
 from decode_worker.scheduler import DecodeScheduler
 from engine.drawing import Drawn, Known
 from engine.engine import Engine
-from engine.row_table import DecodeRows, RowTable
+from engine.roster import DecodeRows
+from engine.row_table import RowTable
 from engine.sequence import Sequence
 from engine.step_plan import StepPlan
 from penstock.config import DecodeConfig, EngineConfig
@@ -73,7 +74,7 @@ class Decoding:
         if ahead and (plan := self.scheduler.schedule_ahead()):
             self._give(plan)
         plan, drawn = self._given.popleft()
-        self.scheduler.record(plan, drawn.wait().token_ids)
+        self.scheduler.record(plan, *drawn.wait().by_kind)
 
     def _give(self, plan: StepPlan[DecodeRows]) -> None:
         before = self._given[-1][1] if self._given else None
@@ -82,7 +83,7 @@ class Decoding:
     def end(self) -> None:
         while self._given:
             plan, drawn = self._given.popleft()
-            self.scheduler.record(plan, drawn.wait().token_ids)
+            self.scheduler.record(plan, *drawn.wait().by_kind)
         for sequence in self._sequences:
             self.scheduler.forget(sequence)
 

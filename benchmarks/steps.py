@@ -105,7 +105,7 @@ class Bench:
             left = 1 + number * 37 % OUTPUT_TOKENS if number <= self._batch else OUTPUT_TOKENS
             length = CONTEXT + number * 13 % PAGE_SIZE
             tokens = [(number * 7919 + i) % VOCAB_SIZE for i in range(length)]
-            sampling = SamplingParams(max_tokens=left, temperature=0.0, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=left, temperature=0.0, ignore_eos=number % 2 == 0)
             sequence = Sequence(RequestId(str(number)), tokens, length, sampling, b"salt")
             request = DecodeRequest(number, sequence, self._outlet, deque(), deadline_s=1e9)
             request.times.first_token_s = time.monotonic()

@@ -6,7 +6,6 @@ end passes through here, hence the counts of ends.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from decode_worker.request import DecodeRequest, Delta, RequestTiming, Send, TokenDelta, TokenRun
@@ -41,24 +40,9 @@ class Outbox:
         )
         self.put(request, TokenDelta(request.stream_id, token, reason, timing=timing))
 
-    def put_run(
-        self, requests: list[DecodeRequest | None], token_ids: list[int], alone: Iterable[int]
-    ) -> Collection[int]:
-        """A token for each of them, together as far as they go to one router. Returns the places of all that are left
-        to be told one at a time: those named so, and whoever has ended meanwhile, has just moved here, or is of another
-        router than the first one's."""
-        apart = set(alone)
-        send = next((request.send for request in requests if request is not None), None)
-        apart.update(i for i, one in enumerate(requests) if one is None or one.send is not send or one.paused_since_s)
-        if apart:
-            together = [i for i in range(len(requests)) if i not in apart]
-            stream_ids = [requests[i].stream_id for i in together]  # type: ignore[union-attr]  # None is apart
-            token_ids = [token_ids[i] for i in together]
-        else:
-            stream_ids = [request.stream_id for request in requests]  # type: ignore[union-attr]
-        if stream_ids and send is not None:
-            self._deltas.setdefault(send, []).append(TokenRun(stream_ids, token_ids))
-        return apart
+    def put_run(self, send: Send, run: TokenRun) -> None:
+        """A token for each of many requests of one router."""
+        self._deltas.setdefault(send, []).append(run)
 
     def flush(self) -> None:
         """One batch of deltas for each router."""

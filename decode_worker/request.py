@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import numpy as np
+
 from decode_worker.prefill_client import PrefillCandidate
 from engine.sequence import SampledToken, Sequence
 from penstock.errors import PenstockError
@@ -73,12 +75,12 @@ class TokenDelta:
     prefill: PrefillOutcome | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TokenRun:
-    """What most of a step's sequences have to say, all at once: a token each and nothing else."""
+    """What most of a step's sequences have to say, all at once: a token each and nothing else. Not empty."""
 
-    stream_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)  # one for each stream
+    stream_ids: np.ndarray  # uint64
+    token_ids: np.ndarray  # int64, one for each stream
 
 
 Delta = TokenDelta | TokenRun
@@ -91,7 +93,7 @@ def one_by_one(deltas: Iterable[Delta]) -> Iterator[TokenDelta]:
         if isinstance(delta, TokenDelta):
             yield delta
         else:
-            for stream_id, token_id in zip(delta.stream_ids, delta.token_ids, strict=True):
+            for stream_id, token_id in zip(delta.stream_ids.tolist(), delta.token_ids.tolist(), strict=True):
                 yield TokenDelta(stream_id, SampledToken(token_id))
 
 

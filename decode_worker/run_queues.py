@@ -11,9 +11,10 @@ import bisect
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 from engine.sequence import Sequence
-from engine.step_plan import LaunchedRows, Rows
+from engine.step_plan import Rows
 from penstock.aging import Aging
 from penstock.types import Lane
 
@@ -34,7 +35,7 @@ class Entry:
 class RunQueues:
     """Owns the entries, and who is in `rows`. The lists are by rank, and others only read them."""
 
-    def __init__(self, rows: Rows[LaunchedRows]) -> None:
+    def __init__(self, rows: Rows[Any]) -> None:
         self._rows = rows
         self._entries: dict[Sequence, Entry] = {}
         self._num_arrivals = 0
@@ -84,9 +85,9 @@ class RunQueues:
         entry = self._entries.pop(sequence, None)
         if entry is None:
             return False
-        if entry in self.waiting:
-            self.waiting.remove(entry)
-        elif entry in self.running:
+        if _stands_in(self.waiting, entry):
+            _take_out(self.waiting, entry)
+        elif _stands_in(self.running, entry):
             self.stop(entry)
         return True
 
@@ -95,7 +96,7 @@ class RunQueues:
 
     def admit(self, entry: Entry) -> None:
         """One that waits runs from now on."""
-        self.waiting.remove(entry)
+        _take_out(self.waiting, entry)
         self.run(entry)
 
     def run(self, entry: Entry) -> None:
@@ -104,11 +105,11 @@ class RunQueues:
 
     def stop(self, entry: Entry) -> None:
         """One that runs does so no longer."""
-        self.running.remove(entry)
+        _take_out(self.running, entry)
         if entry.sequence in self._rows:
             self._rows.remove(entry.sequence)
         else:
-            self.rowless.remove(entry)
+            _take_out(self.rowless, entry)
 
     def seat(self, entries: Seq[Entry]) -> None:
         """Those who decode from now on get their row."""
@@ -140,3 +141,19 @@ class RunQueues:
 
 def _rank(entry: Entry) -> tuple[float, int]:
     return entry.rank
+
+
+def _place_in(queue: list[Entry], entry: Entry) -> int:
+    """Ranks are unique: they count arrivals."""
+    return bisect.bisect_left(queue, entry.rank, key=_rank)
+
+
+def _stands_in(queue: list[Entry], entry: Entry) -> bool:
+    place = _place_in(queue, entry)
+    return place < len(queue) and queue[place] is entry
+
+
+def _take_out(queue: list[Entry], entry: Entry) -> None:
+    place = _place_in(queue, entry)
+    assert queue[place] is entry
+    del queue[place]

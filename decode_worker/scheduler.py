@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import Generic, cast
 
 from decode_worker.looking_ahead import seat_ahead
 from decode_worker.run_queues import Entry, RunQueues
@@ -29,7 +29,7 @@ from decode_worker.steps_under_way import StepsUnderWay
 from engine.page_pool import OutOfPages, PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
-from engine.step_plan import LaunchedT, Rows, StepPlan
+from engine.step_plan import LaunchedT, Rows, RowTokens, StepPlan
 from penstock.config import DecodeConfig
 from penstock.types import Lane, PageId
 
@@ -56,7 +56,7 @@ class DecodeScheduler(Generic[LaunchedT]):
         self._watermark_pages = int(config.watermark * pool.num_pages)
         self._table = rows
         self._queues = RunQueues(rows)
-        self._steps = StepsUnderWay(pool, self._pages, rows, page_size)
+        self._steps = StepsUnderWay(pool, self._pages, rows)
 
     @property
     def num_running(self) -> int:
@@ -114,6 +114,7 @@ class DecodeScheduler(Generic[LaunchedT]):
 
     def extend(self, sequence: Sequence, token_ids: Collection[int]) -> None:
         """More tokens of a running sequence are known than were drawn; their KV is computed next."""
+        sequence.num_computed_tokens = sequence.num_computed_tokens  # these are not
         sequence.token_ids += token_ids
         if token_ids:
             self._queues.unseat(sequence)
@@ -246,18 +247,24 @@ class DecodeScheduler(Generic[LaunchedT]):
         # A preemption may have hit a sequence that was scheduled before it in this very step.
         return [chunk for chunk in chunks if chunk.sequence.pages]
 
-    def record(self, work: Seq[ScheduledSequence], token_ids: Seq[int | None]) -> Collection[Sequence]:
-        """The oldest step under way is over: appends the tokens that it has drawn. Returns the sequences for which it
-        has drawn in vain.
+    def record(self, plan: StepPlan[LaunchedT], drawn: RowTokens, others: Seq[int | None]) -> Collection[Sequence]:
+        """The oldest step under way is over: appends the tokens that it has drawn, one for each row, and one or None
+        for each chunk. Returns the sequences for which it has drawn in vain."""
+        return self._steps.record(plan, drawn, others)
 
-        `work` is its plan, with a token or None for each, or, where some of it failed, what did not: then no step after
-        it may be under way.
-        """
-        return self._steps.record(work, token_ids)
+    def record_some(self, work: Seq[ScheduledSequence], token_ids: Seq[int | None]) -> Collection[Sequence]:
+        """The only step under way is over, and this is what did not fail of it: like `record`."""
+        return self._steps.record_some(work, token_ids)
 
     def commit(self, work: Seq[ScheduledSequence], output: StepOutput) -> list[tuple[Sequence, SampledToken]]:
-        """`record`; returns each drawn token, already appended to its sequence."""
-        void = self.record(work, [None if token is None else token.token_id for token in output.tokens])
+        """`record` of a plan, `record_some` of anything else; returns each drawn token, already appended to its
+        sequence."""
+        token_ids = [None if token is None else token.token_id for token in output.tokens]
+        if isinstance(work, StepPlan):
+            num_rows = len(work.rows.items)
+            void = self.record(work, cast(list[int], token_ids[:num_rows]), token_ids[num_rows:])
+        else:
+            void = self.record_some(work, token_ids)
         pairs = zip(work, output.tokens, strict=True)
         return [(item.sequence, token) for item, token in pairs if token is not None and item.sequence not in void]
 

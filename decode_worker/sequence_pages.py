@@ -6,9 +6,11 @@ are the pool's, and when they go back is `decode_worker.steps_under_way`'s.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.page_pool import OutOfPages, PagePool
 from engine.prefix_cache import PrefixCache
-from engine.sequence import Sequence
+from engine.sequence import Sequence, hash_one_more_page
 from penstock.types import PageHash, PageId
 
 
@@ -56,9 +58,22 @@ class SequencePages:
         num_shared = self._num_shared.get(sequence, 0)
         if num_full > num_shared:
             hashes = sequence.hash_full_pages(self._page_size)
-            known = hashes if len(hashes) == num_full else hashes[:num_full]
-            self._cache.insert(known, sequence.pages, start=num_shared)
+            self._cache.insert(hashes[:num_full], sequence.pages, start=num_shared)
             self._num_shared[sequence] = num_full
+
+    def share_filled(self, sequences: Iterable[Sequence]) -> None:
+        """`share_full` of sequences that have just computed a page to its end, all at once."""
+        plain: list[Sequence] = []
+        for sequence in sequences:
+            num_full = sequence.num_computed_tokens // self._page_size
+            if len(sequence.page_hashes) == self._num_shared.get(sequence, 0) == num_full - 1:
+                self._num_shared[sequence] = num_full
+                plain.append(sequence)
+            else:
+                self.share_full(sequence)
+        if plain:
+            hash_one_more_page(plain, self._page_size)
+            self._cache.insert_last([(sequence.page_hashes, sequence.pages) for sequence in plain])
 
     def _reusable_hashes(self, sequence: Sequence, num_tokens: int) -> list[PageHash]:
         """Of the full pages before the last token, which is computed anew for its logits."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from decode_worker.worker import DecodeWorker
 from engine.drawing import Drawn, Known, StepTokens
 from engine.engine import Engine
-from engine.row_table import DecodeRows
+from engine.roster import DecodeRows
 from engine.step_plan import StepPlan
 from engine.step_thread import StepThread
 from penstock.errors import PenstockError

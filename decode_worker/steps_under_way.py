@@ -10,25 +10,24 @@ Who has a row is the scheduler's; how far the rows are in their texts changes he
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from typing import Generic
 
 from decode_worker.sequence_pages import SequencePages
 from engine.page_pool import PagePool
 from engine.sequence import ScheduledSequence, Sequence
-from engine.step_plan import LaunchedT, Rows, StepPlan
+from engine.step_plan import LaunchedT, Rows, RowTokens, StepPlan
 from penstock.types import PageId
 
 
 class StepsUnderWay(Generic[LaunchedT]):
     """Owns their plans, and pages parked until they are over."""
 
-    def __init__(self, pool: PagePool, pages: SequencePages, rows: Rows[LaunchedT], page_size: int) -> None:
+    def __init__(self, pool: PagePool, pages: SequencePages, rows: Rows[LaunchedT]) -> None:
         self._pool = pool
         self._pages = pages
         self._rows = rows
-        self._page_size = page_size
         self._plans: deque[StepPlan[LaunchedT]] = deque()
         self._num_steps = 0
         self._dropped: dict[Sequence, int] = {}  # lost their pages: what steps up to this one draw for them is void
@@ -80,44 +79,43 @@ class StepsUnderWay(Generic[LaunchedT]):
         if sequence.pages:
             self._parked.append((self._num_steps, sequence.pages))
 
-    def record(self, work: Seq[ScheduledSequence], token_ids: Seq[int | None]) -> Collection[Sequence]:
+    def record(self, plan: StepPlan[LaunchedT], drawn: RowTokens, others: Seq[int | None]) -> Collection[Sequence]:
         """See `DecodeScheduler.record`."""
-        if not self._plans:
-            assert not work, "a step that was not scheduled"
+        if not plan:
             return ()
-        plan = self._plans.popleft()
-        void = self._dropped.keys() & {item.sequence for item in work} if self._dropped else ()
-        num_rows = len(plan.rows.items) if work is plan else 0
-        if void:
-            for item, token_id in zip(work[:num_rows], token_ids, strict=False):
-                if item.sequence not in void:
-                    self._record_one(item, token_id)
-        else:
-            self._record_rows(plan.rows.items[:num_rows], token_ids)
-            for place in plan.rows.filled(self._page_size) if num_rows else ():
-                self._pages.share_full(work[place].sequence)
-        for item, token_id in zip(work[num_rows:], token_ids[num_rows:], strict=True):
-            if item.sequence not in void:
-                self._record_one(item, token_id)
-        if work is not plan:
-            self._rows.rewind()
-        else:
-            self._rows.settle(plan.step, [token or 0 for token in token_ids] if plan.chunks else token_ids)
+        oldest = self._plans.popleft()
+        assert oldest is plan, "steps are recorded in order"
+        void = self._void_of(plan)
+        self._record_each(plan.chunks, others, void)
+        self._pages.share_filled(self._rows.record(plan.rows, drawn, others, void))
         self._free_parked(plan.step if self._plans else self._num_steps)
         return void
 
-    def _record_rows(self, items: list[ScheduledSequence], token_ids: Seq[int | None]) -> None:
-        for item, token_id in zip(items, token_ids, strict=False):
-            sequence = item.sequence
-            sequence.num_computed_tokens += 1
-            sequence.token_ids.append(token_id)  # type: ignore[arg-type]  # rows always draw
+    def record_some(self, work: Seq[ScheduledSequence], token_ids: Seq[int | None]) -> Collection[Sequence]:
+        """See `DecodeScheduler.record_some`."""
+        self._plans.popleft()
+        void = self._void_of(work)
+        self._record_each(work, token_ids, void)
+        self._rows.rewind()
+        self._free_parked(self._num_steps)
+        return void
 
-    def _record_one(self, item: ScheduledSequence, token_id: int | None) -> None:
-        sequence = item.sequence
-        sequence.num_computed_tokens += item.num_tokens
-        self._pages.share_full(sequence)
-        if token_id is not None:
-            sequence.token_ids.append(token_id)
+    def _void_of(self, work: Iterable[ScheduledSequence]) -> Collection[Sequence]:
+        return self._dropped.keys() & {item.sequence for item in work} if self._dropped else ()
+
+    def _record_each(
+        self, work: Seq[ScheduledSequence], token_ids: Seq[int | None], void: Collection[Sequence]
+    ) -> None:
+        for item, token_id in zip(work, token_ids, strict=True):
+            sequence = item.sequence
+            if sequence in void:
+                continue
+            sequence.num_computed_tokens += item.num_tokens
+            self._pages.share_full(sequence)
+            if token_id is not None:
+                sequence.token_ids.append(token_id)
+                if sequence.num_uncomputed_tokens == 1:
+                    sequence.num_computed = None  # it may have its row already
 
     def _free_parked(self, step: int) -> None:
         while self._parked and self._parked[0][0] <= step:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator
+from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import Message
@@ -105,32 +106,50 @@ class RouterStream:
         return message
 
 
-def encode_run(stream_ids: list[int], token_ids: list[int]) -> bytes:
+def encode_run(stream_ids: np.ndarray, token_ids: np.ndarray) -> bytes:
     """`StepFrame.deltas` of one token each, as protobuf: to make that many messages takes several times as long.
 
     Every number takes as many bytes as the largest, leading zeros included, which readers of varints accept; so that
-    all of them are written column by column.
+    all of them are written at once.
     """
-    streams, tokens = _varints(stream_ids), _varints(token_ids)
-    num_stream_bytes, num_token_bytes = streams.shape[1], tokens.shape[1]
-    head = [_tag(worker_pb2.StepFrame, "deltas"), 3 + num_stream_bytes + num_token_bytes]
-    rows = np.empty((len(streams), sum(head[1:]) + 2), np.uint8)
-    rows[:, :3] = [*head, _tag(worker_pb2.StepDelta, "stream_id")]
-    middle = 3 + num_stream_bytes
-    rows[:, 3:middle] = streams
-    rows[:, middle : middle + 2] = [_tag(worker_pb2.StepDelta, "token_ids"), num_token_bytes]
-    rows[:, middle + 2 :] = tokens
+    form = _run_form(_varint_bytes(int(stream_ids.max())), _varint_bytes(int(token_ids.max())))
+    numbers = np.empty((len(stream_ids), len(form.shifts)), np.uint64)  # a column for each byte
+    numbers[:, form.streams], numbers[:, form.tokens] = stream_ids[:, None], token_ids[:, None]
+    numbers >>= form.shifts
+    rows = numbers.astype(np.uint8)
+    rows &= form.mask
+    rows |= form.bits
     return rows.tobytes()
 
 
-def _varints(numbers: list[int]) -> np.ndarray:
-    """Unsigned ones, a row of bytes each."""
-    values = np.array(numbers, np.uint64)
-    last = max(0, max(numbers).bit_length() - 1) // 7
-    shifts = np.arange(last + 1, dtype=np.uint64) * np.uint64(7)
-    rows = ((values[:, None] >> shifts) & np.uint64(0x7F)).astype(np.uint8)
-    rows[:, :last] |= 0x80
-    return rows
+def _varint_bytes(number: int) -> int:
+    return max(1, -(-number.bit_length() // 7))
+
+
+class _RunForm(NamedTuple):
+    """Of one `StepDelta` in a frame, by byte: what it takes of which number, and what is the same in all of them."""
+
+    streams: slice
+    tokens: slice
+    shifts: np.ndarray  # uint64
+    mask: np.ndarray  # uint8
+    bits: np.ndarray  # uint8
+
+
+@functools.lru_cache(maxsize=64)
+def _run_form(num_stream_bytes: int, num_token_bytes: int) -> _RunForm:
+    size = 3 + num_stream_bytes + num_token_bytes
+    head = [_tag(worker_pb2.StepFrame, "deltas"), size, _tag(worker_pb2.StepDelta, "stream_id")]
+    middle = [_tag(worker_pb2.StepDelta, "token_ids"), num_token_bytes]
+    streams, tokens = slice(0, 3 + num_stream_bytes), slice(3 + num_stream_bytes, size + 2)
+    shifts, mask, bits = np.zeros(size + 2, np.uint64), np.zeros(size + 2, np.uint8), np.zeros(size + 2, np.uint8)
+    for first, constant, num_bytes in ((0, head, num_stream_bytes), (streams.stop, middle, num_token_bytes)):
+        start = first + len(constant)
+        bits[first:start] = constant
+        bits[start : start + num_bytes - 1] = 0x80  # more follows
+        mask[start : start + num_bytes] = 0x7F
+        shifts[start : start + num_bytes] = np.arange(num_bytes) * 7
+    return _RunForm(streams, tokens, shifts, mask, bits)
 
 
 @functools.cache

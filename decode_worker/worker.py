@@ -10,11 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import cast
-
-import numpy as np
 
 from decode_worker.attempts import PrefillAttempts
+from decode_worker.audience import Audience
 from decode_worker.outbox import Outbox
 from decode_worker.pace import Pace
 from decode_worker.prefill_client import RemoteFirstToken
@@ -26,7 +24,8 @@ from engine.drawing import StepTokens
 from engine.engine import Engine
 from engine.finish import finish_reason
 from engine.isolation import step_isolated
-from engine.row_table import DecodeRows, Ends, RowTable
+from engine.roster import DecodeRows, Ends
+from engine.row_table import RowTable
 from engine.sequence import SampledToken, Sequence
 from engine.step_plan import StepPlan
 from engine.token_check import check_token_ids
@@ -54,6 +53,7 @@ class DecodeWorker:
         self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows)
         self._transfers = transfers
         self._requests: dict[Sequence, DecodeRequest] = {}
+        self._audience = Audience()
         self._outbox = Outbox()
         self._pace = Pace()
         self._attempts = PrefillAttempts(
@@ -79,6 +79,7 @@ class DecodeWorker:
         """From now on the request is ours, though nothing is done for it yet. Raises what speaks against it."""
         self._check(request.sequence)
         self._requests[request.sequence] = request
+        self._audience.add(request)
         self.scheduler.track(request.sequence)
 
     def _check(self, sequence: Sequence) -> None:
@@ -108,6 +109,7 @@ class DecodeWorker:
         new.take_over(old)
         if new.sequence in self._requests:
             self._requests[new.sequence] = new
+            self._audience.told(new)
 
     def hand_over(self, request: DecodeRequest, moved: Moved) -> None:
         """The sequence runs elsewhere now: whoever listens here is told where."""
@@ -236,12 +238,10 @@ class DecodeWorker:
         self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
         for sequence, error in drawn.failed:
             self._fail(sequence, error)
-        void = self.scheduler.record(plan, drawn.token_ids)
+        void = self.scheduler.record(plan, drawn.rows, drawn.others)
         now_s = time.monotonic()
-        num_rows = len(plan.rows)
         self._deal_rows(plan.rows, drawn, void, now_s)
-        for place, scheduled in enumerate(plan.chunks, start=num_rows):
-            token_id = drawn.token_ids[place]
+        for place, (scheduled, token_id) in enumerate(zip(plan.chunks, drawn.others, strict=True), len(plan.rows)):
             if token_id is not None and scheduled.sequence not in void:
                 self._on_draw(scheduled.sequence, SampledToken(token_id, drawn.logprobs.get(place)), now_s)
         self._outbox.flush()
@@ -249,17 +249,21 @@ class DecodeWorker:
 
     def _deal_rows(self, rows: DecodeRows, drawn: StepTokens, void: Collection[Sequence], now_s: float) -> None:
         """Most have a token and nothing more to say: those of one router travel together."""
-        token_ids = cast(list[int], drawn.token_ids[: len(rows)])
-        requests = [self._requests.get(item.sequence) for item in rows.items]
-        # Those that may have ended, and those with more to say than a token; chunks have log-probabilities too.
-        alone = set(rows.over(np.array(token_ids, np.int64), self._engine.model.eos_token_ids))
-        alone.update(place for place in drawn.logprobs if place < len(rows))
+        listeners_R, token_ids_R = rows.roster.listeners_R, drawn.rows
+        apart_R = self._audience.apart(listeners_R) | rows.may_end(token_ids_R, self._engine.model.eos_token_ids)
+        if drawn.logprobs:
+            apart_R[[place for place in drawn.logprobs if place < len(rows)]] = True
         if void:
-            alone.update(i for i, item in enumerate(rows.items) if item.sequence in void)
-        for place in sorted(self._outbox.put_run(requests, token_ids, alone)):
+            apart_R |= [item.sequence in void for item in rows.items]
+        apart = apart_R.nonzero()[0].tolist()
+        if apart:
+            listeners_R, token_ids_R = listeners_R[~apart_R], token_ids_R[~apart_R]
+        for send, run in self._audience.runs(listeners_R, token_ids_R):
+            self._outbox.put_run(send, run)
+        for place in apart:
             sequence = rows.items[place].sequence
-            if requests[place] is not None and sequence not in void:
-                self._on_draw(sequence, SampledToken(token_ids[place], drawn.logprobs.get(place)), now_s)
+            if sequence not in void:
+                self._on_draw(sequence, SampledToken(int(drawn.rows[place]), drawn.logprobs.get(place)), now_s)
 
     def step(self) -> bool:
         """A whole step on this thread, for those who have no other; False where there was nothing to compute."""
@@ -272,7 +276,7 @@ class DecodeWorker:
         except PenstockError:
             self.finish_alone(plan)
         else:
-            self.finish(plan, StepTokens.of(output), time.monotonic() - started_s)
+            self.finish(plan, StepTokens.of(output, len(plan.rows)), time.monotonic() - started_s)
         return True
 
     def finish_alone(self, plan: StepPlan[DecodeRows]) -> None:
@@ -309,6 +313,7 @@ class DecodeWorker:
     def _on_token(self, request: DecodeRequest, token: SampledToken) -> None:
         """A token that has just been appended to the request's sequence."""
         request.end_pause(time.monotonic())
+        self._audience.told(request)
         reason = finish_reason(request.sequence, self._engine.model.eos_token_ids, self._context_length)
         if reason is None:
             self._outbox.put(request, TokenDelta(request.stream_id, token))
@@ -318,6 +323,7 @@ class DecodeWorker:
 
     def _release(self, request: DecodeRequest) -> None:
         del self._requests[request.sequence]
+        self._audience.remove(request)
         for call in self.on_release:
             call(request)
         self._transfers.abandon(request)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.kernels.metadata import AttentionMetadata
-from engine.row_table import DecodeRows
+from engine.roster import DecodeRows
 from engine.sequence import ScheduledSequence
 from engine.step_plan import StepPlan
 from engine.upload import upload
@@ -89,18 +89,15 @@ def lay_out(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
         return _assemble(None, work, page_size)
     if work.chunks:
         return _assemble(work.rows, work.chunks, page_size)
-    rows = work.rows
-    places = np.arange(len(rows))
-    position_B = rows.records["position"].copy()
-    page_B, offset_B = np.divmod(position_B, page_size)
+    rows, places = work.rows, work.rows.roster.places_R
     return HostBatch(
-        token_ids_T=rows.records["token"].copy(),
-        positions_T=position_B,
+        token_ids_T=rows.token_ids_R.copy(),  # those that are awaited are written into it
+        positions_T=rows.positions_R,
         query_start_B1=np.arange(len(rows) + 1),
-        context_B=position_B + 1,
+        context_B=rows.positions_R + 1,
         page_table_BW=rows.pages_RW,
-        slot_page_T=rows.pages_RW[places, page_B].astype(np.int64),
-        slot_offset_T=offset_B,
+        slot_page_T=rows.pages_RW[places, rows.page_R].astype(np.int64),
+        slot_offset_T=rows.offset_R,
         max_query_len=1,
         num_decodes=len(rows),
         drawing=places,
@@ -120,9 +117,9 @@ def _assemble(rows: DecodeRows | None, items: Sequence[ScheduledSequence], page_
     token_ids_T, num_rows = np.array(tokens, dtype=np.int64), 0
     if rows is not None:
         num_rows = len(rows)
-        start_B = np.concatenate((rows.records["position"], start_B))
+        start_B = np.concatenate((rows.positions_R, start_B))
         count_B = np.concatenate((np.ones(num_rows, np.int64), count_B))
-        token_ids_T = np.concatenate((rows.records["token"], token_ids_T))
+        token_ids_T = np.concatenate((rows.token_ids_R, token_ids_T))
     context_B = start_B + count_B
     query_start_B1 = np.concatenate(([0], np.cumsum(count_B)))
     page_table_BW = _page_table(rows, ordered, context_B[num_rows:], page_size)

@@ -18,7 +18,7 @@ import torch
 from engine.batch import Batch, HostBatch, lay_out, to_device
 from engine.draws import DrawColumns
 from engine.parallel import ParallelGroup
-from engine.row_table import SAMPLING_FIELDS
+from engine.roster import SAMPLING_FIELDS
 from engine.sampler import draw, nothing_to_draw, sample
 from engine.sequence import ScheduledSequence, Sequence, StepOutput
 from engine.step_plan import StepPlan
@@ -29,16 +29,34 @@ from penstock.types import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """What a step has drawn: a token for each of its sequences, None where a chunk did not reach the sequence's end."""
+    """What a step has drawn."""
 
-    token_ids: list[int | None]
+    rows: np.ndarray  # int64, a token for each row of its plan
+    others: list[int | None]  # of what stands behind the rows; None where a chunk did not reach the sequence's end
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)  # by place
     failed: list[tuple[Sequence, InternalError]] = field(default_factory=list)  # their tokens mean nothing
 
+    @property
+    def by_kind(self) -> tuple[np.ndarray, list[int | None]]:
+        """What schedulers record."""
+        return self.rows, self.others
+
+    @property
+    def by_place(self) -> np.ndarray:
+        """In the order of its plan; where nothing is drawn it means nothing."""
+        return np.concatenate((self.rows, [token_id or 0 for token_id in self.others])).astype(np.int64)
+
     @classmethod
-    def of(cls, output: StepOutput) -> StepTokens:
+    def of(cls, output: StepOutput, num_rows: int) -> StepTokens:
         logprobs = {place: token.logprob for place, token in enumerate(output.tokens) if token and token.logprob}
-        return cls([None if token is None else token.token_id for token in output.tokens], logprobs)
+        return cls.known([None if token is None else token.token_id for token in output.tokens], num_rows, logprobs)
+
+    @classmethod
+    def known(
+        cls, token_ids: list[int | None], num_rows: int, logprobs: Mapping[int, TokenLogprob] | None = None
+    ) -> StepTokens:
+        """Of tokens in the plan's order: rows always draw."""
+        return cls(np.array(token_ids[:num_rows], np.int64), token_ids[num_rows:], logprobs or {})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,13 +70,13 @@ class LaidOutStep:
     awaited_places: np.ndarray | None  # ... and where the sequence stands in its work
 
     @property
-    def is_in_order(self) -> bool:
-        """Whether everybody draws, in the order of `work`."""
-        return isinstance(self.work, StepPlan) and not self.work.chunks
+    def num_rows(self) -> int:
+        """They stand first in `work`, in the batch and among what is drawn."""
+        return len(self.work.rows) if isinstance(self.work, StepPlan) else 0
 
     def drawn_at(self, places: np.ndarray) -> np.ndarray:
         """Which of the tokens drawn belongs to each of these places of `work`, all of which draw."""
-        if self.is_in_order:
+        if self.num_rows == len(self.work):
             return places
         by_place = np.zeros(len(self.work), np.int64)
         by_place[self.host.drawing] = np.arange(len(self.host.drawing))
@@ -68,9 +86,8 @@ class LaidOutStep:
 def lay_out_step(work: Seq[ScheduledSequence], page_size: int) -> LaidOutStep:
     host = lay_out(work, page_size)
     awaited = awaited_places = None
-    if isinstance(work, StepPlan) and work.rows.records["awaited"].any():
-        awaited = np.flatnonzero(work.rows.records["awaited"])
-        awaited_places = work.rows.records["place"][awaited]
+    if isinstance(work, StepPlan):
+        awaited, awaited_places = work.rows.awaited, work.rows.awaited_places
     return LaidOutStep(work, host, _draws(work, host), awaited, awaited_places)
 
 
@@ -79,7 +96,7 @@ def _draws(work: Seq[ScheduledSequence], host: HostBatch) -> DrawColumns | None:
         return _draws_of([work[place].sequence for place in host.drawing])
     if work.rows.is_special:
         return None
-    rows = DrawColumns(work.rows.records, host.positions_T[: len(work.rows)] + 1)
+    rows = DrawColumns(work.rows.roster.asks, host.context_B[: len(work.rows)])  # the token drawn stands behind it all
     if not work.chunks:
         return rows
     others = _draws_of([work[place].sequence for place in host.drawing[len(rows) :]])
@@ -121,16 +138,16 @@ class Drawn:
         if self._event is not None:
             self._event.synchronize()
         drawn, valid = (column.numpy() for column in self._host)
-        step, drawing = self._step, self._step.host.drawing
-        token_ids: list[int | None] = drawn.tolist()
-        if not step.is_in_order:
-            token_ids = [None] * len(step.work)
-            for place, token_id in zip(drawing.tolist(), drawn.tolist(), strict=True):
-                token_ids[place] = token_id
-        if valid.all():
-            return StepTokens(token_ids)
-        sequences = [step.work[place].sequence for place in drawing[~valid]]
-        return StepTokens(token_ids, failed=[(one, nothing_to_draw(one)) for one in sequences])
+        step, drawing, num_rows = self._step, self._step.host.drawing, self._step.num_rows
+        others: list[int | None] = [None] * (len(step.work) - num_rows)
+        if others:
+            for place, token_id in zip(drawing[num_rows:].tolist(), drawn[num_rows:].tolist(), strict=True):
+                others[place - num_rows] = token_id
+        tokens = StepTokens(drawn[:num_rows], others)
+        if not valid.all():
+            sequences = [step.work[place].sequence for place in drawing[~valid].tolist()]
+            tokens.failed.extend((sequence, nothing_to_draw(sequence)) for sequence in sequences)
+        return tokens
 
 
 def _on_the_way(column: torch.Tensor) -> torch.Tensor:
@@ -147,8 +164,7 @@ class Known:
 
     def at(self, places: np.ndarray) -> torch.Tensor:
         """See `Drawn.at`."""
-        token_ids = self._tokens.token_ids
-        return upload(np.array([token_ids[place] for place in places.tolist()], np.int64), self._device)
+        return upload(self._tokens.by_place[places], self._device)
 
     def wait(self) -> StepTokens:
         return self._tokens
@@ -172,7 +188,7 @@ def compute(
         awaited = before.at(step.awaited_places)
     logits_RV = run_forward(step.host, step.awaited, awaited, forward, group, device)
     if not len(step.host.drawing):
-        return Known(StepTokens([None] * len(step.work)), device)
+        return Known(StepTokens.known([None] * len(step.work), 0), device)
     if step.draws is not None:
         return Drawn(step, *draw(logits_RV, step.draws))
     rows = [step.work[place] for place in step.host.drawing]
@@ -182,7 +198,7 @@ def compute(
         token_ids[place] = token.token_id
         if token.logprob is not None:
             logprobs[place] = token.logprob
-    return Known(StepTokens(token_ids, logprobs), device)
+    return Known(StepTokens.known(token_ids, step.num_rows, logprobs), device)
 
 
 def compute_in_vain(step: LaidOutStep, forward: Forward, group: ParallelGroup, device: torch.device) -> None:

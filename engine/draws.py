@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.row_table import SAMPLING_FIELDS, sampling_of
+from engine.roster import SAMPLING_FIELDS, sampling_of
 from engine.sequence import Sequence
 from engine.upload import upload
 from penstock.types import SamplingParams

@@ -6,7 +6,7 @@ page is in it only while its parent is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from penstock.types import CachedPage, PageHash, PageId
 
@@ -14,14 +14,23 @@ from penstock.types import CachedPage, PageHash, PageId
 class Node:
     """One cached page and its place in the chain."""
 
-    __slots__ = ("children", "num_uses", "page", "page_hash", "parent")
+    __slots__ = ("first_child", "next_sibling", "num_uses", "page", "page_hash", "parent", "previous_sibling")
 
     def __init__(self, page_hash: PageHash, page: PageId, parent: Node | None) -> None:
         self.page_hash = page_hash
         self.page = page
         self.parent = parent
-        self.children: dict[PageHash, Node] | None = None  # None instead of empty: most pages have one child or none
+        # A list that runs through the children: most pages have one or none, some have thousands.
+        self.first_child: Node | None = None
+        self.next_sibling: Node | None = None
+        self.previous_sibling: Node | None = None
         self.num_uses = 0  # by requests that came after the one that computed it
+
+    def children(self) -> Iterator[Node]:
+        child = self.first_child
+        while child is not None:
+            yield child
+            child = child.next_sibling
 
 
 class PageChains:
@@ -64,9 +73,10 @@ class PageChains:
         """Makes a page findable, after its parent."""
         node = Node(page_hash, page, parent)
         if parent is not None:
-            if parent.children is None:
-                parent.children = {}
-            parent.children[page_hash] = node
+            sibling = parent.first_child
+            if sibling is not None:
+                node.next_sibling, sibling.previous_sibling = sibling, node
+            parent.first_child = node
         self.nodes[page_hash] = node
         self.by_page[page] = node
         return node
@@ -79,14 +89,17 @@ class PageChains:
         """
         subtree = [root]
         for node in subtree:  # grows while it is walked: parents stand before their children
-            if node.children:
-                subtree.extend(node.children.values())
+            if node.first_child is not None:
+                subtree.extend(node.children())
         subtree.reverse()
         for node in subtree:
-            if node.parent is not None and node.parent.children is not None:
-                node.parent.children.pop(node.page_hash)
-                if not node.parent.children:
-                    node.parent.children = None
+            before, after = node.previous_sibling, node.next_sibling
+            if after is not None:
+                after.previous_sibling = before
+            if before is not None:
+                before.next_sibling = after
+            elif node.parent is not None:
+                node.parent.first_child = after
             del self.nodes[node.page_hash], self.by_page[node.page]
         return subtree
 
@@ -100,8 +113,9 @@ class PageChains:
                 raise AssertionError(f"page {node.page}: the maps by hash and by page differ")
             if node.parent is not None and self.nodes.get(node.parent.page_hash) is not node.parent:
                 raise AssertionError(f"page {node.page}: cached, but its parent page {node.parent.page} is not")
-            if node.parent is not None and (node.parent.children or {}).get(page_hash) is not node:
-                raise AssertionError(f"page {node.page}: its parent page {node.parent.page} does not know it")
-            num_links += len(node.children or ())
+            for child in node.children():
+                if child.parent is not node or self.nodes.get(child.page_hash) is not child:
+                    raise AssertionError(f"page {node.page}: has child page {child.page}, which does not know it")
+                num_links += 1
         if num_links != sum(node.parent is not None for node in self.nodes.values()):
             raise AssertionError("a page has a child that is not cached")

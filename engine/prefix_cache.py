@@ -15,7 +15,7 @@ Routers hear of each page where it is: on the device, on the best lower tier tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.cache_tiers import CacheTiers
 from engine.page_chains import Node, PageChains
@@ -117,8 +117,6 @@ class PrefixCache:
         if len(pages) < len(hashes):
             raise PageMisuse(f"insert: {len(hashes)} hashes for {len(pages)} pages")
         start = min(start, len(hashes))
-        if start == len(hashes) - 1 and self._insert_last(hashes, pages):
-            return 1
         while start > 0 and hashes[start - 1] not in self._chains.nodes:
             start -= 1  # the parent was evicted since: begin where the chain still holds
         self._check_insertable(hashes, pages, start)
@@ -138,6 +136,28 @@ class PrefixCache:
             first = len(hashes) - len(stored)  # what follows a page that was not cached was not cached either
             self._events.stored(stored, hashes[first - 1] if first else ROOT)
         return len(stored)
+
+    def insert_last(self, chains: Iterable[tuple[Sequence[PageHash], Sequence[PageId]]]) -> None:
+        """`insert` of the last page of each, after the others were inserted: all of them are one event."""
+        if not self.enabled:
+            return
+        nodes = self._chains.nodes
+        stored: list[tuple[PageHash, PageHash]] = []
+        for hashes, pages in chains:
+            last = len(hashes) - 1
+            parent = nodes.get(hashes[last - 1]) if last else None
+            if hashes[last] in nodes or (last and parent is None):
+                self._tell_stored(stored)
+                stored = []
+                self.insert(hashes, pages, start=last)
+            else:
+                self._link(hashes[last], pages[last], parent)
+                stored.append((hashes[last], parent.page_hash if parent else ROOT))
+        self._tell_stored(stored)
+
+    def _tell_stored(self, pages: Sequence[tuple[PageHash, PageHash]]) -> None:
+        if self._events is not None and pages:
+            self._events.stored_each(pages)
 
     # What comes from, and goes to, another worker's cache.
 
@@ -172,18 +192,6 @@ class PrefixCache:
         self._link(page_hash, page, after)
         if self._events is not None:
             self._events.stored([page_hash], parent if parent is not None else ROOT)
-        return True
-
-    def _insert_last(self, hashes: Sequence[PageHash], pages: Sequence[PageId]) -> bool:
-        """The plain case of a sequence that has filled one more page; False, and nothing done, in any other."""
-        last = len(hashes) - 1
-        page_hash, page = hashes[last], pages[last]
-        parent = self._chains.nodes.get(hashes[last - 1]) if last else None
-        if (last and parent is None) or page_hash in self._chains.nodes or not self._pool.can_keep(page):
-            return False
-        self._link(page_hash, page, parent)
-        if self._events is not None:
-            self._events.stored((page_hash,), parent.page_hash if parent else ROOT)
         return True
 
     def clear(self) -> None:
@@ -228,10 +236,11 @@ class PrefixCache:
         for page in self._pool.evictable():
             if num_freed >= num_pages:
                 break
-            if page not in self._chains.by_page:
+            node = self._chains.by_page.get(page)
+            if node is None:
                 continue  # it went with an older page that it hung from
-            subtree = self._chains.unlink(self._chains.by_page[page])
-            num_freed += sum(self._pool.num_references(node.page) == 0 for node in subtree)
+            subtree = self._chains.unlink(node)
+            num_freed += sum([not self._pool.num_references(one.page) for one in subtree]) if len(subtree) > 1 else 1
             gone += subtree
         assert num_freed >= num_pages, "the pool counted more evictable pages than it has"
         hashes, pages = [node.page_hash for node in gone], [node.page for node in gone]

@@ -5,8 +5,10 @@ have their KV until it ends, pauses or loses its pages. A row is touched when it
 everything else is one vector operation for all rows. Rows stand close together: the last one fills the place of one
 that leaves, so a row's number means something within one step alone.
 
-Pure: numpy and no torch. Rows run ahead of their sequences: `launch` moves them on when a step is given to the device,
-their sequences follow when its tokens are known (`settle`).
+Rows run ahead of their sequences: `launch` moves them on when a step is given to the device, their sequences follow
+when its tokens are known (`record`).
+
+Pure: numpy and no torch. A numpy call on few numbers takes about a microsecond, so what counts is how many there are.
 
 Shapes: `R` rows, `W` pages of a row.
 """
@@ -15,107 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 
+from engine.roster import ASKS, DecodeRows, Ends, Roster, asks_of
 from engine.sequence import ScheduledSequence, Sequence
-from penstock.types import PageId, SamplingParams
-
-_NEVER = np.iinfo(np.int64).max
-
-# What sampling a row needs of its parameters; `engine.sampler` reads these.
-SAMPLING_FIELDS = [
-    ("is_greedy", np.bool_),
-    ("temperature", np.float64),
-    ("top_k", np.int64),
-    ("top_p", np.float64),
-    ("min_p", np.float64),
-    ("seed", np.uint64),
-]
-_ROW = np.dtype(
-    [
-        ("position", np.int64),  # of the token that is computed next
-        ("token", np.int64),  # that token, unless it is awaited
-        ("awaited", np.bool_),  # a step under way draws it ...
-        ("step", np.int64),  # ... this one ...
-        ("place", np.int64),  # ... for the sequence that stands there in its plan
-        ("room", np.int64),  # tokens that the row's pages hold
-        ("end", np.int64),  # tokens at which the sequence ends in any case
-        ("special_until", np.int64),  # tokens below which a draw needs more than `SAMPLING_FIELDS`
-        ("eos_ends", np.bool_),
-        ("has_stops", np.bool_),  # token ids of its own that end it
-        *SAMPLING_FIELDS,
-    ]
-)
-
-
-def sampling_of(sampling: SamplingParams) -> tuple[bool, float, int, float, float, int]:
-    """Values of the `SAMPLING_FIELDS`."""
-    is_greedy = sampling.greedy or sampling.top_k == 1
-    return is_greedy, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """What ends sequences besides their own parameters."""
-
-    eos_token_ids: Collection[int] = ()
-    context_length: int = int(_NEVER)
-
-
-def _record_of(sequence: Sequence, ends: Ends, page_size: int) -> tuple[object, ...]:
-    """One row, in the order of `_ROW`: to write it whole costs as much as one field alone."""
-    sampling = sequence.sampling
-    is_special = sampling.has_penalties or sampling.logit_bias or sampling.logprobs is not None
-    return (
-        sequence.num_computed_tokens,
-        sequence.token_ids[-1],
-        False,
-        0,
-        0,
-        len(sequence.pages) * page_size,
-        min(sequence.num_prompt_tokens + sampling.max_tokens, ends.context_length),
-        _NEVER if is_special else sequence.num_prompt_tokens + sampling.min_tokens,
-        not sampling.ignore_eos,
-        bool(sampling.stop_token_ids),
-        *sampling_of(sampling),
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeRows:
-    """The rows of one step as they stood when it was scheduled; nothing changes it afterwards."""
-
-    items: list[ScheduledSequence]  # one token each
-    records: np.ndarray  # R of `_ROW`
-    pages_RW: np.ndarray  # int32, wide enough for the longest of them; 0 past a row's last page
-    step: int
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    @property
-    def num_contexts(self) -> float:
-        """See `ScheduledSequence.num_contexts`; of all together."""
-        return float(self.records["position"].sum()) + len(self.items) / 2
-
-    @property
-    def is_special(self) -> bool:
-        """Whether a row's draw needs its tokens, or more than a token is wanted of it."""
-        return bool((self.records["position"] + 1 < self.records["special_until"]).any())
-
-    def over(self, token_ids: np.ndarray, eos_token_ids: Collection[int]) -> list[int]:
-        """Places of sequences that may have ended, where these are the tokens drawn: `finish_reason` knows."""
-        records = self.records
-        may = (records["position"] + 2 >= records["end"]) | records["has_stops"]
-        for token_id in eos_token_ids:
-            may |= (token_ids == token_id) & records["eos_ends"]
-        return np.flatnonzero(may).tolist()
-
-    def filled(self, page_size: int) -> list[int]:
-        """Places of those whose token has filled a page."""
-        return np.flatnonzero((self.records["position"] + 1) % page_size == 0).tolist()
+from engine.step_plan import RowTokens
+from penstock.types import PageId
 
 
 class RowTable:
@@ -124,13 +32,23 @@ class RowTable:
     def __init__(self, page_size: int, ends: Ends | None = None) -> None:
         self._page_size = page_size
         self.ends = ends or Ends()
-        self.items: list[ScheduledSequence] = []  # by row
+        self._items: list[ScheduledSequence] = []  # by row
+        self._texts: list[list[int]] = []  # by row
         self._rows: dict[Sequence, int] = {}
-        self._records = np.zeros(16, _ROW)
+        self._roster: Roster | None = None  # None: somebody has joined or left since the last one
+        self._some_await = False  # whether a step under way may draw somebody's token
+        self._width = 0  # pages that the longest row needs, at least
+        # All of these by row, with room to grow.
+        self._asks = np.zeros(16, ASKS)
+        self._position = np.zeros(16, np.int64)  # of the token that is computed next
+        self._token = np.zeros(16, np.int64)  # that token, unless it is awaited
+        self._awaits = np.zeros(16, np.int64)  # the step that draws it, 0 where it is known ...
+        self._place = np.zeros(16, np.int64)  # ... as this one of its tokens
+        self._room = np.zeros(16, np.int64)  # tokens that the row's pages hold
         self._pages_RW = np.zeros((16, 16), np.int32)
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self._items)
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._rows
@@ -138,118 +56,170 @@ class RowTable:
     # Joins and leaves.
 
     def add(self, sequence: Sequence) -> None:
-        """All its tokens but the last have their KV in its pages."""
+        """All its tokens but the last have their KV in its pages, and will have as long as nobody says otherwise."""
         assert sequence.num_uncomputed_tokens == 1
+        sequence.num_computed = None
         self._add(sequence)
-
-    def _add(self, sequence: Sequence) -> None:
-        row = len(self.items)
-        if row == len(self._records):
-            self._records = np.concatenate((self._records, np.zeros_like(self._records)))
-            self._pages_RW = np.concatenate((self._pages_RW, np.zeros_like(self._pages_RW)))
-        self._rows[sequence] = row
-        self.items.append(ScheduledSequence(sequence, 1))
-        self._records[row] = _record_of(sequence, self.ends, self._page_size)
-        if len(sequence.pages) > self._pages_RW.shape[1]:
-            self._widen(len(sequence.pages))
-        self._pages_RW[row, : len(sequence.pages)] = sequence.pages
-        self._pages_RW[row, len(sequence.pages) :] = 0
 
     def add_awaiting(self, sequence: Sequence, step: int, place: int) -> None:
         """One whose last known token that step computes, at that place of its plan, and which draws the next there."""
-        row = len(self.items)
+        row = len(self._items)
         self._add(sequence)
-        record = self._records[row]
-        record["position"], record["awaited"] = len(sequence.token_ids), True
-        record["step"], record["place"] = step, place
+        self._position[row] = len(sequence.token_ids)
+        self._awaits[row], self._place[row] = step, place
+        self._some_await = True
+
+    def _add(self, sequence: Sequence) -> None:
+        row, pages = len(self._items), sequence.pages
+        self._make_room(row + 1, len(pages))
+        self._rows[sequence] = row
+        self._items.append(ScheduledSequence(sequence, 1))
+        self._texts.append(sequence.token_ids)
+        self._roster = None
+        self._asks[row] = asks_of(sequence, self.ends)
+        self._position[row] = sequence.num_computed_tokens
+        self._token[row] = sequence.token_ids[-1]
+        self._awaits[row] = 0
+        self._room[row] = len(pages) * self._page_size
+        self._pages_RW[row, : len(pages)] = pages
+        self._pages_RW[row, len(pages) :] = 0
 
     def remove(self, sequence: Sequence) -> None:
         """Does nothing where it has no row."""
         row = self._rows.pop(sequence, None)
         if row is None:
             return
-        last = self.items.pop()
+        self._roster = None
+        last, text = self._items.pop(), self._texts.pop()
         if last.sequence is sequence:
             return
-        self.items[row] = last
+        self._items[row], self._texts[row] = last, text
         self._rows[last.sequence] = row
-        end = len(self.items)
-        self._records[row] = self._records[end]
-        self._pages_RW[row] = self._pages_RW[end]
+        end = len(self._items)
+        for column in self._columns:
+            column[row] = column[end]
 
     def add_pages(self, sequences: Seq[Sequence], pages: Seq[PageId]) -> None:
         """One page for each of them, after those that its row knows."""
-        rows = np.array([self._rows[sequence] for sequence in sequences])
-        room = self._live["room"]
-        places = room[rows] // self._page_size
-        if int(places.max()) >= self._pages_RW.shape[1]:
-            self._widen(int(places.max()) + 1)
-        self._pages_RW[rows, places] = pages
-        room[rows] += self._page_size
+        for sequence, page in zip(sequences, pages, strict=True):
+            row = self._rows[sequence]
+            room = int(self._room[row])
+            place = room // self._page_size
+            if place >= self._width:
+                self._make_room(row + 1, place + 1)
+            self._pages_RW[row, place] = page
+            self._room[row] = room + self._page_size
 
-    def _widen(self, num_pages: int) -> None:
+    @property
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        return self._asks, self._position, self._token, self._awaits, self._place, self._room, self._pages_RW
+
+    def _make_room(self, num_rows: int, num_pages: int) -> None:
+        self._width = max(self._width, num_pages)
         width = self._pages_RW.shape[1]
-        self._pages_RW = np.pad(self._pages_RW, ((0, 0), (0, max(width, num_pages - width))))
+        if num_pages > width:
+            self._pages_RW = np.pad(self._pages_RW, ((0, 0), (0, max(width, num_pages - width))))
+        if num_rows > len(self._asks):
+            (self._asks, self._position, self._token, self._awaits, self._place, self._room, self._pages_RW) = (
+                np.concatenate((column, np.zeros_like(column))) for column in self._columns
+            )
 
     # The step.
 
     def short(self) -> list[Sequence]:
         """Those whose next token has no page yet."""
-        live = self._live
-        return [self.items[row].sequence for row in np.flatnonzero((live["position"] >= live["room"]) & self._going())]
+        count = len(self._items)
+        is_short = self._position[:count] >= self._room[:count]
+        if self._some_await:
+            is_short &= self._going()
+        return [self._items[row].sequence for row in is_short.nonzero()[0].tolist()]
 
     def is_special(self) -> bool:
-        """See `DecodeRows.is_special`."""
-        live = self._live
-        return bool(((live["position"] + 1 < live["special_until"]) & self._going()).any())
+        """Whether somebody's next draw needs more than the columns."""
+        until = self._current_roster().special_until
+        count = len(self._items)
+        return until is not None and bool(((self._position[:count] + 1 < until) & self._going()).any())
 
     def _going(self) -> np.ndarray:
         """Who is computed next: a row whose end is certain to come with the step under way is not."""
-        live = self._live
-        return ~live["awaited"] | (live["position"] + 1 < live["end"])
+        count = len(self._items)
+        return (self._awaits[:count] == 0) | (self._position[:count] <= self._current_roster().last_R)
+
+    def _current_roster(self) -> Roster:
+        if self._roster is None:
+            count = len(self._items)
+            self._roster = Roster(self._items.copy(), self._texts.copy(), _copy_of(self._asks[:count]))
+            self._width = -(-int(self._room[:count].max(initial=0)) // self._page_size)
+        return self._roster
 
     def launch(self, step: int) -> DecodeRows:
         """The rows of a step that is computed from now on; they stand at their next token then."""
-        live = self._live
-        going = np.flatnonzero(self._going())
-        if len(going) == len(live):
-            items, records, pages_RW = self.items.copy(), live.copy(), self._pages_RW
-        else:
-            items = [self.items[row] for row in going]
-            records, pages_RW = live[going], self._pages_RW[going]
-        width = int(records["position"].max(initial=0)) // self._page_size + 1
-        live["place"][going] = np.arange(len(going))
-        live["step"][going], live["awaited"][going] = step, True
-        live["position"][going] += 1
-        return DecodeRows(items, records, pages_RW[: len(items), :width].copy(), step)
+        roster, count = self._current_roster(), len(self._items)
+        rows: slice | np.ndarray = slice(0, count)
+        awaited = awaited_places = None
+        if self._some_await:
+            going = self._going().nonzero()[0]
+            if len(going) < count:
+                rows, roster = going, roster.of(going)
+            if self._awaits[rows].any():
+                awaited = self._awaits[rows].nonzero()[0]
+                awaited_places = self._place[rows][awaited]
+        positions_R, token_ids_R = self._position[rows].copy(), self._token[rows].copy()
+        page_R, offset_R = np.divmod(positions_R, self._page_size)
+        pages_RW = self._pages_RW[rows, : self._width].copy()
+        self._position[rows] += 1
+        self._awaits[rows] = step
+        self._place[rows] = roster.places_R
+        self._some_await |= count > 0
+        return DecodeRows(roster, step, positions_R, token_ids_R, awaited, awaited_places, page_R, offset_R, pages_RW)
 
-    def settle(self, step: int, drawn: Seq[int | None]) -> None:
-        """The tokens of a step are known on the host: rows that no later step has taken on begin with them. There is no
-        None among them."""
-        live = self._live
-        waiting = np.flatnonzero(live["awaited"] & (live["step"] == step))
-        token_ids = np.array(drawn, np.int64)
-        live["token"][waiting] = token_ids[live["place"][waiting]]
-        live["awaited"][waiting] = False
+    def record(
+        self, launched: DecodeRows, drawn: RowTokens, others: Seq[int | None], void: Collection[Sequence]
+    ) -> list[Sequence]:
+        """See `engine.step_plan.Rows`. Rows that no later step has taken on begin with what was drawn for them."""
+        token_ids_R, items = np.asarray(drawn, np.int64), launched.items
+        texts = launched.roster.texts
+        if void:
+            texts = [[] if item.sequence in void else text for item, text in zip(items, texts, strict=True)]
+        for text, token_id in zip(texts, token_ids_R.tolist(), strict=True):
+            text.append(token_id)
+        self._settle(launched, token_ids_R, others)
+        filled = (launched.offset_R == self._page_size - 1).nonzero()[0].tolist()
+        return [items[place].sequence for place in filled if items[place].sequence not in void]
+
+    def _settle(self, launched: DecodeRows, token_ids_R: np.ndarray, others: Seq[int | None]) -> None:
+        count = len(self._items)
+        waiting = (self._awaits[:count] == launched.step).nonzero()[0]
+        places, by_place = self._place[waiting], token_ids_R
+        if others:
+            by_place = np.concatenate((token_ids_R, [token_id or 0 for token_id in others]))
+        self._token[waiting] = by_place[places]
+        self._awaits[waiting] = 0
+        self._some_await = len(waiting) < count and bool(self._awaits[:count].any())
 
     def rewind(self) -> None:
         """Steps that were launched have come to nothing: every row stands where its sequence does."""
-        for row, item in enumerate(self.items):
-            record, sequence = self._records[row], item.sequence
-            record["position"], record["token"] = sequence.num_computed_tokens, sequence.token_ids[-1]
-            record["awaited"] = False
-
-    @property
-    def _live(self) -> np.ndarray:
-        return self._records[: len(self.items)]
+        for row, item in enumerate(self._items):
+            sequence = item.sequence
+            self._position[row], self._token[row] = sequence.num_computed_tokens, sequence.token_ids[-1]
+        self._awaits[:] = 0
+        self._some_await = False
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless rows and sequences agree. With no step under way."""
-        assert self._rows == {item.sequence: row for row, item in enumerate(self.items)}
-        for row, item in enumerate(self.items):
-            record, sequence = self._records[row], item.sequence
-            assert not record["awaited"], f"{sequence.request_id} waits for a step that is over"
-            assert record["position"] == sequence.num_computed_tokens, sequence.request_id
-            assert record["token"] == sequence.token_ids[-1], sequence.request_id
-            assert record["room"] == len(sequence.pages) * self._page_size, sequence.request_id
+        assert not self._some_await
+        assert self._rows == {item.sequence: row for row, item in enumerate(self._items)}
+        for row, item in enumerate(self._items):
+            sequence = item.sequence
+            assert not self._awaits[row], f"{sequence.request_id} waits for a step that is over"
+            assert self._texts[row] is sequence.token_ids, sequence.request_id
+            assert sequence.num_computed is None, sequence.request_id
+            assert self._position[row] == sequence.num_computed_tokens, sequence.request_id
+            assert self._token[row] == sequence.token_ids[-1], sequence.request_id
+            assert self._room[row] == len(sequence.pages) * self._page_size, sequence.request_id
             assert self._pages_RW[row, : len(sequence.pages)].tolist() == sequence.pages, sequence.request_id
+
+
+def _copy_of(records: np.ndarray) -> np.ndarray:
+    """Read-only. `copy` goes through records field by field, which takes ten times as long."""
+    return np.frombuffer(records.tobytes(), records.dtype)

@@ -27,7 +27,7 @@ import torch
 from engine.distribution import draw_from, padded, select
 from engine.draws import DrawColumns, Draws
 from engine.logit_edits import edit_logits, is_edited
-from engine.row_table import SAMPLING_FIELDS, sampling_of
+from engine.roster import SAMPLING_FIELDS, sampling_of
 from engine.sequence import SampledToken, ScheduledSequence, Sequence
 from engine.warm_up import SAMPLINGS
 from penstock.errors import InternalError

@@ -6,9 +6,10 @@ engine only reads it: `Engine.step` takes `ScheduledSequence`s and returns `Step
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from penstock.page_hash import hash_pages
+from penstock.page_hash import hash_next_pages, hash_pages
 from penstock.types import Lane, PageHash, PageId, RequestId, SamplingParams, TokenLogprob
 
 
@@ -26,9 +27,19 @@ class Sequence:
     sampling: SamplingParams
     salt: bytes  # root of the page hashes
     pages: list[PageId] = field(default_factory=list)
-    num_computed_tokens: int = 0  # leading tokens whose KV is in `pages`
+    num_computed: int | None = 0  # see `num_computed_tokens`; None while all but the last are: then nobody counts
     page_hashes: list[PageHash] = field(default_factory=list)  # of leading full pages, grown by `hash_full_pages`
     lane: Lane = Lane.STANDARD  # what it competes with, for schedulers and links
+    listener: int = 0  # whoever hears its tokens finds them by this number; the worker's to give
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Leading tokens whose KV is in `pages`."""
+        return len(self.token_ids) - 1 if self.num_computed is None else self.num_computed
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, number: int) -> None:
+        self.num_computed = number
 
     @property
     def num_output_tokens(self) -> int:
@@ -51,14 +62,21 @@ class Sequence:
 
     def hash_full_pages(self, page_size: int) -> list[PageHash]:
         """Hashes of every full page of `token_ids`, computed once each."""
-        num_known = len(self.page_hashes)
-        num_new = len(self.token_ids) // page_size - num_known
-        if num_new == 1:  # as while it decodes: nothing is copied
-            tokens = self.token_ids[num_known * page_size : (num_known + 1) * page_size]
-            self.page_hashes += hash_pages(tokens, page_size, self.page_hashes[-1] if num_known else self.salt)
-        elif num_new > 0:
+        if len(self.token_ids) >= (len(self.page_hashes) + 1) * page_size:
             self.page_hashes = hash_pages(self.token_ids, page_size, self.salt, self.page_hashes)
         return self.page_hashes
+
+
+def hash_one_more_page(sequences: Collection[Sequence], page_size: int) -> None:
+    """Of each, as while they decode: all at once, and nobody's chain is copied."""
+    token_ids: list[int] = []
+    parents: list[PageHash] = []
+    for sequence in sequences:
+        known = sequence.page_hashes
+        token_ids += sequence.token_ids[len(known) * page_size : (len(known) + 1) * page_size]
+        parents.append(known[-1] if known else PageHash(sequence.salt))
+    for sequence, page_hash in zip(sequences, hash_next_pages(token_ids, page_size, parents), strict=True):
+        sequence.page_hashes.append(page_hash)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,17 @@ No numpy here: `engine.row_table` has the columns of workers, the simulator plai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
-from typing import Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar, overload
 
 from engine.sequence import ScheduledSequence, Sequence
 from penstock.types import PageId
+
+if TYPE_CHECKING:
+    import numpy as np
+
+RowTokens: TypeAlias = "Seq[int] | np.ndarray"  # one for each row of a step
 
 
 class LaunchedRows(Protocol):
@@ -29,13 +34,8 @@ class LaunchedRows(Protocol):
         """See `ScheduledSequence.num_contexts`; of all together."""
         ...
 
-    def filled(self, page_size: int) -> list[int]:
-        """Places of those whose token has filled a page, once it is recorded."""
-        ...
-
 
 LaunchedT = TypeVar("LaunchedT", bound=LaunchedRows)
-LaunchedT_co = TypeVar("LaunchedT_co", bound=LaunchedRows, covariant=True)
 
 
 class StepPlan(Seq[ScheduledSequence], Generic[LaunchedT]):
@@ -69,7 +69,7 @@ class StepPlan(Seq[ScheduledSequence], Generic[LaunchedT]):
         return iter(self._items)
 
 
-class Rows(Protocol[LaunchedT_co]):
+class Rows(Protocol[LaunchedT]):
     """The sequences that get a token in every step."""
 
     def __len__(self) -> int: ...
@@ -100,12 +100,16 @@ class Rows(Protocol[LaunchedT_co]):
         """Whether somebody's next draw needs more than the columns."""
         ...
 
-    def launch(self, step: int) -> LaunchedT_co:
+    def launch(self, step: int) -> LaunchedT:
         """The rows of a step that is computed from now on; they stand at their next token then."""
         ...
 
-    def settle(self, step: int, drawn: Seq[int | None]) -> None:
-        """The tokens of a step are known on the host: one for each place of its plan, whether or not it draws."""
+    def record(
+        self, launched: LaunchedT, drawn: RowTokens, others: Seq[int | None], void: Collection[Sequence]
+    ) -> list[Sequence]:
+        """The tokens of a step are known on the host: each row's sequence that is not in `void` gets its own. Returns
+        those that have filled a page. Those behind the rows of its plan have theirs of `others` already. The oldest
+        step first."""
         ...
 
     def rewind(self) -> None:

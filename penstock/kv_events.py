@@ -135,6 +135,11 @@ class KvEventLog:
                 parent = page
             self._append(KvEventKind.STORED, new)
 
+    def stored_each(self, pages: Iterable[tuple[PageHash, PageHash]]) -> None:
+        """Pages of different runs are on the device, each told with its parent: one event."""
+        with self._lock:
+            self._append(KvEventKind.STORED, [page for page, parent in pages if self._places.put(page, 0, parent)])
+
     def moved(self, hashes: Sequence[PageHash], kind: KvEventKind) -> None:
         """Pages that were stored before are on another tier."""
         with self._lock:

@@ -13,6 +13,20 @@ from penstock.types import PageHash
 
 ROOT = PageHash(b"")  # parent of a prompt's first page
 NUM_RANKS = 3  # device, host, disk; this rank itself: nowhere
+_CHILD_BITS = 32
+_CHILD = (1, 1 << _CHILD_BITS, 1 << 2 * _CHILD_BITS, 0)  # by rank: what one child counts in `_Place.children`
+
+
+class _Place:
+    """A page that is held, or that has children which are."""
+
+    __slots__ = ("children", "page", "parent", "rank")
+
+    def __init__(self, page: PageHash, rank: int, parent: _Place | None) -> None:
+        self.page = page
+        self.rank = rank
+        self.parent = parent  # None only of the two that stand for no page
+        self.children = 0  # that are held, on each tier: all in one number
 
 
 class PagePlaces:
@@ -20,53 +34,69 @@ class PagePlaces:
 
     def __init__(self) -> None:
         self.num_strays = 0
-        self._places: dict[PageHash, tuple[int, PageHash | None]] = {}  # rank and parent
-        self._children: dict[PageHash, list[int]] = {}  # of pages held or not: children held, by rank
+        self._places: dict[PageHash, _Place] = {}
+        self._root = _Place(ROOT, 0, None)
+        self._unknown = _Place(ROOT, NUM_RANKS, None)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return sum(place.rank < NUM_RANKS for place in self._places.values())
 
     def put(self, page: PageHash, rank: int, parent: PageHash | None = None) -> bool:
         """False where the page is there already. `parent` counts where the page is new; None: not known."""
-        old, parent = self._places.get(page, (NUM_RANKS, parent))
-        if old == rank:
+        place = self._places.get(page)
+        if place is None:
+            if rank == NUM_RANKS:
+                return False
+            place = self._places[page] = _Place(page, NUM_RANKS, self._place_of(parent))
+        elif place.rank == rank:
             return False
-        above = self._rank(parent)
-        self.num_strays += (rank < above) - (old < above)
-        for child_rank, count in enumerate(self._children.get(page, ())):
-            self.num_strays += count * ((rank > child_rank) - (old > child_rank))
-        if parent is not None and parent != ROOT:
-            self._count_child(parent, old, rank)
+        elif place.rank == NUM_RANKS:
+            place.parent = self._place_of(parent)
+        above, old = place.parent, place.rank
+        assert above is not None
+        self.num_strays += (rank < above.rank) - (old < above.rank)
+        if place.children:
+            for child_rank, count in enumerate(_counts(place)):
+                self.num_strays += count * ((rank > child_rank) - (old > child_rank))
+        above.children += _CHILD[rank] - _CHILD[old]
+        place.rank = rank
         if rank == NUM_RANKS:
-            del self._places[page]
-        else:
-            self._places[page] = rank, parent
+            self._drop_if_idle(place)
+            self._drop_if_idle(above)
         return True
+
+    def _place_of(self, page: PageHash | None) -> _Place:
+        if not page:
+            return self._unknown if page is None else self._root
+        place = self._places.get(page)
+        if place is None:
+            place = self._places[page] = _Place(page, NUM_RANKS, self._unknown)
+        return place
+
+    def _drop_if_idle(self, place: _Place) -> None:
+        if place.rank == NUM_RANKS and not place.children and place.page:
+            del self._places[place.page]
 
     def by_rank(self) -> list[list[PageHash]]:
         """Every page, those of each tier in the order in which they came: parents before their children."""
-        found: list[list[PageHash]] = [[] for _ in range(NUM_RANKS)]
-        for page, (rank, _) in self._places.items():
-            found[rank].append(page)
-        return found
-
-    def _rank(self, page: PageHash | None) -> int:
-        if page == ROOT:
-            return 0
-        return self._places[page][0] if page is not None and page in self._places else NUM_RANKS
-
-    def _count_child(self, parent: PageHash, old: int, new: int) -> None:
-        counts = self._children.setdefault(parent, [0] * NUM_RANKS)
-        if old < NUM_RANKS:
-            counts[old] -= 1
-        if new < NUM_RANKS:
-            counts[new] += 1
-        if not any(counts):
-            del self._children[parent]
+        found: list[list[PageHash]] = [[] for _ in range(NUM_RANKS + 1)]
+        for place in self._places.values():
+            found[place.rank].append(place.page)
+        return found[:NUM_RANKS]
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the count of strays is off."""
-        strays = sum(rank < self._rank(parent) for rank, parent in self._places.values())
+        places = self._places.values()
+        strays = sum(place.rank < place.parent.rank for place in places if place.parent is not None)
         assert strays == self.num_strays, f"{self.num_strays} strays counted, {strays} there"
-        held = sum(parent is not None and parent != ROOT for _, parent in self._places.values())
-        assert held == sum(map(sum, self._children.values())), "children and pages disagree"
+        held: dict[PageHash, int] = dict.fromkeys(self._places, 0)
+        for place in places:
+            assert place.rank < NUM_RANKS or place.children, "a page is kept for nobody's sake"
+            if place.parent is not None and place.parent.page and place.rank < NUM_RANKS:
+                held[place.parent.page] += 1
+        assert held == {place.page: sum(_counts(place)) for place in places}, "children and pages disagree"
+
+
+def _counts(place: _Place) -> list[int]:
+    """Children by rank."""
+    return [place.children >> _CHILD_BITS * rank & (1 << _CHILD_BITS) - 1 for rank in range(NUM_RANKS)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.sequence import ScheduledSequence, Sequence
+from engine.step_plan import RowTokens
 from penstock.types import PageId
 
 
@@ -14,9 +16,6 @@ class PlainLaunched:
     items: list[ScheduledSequence]
     step: int
     num_contexts: float
-
-    def filled(self, page_size: int) -> list[int]:
-        return [i for i, item in enumerate(self.items) if item.sequence.num_computed_tokens % page_size == 0]
 
 
 class PlainRows:
@@ -55,8 +54,18 @@ class PlainRows:
         items = list(self._items.values())
         return PlainLaunched(items, step, sum(item.num_contexts for item in items))
 
-    def settle(self, step: int, drawn: Seq[int | None]) -> None:
-        """Sequences know their tokens."""
+    def record(
+        self, launched: PlainLaunched, drawn: RowTokens, others: Seq[int | None], void: Collection[Sequence]
+    ) -> list[Sequence]:
+        filled: list[Sequence] = []
+        for item, token_id in zip(launched.items, drawn, strict=True):
+            sequence = item.sequence
+            if sequence not in void:
+                sequence.num_computed_tokens += 1
+                sequence.token_ids.append(token_id)
+                if sequence.num_computed_tokens % self._page_size == 0:
+                    filled.append(sequence)
+        return filled
 
     def rewind(self) -> None:
         """They stand where they did."""

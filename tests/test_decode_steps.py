@@ -26,7 +26,8 @@ from engine.drawing import StepTokens
 from engine.draws import DrawColumns
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
-from engine.row_table import Ends, RowTable
+from engine.roster import Ends
+from engine.row_table import RowTable
 from engine.sampler import draw, sample
 from engine.sequence import ScheduledSequence, Sequence
 from engine.step_plan import StepPlan
@@ -75,18 +76,21 @@ class Machine:
             return
         tokens: list[int | None] = []
         written: set[PageId] = set()
-        records = plan.rows.records
-        for place, item in enumerate(plan.rows.items):
+        rows = plan.rows
+        awaited: dict[int, int] = {}
+        if rows.awaited is not None and rows.awaited_places is not None:
+            awaited.update(zip(rows.awaited.tolist(), rows.awaited_places.tolist(), strict=True))
+        for place, item in enumerate(rows.items):
             known = item.sequence.token_ids
-            if records["awaited"][place]:
+            if place in awaited:
                 before, drawn, _ = self.under_way[-1]
-                assert before[int(records["place"][place])].sequence is item.sequence
-                token = drawn[int(records["place"][place])]
+                assert before[awaited[place]].sequence is item.sequence
+                token = drawn[awaited[place]]
                 assert token is not None
                 known = [*known, token]
             else:
-                assert records["token"][place] == known[-1]
-            position = int(records["position"][place])
+                assert rows.token_ids_R[place] == known[-1]
+            position = int(rows.positions_R[place])
             assert position == len(known) - 1
             written.add(PageId(int(plan.rows.pages_RW[place, position // PAGE_SIZE])))
             self.compute(plan.rows.pages_RW[place].tolist(), known, position)
@@ -106,8 +110,9 @@ class Machine:
 
     def record(self) -> None:
         plan, tokens, _ = self.under_way.popleft()
-        void = self.scheduler.record(plan, tokens)
-        over = {plan.rows.items[place].sequence for place in plan.rows.over(np.array(tokens[: len(plan.rows)]), {EOS})}
+        drawn = np.array(tokens[: len(plan.rows)], np.int64)
+        void = self.scheduler.record(plan, drawn, tokens[len(plan.rows) :])
+        over = {plan.rows.items[place].sequence for place in plan.rows.may_end(drawn, {EOS}).nonzero()[0]}
         for item, token in zip(plan, tokens, strict=True):
             if token is None or item.sequence in void:
                 continue
@@ -208,7 +213,7 @@ def test_a_step_that_fails_takes_the_one_ahead_of_it_along() -> None:
     victim = plan[1].sequence
     machine.end_of(victim)
     survivors = [(item, token) for item, token in zip(plan, tokens, strict=True) if item.sequence is not victim]
-    scheduler.record([item for item, _ in survivors], [token for _, token in survivors])
+    scheduler.record_some([item for item, _ in survivors], [token for _, token in survivors])
     for _ in range(8):
         machine.check()
         machine.launch(scheduler.schedule())
@@ -341,7 +346,8 @@ def test_chunks_beside_decoding_shrink_to_the_target() -> None:
 def test_a_run_of_tokens_reads_like_messages(pairs: list[tuple[int, int]]) -> None:
     streams, tokens = [stream for stream, _ in pairs], [token for _, token in pairs]
     deltas = [worker_pb2.StepDelta(stream_id=stream, token_ids=[token]) for stream, token in pairs]
-    assert worker_pb2.StepFrame.FromString(encode_run(streams, tokens)) == worker_pb2.StepFrame(deltas=deltas)
+    encoded = encode_run(np.array(streams, np.uint64), np.array(tokens, np.int64))
+    assert worker_pb2.StepFrame.FromString(encoded) == worker_pb2.StepFrame(deltas=deltas)
 
 
 class Told(Exception):
@@ -360,7 +366,7 @@ def test_what_a_step_raises_comes_back_to_the_loop() -> None:
     thread.start(lambda before: fail(Told()), outcomes.append, False)
     for _ in range(5):
         calls.get(timeout=60)()
-    tokens = [one.token_ids if isinstance(one, StepTokens) else str(one) for one in outcomes]
+    tokens = [one.others if isinstance(one, StepTokens) else str(one) for one in outcomes]
     assert tokens == [[7], [7, 8], "no number", "the step before it failed", [10]]
     with pytest.raises(Told):
         calls.get(timeout=60)()
@@ -372,7 +378,7 @@ class Tokens:
         self.tokens = tokens
 
     def wait(self) -> StepTokens:
-        return StepTokens(self.tokens)
+        return StepTokens.known(self.tokens, 0)
 
 
 def fail(error: Exception) -> Tokens:

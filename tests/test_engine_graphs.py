@@ -14,7 +14,8 @@ from engine.cuda_graphs import GraphRunner, buckets_up_to
 from engine.device_memory import DeviceMemory
 from engine.engine import Engine
 from engine.memory_plan import plan_memory
-from engine.row_table import Ends, RowTable
+from engine.roster import Ends
+from engine.row_table import RowTable
 from engine.sequence import Sequence
 from penstock.config import DecodeConfig, EngineConfig
 from penstock.types import PageId, RequestId, SamplingParams
@@ -85,7 +86,7 @@ def decode(engine: Engine, ahead: bool, counts: list[int] | None = None) -> list
             counts.append(len(plan))
         drawn_ahead = engine.compute(step_ahead, drawn) if step_ahead is not None else None
         while True:
-            scheduler.record(plan, drawn.wait().token_ids)
+            scheduler.record(plan, *drawn.wait().by_kind)
             for one in [one for one in running if one.num_output_tokens >= one.sampling.max_tokens]:
                 running.discard(one)
                 scheduler.forget(one)

@@ -161,7 +161,7 @@ def test_a_process_gives_the_same_tokens_and_a_frozen_one_ends_the_replica(repli
 def test_a_batch_is_the_same_after_the_way() -> None:
     sequences = [
         Sequence(RequestId("a"), [5, 6, 7], 3, GREEDY, SALT, [PageId(2)]),
-        Sequence(RequestId("b"), [8, 9], 2, GREEDY, SALT, [PageId(3)], num_computed_tokens=1),
+        Sequence(RequestId("b"), [8, 9], 2, GREEDY, SALT, [PageId(3)], num_computed=1),
     ]
     work = [ScheduledSequence(sequences[0], 2), ScheduledSequence(sequences[1], 1)]
     for awaited in (None, np.array([1, 0])):

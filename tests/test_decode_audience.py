@@ -1,0 +1,115 @@
+"""Tokens of a step reach those who asked for them: several routers, ends, cancels and streams that come and go."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_worker.request import DecodeRequest, Delta, TokenDelta, TokenRun, one_by_one
+from decode_worker.worker import DecodeWorker
+from engine.sequence import Sequence
+from penstock.config import DecodeConfig
+from penstock.types import RequestId, SamplingParams, WorkerId
+from tests.fake_engine import CONTEXT, FakeEngine, expected_tokens
+from tests.serving import SALT
+
+
+class NoTransfers:
+    """Stands in for `decode_worker.transfers.Transfers`: everything is computed here."""
+
+    def grant_reservations(self, scheduler: object) -> None: ...
+
+    def abandon(self, request: object) -> None: ...
+
+
+class Router:
+    """Stands in for `decode_worker.stream.RouterStream`."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, list[TokenDelta]] = {}
+        self.num_runs: list[int] = []  # of each step
+
+    def send(self, deltas: list[Delta]) -> None:
+        self.num_runs.append(sum(isinstance(delta, TokenRun) for delta in deltas))
+        for delta in one_by_one(deltas):
+            self.told.setdefault(delta.stream_id, []).append(delta)
+
+
+def make_worker(**settings_: int) -> DecodeWorker:
+    config = DecodeConfig.model_validate({"max_batch_sequences": 8, "max_batch_tokens": 16, **settings_})
+    engine, transfers = cast(Any, FakeEngine(200, 4)), cast(Any, NoTransfers())
+    return DecodeWorker(WorkerId("d"), engine, transfers, config, CONTEXT)
+
+
+def make_request(stream_id: int, prompt: list[int], max_tokens: int, router: Router) -> DecodeRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    sequence = Sequence(RequestId(str(stream_id)), list(prompt), len(prompt), sampling, SALT)
+    return DecodeRequest(stream_id, sequence, router.send, deque(), deadline_s=1e9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_stream_gets_its_own_tokens(data: st.DataObject) -> None:
+    worker, routers = make_worker(), [Router() for _ in range(3)]
+    # One send for a router, as `RouterStream.outlet` is: whose tokens travel together is told by it.
+    sends = [router.send for router in routers]
+    open_: dict[int, DecodeRequest] = {}
+    asked: dict[int, tuple[int, list[int], int]] = {}
+    cancelled: set[int] = set()
+    for number in range(data.draw(st.integers(1, 30))):
+        action = data.draw(st.sampled_from(["submit", "submit", "step", "step", "cancel"]))
+        if action == "submit":
+            router, max_tokens = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 12))
+            prompt = [number % 5 + 10 + i for i in range(data.draw(st.integers(1, 20)))]
+            request = make_request(number, prompt, max_tokens, routers[router])
+            request.send = sends[router]
+            worker.submit(request)
+            open_[number], asked[number] = request, (router, prompt, max_tokens)
+        elif action == "step":
+            worker.step()
+        elif open_:
+            stream_id = data.draw(st.sampled_from(sorted(open_)))
+            worker.cancel(open_.pop(stream_id))
+            cancelled.add(stream_id)
+    while worker.step():
+        pass
+    for stream_id, (router, prompt, max_tokens) in asked.items():
+        told = routers[router].told.get(stream_id, [])
+        assert not any(stream_id in other.told for other in routers if other is not routers[router])
+        tokens, reason = expected_tokens(prompt, max_tokens)
+        drawn = [delta.token.token_id for delta in told if delta.token is not None]
+        if stream_id in cancelled:
+            assert drawn == tokens[: len(drawn)]
+            continue
+        assert (drawn, told[-1].finish_reason) == (tokens, reason)
+        assert told[-1].timing is not None
+        assert told[-1].timing.first_token_s >= 0
+
+
+def test_the_tokens_of_each_router_travel_together() -> None:
+    worker, routers = make_worker(), [Router(), Router()]
+    for router in routers:
+        send = router.send
+        for number in range(3):
+            request = make_request(number, [20 + number, 21, 22], 20, router)
+            request.send = send
+            worker.submit(request)
+    worker.step()  # prompts
+    for _ in range(3):
+        worker.step()
+    assert [router.num_runs for router in routers] == [[0, 1, 1, 1]] * 2
+
+
+def test_a_first_token_that_is_drawn_as_a_row_is_noted() -> None:
+    """Of a prompt that is a token longer than its chunks, the last token is computed as a row."""
+    worker, router = make_worker(), Router()
+    request = make_request(1, list(range(30, 47)), 4, router)
+    worker.submit(request)
+    assert worker.step()  # 16 of 17 tokens
+    assert not router.told
+    assert worker.step()
+    assert len(router.told[1]) == 1
+    assert request.times.first_token_s > request.times.started_s > 0

@@ -1,5 +1,5 @@
 """Disaggregated beside colocated, and both beside vLLM: one prefill and one decode worker with a core each, one worker
-with both cores, and vLLM's own server with both cores where its interpreter is named (`benchmarks/vllm_process.py`).
+with both cores, and the same two of vLLM's where its interpreter is named (`benchmarks/vllm_process.py`).
 
 64 requests arrive as a Poisson process; prompts are 64 to 1024 random tokens, outputs 16 to 96 with end-of-sequence
 ignored, greedy, on the 135M shape in bf16, as streams of OpenAI's HTTP API. The client, the router and the workers
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from benchmarks.report import Row, publish
 from benchmarks.serving_load import Outcome, make_plans, run_http
 from benchmarks.shapes import LLAMA_135M, random_llama
-from benchmarks.vllm_process import NoVllm, Vllm, add_option, find_vllm
+from benchmarks.vllm_process import NoVllm, Vllm, add_option, find_vllm, own_cores
 from benchmarks.vllm_server import NAME, VllmServer
 from cluster.processes import Deployment
 from penstock.config import DecodeConfig, EngineConfig, RouterConfig, TransferConfig, WorkerConfig
@@ -27,7 +27,7 @@ from penstock.types import Role
 NUM_REQUESTS = 64
 RATES = (2.0, 4.0)  # requests a second
 MAX_SEQUENCES, MAX_CONTEXT = 64, 2048
-SPLIT, COLOCATED, VLLM = "1P+1D", "colocated", "vLLM colocated"
+SPLIT, COLOCATED, VLLM, VLLM_SPLIT = "1P+1D", "colocated", "vLLM colocated", "vLLM 1P+1D"
 METRICS = (("TTFT p50", "ms"), ("TTFT p99", "ms"), ("ITL p50", "ms"), ("ITL p99", "ms"), ("output", "tokens/s"))
 
 Figures = Mapping[str, Mapping[float, tuple[float, ...]]]  # as METRICS, by deployment and rate
@@ -39,6 +39,7 @@ class Server:
 
     address: str
     model: str
+    vllm_prefill: str = ""  # where prompts go first
 
 
 @contextmanager
@@ -67,8 +68,19 @@ def penstock_server(disaggregated: bool, transport: str) -> Iterator[Server]:
 
 @contextmanager
 def vllm_server(vllm: Vllm) -> Iterator[Server]:
-    with VllmServer(vllm, random_llama(), 2, MAX_SEQUENCES, MAX_CONTEXT) as server:
+    with VllmServer(vllm, random_llama(), own_cores(2), MAX_SEQUENCES, MAX_CONTEXT) as server:
         yield Server(server.address, NAME)
+
+
+@contextmanager
+def vllm_pair(vllm: Vllm) -> Iterator[Server]:
+    """One after the other, so that the second finds compiled what the first has."""
+    first, second = ([core] for core in own_cores(2))
+    with (
+        VllmServer(vllm, random_llama(), first, MAX_SEQUENCES, MAX_CONTEXT, of_pair=True) as prefill,
+        VllmServer(vllm, random_llama(), second, MAX_SEQUENCES, MAX_CONTEXT, of_pair=True) as decode,
+    ):
+        yield Server(decode.address, NAME, prefill.address)
 
 
 def measure(server: Server, rates: Sequence[float], num_requests: int) -> dict[float, tuple[float, ...]]:
@@ -76,7 +88,7 @@ def measure(server: Server, rates: Sequence[float], num_requests: int) -> dict[f
 
     def load(rate: float, count: int, seed: int) -> Outcome:
         plans = make_plans(rate, count, LLAMA_135M["vocab_size"], seed)
-        return asyncio.run(run_http(server.address, server.model, plans))
+        return asyncio.run(run_http(server.address, server.model, plans, server.vllm_prefill))
 
     load(1e9, 3, seed=1000)
     return {rate: load(rate, num_requests, seed).figures() for seed, rate in enumerate(rates)}
@@ -84,7 +96,7 @@ def measure(server: Server, rates: Sequence[float], num_requests: int) -> dict[f
 
 def rows_of(found: Figures) -> list[Row]:
     """Each deployment of Penstock beside the other, and both beside vLLM where it was there."""
-    pairs = [(SPLIT, COLOCATED), (SPLIT, VLLM), (COLOCATED, VLLM)]
+    pairs = [(SPLIT, COLOCATED), (COLOCATED, VLLM), (SPLIT, VLLM), (SPLIT, VLLM_SPLIT)]
     rows = []
     for rate in found[SPLIT]:
         for index, (metric, unit) in enumerate(METRICS):
@@ -112,6 +124,8 @@ def main() -> None:
     servers = {COLOCATED: penstock_server(False, options.transport), SPLIT: penstock_server(True, options.transport)}
     if vllm is not None:
         servers[VLLM] = vllm_server(vllm)
+        if vllm.has_nixl:
+            servers[VLLM_SPLIT] = vllm_pair(vllm)
     found = {}
     for name, serving in servers.items():
         with serving as server:

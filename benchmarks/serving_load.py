@@ -11,6 +11,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from benchmarks.report import percentile
@@ -84,11 +85,12 @@ async def run(address: str, plans: Sequence[Plan]) -> Outcome:
         return await _send_all(plans, send)
 
 
-async def run_http(address: str, model: str, plans: Sequence[Plan]) -> Outcome:
-    """The same as streams of `/v1/completions`, a connection each."""
+async def run_http(address: str, model: str, plans: Sequence[Plan], vllm_prefill: str = "") -> Outcome:
+    """The same as streams of `/v1/completions`, a connection each. `vllm_prefill`: prompts go to this server of vLLM's
+    first, and what it says of its pages to the other, as vLLM's proxies do."""
 
     async def send(plan: Plan, watch: Watch) -> int:
-        body = {
+        body: dict[str, object] = {
             "model": model,
             "prompt": plan.prompt,
             "max_tokens": plan.max_tokens,
@@ -97,7 +99,10 @@ async def run_http(address: str, model: str, plans: Sequence[Plan]) -> Outcome:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return await asyncio.wait_for(stream_completion(address, json.dumps(body).encode(), watch), _TIMEOUT_S)
+        async with asyncio.timeout(_TIMEOUT_S):
+            if vllm_prefill:
+                body["kv_transfer_params"] = await _prefill(vllm_prefill, model, plan.prompt)
+            return await stream_completion(address, json.dumps(body).encode(), watch)
 
     return await _send_all(plans, send)
 
@@ -118,17 +123,20 @@ async def _send_all(plans: Sequence[Plan], send: Callable[[Plan, Watch], Awaitab
     return outcome
 
 
+async def _prefill(address: str, model: str, prompt: list[int]) -> object:
+    """Where the prompt's pages wait, in vLLM's words."""
+    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+    unknown = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    body = {"model": model, "prompt": prompt, "max_tokens": 1, "kv_transfer_params": wanted | unknown}
+    async with _posted(address, json.dumps(body).encode()) as reader:
+        while (await reader.readline()).strip():
+            pass  # headers
+        return json.loads(await reader.read())["kv_transfer_params"]
+
+
 async def stream_completion(address: str, body: bytes, watch: Watch) -> int:
     """Tells `watch` of each piece of text; tokens of the completion, as the server counts them."""
-    reader, writer = await asyncio.open_connection(*address.rsplit(":", 1), limit=_LINE_LIMIT)
-    try:
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            b"content-length: %d\r\n\r\n" % len(body) + body
-        )
-        status = await reader.readline()
-        if b" 200 " not in status:
-            raise RuntimeError(f"{status.decode().strip()}: {(await reader.read(2000)).decode(errors='replace')}")
+    async with _posted(address, body) as reader:
         num_tokens = 0
         async for data in _events(reader):
             event = json.loads(data)
@@ -138,6 +146,21 @@ async def stream_completion(address: str, body: bytes, watch: Watch) -> int:
                 watch.on_piece()
             num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
         return int(num_tokens)
+
+
+@asynccontextmanager
+async def _posted(address: str, body: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """What comes behind the status line, on a connection of its own."""
+    reader, writer = await asyncio.open_connection(*address.rsplit(":", 1), limit=_LINE_LIMIT)
+    try:
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            b"content-length: %d\r\n\r\n" % len(body) + body
+        )
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise RuntimeError(f"{status.decode().strip()}: {(await reader.read(2000)).decode(errors='replace')}")
+        yield reader
     finally:
         writer.close()
 

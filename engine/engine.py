@@ -18,7 +18,7 @@ import torch
 from engine.batch import Batch, HostBatch, lay_out, to_device
 from engine.cache_tiers import CacheTiers
 from engine.cuda_graphs import GraphRunner
-from engine.disk_tier import DiskTier
+from engine.disk_tier import DiskFile, DiskTier, SlotFile
 from engine.drawing import Drawn, Known, LaidOutStep, compute, compute_in_vain, lay_out_step
 from engine.host_tier import HostTier
 from engine.kv_layout import KVLayout
@@ -30,12 +30,12 @@ from engine.part import Part
 from engine.plain_batch import RankedStep
 from engine.prefix_cache import PrefixCache
 from engine.ranked_graphs import capture_everywhere
-from engine.ranked_pages import RankedHostTier, zero_everywhere
+from engine.ranked_pages import RankedDiskFile, RankedHostTier, zero_everywhere
 from engine.ranks import Launch, Ranks
 from engine.runner import ModelRunner
 from engine.sampler import sample, warm_up_draws
 from engine.sequence import SampledToken, ScheduledSequence, StepOutput
-from engine.shard import Shard, check_ranked
+from engine.shard import Shard
 from engine.warm_up import warm_up_batches
 from engine.zeroing import zero_pages
 from penstock.config import EngineConfig
@@ -93,7 +93,6 @@ class Engine:
         if config.tensor_parallel > 1:
             if launch is None:
                 raise ConfigError(f"engine.tensor_parallel = {config.tensor_parallel} needs processes: give a launch")
-            check_ranked(config)
             ranks = Ranks(config, launch)
         try:
             return cls._load(config, ranks, on_progress, on_event if config.kv_events else None)
@@ -288,8 +287,12 @@ def _make_tiers(
         raise ConfigError(
             f"engine.host_memory_bytes = {config.host_memory_bytes} cannot be allocated; give less"
         ) from error
-    if ranks is not None:
-        return CacheTiers(RankedHostTier(host, ranks))
+    ranked = None if ranks is None else RankedHostTier(host, ranks)
     if config.disk_path is None:
-        return CacheTiers(host)
-    return CacheTiers(host, DiskTier(config.disk_path, config.disk_bytes // page_bytes, page_bytes))
+        return CacheTiers(ranked or host)
+    num_pages = config.disk_bytes // page_bytes
+    file: SlotFile
+    file = own = DiskFile(config.disk_path, num_pages, host)
+    if ranks is not None:
+        file = RankedDiskFile(own, ranks, config.disk_path, num_pages)
+    return CacheTiers(ranked or host, DiskTier(file, num_pages))

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from engine.kv_layout import KVLayout
 from engine.model_config import ModelConfig
-from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 
 
@@ -88,12 +87,3 @@ def shard_layout(layout: KVLayout, shard: Shard) -> KVLayout:
 def shard_layouts(layout: KVLayout, num_ranks: int) -> list[KVLayout]:
     """Of every rank's pages."""
     return [shard_layout(layout, Shard(rank, num_ranks)) for rank in range(num_ranks)]
-
-
-def check_ranked(config: EngineConfig) -> None:
-    """Raises ConfigError for settings that one rank alone can follow."""
-    if config.disk_bytes:
-        raise ConfigError(
-            f"engine.disk_bytes = {config.disk_bytes} with engine.tensor_parallel = {config.tensor_parallel}: several "
-            "ranks keep evicted pages in host memory at most; leave it out"
-        )

@@ -44,8 +44,8 @@ class EngineConfig(_Frozen):
     share_weights: bool = True  # on CPUs: one copy in memory for all replicas of a host
     prefix_caching: bool = True
     kv_events: bool = True  # false: routers guess from what they sent which pages are cached
-    host_memory_bytes: int = Field(0, ge=0)  # for pages evicted from the device; 0: they are gone
-    disk_bytes: int = Field(0, ge=0)  # for pages evicted from host memory; 0: they are gone
+    host_memory_bytes: int = Field(0, ge=0)  # each rank's, for pages evicted from the device; 0: they are gone
+    disk_bytes: int = Field(0, ge=0)  # each rank's, for pages evicted from host memory; 0: they are gone
     disk_path: str | None = None  # a folder with room for them
     zero_freed_pages: bool = False  # erase what a page held as soon as nobody holds the page
     cuda_graphs: int = Field(256, ge=0)  # largest batch whose decode steps are replayed from CUDA graphs; 0: none

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 
 from engine.cache_tiers import CacheTiers
-from engine.disk_tier import DiskTier
+from engine.disk_tier import DiskFile, DiskTier
 from engine.host_tier import HostTier
 from engine.page_pool import OutOfPages, PagePool
 from engine.page_slots import PageSlots
@@ -54,7 +54,7 @@ class Store:
         self.kv_pages = torch.zeros(num_pages, *SHAPE, dtype=torch.bfloat16, device=device)
         self.pool = PagePool(num_pages, lambda pages: zero_pages(self.kv_pages, pages))
         self.host = HostTier(self.kv_pages, num_host_pages)
-        self.disk = DiskTier(folder, num_disk_pages, PAGE_BYTES) if num_disk_pages else None
+        self.disk = DiskTier(DiskFile(folder, num_disk_pages, self.host), num_disk_pages) if num_disk_pages else None
         self.tiers = CacheTiers(self.host, self.disk)
         self.events = KvEventLog(window=100_000)
         self.cache = PrefixCache(self.pool, 1, self.events, tiers=self.tiers)
@@ -214,7 +214,9 @@ def test_clear_forgets_and_erases_every_tier(tmp_path: Path) -> None:
     assert store.told() == {}
     assert not store.kv_pages.any()
     assert not any(any(store.host.content(slot)) for slot in range(2))
-    assert os.fstat(store.disk._file.fileno()).st_size == 0  # type: ignore[union-attr]
+    assert store.disk is not None
+    assert isinstance(store.disk._file, DiskFile)
+    assert os.fstat(store.disk._file.file.fileno()).st_size == 0
     assert store.serve(1, 2) == 0
 
 
@@ -222,7 +224,8 @@ def test_clear_forgets_and_erases_every_tier(tmp_path: Path) -> None:
 
 
 def spoil(disk: DiskTier, page_hash: PageHash) -> None:
-    os.pwrite(disk._file.fileno(), b"\xff\xff", disk.slots.slot(page_hash) * PAGE_BYTES + 5)
+    assert isinstance(disk._file, DiskFile)
+    os.pwrite(disk._file.file.fileno(), b"\xff\xff", disk.slots.slot(page_hash) * PAGE_BYTES + 5)
 
 
 def test_a_page_that_the_disk_has_spoiled_is_a_miss(tmp_path: Path) -> None:
@@ -258,13 +261,17 @@ def test_a_disk_that_is_full_stops_taking_pages_and_nothing_else(
     assert store.told() == store.places()
 
 
+def host_of_one_page() -> HostTier:
+    return HostTier(torch.zeros(1, *SHAPE, dtype=torch.bfloat16), 1)
+
+
 def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
-    disk = DiskTier(tmp_path, 4, PAGE_BYTES)
+    disk = DiskFile(tmp_path, 4, host_of_one_page())
     assert list(tmp_path.iterdir()) == []
-    assert os.fstat(disk._file.fileno()).st_mode & 0o077 == 0
+    assert os.fstat(disk.file.fileno()).st_mode & 0o077 == 0
     disk.close()
 
 
 def test_a_folder_that_cannot_hold_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.disk_path = .*none.*give a folder with room"):
-        DiskTier(tmp_path / "none", 4, PAGE_BYTES)
+        DiskFile(tmp_path / "none", 4, host_of_one_page())

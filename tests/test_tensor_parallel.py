@@ -4,6 +4,8 @@ Most ranks here are threads of this process, which share nothing but the channel
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
 import threading
@@ -19,6 +21,7 @@ from cluster.cli import make_parser, serve_config
 from cluster.shares import divide, num_cpus_needed
 from cluster.terminal import format_status
 from engine.batch import lay_out
+from engine.disk_tier import DiskTier
 from engine.engine import Engine
 from engine.generate import generate
 from engine.memory_plan import plan_memory
@@ -27,6 +30,7 @@ from engine.models.cuts import tensor_cuts
 from engine.models.shapes import tensor_shapes
 from engine.plain_batch import RankedStep, from_plain, to_plain
 from engine.rank_process import serve_rank
+from engine.ranked_pages import RankedDiskFile
 from engine.ranks import RankFailure
 from engine.sequence import ScheduledSequence, Sequence
 from engine.shard import Shard
@@ -108,7 +112,10 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
     ("settings", "problem"),
     [
         ({"tensor_parallel": 3}, "does not divide the model's 4 attention heads"),
-        ({"tensor_parallel": 2, "host_memory_bytes": 1 << 20, "disk_bytes": 1 << 20, "disk_path": "/tmp"}, "disk"),
+        (
+            {"tensor_parallel": 2, "host_memory_bytes": 1 << 20, "disk_bytes": 9 << 20, "disk_path": "/no"},
+            "disk_path = '/no'",
+        ),
         ({"tensor_parallel": 2, "model": "/nowhere"}, "/nowhere"),
     ],
 )
@@ -131,6 +138,90 @@ def test_pages_leave_for_host_memory_and_come_back_on_every_rank(tmp_path: Path)
         assert split.prefix_cache.stats.host_hits > 0
     finally:
         split.close()
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
+    """Two ranks with a pool for one sequence and host memory for a page, and one rank without tiers."""
+    folder = make_checkpoint("llama", tmp_path)
+    alone = Engine.load(config(folder))
+    page_bytes = alone.layout.page_bytes // 2  # of a rank
+    (tmp_path / "disk").mkdir()
+    tiers = {"host_memory_bytes": page_bytes, "disk_bytes": 64 * page_bytes, "disk_path": str(tmp_path / "disk")}
+    small = config(folder, tensor_parallel=2, num_pages=8, zero_freed_pages=True, **tiers)
+    split = Engine.load(small, launch=launch_threads)
+    try:
+        yield split, alone
+    finally:
+        split.close()
+
+
+def disk_files(folder: Path) -> set[int]:
+    """File descriptors of what has no name any more in `folder`."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # of the listing itself
+            if os.readlink(f"/proc/self/fd/{name}").startswith(f"{folder}/"):
+                found.add(int(name))
+    return found
+
+
+def other_rank_s_file(split: Engine, folder: Path) -> int:
+    tiers = split.prefix_cache._tiers
+    assert tiers is not None
+    assert isinstance(tiers.disk, DiskTier)
+    assert isinstance(tiers.disk._file, RankedDiskFile)
+    (other,) = disk_files(folder) - {tiers.disk._file._own.file.fileno()}
+    return other
+
+
+def answers_alike(split: Engine, alone: Engine, *prompts: list[int]) -> None:
+    for prompt in prompts:
+        assert generate(split, prompt, GREEDY, SALT) == generate(alone, prompt, GREEDY, SALT)
+
+
+def test_pages_leave_for_disk_and_come_back_on_every_rank(on_disk: tuple[Engine, Engine], tmp_path: Path) -> None:
+    split, alone = on_disk
+    other = [token + 1 for token in PROMPT]
+    answers_alike(split, alone, PROMPT, other, PROMPT)
+    assert split.prefix_cache.stats.disk_hits >= 3
+    assert split.prefix_cache.stats.total_disk_pages == 64
+    assert list((tmp_path / "disk").iterdir()) == []
+    hits = split.prefix_cache.stats.disk_hits
+    split.prefix_cache.clear()
+    answers_alike(split, alone, PROMPT, other, PROMPT)
+    assert split.prefix_cache.stats.disk_hits >= hits + 3, "slots are used again after everything was forgotten"
+
+
+def test_what_one_rank_s_disk_has_spoiled_is_a_miss_for_all(on_disk: tuple[Engine, Engine], tmp_path: Path) -> None:
+    split, alone = on_disk
+    fd = other_rank_s_file(split, tmp_path / "disk")
+    other = [token + 1 for token in PROMPT]
+    answers_alike(split, alone, PROMPT, other)
+    size = os.fstat(fd).st_size
+    os.pwrite(fd, b"\xff" * size, 0)
+    answers_alike(split, alone, PROMPT)
+    assert split.prefix_cache.stats.spoiled_pages >= 1
+    assert split.prefix_cache.stats.disk_hits < 3, "what follows a spoiled page is computed"
+
+
+def test_a_rank_whose_disk_is_full_ends_the_tier_s_growth_and_nothing_else(
+    on_disk: tuple[Engine, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    split, alone = on_disk
+    fd = other_rank_s_file(split, tmp_path / "disk")
+    write = os.pwrite
+
+    def full(where: int, content: memoryview, offset: int) -> int:
+        if where == fd:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(where, content, offset)
+
+    monkeypatch.setattr("engine.disk_tier.os.pwrite", full)
+    other = [token + 1 for token in PROMPT]
+    answers_alike(split, alone, PROMPT, other, PROMPT, other)
+    assert caplog.text.count("takes no more pages: rank 1: [Errno 28]") == 1
+    assert split.prefix_cache.stats.disk_pages == 0
 
 
 @pytest.fixture(scope="module")

@@ -7,19 +7,24 @@ timed inside a CUDA graph, as they run in a step, over more memory than the cach
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from benchmarks.report import Row
 from engine.draws import Draws
-from engine.kernels import AttentionBackend
+from engine.kernels import AttentionBackend, select_backend
 from engine.kernels.copy_pages_triton import copy_pages
 from engine.kernels.kv_codes import quantize
-from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
+from engine.kernels.metadata import AttentionMetadata, KvLayer, Lengths, QkNorms
 from engine.kernels.sample import draw_tokens
 from engine.layers.ops import LayerOps
+from penstock.errors import ConfigError
 from penstock.types import SamplingParams
 
 _CALLS = 20  # in a graph
@@ -62,6 +67,7 @@ def paged(query_lens: list[int], context_lens: list[int], page_size: int) -> tup
         num_decodes=sum(length == 1 for length in query_lens),
         slot_page_T=page,
         slot_offset_T=offset,
+        lengths=Lengths(np.array(context_lens), np.cumsum([0, *query_lens])),
     )
     return meta, taken
 
@@ -120,6 +126,35 @@ def prefill_rows(backend: AttentionBackend, seconds: Seconds) -> Iterator[Row]:
         )
 
 
+def library_rows(own: AttentionBackend, seconds: Seconds) -> Iterator[Row]:
+    """What is installed of `engine.attention`'s libraries, beside our own kernels: decodes, chunks, and both at once. A
+    step is planned before it is timed; what planning takes of the host is a row of its own."""
+    shapes = {
+        "64 decodes of 2048": ([1] * 64, [2048] * 64),
+        "chunk of 2048": ([2048], [2048]),
+        "chunk of 512 behind 7680": ([512], [8192]),
+        "32 decodes beside it": ([1] * 32 + [512], [2048] * 32 + [8192]),
+    }
+    for name in ("flashinfer", "varlen"):
+        try:
+            library = select_backend(name, torch.device("cuda"))
+        except ConfigError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        for at, (query_lens, context_lens) in shapes.items():
+            meta, num_pages = paged(query_lens, context_lens, 16)
+            q, pool = noise(sum(query_lens), 32, 128), noise(num_pages, 2, 8, 16, 128)
+            library.paged_attention(q, pool, meta, 0.1, None)
+            torch.cuda.synchronize()
+            started_s = time.perf_counter()
+            library.paged_attention(q, pool, replace(meta), 0.1, None)
+            planning_s = time.perf_counter() - started_s
+            theirs_s = seconds(lambda: library.paged_attention(q, pool, meta, 0.1, None))  # noqa: B023
+            ours_s = seconds(lambda: own.paged_attention(q, pool, meta, 0.1, None))  # noqa: B023
+            yield Row(f"{name}, {at}", theirs_s * 1e6, "us", "ours", ours_s * 1e6)
+            yield Row(f"{name}, {at}, first call of a step on the host", planning_s * 1e6, "us")
+
+
 def memory_rows(backend: AttentionBackend, ops: LayerOps, bytes_per_s: float, seconds: Seconds) -> Iterator[Row]:
     """What is read and written once, as a share of the copy bandwidth."""
     tokens, hidden, inner = 16384, 4096, 14336
@@ -170,5 +205,6 @@ def draw_rows(seconds: Seconds) -> Iterator[Row]:
 def kernel_rows(backend: AttentionBackend, ops: LayerOps, bytes_per_s: float, seconds: Seconds) -> Iterator[Row]:
     yield from decode_rows(backend, bytes_per_s, seconds)
     yield from prefill_rows(backend, seconds)
+    yield from library_rows(backend, seconds)
     yield from memory_rows(backend, ops, bytes_per_s, seconds)
     yield from draw_rows(seconds)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.kernels.metadata import AttentionMetadata
+from engine.kernels.metadata import AttentionMetadata, Lengths
 from engine.roster import DecodeRows
 from engine.sequence import ScheduledSequence
 from engine.step_plan import StepPlan
@@ -72,6 +72,7 @@ def to_device(host: HostBatch, device: torch.device) -> Batch:
         num_decodes=host.num_decodes,
         slot_page_T=on_device(host.slot_page_T),
         slot_offset_T=on_device(host.slot_offset_T),
+        lengths=Lengths(host.context_B, host.query_start_B1),
     )
     return Batch(
         token_ids_T=on_device(host.token_ids_T),

@@ -16,6 +16,7 @@ from pathlib import Path
 from engine.checkpoint import check_tensors
 from engine.device_memory import DeviceMemory, DeviceType
 from engine.kv_layout import DTYPE_BYTES, KVLayout
+from engine.library_check import check_library
 from engine.model_config import ModelConfig
 from engine.models.cuts import tensor_cuts
 from engine.models.shapes import EMBEDDING, optional_tensors, product_shapes, tensor_shapes
@@ -26,6 +27,7 @@ from penstock.errors import ConfigError
 
 _CPU_KV_MEMORY_BYTES = 1 << 30
 _GPU_KV_SHARE = 0.8  # of the memory that the weights leave free
+_LIBRARY_BYTES = 128 << 20  # FlashInfer's workspace
 _CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled kernels; assumed
 # us a token on one core, 135M shape, chunks of 64 / 128 / 256 / 512: 490 / 360 / 290 / 300 (2026-11).
 # A GPU's: operations per byte of weights far above what any needs; not tuned.
@@ -180,8 +182,8 @@ def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceTyp
 
 
 def captures_graphs(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> bool:
-    """Only Triton's kernels never wait for the device."""
-    return device_type == "cuda" and config.cuda_graphs > 0 and config.attention in ("auto", "triton")
+    """Only Triton's kernels, and torch's for chunks beside them, are neither planned on the host nor wait there."""
+    return device_type == "cuda" and config.cuda_graphs > 0 and config.attention in ("auto", "triton", "varlen")
 
 
 def plan_memory(
@@ -205,10 +207,12 @@ def plan_memory(
     if device.type == "cpu":  # all ranks share it
         device = replace(device, total_bytes=device.total_bytes // shard.num_ranks)
     layout = shard_layout(make_layout(config, model), shard)
+    check_library(config.attention, model, layout)
     weights = weight_bytes(model, layout.dtype, device.type, max_context, shard)
     saved = saved_bytes(model, config.quantization, set(forms), layout.dtype, device.type)
     weights -= saved // shard.num_ranks
     reserved = _CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
+    reserved += _LIBRARY_BYTES if config.attention == "flashinfer" else 0
     graphs = graph_bytes(config, model, device.type, shard)
     free = device.total_bytes - reserved - weights - graphs
     step = step_bytes(

@@ -19,6 +19,7 @@ from engine.device_memory import DeviceType
 from engine.kernels import AttentionBackend, select_backend, select_ops
 from engine.kernels.kv_codes import layers_of
 from engine.kv_layout import KVLayout
+from engine.library_check import check_library
 from engine.memory_plan import captures_graphs, count_pages, graph_bytes, make_layout, select_context
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
@@ -60,10 +61,11 @@ class Part:
         if num_threads := config.num_threads or num_cores:
             torch.set_num_threads(num_threads)
         device = select_device(config.device, shard)
-        attention = select_backend(config.attention, device)
         model = ModelConfig.from_folder(config.model)
         max_context = select_context(config, model)
         layout = shard_layout(make_layout(config, model), shard)
+        check_library(config.attention, model, layout)
+        attention = select_backend(config.attention, device)
         group = join(device)
         decoder = load_model(
             Path(config.model),
@@ -100,7 +102,7 @@ class Part:
     @property
     def captures_graphs(self) -> bool:
         device_type: DeviceType = "cuda" if self.device.type == "cuda" else "cpu"
-        return captures_graphs(self.config, self.model, device_type) and self.attention.name == "triton"
+        return captures_graphs(self.config, self.model, device_type) and self.attention.name in ("triton", "varlen")
 
     def make_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
         return ModelRunner(self.decoder, layers_of(kv_pages, self.layout), self.attention, select_ops(self.attention))

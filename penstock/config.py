@@ -40,7 +40,8 @@ class EngineConfig(_Frozen):
     num_pages: int | None = Field(None, ge=2)  # default: from kv_memory_bytes
     kv_memory_bytes: int | None = Field(None, ge=1)  # default: 1 GiB on CPU, 80 % of what is free on a GPU
     max_context: int | None = Field(None, ge=2)  # tokens; default: the model's own
-    attention: Literal["auto", "torch", "triton"] = "auto"
+    # flashinfer, and varlen (torch's, with FlashAttention 3; prompts alone): on GPUs, where they are installed
+    attention: Literal["auto", "torch", "triton", "flashinfer", "varlen"] = "auto"
     share_weights: bool = True  # on CPUs: one copy in memory for all replicas of a host
     prefix_caching: bool = True
     kv_events: bool = True  # false: routers guess from what they sent which pages are cached

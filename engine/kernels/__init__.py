@@ -77,14 +77,20 @@ class AttentionBackend(Protocol):
 
 
 def select_backend(name: str, device: torch.device) -> AttentionBackend:
-    """`auto` is Triton on CUDA, and on CPU the C++ kernels, or plain torch where they cannot be built.
+    """`auto` is Triton on CUDA, and on CPU the C++ kernels, or plain torch where they cannot be built. What a library
+    can do of a model, `engine.library_check` says.
 
     Raises ConfigError where the named one cannot run.
     """
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         return _triton_backend()
+    if name in ("flashinfer", "varlen"):
+        from engine.kernels.library_attention import LibraryAttention, load_library
+
+        library = load_library(name, device)
+        return LibraryAttention(name, _triton_backend(), library)
     if name not in ("auto", "torch"):
-        raise ConfigError(f"engine.attention = {name!r}; give auto, torch or triton")
+        raise ConfigError(f"engine.attention = {name!r}; give auto, torch, triton, flashinfer or varlen")
     from engine.kernels.cpu_native import NativeAttention, load_native
     from engine.kernels.reference import TorchAttention
 
@@ -105,8 +111,11 @@ def _triton_backend() -> AttentionBackend:
 def select_ops(attention: AttentionBackend) -> LayerOps:
     """The small operations that go with a backend."""
     from engine.kernels.cpu_native import NativeAttention, NativeOps
+    from engine.kernels.library_attention import LibraryAttention
     from engine.layers.ops import TorchOps
 
+    if isinstance(attention, LibraryAttention):
+        return select_ops(attention.own)
     if attention.name == "triton":
         from engine.kernels.triton_backend import TritonOps
 

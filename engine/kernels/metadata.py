@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 # How a context is split between programs of a GPU.
@@ -33,6 +34,19 @@ class QkNorms:
     eps: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """What the host knows of a step's sequences, for libraries that plan there."""
+
+    context_B: np.ndarray  # int64, tokens of KV after this step
+    query_start_B1: np.ndarray  # int64
+
+    def of(self, first: int, stop: int) -> Lengths:
+        """Of these sequences alone."""
+        start_B1 = self.query_start_B1[first : stop + 1]
+        return Lengths(self.context_B[first:stop], start_B1 - start_B1[0])
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Where each sequence's queries and pages stand.
@@ -49,6 +63,7 @@ class AttentionMetadata:
     num_decodes: int
     slot_page_T: torch.Tensor  # int64 [T], page that takes the token's K/V
     slot_offset_T: torch.Tensor  # int64 [T], its place in the page
+    lengths: Lengths | None = None  # None inside a CUDA graph, where the device alone knows them
 
     @property
     def num_sequences(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.quality import KINDS, measure, texts
+from benchmarks.quality import KINDS, compare, logits, measure, texts
 from engine.checkpoint import list_weight_files
 from engine.device_memory import DeviceMemory
 from engine.engine import Engine
 from engine.generate import generate
-from engine.kernels.cpu_linear import can_pack_codes, pack_for_tiles
+from engine.kernels.cpu_linear import pack_for_tiles
 from engine.kernels.quantized_gemm import QuantizedGemm, fits
 from engine.layers.quantized import QuantizedWeight, quantize_weight, stack_rows
 from engine.memory_plan import make_layout, plan_memory
@@ -194,6 +195,16 @@ def write(folder: Path, config: dict[str, Any], tensors: Stored) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def load(folder: Path, **changes: Any) -> Engine:
     return Engine.load(EngineConfig(model=str(folder), num_pages=16, num_threads=1, **changes))
 
@@ -222,13 +233,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_layout_gives_the_tokens_of_the_values_that_it_stands_for(
     layout: str, llama: Path, tmp_path: Path
 ) -> None:
+    """In bf16, where values are multiplied with unrounded on CPUs with tiles, it is the logits that tell: they lie as
+    close to the values' own as those of a checkpoint with values rounded to bf16."""
     LAYOUTS[layout].convert(llama, tmp_path / "quantized", tmp_path / "plain")
-    for dtype in ("float32", "bfloat16"):
-        tokens = [
-            generate(load(tmp_path / name, dtype=dtype), PROMPT, replace(GREEDY, max_tokens=12), SALT)
-            for name in ("quantized", "plain")
-        ]
-        assert tokens[0] == tokens[1]
+    exact, stored = (load(tmp_path / name, dtype="float32") for name in ("plain", "quantized"))
+    greedy = replace(GREEDY, max_tokens=12)
+    assert generate(exact, PROMPT, greedy, SALT) == generate(stored, PROMPT, greedy, SALT)
+    wanted = logits(exact, PROMPT)
+    coded, rounded = (
+        compare(logits(load(tmp_path / name, dtype="bfloat16"), PROMPT), wanted) for name in ("quantized", "plain")
+    )
+    assert coded.error < 1.25 * rounded.error < 0.06
     device = DeviceMemory("cpu", "cpu", 1 << 34)
     taken, plain = (
         plan_memory(EngineConfig(model=str(tmp_path / name), dtype="bfloat16"), device).weight_bytes
@@ -247,20 +262,51 @@ def test_experts_and_latents_take_quantized_checkpoints(family: str, tmp_path: P
     assert tokens[0] == tokens[1]
 
 
+def any_weight(kind: Any, outputs: int, inputs: int, size: int, has_zeros: bool) -> QuantizedWeight:
+    """Of every code that there is."""
+    shape, num_groups = (outputs, inputs), -(-inputs // size)
+    codes = torch.randint(0, 16, shape) if kind == "int4" else torch.randint(-128, 128, shape)
+    codes = codes.to(torch.int8)
+    if kind == "fp8":  # but for NaN
+        codes = torch.where((codes & 0x7F) == 0x7F, torch.zeros_like(codes), codes).view(torch.float8_e4m3fn)
+    zeros = torch.randint(0, 16, (outputs, num_groups)).float() if has_zeros else None
+    return QuantizedWeight(kind, codes, torch.rand(outputs, num_groups), zeros, size)
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
-def test_tiles_give_the_bits_of_the_dequantized_weight(kind: Any) -> None:
+def test_tiles_multiply_with_exactly_what_codes_stand_for(kind: Any, has_zeros: bool) -> None:
+    """Codes are never rounded to bf16: what is left is float32's rounding of sums and bf16's of the result. A row's
+    bits are the row's own, whoever is beside it; panels come in pairs and alone, groups whole and cut short."""
     torch.manual_seed(0)
-    weight = quantize_weight(torch.randn(144, 320), kind)
-    if not can_pack_codes(weight):
+    for outputs, inputs, size in ((144, 320, 64), (144, 320, 320), (16, 32, 32), (48, 224, 128)):
+        weight = any_weight(kind, outputs, inputs, size, has_zeros)
+        bias = torch.randn(outputs).bfloat16()
+        ours = pack_for_tiles(weight, bias)
+        if ours is None:
+            pytest.skip("needs AMX tiles")
+        x = torch.randn(300, inputs).bfloat16()
+        exact = weight.dequantize(torch.float64)
+        wanted = x.double() @ exact.T + bias.double()
+        # of what float32 may lose: the codes' own sums, which zero points and halves take away again
+        most = x.double().abs() @ (exact.abs() + weight._spread(weight.scales_OG) * 16).T
+        found = ours(x)
+        assert bool(((found.double() - wanted).abs() <= wanted.abs() * 2**-8 + most * 2**-20).all())
+        for rows in (1, 16, 17, 33):
+            assert torch.equal(ours(x[:rows]), found[:rows])
+        assert torch.equal(ours(x[299:]), found[299:])
+        with threads(2):
+            assert torch.equal(ours(x[:40]), found[:40])
+
+
+def test_codes_take_half_or_less_of_the_memory() -> None:
+    plain = pack_for_tiles(torch.randn(128, 512).bfloat16(), None)
+    if plain is None:
         pytest.skip("needs AMX tiles")
-    bias = torch.randn(144).bfloat16()
-    ours, plain = pack_for_tiles(weight, bias), pack_for_tiles(weight.dequantize(torch.bfloat16), bias)
-    assert ours is not None
-    assert plain is not None
-    assert ours.num_bytes < plain.num_bytes * (0.32 if kind == "int4" else 0.52)
-    for rows in (1, 17, 300):
-        x = torch.randn(rows, 320).bfloat16()
-        assert torch.equal(ours(x), plain(x))
+    for kind, share in (("int4", 0.32), ("int8", 0.52), ("fp8", 0.52)):
+        ours = pack_for_tiles(quantize_weight(torch.randn(128, 512), kind), None)
+        assert ours is not None
+        assert ours.num_bytes < plain.num_bytes * share
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,8 +1,8 @@
 """Products with weights packed for AMX tiles (`engine/kernels/cpu/linear.h`), bf16 on CPUs that have them.
 
 A row's result depends on the row alone: not on who shares its batch, nor on the number of threads, which no library
-product promises. Twin: torch's linear. Quantized weights stay so in memory and give the bits of what they stand for,
-dequantized to bf16.
+product promises. Twin: torch's linear. Quantized weights stay so in memory and are multiplied with as exactly what
+they stand for (`engine/kernels/cpu/codes_linear.h`); twin: a product with their float32 values.
 
 Shapes: `T` tokens, `I` in, `O` out, `G` groups of inputs that share a scale.
 """
@@ -53,7 +53,7 @@ class TileLinear:
         self._described: Packed | None = None
         if isinstance(weight, QuantizedWeight):
             self.packed = _pack_codes(weight)
-            self.scales, self.zeros = _by_panel(weight.scales_OG), _by_panel(weight.zeros_OG)
+            self.scales, self.zeros = _by_panel(weight.scales_OG), _by_panel(_zeros(weight))
             self._kind, self._tiles_in_group = _KINDS[weight.kind], _tiles_in_group(weight)
             return
         assert weight.dtype == torch.bfloat16
@@ -128,12 +128,23 @@ def _tiles_in_group(weight: QuantizedWeight) -> int:
 
 
 def _pack_codes(weight: QuantizedWeight) -> torch.Tensor:
-    """Codes where `penstock_pack_linear` puts values, [O / 16, I / 32, 16, 16, 2]; of int4 two in a byte."""
+    """Codes in the tiles of `penstock_pack_linear`, [O / 16, I / 32, bytes], in the order of codes_linear.h."""
     codes = weight.codes_OI.view(torch.uint8)
+    if weight.kind == "int8":  # to a sign and the size less a half: -1 is the least there is below 0
+        codes = codes ^ ((weight.codes_OI >> 7) & 0x7F).view(torch.uint8)
     places = codes.unflatten(1, (-1, _IN_MULTIPLE // 2, 2)).unflatten(0, (-1, _OUT_MULTIPLE)).permute(0, 2, 3, 1, 4)
     if weight.kind == "int4":
-        return (places[..., 0] | places[..., 1] << 4).contiguous()
-    return places.contiguous()
+        four = places.reshape(*places.shape[:2], 4, 4, 32)  # rows of the tile in fours, each of 32 words
+        return torch.stack((four[..., 0, :] | four[..., 1, :] << 4, four[..., 2, :] | four[..., 3, :] << 4), -1).flatten(2)
+    return places.reshape(*places.shape[:2], 8, 2, 4, 8).transpose(3, 4).flatten(2)
+
+
+def _zeros(weight: QuantizedWeight) -> torch.Tensor | None:
+    """Against the values that the kernel has for codes, [O, G]."""
+    moved = {"int4": -8.0, "int8": 0.5, "fp8": 0.0}[weight.kind]
+    if weight.zeros_OG is None:
+        return torch.full_like(weight.scales_OG, moved) if moved else None
+    return weight.zeros_OG + moved
 
 
 def _by_panel(values_OG: torch.Tensor | None) -> torch.Tensor | None:

@@ -39,8 +39,8 @@ class QuantizedWeight:
         return self.codes_OI.device
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values, [O, I]. In float32, then rounded once."""
-        values_OI = self.codes_OI.float()
+        """The values, [O, I]. In float32, or in float64 where that is asked for, then rounded once."""
+        values_OI = self.codes_OI.to(torch.float64 if dtype == torch.float64 else torch.float32)
         if self.zeros_OG is not None:
             values_OI -= self._spread(self.zeros_OG)
         return (values_OI * self._spread(self.scales_OG)).to(dtype)

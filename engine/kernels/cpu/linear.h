@@ -1,41 +1,15 @@
-// Matrix products with packed bf16 weights on AMX tiles.
-//
-// A weight [O, I] is packed as panels of 16 outputs, each a run of tiles of 32 inputs: [O / 16][I / 32][16][16][2]; rows
-// as strips of 16, each a run of tiles too: [T / 16][I / 32][16][32]. Either is read from front to back, which is what
-// memory is best at. A quantized weight has codes in the same places, and is made bf16 a panel at a time, in cache: so it
-// gives the bits of the weight that it stands for. An output is one running sum over the inputs in their order, whatever the number of rows and of
-// threads: a row's bits depend on nothing but the row.
+// Matrix products with packed weights on AMX tiles. An output is one running sum over the inputs in their order, whatever
+// the number of rows and of threads: a row's bits depend on nothing but the row. Quantized weights: codes_linear.h.
 #pragma once
 
-#include "codes.h"
+#include "codes_linear.h"
+#include "packed.h"
 #include "tiles.h"
 #include "vectors.h"
 
-#include <vector>
-
 namespace linear {
 
-constexpr int kSide = 16;    // outputs of a panel, rows of a strip
-constexpr int kDepth = 32;   // inputs of a tile
-constexpr int kTile = kSide * kDepth;
-constexpr int kBlock = 2 * kSide;  // rows and outputs that are computed at once
-constexpr int kInputsInCache = 384 * 1024;  // of L2's 1024 * 1024 values: panels pass by, and outputs go out
-
-enum Kind { kPlain, kInt4, kInt8, kFp8 };
-
-struct Packed {
-  const uint16_t* values;  // of a quantized weight null
-  const uint16_t* bias;    // or null
-  int32_t inputs, outputs;
-  const uint8_t* codes;  // int4: a byte for two neighbouring inputs, the first in its lower half
-  const float* scales;   // [O / 16][groups][16]
-  const float* zeros;    // likewise, or null; values are (code - zero) * scale
-  int32_t kind, tiles_in_group;
-};
-
 #if defined(__AVX512BF16__)
-inline Words widened(Bytes codes) { return (Words)_mm512_cvtepu8_epi32((__m128i)codes); }
-inline Words widened(Shorts codes) { return (Words)_mm512_cvtepu16_epi32((__m256i)codes); }
 
 // Two vectors of floats as words of two bf16 each, the first in the lower half.
 inline Words rounded_pairs(Floats low, Floats high) {
@@ -45,64 +19,10 @@ inline Words rounded_pairs(Floats low, Floats high) {
   return (Words)_mm512_permutexvar_epi16(order, apart);
 }
 #else
-inline Words widened(Bytes codes) { return __builtin_convertvector(codes, Words); }
-inline Words widened(Shorts codes) { return __builtin_convertvector(codes, Words); }
 inline Words rounded_pairs(Floats low, Floats high) {
   return __builtin_convertvector(narrow(low), Words) | (__builtin_convertvector(narrow(high), Words) << 16);
 }
 #endif
-
-template <int K> inline Floats value(Words code, Floats zero, Floats scale) {
-  if constexpr (K == kFp8) return Fp8Codes::decode(code) * scale;
-  if constexpr (K == kInt8) return (__builtin_convertvector((Ints)(code << 24) >> 24, Floats) - zero) * scale;
-  return (__builtin_convertvector((Ints)code, Floats) - zero) * scale;
-}
-
-// 16 outputs of a quantized weight as a panel of bf16.
-template <int K> inline void decode_panel(const Packed& weight, int64_t p, uint16_t* panel) {
-  const int steps = weight.inputs / kDepth, groups = (steps + weight.tiles_in_group - 1) / weight.tiles_in_group;
-  const int row_bytes = K == kInt4 ? kSide : 2 * kSide;
-  const uint8_t* codes = weight.codes + p * steps * kSide * row_bytes;
-  uint32_t* to = reinterpret_cast<uint32_t*>(panel);
-  for (int i = 0; i < steps; ++i) {
-    const int64_t group = (p * groups + i / weight.tiles_in_group) * kSide;
-    const Floats scale = load<Floats>(weight.scales + group) * (K == kFp8 ? Fp8Codes::kDecodedBy : 1.0f);
-    const Floats zero = weight.zeros ? load<Floats>(weight.zeros + group) : Floats{};
-    for (int row = 0; row < kSide; ++row, codes += row_bytes, to += kSide) {
-      Words low, high;  // of each output the first and the second input
-      if (K == kInt4) {
-        const Words pair = widened(load<Bytes>(codes));
-        low = pair & 15u, high = pair >> 4;
-      } else {
-        const Words pair = widened(load<Shorts>(codes));
-        low = pair & 0xffu, high = pair >> 8;
-      }
-      store(to, rounded_pairs(value<K>(low, zero, scale), value<K>(high, zero, scale)));
-    }
-  }
-}
-
-// A thread's share of `count` things that stand in a row.
-struct Share {
-  int from, to;
-  Share(int count, int thread, int num_threads)
-      : from(int64_t(count) * thread / num_threads), to(int64_t(count) * (thread + 1) / num_threads) {}
-};
-
-inline int64_t padded(int64_t rows) { return (rows + kBlock - 1) / kBlock * kBlock; }
-
-// Where 16 values of a row from input `i` on stand among strips of tiles.
-inline int64_t place(int64_t row, int i, int inputs) {
-  return (row / kSide * (inputs / kDepth) + i / kDepth) * kTile + row % kSide * kDepth + i % kDepth;
-}
-
-inline void decode(const Packed& weight, int64_t p, uint16_t* panel) {
-  switch (weight.kind) {
-    case kInt4: return decode_panel<kInt4>(weight, p, panel);
-    case kInt8: return decode_panel<kInt8>(weight, p, panel);
-    default: return decode_panel<kFp8>(weight, p, panel);
-  }
-}
 
 #if defined(PENSTOCK_TILES)
 inline void ask_for(const uint16_t* tile) {
@@ -167,9 +87,7 @@ template <class Finish> class Blocks {
  public:
   Blocks(const Packed& weight, const uint16_t* strips, int apart, const Finish& finish)
       : weight(weight), strips(strips), finish(finish), apart(apart), steps(weight.inputs / kDepth),
-        stride(apart == 1 ? 2 : 1), rows_a_step((kBlock + steps - 1) / steps), panel(int64_t(steps) * kTile) {
-    if (weight.kind != kPlain && decoded().size() < size_t(2 * panel)) decoded().resize(2 * panel);
-  }
+        stride(apart == 1 ? 2 : 1), rows_a_step((kBlock + steps - 1) / steps), panel(int64_t(steps) * kTile) {}
   ~Blocks() { finish_rows(kBlock); }
 
   // Rows [start, stop), of which all but the last block are whole, by panels [from, to).
@@ -180,14 +98,8 @@ template <class Finish> class Blocks {
       const uint16_t* first = weight.values + p * panel;
       const uint16_t* second = is_pair ? first + apart * panel : first;
       Ahead ahead;
-      if (weight.kind != kPlain) {
-        uint16_t* const to_panels = decoded().data();
-        decode(weight, p, to_panels);
-        if (is_pair) decode(weight, p + apart, to_panels + panel);
-        first = to_panels, second = is_pair ? first + panel : first;
-      } else if (p + apart + stride <= last) {
+      if (p + apart + stride <= last)
         ahead = {first + stride * panel, second + stride * panel, (kSide + blocks - 1) / blocks};
-      }
       for (int row = start; row < stop; row += kBlock) {
         float* const to_sums = sums[which ^= 1];
         const uint16_t* these = strips + int64_t(row) * weight.inputs;
@@ -224,12 +136,6 @@ template <class Finish> class Blocks {
       next_sums += kBlock;
     }
   }
-
-  // Kept: to get so much memory anew takes longer than a product.
-  static Lines<uint16_t>& decoded() {
-    static thread_local Lines<uint16_t> panels;
-    return panels;
-  }
 };
 
 // Rows of so many inputs that are computed together: as many as stay in L2 while panels pass by.
@@ -238,10 +144,14 @@ inline int rows_in_cache(int inputs) { return std::clamp(kInputsInCache / inputs
 template <class Finish>
 inline void for_outputs(const Packed& weight, const uint16_t* strips, int count, Share share, int apart,
                         const Finish& finish) {
-  Blocks<Finish> blocks(weight, strips, apart, finish);
-  const int rows = rows_in_cache(weight.inputs);
-  for (int start = 0; start < count; start += rows)
-    blocks.run(start, std::min(count, start + rows), share.from, share.to);
+  const auto run = [&](auto&& blocks) {
+    const int rows = rows_in_cache(weight.inputs);
+    for (int start = 0; start < count; start += rows)
+      blocks.run(start, std::min(count, start + rows), share.from, share.to);
+  };
+  if (weight.kind == kPlain) run(Blocks<Finish>(weight, strips, apart, finish));
+  else if (weight.kind == kInt4) run(CodedBlocks<Int4Values, Finish>(weight, strips, count, apart, finish));
+  else run(CodedBlocks<ByteValues, Finish>(weight, strips, count, apart, finish));
 }
 #endif
 

@@ -1,0 +1,287 @@
+// Matrix products with quantized weights on AMX tiles: int4, int8 and fp8 codes beside bf16 rows.
+//
+// A code stands for a value that bf16 has exactly: of int4 the code less 8, of int8 the code and a half, of fp8 itself.
+// Tables give the bits of those values, 32 or 64 at a time; tiles multiply with them, and what a group of inputs adds
+// up to is scaled afterwards, in float32: scale * (sum of value * x - zero * sum of x). So no value is rounded to bf16,
+// and decoding costs no multiplication. Values are made a few tiles before they are multiplied with, in L1 where rows are few
+// and in L2 where the same panel meets many rows: the vector units decode while the tile unit multiplies.
+//
+// Layout of codes, [O / 16][I / 32] tiles: a word of 16 bits holds four int4 codes, of the inputs 2k + j of rows of the
+// tile 4q .. 4q + 3; bytes stand in pairs of rows, so that two unpackings give both (engine/kernels/cpu_linear.py).
+#pragma once
+
+#include "packed.h"
+#include "tiles.h"
+#include "vectors.h"
+
+#include <vector>
+
+namespace linear {
+
+#if defined(PENSTOCK_TILES)
+constexpr int kLead = 3;  // tiles that are decoded before they are used, where rows are few
+constexpr int kRing = 8;  // tiles of each panel that L1 holds then
+
+inline int num_groups(const Packed& weight) {
+  return (weight.inputs / kDepth + weight.tiles_in_group - 1) / weight.tiles_in_group;
+}
+
+inline uint16_t upper_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return uint16_t(bits >> 16);
+}
+
+// What was written before is in memory for the tile loads behind it, of which the compiler does not know that they read.
+inline void settle() { asm volatile("" : : : "memory"); }
+
+// 16 rows of a panel's tile as bf16, from its codes.
+struct Int4Values {
+  static constexpr int kTileBytes = 256;
+  __m512i table;  // twice: a look-up goes by five bits, of which the highest is another code's
+
+  explicit Int4Values(int) {
+    alignas(64) uint16_t values[32];
+    for (int code = 0; code < 32; ++code) values[code] = upper_half(float(code % 16 - 8));
+    table = _mm512_load_si512(values);
+  }
+  void decode(const uint8_t* codes, uint16_t* tile) const {
+    for (int quarter = 0; quarter < 4; ++quarter, codes += 64, tile += 128) {
+      const __m512i four = _mm512_loadu_si512(codes);
+      _mm512_store_si512(tile, _mm512_permutexvar_epi16(four, table));
+      _mm512_store_si512(tile + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 4), table));
+      _mm512_store_si512(tile + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 8), table));
+      _mm512_store_si512(tile + 96, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 12), table));
+    }
+  }
+};
+
+// Codes of a sign and seven bits that say how large.
+struct ByteValues {
+  static constexpr int kTileBytes = 512;
+  __m512i low[2], high[2];  // the two bytes of each size's bits
+
+  explicit ByteValues(int kind) {
+    alignas(64) uint8_t bytes[2][128];
+    for (int code = 0; code < 128; ++code) {
+      const uint16_t bits = upper_half(kind == kFp8 ? fp8(code) : float(code) + 0.5f);
+      bytes[0][code] = uint8_t(bits), bytes[1][code] = uint8_t(bits >> 8);
+    }
+    for (int half = 0; half < 2; ++half) {
+      low[half] = _mm512_load_si512(bytes[0] + 64 * half);
+      high[half] = _mm512_load_si512(bytes[1] + 64 * half);
+    }
+  }
+  void decode(const uint8_t* codes, uint16_t* tile) const {
+    const __m512i sign = _mm512_set1_epi8(char(0x80));
+    for (int pair = 0; pair < 8; ++pair, codes += 64, tile += 64) {
+      const __m512i code = _mm512_loadu_si512(codes);
+      const __m512i lower = _mm512_permutex2var_epi8(low[0], code, low[1]);
+      const __m512i size = _mm512_permutex2var_epi8(high[0], code, high[1]);
+      const __m512i upper = _mm512_ternarylogic_epi32(size, code, sign, 0xf8);  // size | (code & sign)
+      _mm512_store_si512(tile, _mm512_unpacklo_epi8(lower, upper));
+      _mm512_store_si512(tile + 32, _mm512_unpackhi_epi8(lower, upper));
+    }
+  }
+
+ private:
+  static float fp8(int code) {  // e4m3
+    const int exponent = code >> 3, fraction = code & 7;
+    if (code == 127) return NAN;
+    return exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp(float(fraction), -9);
+  }
+};
+
+// Tiles of panels in the order in which they are multiplied with, two panels at a time, decoded ahead of their use.
+template <class Values> class Decoded {
+ public:
+  // Panels p and p + apart for p in [from, to), with apart = 1 every other; `room` is for `capacity` tiles of each.
+  Decoded(const Values& values, const Packed& weight, int from, int to, int apart, int capacity, uint16_t* room)
+      : values(values), weight(weight), from(from), to(to), apart(apart), stride(apart == 1 ? 2 : 1),
+        steps(weight.inputs / kDepth), capacity(capacity), room(room), panel(from) {}
+
+  bool is_pair(int p) const { return apart > 1 || p + 1 < to; }
+  // Where the first tile of panel p stands, and the others after it; the second panel's is right behind each.
+  int slot_of(int p) const { return int64_t(p - from) / stride * steps % capacity; }
+  int after(int slot) const { return slot + 1 == capacity ? 0 : slot + 1; }
+  const uint16_t* tile(int slot) const { return room + 2 * slot * kTile; }
+
+  void decode_next() {
+    if (panel >= to) return;
+    const uint8_t* these = codes(panel, step);
+    const int64_t second = apart * panel_bytes();
+    const uint8_t* later = step + kAhead < steps          ? these + kAhead * Values::kTileBytes
+                           : panel + stride < to ? codes(panel + stride, std::min(steps - 1, step + kAhead - steps))
+                                                          : these;
+    for (int line = 0; line < Values::kTileBytes; line += 64) __builtin_prefetch(later + line, 0, 2);
+    values.decode(these, room + 2 * slot * kTile);
+    if (is_pair(panel)) {
+      for (int line = 0; line < Values::kTileBytes; line += 64) __builtin_prefetch(later + second + line, 0, 2);
+      values.decode(these + second, room + (2 * slot + 1) * kTile);
+    }
+    settle();
+    slot = after(slot);
+    if (++step == steps) step = 0, panel += stride;
+  }
+
+ private:
+  static constexpr int kAhead = 8192 / Values::kTileBytes;  // tiles to ask memory for
+  const Values& values;
+  const Packed& weight;
+  const int from, to, apart, stride, steps, capacity;
+  uint16_t* const room;
+  int panel, step = 0, slot = 0;
+
+  int64_t panel_bytes() const { return int64_t(steps) * Values::kTileBytes; }
+  const uint8_t* codes(int p, int at) const { return weight.codes + p * panel_bytes() + at * Values::kTileBytes; }
+};
+
+// Of rows [count] and each group of inputs the sum, [count, groups]: a product with ones.
+inline void add_up_inputs(const Packed& weight, const uint16_t* strips, int count, float* sums) {
+  alignas(64) uint16_t ones[kTile];
+  alignas(64) float found[kTile];
+  std::fill(ones, ones + kTile, uint16_t(0x3f80));
+  const int steps = weight.inputs / kDepth, groups = num_groups(weight);
+  settle();
+  _tile_loadd(6, ones, 64);
+  for (int row = 0; row < count; row += kSide, strips += steps * kTile)
+    for (int group = 0; group < groups; ++group) {
+      const int first = group * weight.tiles_in_group, last = std::min(steps, first + weight.tiles_in_group);
+      _tile_zero(0);
+      for (int i = first; i < last; ++i) {
+        _tile_loadd(4, strips + i * kTile, 64);
+        _tile_dpbf16ps(0, 4, 6);
+      }
+      _tile_stored(0, found, 64);
+      for (int r = 0; r < std::min(kSide, count - row); ++r) sums[(row + r) * groups + group] = found[r * kSide];
+    }
+}
+
+// What a block of rows and two panels come to, group by group.
+struct Totals {
+  alignas(64) float values[kBlock * kBlock];  // by row: of the first panel, of the second
+  alignas(64) float sums[kBlock * kBlock];    // of one group, not scaled yet
+
+  // Adds group `group` of panels p and p + apart for `count` rows, whose inputs' sums are `of_inputs` (or null).
+  template <int C>
+  void add(const Packed& weight, int p, int apart, int group, int count, const float* of_inputs) {
+    const int groups = num_groups(weight);
+    __m512 scales[C], zeros[C];
+    for (int c = 0; c < C; ++c) {
+      const int64_t place = ((p + int64_t(c) * apart) * groups + group) * kSide;
+      scales[c] = _mm512_loadu_ps(weight.scales + place);
+      zeros[c] = weight.zeros ? _mm512_loadu_ps(weight.zeros + place) : _mm512_setzero_ps();
+    }
+    for (int r = 0; r < count; ++r)
+      for (int c = 0; c < C; ++c) {
+        const int at = r * kBlock + c * kSide;
+        __m512 sum = _mm512_load_ps(sums + at);
+        if (of_inputs) sum = _mm512_fnmadd_ps(zeros[c], _mm512_set1_ps(of_inputs[r * groups + group]), sum);
+        const __m512 total = group ? _mm512_load_ps(values + at) : _mm512_setzero_ps();
+        _mm512_store_ps(values + at, _mm512_fmadd_ps(sum, scales[c], total));
+      }
+  }
+};
+
+// A block of up to 16 R rows times C panels. Tiles 0-3: sums, 4-5: strips, 6-7: panels.
+template <int R, int C, class Values>
+inline void multiply_codes(Decoded<Values>& decoded, Totals& totals, const Packed& weight, int p, int apart,
+                           const uint16_t* strips, int count, const float* of_inputs, int block, int num_blocks) {
+  const int steps = weight.inputs / kDepth;
+  int until_decode = block, until_group = weight.tiles_in_group, group = 0, slot = decoded.slot_of(p);
+  for (int i = 0; i < steps; ++i) {
+    if (until_decode-- == 0) {
+      decoded.decode_next();
+      until_decode = num_blocks - 1;
+    }
+    if (until_group == weight.tiles_in_group) {
+      _tile_zero(0);
+      if (C > 1) _tile_zero(1);
+      if (R > 1) _tile_zero(2);
+      if (R > 1 && C > 1) _tile_zero(3);
+    }
+    const uint16_t* tile = decoded.tile(slot);
+    slot = decoded.after(slot);
+    _tile_loadd(6, tile, 64);
+    _tile_loadd(4, strips + i * kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (C > 1) {
+      _tile_loadd(7, tile + kTile, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (R > 1) {
+      _tile_loadd(5, strips + (steps + i) * kTile, 64);
+      _tile_dpbf16ps(2, 5, 6);
+      if (C > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+    if (--until_group && i + 1 < steps) continue;
+    _tile_stored(0, totals.sums, kBlock * 4);
+    if (C > 1) _tile_stored(1, totals.sums + kSide, kBlock * 4);
+    if (R > 1) _tile_stored(2, totals.sums + kSide * kBlock, kBlock * 4);
+    if (R > 1 && C > 1) _tile_stored(3, totals.sums + kSide * kBlock + kSide, kBlock * 4);
+    totals.add<C>(weight, p, apart, group++, count, of_inputs);
+    until_group = weight.tiles_in_group;
+  }
+}
+
+// As `Blocks` of linear.h, of a quantized weight and up to `count` rows.
+template <class Values, class Finish> class CodedBlocks {
+ public:
+  CodedBlocks(const Packed& weight, const uint16_t* strips, int count, int apart, const Finish& finish)
+      : values(weight.kind), weight(weight), strips(strips), finish(finish), apart(apart), groups(num_groups(weight)) {
+    if (!weight.zeros) return;
+    if (of_inputs().size() < size_t(count) * groups) of_inputs().resize(size_t(count) * groups);
+    add_up_inputs(weight, strips, count, of_inputs().data());
+  }
+
+  // Rows [start, stop), of which all but the last block are whole, by panels [from, to).
+  void run(int start, int stop, int from, int to) {
+    const int steps = weight.inputs / kDepth, num_blocks = (stop - start + kBlock - 1) / kBlock;
+    const bool is_few = num_blocks == 1;
+    const int capacity = is_few ? kRing : 2 * steps;
+    if (!is_few && room().size() < size_t(2) * capacity * kTile) room().resize(size_t(2) * capacity * kTile);
+    Decoded<Values> decoded(values, weight, from, to, apart, capacity, is_few ? ring : room().data());
+    for (int i = 0; i < (is_few ? kLead : steps); ++i) decoded.decode_next();
+    for (int p = from; p < to; p += apart == 1 ? 2 : 1)
+      for (int block = 0; block < num_blocks; ++block) {
+        const int row = start + block * kBlock;
+        if (stop - row > kSide) multiply<2>(decoded, p, row, std::min(kBlock, stop - row), block, num_blocks);
+        else multiply<1>(decoded, p, row, stop - row, block, num_blocks);
+      }
+  }
+
+ private:
+  const Values values;
+  const Packed& weight;
+  const uint16_t* const strips;
+  const Finish& finish;
+  const int apart, groups;
+  Totals totals;
+  alignas(64) uint16_t ring[2 * kRing * kTile];
+
+  template <int R>
+  void multiply(Decoded<Values>& decoded, int p, int row, int count, int block, int num_blocks) {
+    const uint16_t* const these = strips + int64_t(row) * weight.inputs;
+    const float* const sums = weight.zeros ? of_inputs().data() + int64_t(row) * groups : nullptr;
+    const bool is_pair = decoded.is_pair(p);
+    if (is_pair) multiply_codes<R, 2>(decoded, totals, weight, p, apart, these, count, sums, block, num_blocks);
+    else multiply_codes<R, 1>(decoded, totals, weight, p, apart, these, count, sums, block, num_blocks);
+    for (int r = 0; r < count; ++r) {
+      const float* const total = totals.values + r * kBlock;
+      finish(row + r, p, load<Floats>(total), is_pair, load<Floats>(total + kSide));
+    }
+  }
+
+  // Kept: to get so much memory anew takes longer than a product.
+  static std::vector<float>& of_inputs() {
+    static thread_local std::vector<float> sums;
+    return sums;
+  }
+  static Lines<uint16_t>& room() {
+    static thread_local Lines<uint16_t> panels;
+    return panels;
+  }
+};
+#endif
+
+}  // namespace linear

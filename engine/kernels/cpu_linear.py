@@ -135,7 +135,8 @@ def _pack_codes(weight: QuantizedWeight) -> torch.Tensor:
     places = codes.unflatten(1, (-1, _IN_MULTIPLE // 2, 2)).unflatten(0, (-1, _OUT_MULTIPLE)).permute(0, 2, 3, 1, 4)
     if weight.kind == "int4":
         four = places.reshape(*places.shape[:2], 4, 4, 32)  # rows of the tile in fours, each of 32 words
-        return torch.stack((four[..., 0, :] | four[..., 1, :] << 4, four[..., 2, :] | four[..., 3, :] << 4), -1).flatten(2)
+        pairs = four[..., ::2, :] | four[..., 1::2, :] << 4
+        return pairs.transpose(3, 4).flatten(2)  # the four of a word side by side
     return places.reshape(*places.shape[:2], 8, 2, 4, 8).transpose(3, 4).flatten(2)
 
 

@@ -156,12 +156,6 @@ class Engine:
         """Of the pages of all ranks together: what workers are told apart by. `layout` is of rank 0's."""
         return replace(self.layout, head_range=None)
 
-    @property
-    def ranked_digest(self) -> str:
-        """Equal for two workers exactly when the pages of each rank of one mean the same in the other's."""
-        own = self.layout.digest()
-        return own if self.ranks is None else f"{own}/{self.num_ranks}"
-
     def when_lost(self, on_lost: Callable[[BaseException], None]) -> None:
         """`on_lost` hears, on any thread, that one of the other ranks is gone: no step will succeed any more."""
         if self.ranks is not None:

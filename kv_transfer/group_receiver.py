@@ -14,7 +14,7 @@ from itertools import count
 
 from engine.engine import Engine
 from engine.shard import shard_layouts
-from kv_transfer.checksum import join_checksums, page_checksums, part_checksums
+from kv_transfer.checksum import join_checksums, part_checksums
 from kv_transfer.rank_ends import RankEnd, key_to_plain
 from kv_transfer.receiver import OnArrival, OnFailure, ReceiverStats, TransferReceiver
 from kv_transfer.reshard import page_rows
@@ -163,8 +163,8 @@ class GroupReceiver:
                 self._end.ask_at_once(receiver, "forget", list(one))
 
     def checksums(self, key: TransferKey, pages: Sequence[PageId]) -> list[int]:
-        """Of what the transfer has brought into these pages: what the sender's `sent_checksums` are held against.
-        Blocks."""
+        """Of what the transfer has brought into these pages: what the sender's `sent_checksums` or `checksums` are held
+        against. Blocks."""
         with self._lock:
             incoming = self._open.get(key)
             num_ranks = self._peer_ranks.get(key.sender_epoch, 1)
@@ -177,13 +177,6 @@ class GroupReceiver:
                 assert self._end is not None
                 body = [[strand.heads.start, strand.heads.stop], list(pages)]
                 found.append(self._end.ask(strand.receiver, "part_checksums", body))
-        return join_checksums(found)
-
-    def page_checksums(self, pages: Sequence[PageId]) -> list[int]:
-        """Of pages of the pool, over all ranks. Blocks."""
-        found = [page_checksums(self._kv_pages, pages)]
-        if self._end is not None:
-            found += self._end.ask_all("page_checksums", list(pages))
         return join_checksums(found)
 
     def shutdown(self) -> None:

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 from engine.engine import Engine
 from engine.shard import shard_layouts
-from kv_transfer.checksum import join_checksums, page_checksums
+from kv_transfer.checksum import join_checksums, part_checksums
 from kv_transfer.handshake import parse_offer
 from kv_transfer.links import SenderStats
 from kv_transfer.rank_ends import RankEnd, key_to_plain
-from kv_transfer.reshard import Plan, make_plan
+from kv_transfer.reshard import Plan, make_plan, page_rows
 from kv_transfer.sender import OnDone, OnFailure, TransferSender
 from kv_transfer.staging import sent_checksums
-from kv_transfer.strands import Strand, plan_strands, rank_epoch, split_offer
+from kv_transfer.strands import Strand, check_ranks, plan_strands, rank_epoch, split_offer
 from kv_transfer.transport import WHOLE, Part
 from penstock.config import TransferConfig
 from penstock.errors import TransferError, TransferRefused
@@ -162,11 +162,18 @@ class GroupSender:
                 found.append(self._end.ask(strand.sender, "sent_checksums", body))
         return join_checksums(found)
 
-    def page_checksums(self, pages: Sequence[PageId]) -> list[int]:
-        """Of pages of the pool, over all ranks. Blocks."""
-        found = [page_checksums(self._kv_pages, pages)]
-        if self._end is not None:
-            found += self._end.ask_all("page_checksums", list(pages))
+    def checksums(self, pages: Sequence[PageId], num_receivers: int) -> list[int]:
+        """Of pages of the pool, as a receiver of so many ranks with the same layout will find them in its own. Blocks.
+        Raises TransferError where so many cannot share the heads."""
+        check_ranks(self._num_kv_heads, num_receivers, "receiver")
+        found: list[list[int]] = []
+        for strand in plan_strands(self._num_kv_heads, self._num_ranks, num_receivers):
+            if strand.sender == 0:
+                found.append(part_checksums(self._kv_pages, pages, page_rows(self._layouts[0], strand.heads)))
+            else:
+                assert self._end is not None
+                body = [[strand.heads.start, strand.heads.stop], list(pages)]
+                found.append(self._end.ask(strand.sender, "part_checksums", body))
         return join_checksums(found)
 
     def finish(self, key: TransferKey) -> None:

@@ -80,13 +80,14 @@ class PageIntake:
 
     @property
     def layout_digest(self) -> str:
-        return self._engine.ranked_digest
+        return self._engine.model_layout.digest()
 
-    def offer(self, peer: WorkerId, epoch: Epoch) -> bytes:
-        """How the source can write here. Blocks where it is the first one; not on the step loop."""
+    def offer(self, peer: WorkerId, epoch: Epoch, num_ranks: int) -> bytes:
+        """How the source, of so many ranks, can write here. Blocks where it is the first one; not on the step loop.
+        Raises TransferError."""
         with self._making:
             self._receiver = self._receiver or self._make_receiver()
-        return self._receiver.offer(peer, epoch, self._engine.num_ranks)  # peers of another number are refused
+        return self._receiver.offer(peer, epoch, num_ranks)
 
     def shutdown(self) -> None:
         with self._making:
@@ -185,7 +186,7 @@ class PageIntake:
         def compare(found: list[int]) -> None:
             self._on_verified(batch, "" if found == told else "its checksums differ from the source's")
 
-        batch.call.compute(lambda: receiver.page_checksums(pages), compare)
+        batch.call.compute(lambda: receiver.checksums(batch.session.key, pages), compare)
 
     def _on_verified(self, batch: _Batch, problem: str) -> None:
         session = batch.session

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from engine.engine import Engine
 from kv_transfer.group_sender import GroupSender
 from kv_transfer.handover_plan import assign
+from kv_transfer.strands import split_offer
 from penstock.errors import PenstockError
 from penstock.types import CachedPage, Epoch, HandoverTarget, Lane, PageId, TransferKey
 
@@ -38,7 +39,11 @@ class PageSource:
 
     @property
     def layout_digest(self) -> str:
-        return self._engine.ranked_digest
+        return self._engine.model_layout.digest()
+
+    @property
+    def num_ranks(self) -> int:
+        return self._engine.num_ranks
 
     def pick(self, targets: Sequence[HandoverTarget], max_pages: int) -> dict[Epoch, list[CachedPage]]:
         """What each target is to get, hottest first; at most `max_pages` in all, which the caller has to `release`."""
@@ -61,12 +66,15 @@ class PageSource:
         and then nothing is."""
         self._sender.open(key, offer, Lane.BULK)
         self._pushes[key] = _Push(on_sent)
-        self._sender.push(key, 0, src_pages, dst_pages)
+        tokens = range(len(src_pages) * self._engine.layout.page_size)  # a page's place is the same at both ends
+        self._sender.push_tokens(key, 0, tokens, src_pages, dst_pages)
         self._sender.finish(key)
 
-    def checksums(self, pages: Sequence[PageId]) -> list[int]:
-        """From any thread, since nothing writes them. Blocks."""
-        return self._sender.page_checksums(pages)
+    def checksums(self, pages: Sequence[PageId], offer: bytes) -> list[int]:
+        """As who made the offer will find them. From any thread, since nothing writes them. Blocks. Raises
+        TransferError."""
+        _, num_receivers, _ = split_offer(offer)
+        return self._sender.checksums(pages, num_receivers)
 
     def abort(self, key: TransferKey) -> None:
         """Starts nothing more of it; its `on_sent` follows."""

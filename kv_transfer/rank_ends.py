@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
+from engine.kv_layout import KVLayout
 from engine.rank_member import Extension, RankMember
 from engine.ranks import RankFailure, Ranks
-from kv_transfer.checksum import page_checksums, part_checksums
+from kv_transfer.checksum import part_checksums
 from kv_transfer.receiver import TransferReceiver
 from kv_transfer.reshard import Plan, page_rows
 from kv_transfer.sender import TransferSender
@@ -55,9 +58,6 @@ class RankEnd:
 
     def ask(self, rank: int, what: str, body: object) -> Any:
         return self._ranks.ask_one(rank, "end", [self._number, what, body])
-
-    def ask_all(self, what: str, body: object) -> list[Any]:
-        return self._ranks.ask("end", [self._number, what, body])
 
     def ask_at_once(self, rank: int, what: str, body: object) -> Any:
         """Beside steps; blocks for a moment. Raises PenstockError."""
@@ -133,6 +133,7 @@ Tell = Callable[[str, Any], None]
 class _SendingEnd:
     def __init__(self, member: RankMember, epoch: Epoch, config: TransferConfig, tell: Tell) -> None:
         self._kv_pages = member.kv_pages
+        self._layout = member.part.layout
         self._plans: dict[TransferKey, Plan] = {}  # of those that are open
         self._tell = tell
         self._sender = TransferSender(
@@ -150,7 +151,7 @@ class _SendingEnd:
             "finish": lambda key: self._sender.finish(key_from_plain(key)),
             "abort": lambda key: self._sender.abort(key_from_plain(key)),
             "sent_checksums": self._sent_checksums,
-            "page_checksums": lambda pages: page_checksums(self._kv_pages, pages),
+            "part_checksums": lambda body: _part_checksums(self._kv_pages, self._layout, body),
         }
 
     def _open(self, body: list[Any]) -> None:
@@ -200,8 +201,7 @@ class _ReceivingEnd:
             "close": lambda key: self._receiver.close(key_from_plain(key)),
             "quiet": lambda token: self._receiver.when_quiet(partial(tell, "quiet", token)),
             "forget": lambda peer: self._receiver.forget(Peer(WorkerId(peer[0]), Epoch(peer[1]))),
-            "part_checksums": self._part_checksums,
-            "page_checksums": lambda pages: page_checksums(self._kv_pages, pages),
+            "part_checksums": lambda body: _part_checksums(self._kv_pages, self._layout, body),
         }
 
     def _offer(self, body: list[Any]) -> bytes:
@@ -212,9 +212,10 @@ class _ReceivingEnd:
         key, pages, timeout_s = body
         self._receiver.open(key_from_plain(key), [PageId(page) for page in pages], timeout_s)
 
-    def _part_checksums(self, body: list[Any]) -> list[int]:
-        heads, pages = body
-        return part_checksums(self._kv_pages, pages, page_rows(self._layout, range(*heads)))
-
     def shutdown(self) -> None:
         self._receiver.shutdown()
+
+
+def _part_checksums(kv_pages: torch.Tensor, layout: KVLayout, body: list[Any]) -> list[int]:
+    heads, pages = body
+    return part_checksums(kv_pages, pages, page_rows(layout, range(*heads)))

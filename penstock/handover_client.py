@@ -38,6 +38,9 @@ class Source(Protocol):
     @property
     def layout_digest(self) -> str: ...
 
+    @property
+    def num_ranks(self) -> int: ...
+
     def pick(self, targets: Sequence[HandoverTarget], max_pages: int) -> Mapping[Epoch, list[CachedPage]]: ...
 
     def release(self, pages: Sequence[CachedPage]) -> None: ...
@@ -51,7 +54,7 @@ class Source(Protocol):
         on_sent: Callable[[PenstockError | None], None],
     ) -> None: ...
 
-    def checksums(self, pages: Sequence[PageId]) -> list[int]: ...
+    def checksums(self, pages: Sequence[PageId], offer: bytes) -> list[int]: ...
 
     def abort(self, key: TransferKey) -> None: ...
 
@@ -139,6 +142,7 @@ class HandoverClient:
             layout_digest=self._source.layout_digest,
             worker_id=self._worker_id,
             address=own_address,
+            num_ranks=self._source.num_ranks,
         )
         batch.commands.put_nowait(worker_pb2.TakeCommand(start=start))
         call = worker_pb2_grpc.PageHandoverStub(self._channels.get(target.address)).Take(_commands(batch))
@@ -164,7 +168,7 @@ class HandoverClient:
         handed.num_known += len(batch.pages) - len(wanted)
         if wanted:
             own = [one.page for one in wanted]
-            checksums = await asyncio.to_thread(self._source.checksums, own)
+            checksums = await asyncio.to_thread(self._source.checksums, own, destination.offer)
             await self._on_loop(lambda: self._push(batch, destination, own))
             manifest = worker_pb2.PrefillPushed(
                 page_hashes=[one.page_hash for one in wanted], num_pages=len(wanted), checksums=checksums

@@ -26,7 +26,7 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 class Intake(Protocol):
     """`kv_transfer.page_intake.PageIntake`; called on the step loop, but for `offer`, which blocks."""
 
-    def offer(self, peer: WorkerId, epoch: Epoch) -> bytes: ...
+    def offer(self, peer: WorkerId, epoch: Epoch, num_ranks: int) -> bytes: ...
 
     def ask(
         self,
@@ -140,7 +140,8 @@ class HandoverService(worker_pb2_grpc.PageHandoverServicer):
                 raise TransferError(
                     f"transfer {key.transfer_id}: for epoch {key.receiver_epoch}, this is {self._epoch}"
                 )
-            offer = await asyncio.to_thread(self._intake.offer, WorkerId(start.worker_id), key.sender_epoch)
+            source, num_ranks = WorkerId(start.worker_id), max(1, start.num_ranks)  # 0: one that does not say
+            offer = await asyncio.to_thread(self._intake.offer, source, key.sender_epoch, num_ranks)
             call = TakeCall(offer, self._post)
             pages = [(PageHash(one.hash), PageHash(one.parent) if one.parent else None) for one in start.pages]
             self._post(lambda: self._intake.ask(key, start.layout_digest, pages, call))

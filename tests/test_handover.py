@@ -237,8 +237,9 @@ async def test_another_revision_gets_nothing_and_what_came_damaged_is_dropped(
         assert "layout_digest" in refused.problems[0]
         part = await hand_over(leaving, full)  # as much as it can spare
         assert 0 < part.num_pages < 16
-        whole = group_receiver.page_checksums
-        monkeypatch.setattr(group_receiver, "page_checksums", lambda pool, pages: [1, *whole(pool, pages)[1:]])
+        whole = group_receiver.part_checksums
+        damage = lambda pool, pages, rows: [1, *whole(pool, pages, rows)[1:]]  # noqa: E731
+        monkeypatch.setattr(group_receiver, "part_checksums", damage)
         damaged = await hand_over(leaving, staying)
         assert "checksums differ" in damaged.problems[0]
         assert damaged.num_pages == 0

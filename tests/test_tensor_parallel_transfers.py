@@ -33,11 +33,13 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 from prefill_worker.server import PrefillServer
 from tests.checkpoints import make_checkpoint
 from tests.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
+from tests.test_handover import ask, cached_tokens, hand_over
 from tests.test_migration import Router
 from tests.test_tensor_parallel import launch_threads
 
 PROMPT = [3 + (7 * place) % 290 for place in range(75)]
 SEEDED = SamplingParams(max_tokens=16, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
+VERIFIED = {"checksums": True}
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=12, page_size=4, head_dim=6, dtype="float16", model_revision="r")
 
 
@@ -140,6 +142,9 @@ HANDOFFS = [
     ((2, 16), (2, 32), {"checksums": True}, "auto"),
     ((4, 16), (2, 16), {"checksums": True}, "auto"),
     ((2, 16), (1, 16), {"checksums": True}, "int8"),
+    ((1, 8), (2, 16), {"checksums": True}, "int8"),
+    ((2, 8), (1, 16), {}, "fp8"),
+    ((1, 16), (2, 16), {}, "fp8"),
 ]
 
 
@@ -177,6 +182,65 @@ async def test_prompts_move_between_numbers_of_ranks(
                 assert answer.token_ids == expected(sampling, kv_dtype)
             assert num_moved >= len(PROMPT) // decode[1]
         await wait_until_empty(source, target)
+
+
+@pytest.mark.parametrize(("source_dtype", "target_dtype"), [("auto", "fp8"), ("int8", "auto")])
+async def test_kv_is_converted_between_numbers_of_ranks_as_between_single_ones(
+    source_dtype: str, target_dtype: str, model: Path
+) -> None:
+    """Another dtype at the other end: the tokens are those of two workers of a rank each."""
+    said: dict[tuple[int, int], list[list[int]]] = {}
+    for ranks in ((1, 1), (2, 1), (1, 2)):
+        source, target = (
+            worker_config(role, model, engine={"tensor_parallel": count, "kv_dtype": kv_dtype}, transfer=VERIFIED)
+            for role, count, kv_dtype in zip(
+                (Role.PREFILL, Role.DECODE), ranks, (source_dtype, target_dtype), strict=True
+            )
+        )
+        async with workers(source, target) as (prefill, decode):
+            assert isinstance(prefill, PrefillServer)
+            assert isinstance(decode, DecodeServer)
+            async with caller(decode) as calls:
+                said[ranks] = []
+                for sampling in (GREEDY, SEEDED):
+                    answer = await calls.answer(calls.submit(PROMPT, sampling, [prefill]))
+                    assert answer.error is None
+                    assert answer.timing is not None
+                    assert answer.timing.prefill_worker == "prefill"
+                    said[ranks].append(answer.token_ids)
+            await wait_until_empty(prefill, decode)
+    assert said[2, 1] == said[1, 1]
+    assert said[1, 2] == said[1, 1]
+
+
+@pytest.mark.parametrize(
+    ("leaving_ranks", "staying_ranks", "kv_dtype"), [(2, 1, "auto"), (1, 2, "int8"), (4, 2, "fp8")]
+)
+async def test_cached_pages_are_handed_over_between_numbers_of_ranks(
+    leaving_ranks: int, staying_ranks: int, kv_dtype: str, model: Path, expected: Expected
+) -> None:
+    async with workers(
+        *(
+            worker_config(
+                Role.DECODE,
+                model,
+                name,
+                engine={"tensor_parallel": ranks, "kv_dtype": kv_dtype},
+                decode={"placement": "local"},
+            )
+            for name, ranks in (("leaving", leaving_ranks), ("staying", staying_ranks))
+        )
+    ) as (leaving, staying):
+        assert isinstance(leaving, DecodeServer)
+        assert isinstance(staying, DecodeServer)
+        await ask(leaving, PROMPT)
+        told = await hand_over(leaving, staying)
+        assert not told.problems
+        assert told.num_pages == staying.intake.num_taken >= len(PROMPT) // 16
+        answer = await ask(staying, PROMPT)
+        assert cached_tokens(answer) == (len(PROMPT) - 1) // 16 * 16
+        assert answer.token_ids == expected(GREEDY, kv_dtype)
+        await wait_until_empty(leaving, staying)
 
 
 async def test_running_sequences_move_between_numbers_of_ranks_and_back(model: Path, expected: Expected) -> None:

@@ -757,18 +757,20 @@ class CachedPage(_message.Message):
     def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
 
 class TakeStart(_message.Message):
-    __slots__ = ("transfer", "pages", "layout_digest", "worker_id", "address")
+    __slots__ = ("transfer", "pages", "layout_digest", "worker_id", "address", "num_ranks")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     transfer: TransferKey
     pages: _containers.RepeatedCompositeFieldContainer[CachedPage]
     layout_digest: str
     worker_id: str
     address: str
-    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., pages: _Optional[_Iterable[_Union[CachedPage, _Mapping]]] = ..., layout_digest: _Optional[str] = ..., worker_id: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    num_ranks: int
+    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., pages: _Optional[_Iterable[_Union[CachedPage, _Mapping]]] = ..., layout_digest: _Optional[str] = ..., worker_id: _Optional[str] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
 class TakeClosed(_message.Message):
     __slots__ = ("error",)

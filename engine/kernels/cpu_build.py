@@ -21,16 +21,13 @@ log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "cpu"
 # -ffp-contract: ISO mode would keep products and sums apart. No -ffast-math: it would break masking and rounding.
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-w")
+_FLAGS = ("-O3", "-march=native", "-std=c++20", "-ffp-contract=fast", "-pthread", "-shared", "-fPIC", "-w")
 _BUILD_TIMEOUT_S = 120
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The kernels, built where they are not yet; None where that is impossible. Blocks for some seconds the first time.
-
-    Torch must be imported before: the library then shares its OpenMP threads instead of bringing its own.
-    """
+    """The kernels, built where they are not yet; None where that is impossible. Blocks for some seconds the first time."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         log.info("no C++ compiler (g++, or CXX): attention on CPU runs in plain torch, about 3 times slower")

@@ -20,7 +20,7 @@ class DecodeAttention {
       : blocks(blocks), problem(blocks.problem), head_dim(blocks.head_dim), group(blocks.group), depth(blocks.depth),
         queries(kSide * head_dim / 2), totals(kMostRows * head_dim), last_values(2 * kSide * head_dim) {}
 
-  // Tiles are configured for 16 rows. `next` is what will be computed after it, or null.
+  // Tiles are configured for 16 rows. `next` is what is likely to be computed after it, or null.
   void run(const Item& item, const Item* next) {
     const int rows = item.num_queries * group;
     const int first_position = blocks.position_of(item), stop = first_position + item.num_queries;

@@ -23,16 +23,12 @@ class TileAttention {
   static bool fits(const Problem& problem) { return tiles::available() && problem.page_size % tiles::kSide == 0; }
   static int queries_of_item(int group, int rows) { return std::max(1, rows / group); }
 
-  static bool is_decode(const Problem& problem, const Item& item) {
-    return item.num_queries * (problem.num_heads / problem.num_kv_heads) <= DecodeAttention::kMostRows;
-  }
-
-  explicit TileAttention(const Problem& p) : problem(p), blocks(p) { tiles::configure(tiles::kSide); }
+  explicit TileAttention(const Problem& p) : blocks(p) { tiles::configure(tiles::kSide); }
   ~TileAttention() { tiles::release(); }
 
-  // `next` is what will be computed after it, or null.
+  // `next` is what is likely to be computed after it, or null.
   void run(const Item& item, const Item* next) {
-    if (is_decode(problem, item)) {
+    if (item.num_queries * blocks.group <= DecodeAttention::kMostRows) {
       if (!decodes) decodes = std::make_unique<DecodeAttention>(blocks);
       decodes->run(item, next);
     } else {
@@ -43,7 +39,6 @@ class TileAttention {
   }
 
  private:
-  const Problem& problem;
   const TileBlocks blocks;
   // Made for the first item that needs them.
   std::unique_ptr<DecodeAttention> decodes;
@@ -56,14 +51,13 @@ struct TileAttention {
   static bool fits(const Problem&) { return false; }
   static int queries_of_item(int, int) { return 1; }
   explicit TileAttention(const Problem&) {}
-  static bool is_decode(const Problem&, const Item&) { return false; }
   void run(const Item&, const Item*) {}
 };
 #endif
 
 namespace {
 
-// The items of `problem` for bf16 pages, and their computation by the threads of the region that this is called in.
+// The items of `problem` for bf16 pages, and their computation.
 inline std::vector<Item> list_items_of_bf16(const Problem& problem, int num_threads) {
   const int group = problem.num_heads / problem.num_kv_heads;
   if (!TileAttention::fits(problem)) return list_items(problem, queries_of_item(group));
@@ -72,26 +66,18 @@ inline std::vector<Item> list_items_of_bf16(const Problem& problem, int num_thre
   return list_items(problem, TileAttention::queries_of_item(group, kFewerTileRows));
 }
 
-inline void attend_in_bf16(const Problem& problem, const std::vector<Item>& items) {
-  const int64_t count = items.size();
-  if (TileAttention::fits(problem)) {
-    TileAttention attention(problem);
-    const Item* mine = nullptr;  // a decode that waits until it is known what comes after
-#pragma omp for schedule(dynamic) nowait
-    for (int64_t i = 0; i < count; ++i) {
-      if (mine) attention.run(*mine, &items[i]);
-      mine = TileAttention::is_decode(problem, items[i]) ? &items[i] : nullptr;
-      if (!mine) attention.run(items[i], i + 1 < count ? &items[i + 1] : nullptr);
+inline void attend_in_bf16(const Problem& problem, const std::vector<Item>& items, int num_threads) {
+  const int count = items.size();
+  crew::share(num_threads, count, [&](crew::Pieces& pieces) {
+    if (TileAttention::fits(problem)) {
+      TileAttention attention(problem);
+      for (int i; pieces.take(i);) attention.run(items[i], i + 1 < count ? &items[i + 1] : nullptr);  // likely next
+      return;
     }
-    if (mine) attention.run(*mine, nullptr);
-#pragma omp barrier
-    return;
-  }
-  const int rows = rows_of_item(problem.num_heads / problem.num_kv_heads);
-  Scratch scratch(rows, problem.head_dim / 2, problem.head_dim);
-  Attention<BFloat16, Plain> attention(problem, scratch);
-#pragma omp for schedule(dynamic)
-  for (int64_t i = 0; i < count; ++i) attention.run(items[i]);
+    Scratch scratch(rows_of_item(problem.num_heads / problem.num_kv_heads), problem.head_dim / 2, problem.head_dim);
+    Attention<BFloat16, Plain> attention(problem, scratch);
+    for (int i; pieces.take(i);) attention.run(items[i]);
+  });
 }
 
 }  // namespace

@@ -1,15 +1,13 @@
 // All layers of a dense decoder in one call: bf16, packed weights, AMX tiles. Twin: the same layers operation by
 // operation (engine/models/decoder.py), whose roundings are kept.
 //
-// The threads of one parallel region go through the operations together and meet after each. What an operation leaves
-// for a matrix product is written as strips of tiles (linear.h), so that nothing is laid out anew.
+// One thread goes through the operations, and others share the pieces of each (crew.h). What an operation leaves for a
+// matrix product is written as strips of tiles (linear.h), so that nothing is laid out anew.
 //
 // Shapes: T tokens, D hidden, N query heads, K KV heads, H head dim, A = N * H, F intermediate, R rows that draw.
 #include "attention_tiles.h"
 #include "linear.h"
 #include "rows.h"
-
-#include <omp.h>
 
 #if defined(PENSTOCK_TILES)
 namespace {
@@ -39,19 +37,14 @@ struct Step {
   float eps, scale;
 };
 
-// Up to so many rows each thread normalises all of them for itself: that takes less than meeting the others does, the
-// more so where other work has the cores.
-constexpr int kRowsForEach = 16;
-
 // What stands between the operations of a step; one for all layers. The memory is kept for the thread's next step: to
 // get some megabytes anew each time means a page fault for every 4 KB of them.
 struct Between {
-  const int num_normed;  // copies of `normed`
   uint16_t *normed, *qkv, *mixed, *inner;
-  Between(const Step& step, int num_threads) : num_normed(step.num_tokens <= kRowsForEach ? num_threads : 1) {
+  explicit Between(const Step& step) {
     const int64_t rows = linear::padded(step.num_tokens), heads = step.num_heads * step.head_dim;
-    const int64_t sizes[] = {rows * step.hidden * num_normed, rows * (heads + 2 * step.num_kv_heads * step.head_dim),
-                             rows * heads, rows * step.intermediate};
+    const int64_t sizes[] = {rows * step.hidden, rows * (heads + 2 * step.num_kv_heads * step.head_dim), rows * heads,
+                             rows * step.intermediate};
     static thread_local Lines<uint16_t> memory;
     const size_t all = sizes[0] + sizes[1] + sizes[2] + sizes[3];  // each a multiple of a cache line
     if (memory.size() < all) memory.resize(all);
@@ -62,62 +55,51 @@ struct Between {
   }
 };
 
-// One thread's part of a step.
-class Worker {
+class Decoder {
  public:
-  Worker(const Step& step, Between& between, int thread, int num_threads)
-      : step(step), between(between), thread(thread), num_threads(num_threads),
-        residual(const_cast<uint16_t*>(step.residual)), has_own_normed(step.num_tokens <= kRowsForEach),
-        normed(between.normed +
-               (has_own_normed ? thread * linear::padded(step.num_tokens) * step.hidden : 0)),
-        num_rows(step.num_tokens) {}
+  Decoder(const Step& step, int num_threads)
+      : step(step), between(step), num_threads(num_threads), residual(const_cast<uint16_t*>(step.residual)),
+        num_rows(step.num_tokens) {
+    Problem shape{};
+    shape.query_start = step.query_start;
+    shape.num_sequences = step.num_sequences;
+    shape.num_kv_heads = step.num_kv_heads;
+    shape.num_heads = step.num_heads;
+    shape.page_size = step.page_size;
+    items = list_items_of_bf16(shape, num_threads);
+  }
 
   void normalise_first(const Layer& layer) { normalise_rows(layer.input_norm); }
 
   // `next_norm` is null after the last layer of the model: then only the rows that draw go on.
-  void run(const Layer& layer, const std::vector<Item>& items, const uint16_t* next_norm) {
-    const int qkv_width = layer.qkv.outputs;
+  void run(const Layer& layer, const uint16_t* next_norm) {
     uint16_t* const qkv = between.qkv;
-    tiles::configure(kSide);
-    multiply(layer.qkv, normed, [&](int row, int panel, Floats sums) {
-      store_rounded(qkv + int64_t(row) * qkv_width + panel * kSide, sums, layer.qkv, panel);
+    multiply(layer.qkv, between.normed, [&](int row, int panel, Floats sums) {
+      store_rounded(qkv + int64_t(row) * layer.qkv.outputs + panel * kSide, sums, layer.qkv, panel);
     });
-    meet();
     place_tokens(layer);
-    meet();
-    tiles::release();
-    attend(layer, items);
+    attend(layer);
     if (!next_norm && !keep_drawing()) return;
-    tiles::configure(kSide);
     add_to_residual(layer.out, between.mixed);
-    meet();
     normalise_rows(layer.mlp_norm);
     activate(layer.gate_up);
-    meet();
     add_to_residual(layer.down, between.inner);
-    tiles::release();
-    meet();
     if (next_norm) {
       normalise_rows(next_norm);
       return;
     }
-    const linear::Share mine(num_rows, thread, num_threads);
-    for (int64_t row = mine.from; row < mine.to; ++row)
+    for_rows(kSide, [&](int64_t row) {
       normalise(step.drawn + row * step.hidden, residual + row * step.hidden, step.next_norm, step.hidden, step.eps);
+    });
   }
 
  private:
   const Step& step;
-  Between& between;
-  const int thread, num_threads;
+  const Between between;
+  const int num_threads;
+  std::vector<Item> items;
   uint16_t* const residual;
-  const bool has_own_normed;
-  uint16_t* const normed;
   int num_rows;
-
-  void meet() {
-#pragma omp barrier
-  }
 
   static Floats with_bias(Floats sums, const linear::Packed& weight, int panel) {
     return weight.bias ? sums + load_floats(weight.bias + panel * kSide, kLanes) : sums;
@@ -127,16 +109,24 @@ class Worker {
     store_floats(to, with_bias(sums, weight, panel), kLanes);
   }
 
-  // Calls take(row, panel, sums) for this thread's panels.
-  template <class Take> void multiply(const linear::Packed& weight, const uint16_t* strips, const Take& take) {
-    linear::for_outputs(weight, strips, num_rows, linear::Share(weight.outputs / kSide, thread, num_threads), 1,
+  // Calls take(row) for each; `of_piece` rows are worth some microseconds.
+  template <class Take> void for_rows(int of_piece, const Take& take) const {
+    crew::share(num_threads, (num_rows + of_piece - 1) / of_piece, [&](crew::Pieces& pieces) {
+      for (int piece; pieces.take(piece);)
+        for (int64_t row = piece * of_piece; row < std::min(num_rows, (piece + 1) * of_piece); ++row) take(row);
+    });
+  }
+
+  // Calls take(row, panel, sums).
+  template <class Take> void multiply(const linear::Packed& weight, const uint16_t* strips, const Take& take) const {
+    linear::for_outputs(num_threads, weight, strips, num_rows, 1,
                         [&](int row, int panel, Floats first, bool is_pair, Floats second) {
                           take(row, panel, first);
                           if (is_pair) take(row, panel + 1, second);
                         });
   }
 
-  void add_to_residual(const linear::Packed& weight, const uint16_t* strips) {
+  void add_to_residual(const linear::Packed& weight, const uint16_t* strips) const {
     multiply(weight, strips, [&](int row, int panel, Floats sums) {
       uint16_t* total = residual + int64_t(row) * step.hidden + panel * kSide;
       const Floats out = widen(narrow(with_bias(sums, weight, panel)));
@@ -144,10 +134,10 @@ class Worker {
     });
   }
 
-  void activate(const linear::Packed& gate_up) {
+  void activate(const linear::Packed& gate_up) const {
     uint16_t* const inner = between.inner;
     const int panels = step.intermediate / kSide;
-    linear::for_outputs(gate_up, normed, num_rows, linear::Share(panels, thread, num_threads), panels,
+    linear::for_outputs(num_threads, gate_up, between.normed, num_rows, panels,
                         [&](int row, int panel, Floats gate, bool, Floats up) {
                           gate = widen(narrow(with_bias(gate, gate_up, panel)));
                           up = widen(narrow(with_bias(up, gate_up, panel + panels)));
@@ -156,26 +146,25 @@ class Worker {
                         });
   }
 
-  // Rows of the residual to strips of tiles, which this thread may read afterwards.
-  void normalise_rows(const uint16_t* weight) {
-    const linear::Share mine = has_own_normed ? linear::Share(num_rows, 0, 1) : linear::Share(num_rows, thread, num_threads);
+  // Rows of the residual to strips of tiles.
+  void normalise_rows(const uint16_t* weight) const {
     const int width = step.hidden;
-    for (int64_t row = mine.from; row < mine.to; ++row) {
+    uint16_t* const normed = between.normed;
+    for_rows(kSide, [&](int64_t row) {
       const uint16_t* from = residual + row * width;
       const float factor = root_mean_square_factor(from, width, step.eps);
       for (int i = 0; i < width; i += kLanes)
         store_floats(normed + linear::place(row, i, width),
                      load_floats(from + i, kLanes) * factor * load_floats(weight + i, kLanes), kLanes);
-    }
-    if (!has_own_normed) meet();
+    });
   }
 
   // Q and K are rotated, K and V go to their slots.
-  void place_tokens(const Layer& layer) {
-    const linear::Share mine(num_rows, thread, num_threads);
+  void place_tokens(const Layer& layer) const {
+    constexpr int kTokens = 4;
     const int head_dim = step.head_dim, num_heads = step.num_heads, num_kv_heads = step.num_kv_heads;
     const int64_t to_value = int64_t(num_kv_heads) * step.page_size * head_dim;
-    for (int64_t t = mine.from; t < mine.to; ++t) {
+    for_rows(kTokens, [&](int64_t t) {
       uint16_t* const token = between.qkv + t * layer.qkv.outputs;
       const float* cosine = step.cos_sin + t * head_dim;
       for (int head = 0; head < num_heads + num_kv_heads; ++head) {
@@ -188,32 +177,29 @@ class Worker {
         std::memcpy(slot, token + (num_heads + head) * head_dim, head_dim * 2);
         std::memcpy(slot + to_value, token + (num_heads + num_kv_heads + head) * head_dim, head_dim * 2);
       }
-    }
+    });
   }
 
-  void attend(const Layer& layer, const std::vector<Item>& items) {
+  void attend(const Layer& layer) const {
     const Problem problem{between.qkv, layer.pool,        between.mixed, step.page_table,
                           step.query_start,  step.context_lens, layer.qkv.outputs,   step.page_stride * 2,
                           step.num_sequences, step.table_width, step.num_heads,      step.num_kv_heads,
                           step.page_size,    step.head_dim,     int32_t(layer.window), step.scale, true};
-    attend_in_bf16(problem, items);
+    attend_in_bf16(problem, items, num_threads);
   }
 
   // The rows that draw move to the front; false where there is none.
   bool keep_drawing() {
     num_rows = step.num_drawn;
-    if (num_rows == step.num_tokens) return true;
     const int width = step.num_heads * step.head_dim;
     uint16_t* const mixed = between.mixed;
-    if (thread == 0)
-      for (int64_t row = 0; row < num_rows; ++row) {
-        const int64_t from = step.draw_rows[row];
-        if (from == row) continue;
-        std::memcpy(residual + row * step.hidden, residual + from * step.hidden, step.hidden * 2);
-        for (int i = 0; i < width; i += kLanes)
-          std::memcpy(mixed + linear::place(row, i, width), mixed + linear::place(from, i, width), kLanes * 2);
-      }
-    meet();
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t from = step.draw_rows[row];
+      if (from == row) continue;
+      std::memcpy(residual + row * step.hidden, residual + from * step.hidden, step.hidden * 2);
+      for (int i = 0; i < width; i += kLanes)
+        std::memcpy(mixed + linear::place(row, i, width), mixed + linear::place(from, i, width), kLanes * 2);
+    }
     return num_rows > 0;
   }
 };
@@ -224,23 +210,11 @@ class Worker {
 // is the model's last: only rows that draw go through its feed-forward, and `drawn` is written.
 extern "C" void penstock_decoder(const Layer* layers, int32_t first, int32_t last, const Step* step, int32_t draws,
                                  int32_t num_threads) {
-  Between between(*step, num_threads);
-  Problem shape{};
-  shape.query_start = step->query_start;
-  shape.num_sequences = step->num_sequences;
-  shape.num_kv_heads = step->num_kv_heads;
-  shape.num_heads = step->num_heads;
-  shape.page_size = step->page_size;
-  const std::vector<Item> items = list_items_of_bf16(shape, num_threads);
-#pragma omp parallel num_threads(num_threads)
-  {
-    Worker worker(*step, between, omp_get_thread_num(), omp_get_num_threads());
-    worker.normalise_first(layers[first]);
-    for (int layer = first; layer < last; ++layer) {
-      const bool is_end = layer + 1 == last;
-      worker.run(layers[layer], items,
-                 !is_end ? layers[layer + 1].input_norm : draws ? nullptr : layers[layer].input_norm);
-    }
+  Decoder decoder(*step, num_threads);
+  decoder.normalise_first(layers[first]);
+  for (int layer = first; layer < last; ++layer) {
+    const bool is_end = layer + 1 == last;
+    decoder.run(layers[layer], !is_end ? layers[layer + 1].input_norm : draws ? nullptr : layers[layer].input_norm);
   }
 }
 #endif

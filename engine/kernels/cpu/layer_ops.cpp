@@ -1,53 +1,60 @@
 // What stands between a decoder's matrix products, each in one pass over its rows. Twins: engine/layers/ops.py.
 #include "codes.h"
+#include "crew.h"
 #include "rows.h"
 
 namespace {
 
-constexpr int64_t kValuesWorthThreads = 1 << 15;  // below, waking threads costs more than it saves
+constexpr int64_t kValuesOfPiece = 1 << 14;  // below, waking a thread costs more than it saves
+
+// Calls `take` for each of `tokens` tokens of so many values.
+template <class Take> void for_tokens(int num_threads, int64_t tokens, int64_t values, const Take& take) {
+  const int64_t of_piece = std::max(kValuesOfPiece / values, (tokens + crew::kMostPieces - 1) / crew::kMostPieces) + 1;
+  crew::share(num_threads, (tokens + of_piece - 1) / of_piece, [&](crew::Pieces& pieces) {
+    for (int piece; pieces.take(piece);)
+      for (int64_t t = piece * of_piece; t < std::min(tokens, (piece + 1) * of_piece); ++t) take(t);
+  });
+}
 
 // Rows are `heads` runs of `width` values, tokens `stride` values apart; `to` is contiguous.
 template <class S>
 void rms_norm(S* to, const S* x, const S* weight, int64_t tokens, int heads, int width, int64_t stride, float eps, int n) {
-#pragma omp parallel for num_threads(n) if (n > 1 && tokens * heads * width > kValuesWorthThreads)
-  for (int64_t t = 0; t < tokens; ++t)
+  for_tokens(n, tokens, int64_t(heads) * width, [=](int64_t t) {
     for (int head = 0; head < heads; ++head)
       normalise(to + (t * heads + head) * width, x + t * stride + head * width, weight, width, eps);
+  });
 }
 
 // `residual` becomes the sum, `x` its norm.
 template <class S> void add_rms_norm(S* x, S* residual, const S* weight, int64_t tokens, int width, float eps, int n) {
-#pragma omp parallel for num_threads(n) if (n > 1 && tokens * width > kValuesWorthThreads)
-  for (int64_t t = 0; t < tokens; ++t) {
+  for_tokens(n, tokens, width, [=](int64_t t) {
     S *row = x + t * width, *total = residual + t * width;
     for (int i = 0; i < width; i += kLanes)
       store_floats(total + i, load_floats(total + i, width - i) + load_floats(row + i, width - i), width - i);
     normalise(row, total, weight, width, eps);
-  }
+  });
 }
 
 template <class S> void silu_and_mul(S* to, const S* gate_up, int64_t tokens, int width, int n) {
-#pragma omp parallel for num_threads(n) if (n > 1 && tokens * width > kValuesWorthThreads)
-  for (int64_t t = 0; t < tokens; ++t) {
+  for_tokens(n, tokens, width, [=](int64_t t) {
     const S *gate = gate_up + t * 2 * width, *up = gate + width;
     for (int i = 0; i < width; i += kLanes) {
       Floats g = load_floats(gate + i, width - i), u = load_floats(up + i, width - i);
       store_floats(to + t * width + i, silu(g) * u, width - i);
     }
-  }
+  });
 }
 
 // cos_sin: float [tokens, 2, width / 2]; the halves of a head are paired.
 template <class S>
 void rope(S* to, const S* x, const float* cos_sin, int64_t tokens, int heads, int width, int64_t stride, int n) {
   const int half = width / 2;
-#pragma omp parallel for num_threads(n) if (n > 1 && tokens * heads * width > kValuesWorthThreads)
-  for (int64_t t = 0; t < tokens; ++t) {
+  for_tokens(n, tokens, int64_t(heads) * width, [=](int64_t t) {
     const float* cosine = cos_sin + t * width;
     for (int head = 0; head < heads; ++head) {
       rotate(to + (t * heads + head) * width, x + t * stride + head * width, cosine, half);
     }
-  }
+  });
 }
 
 }  // namespace
@@ -73,8 +80,7 @@ static void write_codes(
     uint8_t* pool, const S* k, const S* v, const int64_t* slot_page, const int64_t* slot_offset, int64_t tokens,
     int64_t k_stride, int64_t v_stride, int64_t page_stride, int num_kv_heads, int page_size, int head_dim, int n) {
   const int64_t num_rows = int64_t(num_kv_heads) * page_size;
-#pragma omp parallel for num_threads(n) if (n > 1 && tokens * num_kv_heads * head_dim > kValuesWorthThreads)
-  for (int64_t t = 0; t < tokens; ++t)
+  for_tokens(n, tokens, int64_t(num_kv_heads) * head_dim, [=](int64_t t) {
     for (int head = 0; head < num_kv_heads; ++head) {
       uint8_t* page = pool + slot_page[t] * page_stride;
       float* scales = reinterpret_cast<float*>(page + 2 * num_rows * head_dim);
@@ -83,6 +89,7 @@ static void write_codes(
       scales[num_rows + row] =
           encode_row<C>(page + (num_rows + row) * head_dim, v + t * v_stride + head * head_dim, head_dim);
     }
+  });
 }
 
 #define PENSTOCK_FOR_DTYPE(call)     \

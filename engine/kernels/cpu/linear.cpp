@@ -1,8 +1,6 @@
 // A product with a packed weight by itself, and the packing. Twin: torch's linear.
 #include "linear.h"
 
-#include <omp.h>
-
 extern "C" int32_t penstock_has_tiles() { return tiles::available(); }
 
 #if defined(PENSTOCK_TILES)
@@ -11,14 +9,15 @@ extern "C" void penstock_pack_linear(
     uint16_t* packed, const uint16_t* weight, int32_t outputs, int32_t inputs, int32_t num_threads) {
   using namespace linear;
   const int steps = inputs / kDepth;
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
-  for (int p = 0; p < outputs / kSide; ++p)
-    for (int i = 0; i < steps; ++i) {
-      Words rows[kLanes];
-      for (int lane = 0; lane < kLanes; ++lane)
-        rows[lane] = load<Words>(weight + int64_t(p * kSide + lane) * inputs + i * kDepth);
-      transpose(rows, reinterpret_cast<uint32_t*>(packed + (int64_t(p) * steps + i) * kTile), kLanes);
-    }
+  crew::share(num_threads, outputs / kSide, [&](crew::Pieces& panels) {
+    for (int p; panels.take(p);)
+      for (int i = 0; i < steps; ++i) {
+        Words rows[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane)
+          rows[lane] = load<Words>(weight + int64_t(p * kSide + lane) * inputs + i * kDepth);
+        transpose(rows, reinterpret_cast<uint32_t*>(packed + (int64_t(p) * steps + i) * kTile), kLanes);
+      }
+  });
 }
 
 // out [count, outputs] = rows [count, inputs] @ weight + bias.
@@ -40,16 +39,12 @@ extern "C" void penstock_linear(
     if (bias) second += load_floats(bias + (panel + 1) * kSide, kLanes);
     store_floats(to + kSide, second, kLanes);
   };
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-  {
-    tiles::configure(kSide);
-#pragma omp for
-    for (int row = 0; row < count; ++row)
-      for (int i = 0; i < inputs; i += kDepth)
-        store(strips + place(row, i, inputs), load<Words>(rows + row * stride + i));
-    for_outputs(weight, strips, count, Share(outputs / kSide, omp_get_thread_num(), omp_get_num_threads()), 1,
-                finish);
-    tiles::release();
-  }
+  crew::share(num_threads, (count + kSide - 1) / kSide, [&](crew::Pieces& pieces) {
+    for (int strip; pieces.take(strip);)
+      for (int row = strip * kSide; row < std::min(count, (strip + 1) * kSide); ++row)
+        for (int i = 0; i < inputs; i += kDepth)
+          store(strips + place(row, i, inputs), load<Words>(rows + row * stride + i));
+  });
+  for_outputs(num_threads, weight, strips, count, 1, finish);
 }
 #endif

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codes_linear.h"
+#include "crew.h"
 #include "packed.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -80,8 +81,8 @@ inline void multiply(float* out, const uint16_t* strips, const uint16_t* first, 
 }
 
 // Calls finish(row, panel, sums of `first`, whether there is a second, its sums) for every row and for the panels
-// (p, p + apart) of the share: with apart = 1 they are neighbours, taken two at a time, and the last stands alone where
-// their number is odd. A block is finished while the tiles multiply the next one, row by row between their steps. The
+// (p, p + apart) of a run: with apart = 1 they are neighbours, taken two at a time, and the last stands alone where their
+// number is odd. A block is finished while the tiles multiply the next one, row by row between their steps. The
 // thread's tiles are configured for 16 rows.
 template <class Finish> class Blocks {
  public:
@@ -141,17 +142,29 @@ template <class Finish> class Blocks {
 // Rows of so many inputs that are computed together: as many as stay in L2 while panels pass by.
 inline int rows_in_cache(int inputs) { return std::clamp(kInputsInCache / inputs / kBlock * kBlock, 256, 512); }
 
+// Shares a product out, to be finished as above; with `apart` panels between the two of a pair there are as many pairs. A
+// piece is a pair, by as many of `count` rows as are computed together; of codes, which are decoded ahead, some pairs.
 template <class Finish>
-inline void for_outputs(const Packed& weight, const uint16_t* strips, int count, Share share, int apart,
+inline void for_outputs(int num_threads, const Packed& weight, const uint16_t* strips, int count, int apart,
                         const Finish& finish) {
-  const auto run = [&](auto&& blocks) {
-    const int rows = rows_in_cache(weight.inputs);
-    for (int start = 0; start < count; start += rows)
-      blocks.run(start, std::min(count, start + rows), share.from, share.to);
-  };
-  if (weight.kind == kPlain) run(Blocks<Finish>(weight, strips, apart, finish));
-  else if (weight.kind == kInt4) run(CodedBlocks<Int4Values, Finish>(weight, strips, count, apart, finish));
-  else run(CodedBlocks<ByteValues, Finish>(weight, strips, count, apart, finish));
+  constexpr int kPiecesOfThread = 6;
+  const int panels = apart == 1 ? weight.outputs / kSide : apart, stride = apart == 1 ? 2 : 1;
+  const int coded_run = std::max(1, panels / stride / (kPiecesOfThread * num_threads));
+  const int run = stride * (weight.kind == kPlain ? 1 : coded_run), runs = (panels + run - 1) / run;
+  const int rows = rows_in_cache(weight.inputs);
+  crew::share(num_threads, (count + rows - 1) / rows * runs, [&](crew::Pieces& pieces) {
+    const auto take_all = [&](auto&& blocks) {
+      for (int piece; pieces.take(piece);) {
+        const int start = piece / runs * rows, from = piece % runs * run;
+        blocks.run(start, std::min(count, start + rows), from, std::min(panels, from + run));
+      }
+    };
+    tiles::configure(kSide);
+    if (weight.kind == kPlain) take_all(Blocks<Finish>(weight, strips, apart, finish));
+    else if (weight.kind == kInt4) take_all(CodedBlocks<Int4Values, Finish>(weight, strips, count, apart, finish));
+    else take_all(CodedBlocks<ByteValues, Finish>(weight, strips, count, apart, finish));
+    tiles::release();
+  });
 }
 #endif
 

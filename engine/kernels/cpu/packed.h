@@ -1,4 +1,4 @@
-// Packed weights and rows, and how threads share them: what products of every kind of weight go by.
+// Packed weights and rows: what products of every kind of weight go by.
 //
 // A weight [O, I] is packed as panels of 16 outputs, each a run of tiles of 32 inputs: [O / 16][I / 32][16][16][2]; rows
 // as strips of 16, each a run of tiles too: [T / 16][I / 32][16][32]. Either is read from front to back, which is what
@@ -26,13 +26,6 @@ struct Packed {
   const float* scales;   // [O / 16][groups][16]
   const float* zeros;    // likewise, or null: weights are (value of the code - zero) * scale
   int32_t kind, tiles_in_group;
-};
-
-// A thread's share of `count` things that stand in a row.
-struct Share {
-  int from, to;
-  Share(int count, int thread, int num_threads)
-      : from(int64_t(count) * thread / num_threads), to(int64_t(count) * (thread + 1) / num_threads) {}
 };
 
 inline int64_t padded(int64_t rows) { return (rows + kBlock - 1) / kBlock * kBlock; }

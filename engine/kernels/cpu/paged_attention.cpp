@@ -6,19 +6,15 @@ namespace {
 template <class T, class Codes> void attend_over(const Problem& problem, int num_threads) {
   const int group = problem.num_heads / problem.num_kv_heads, rows = rows_of_item(group);
   const std::vector<Item> items = list_items(problem, queries_of_item(group));
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && items.size() > 1)
-  {
+  crew::share(num_threads, items.size(), [&](crew::Pieces& pieces) {
     Scratch scratch(rows, problem.head_dim / T::kPerWord, problem.head_dim);
     Attention<T, Codes> attention(problem, scratch);
-#pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < items.size(); ++i) attention.run(items[i]);
-  }
+    for (int i; pieces.take(i);) attention.run(items[i]);
+  });
 }
 
 void attend_over_bf16(const Problem& problem, int num_threads) {
-  const std::vector<Item> items = list_items_of_bf16(problem, num_threads);
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && items.size() > 1)
-  attend_in_bf16(problem, items);
+  attend_in_bf16(problem, list_items_of_bf16(problem, num_threads), num_threads);
 }
 
 template <class T> void attend(const Problem& problem, int codes, int num_threads) {

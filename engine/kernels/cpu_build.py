@@ -27,7 +27,7 @@ _BUILD_TIMEOUT_S = 120
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The kernels, built where they are not yet; None where that is impossible. Blocks for some seconds the first time."""
+    """The kernels, built where they are not yet, for some seconds; None where that is impossible."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         log.info("no C++ compiler (g++, or CXX): attention on CPU runs in plain torch, about 3 times slower")

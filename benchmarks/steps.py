@@ -1,12 +1,14 @@
-"""What a decode step costs besides the model: a null model behind the real worker's step.
+"""What a step costs besides the model: a null model behind the real workers' steps.
 
 Scheduling, laying out the batch, bringing tokens to the host, finish checks, page hashing and sharing, dealing tokens
 out, and the router's frames to their last byte. Sequences in the middle of their text, as many as the batch, with
 contexts from 512 on and ends at different times: those that end are followed by others, as in a worker that is always
-full.
+full. With and without the prefix cache, in turns; nothing is ever found in it, so what it costs is pure loss.
+Colocated, those that follow are prompts, which are computed in chunks beside the others. What a prefill worker's step
+costs is in `benchmarks.steps_prefill`.
 
 Microseconds of the thread's own CPU time, the median of some hundred steps: on a busy machine the clock would count
-others. With and without the prefix cache, in turns; nothing is ever found in it, so what it costs is pure loss.
+others.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any, cast
 
 import torch
 
+from benchmarks import steps_prefill
 from benchmarks.report import Row, publish
 from decode_worker.request import DecodeRequest, Delta
 from decode_worker.stream import RouterStream
@@ -43,6 +46,8 @@ CONTEXT = 512
 OUTPUT_TOKENS = 512
 VOCAB_SIZE = 32000
 BATCHES = (1, 16, 64, 256)
+CHUNK_TOKENS = 256  # of prompts, in a step of a colocated worker ...
+COLOCATED_OUTPUT = 128  # ... whose sequences end so soon that every step has them
 
 
 class NullEngine:
@@ -85,29 +90,37 @@ class Stages:
 class Bench:
     """A worker whose batch is always full."""
 
-    def __init__(self, batch: int, prefix_caching: bool) -> None:
+    def __init__(self, batch: int, prefix_caching: bool, colocated: bool = False) -> None:
         self.engine = NullEngine(batch, prefix_caching)
-        config = DecodeConfig(max_batch_sequences=batch, max_batch_tokens=max(batch, 256))
+        budget = batch + CHUNK_TOKENS if colocated else max(batch, 256)
+        config = DecodeConfig(max_batch_sequences=batch, max_batch_tokens=budget)
         self.worker = DecodeWorker("bench", cast(Any, self.engine), cast(Any, NoTransfers()), config, 8192)  # type: ignore[arg-type]
         self.stream = RouterStream()
         self.sent: deque[list[Delta]] = deque()
         self._outlet = self.sent.append
         self._batch = batch
+        self._colocated = colocated
+        self._output_tokens = COLOCATED_OUTPUT if colocated else OUTPUT_TOKENS
         self._count = 0
         self._frames = 0
         self._num_bytes = 0
 
     def fill(self) -> None:
-        """New sequences in the place of those that have ended; their KV landed from elsewhere."""
+        """New sequences in the place of those that have ended; their KV landed from elsewhere, or is computed here."""
         while len(self.worker.requests) < self._batch:
             self._count += 1
             number = self._count
-            left = 1 + number * 37 % OUTPUT_TOKENS if number <= self._batch else OUTPUT_TOKENS
+            left = self._output_tokens
+            if number <= self._batch:
+                left = 1 + number * 37 % left
             length = CONTEXT + number * 13 % PAGE_SIZE
             tokens = [(number * 7919 + i) % VOCAB_SIZE for i in range(length)]
             sampling = SamplingParams(max_tokens=left, temperature=0.0, ignore_eos=number % 2 == 0)
             sequence = Sequence(RequestId(str(number)), tokens, length, sampling, b"salt")
             request = DecodeRequest(number, sequence, self._outlet, deque(), deadline_s=1e9)
+            if self._colocated:
+                self.worker.submit(request)
+                continue
             request.times.first_token_s = time.monotonic()
             self.worker.take_on(request)
             sequence.pages = self.engine.pool.allocate(-(-length // PAGE_SIZE))
@@ -128,6 +141,7 @@ class Bench:
         while self.sent:
             self._frames += 1
             self._num_bytes += len(self.stream._frame(self._frames, self.sent.popleft()).SerializeToString())
+        del plan, laid_out, tokens  # what a step leaves behind is its own
         marks.append(clock())
         return [(after - before) * 1e6 for before, after in itertools.pairwise(marks)]
 
@@ -168,6 +182,31 @@ async def rows(num_steps: int) -> list[Row]:
         mean = statistics.fmean
         cost = mean(sum(one) for one in cached.steps) - mean(sum(one) for one in plain.steps)
         made.append(Row(f"  prefix cache at 0 % hits, {at}", cost, "us a step"))
+    return made + colocated_rows(num_steps) + prefill_rows(num_steps)
+
+
+def colocated_rows(num_steps: int) -> list[Row]:
+    made: list[Row] = []
+    for batch in BATCHES[1:]:
+        found = measure(lambda: {"one": Bench(batch, True, colocated=True)}, num_steps)["one"]  # noqa: B023
+        at = f"batch {batch} and {CHUNK_TOKENS} tokens of prompts"
+        made.append(Row(f"colocated step, {at}", found.median(), "us", "allowed", 100.0 + batch))
+        made += [Row(f"  {name}, {at}", found.median(name), "us") for name in found.names]
+    return made
+
+
+def prefill_rows(num_steps: int) -> list[Row]:
+    made: list[Row] = []
+    for num_prompts, num_tokens in steps_prefill.SHAPES:
+        for num_queued in steps_prefill.QUEUED:
+            bench = steps_prefill.bench_of(num_prompts, num_tokens, num_queued)
+            taken: list[float] = []
+            with no_collection():
+                for _ in range(num_steps):
+                    bench.fill()
+                    taken.append(bench.step())
+            median = statistics.median(taken[num_steps // 5 :])
+            made.append(steps_prefill.row(num_prompts, num_tokens, num_queued, median))
     return made
 
 

@@ -43,17 +43,18 @@ class RunQueues:
         self.running: list[Entry] = []
         self.rowless: list[Entry] = []  # of these: computed in chunks, or new
         self.waiting: list[Entry] = []  # to be computed here
+        self._num_waiting_tokens = 0
+        self._aside: set[Entry] = set()  # neither: paused, or their pages come from elsewhere
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens of prompts (and of preempted sequences) that are to be computed here."""
-        waiting = sum(entry.sequence.num_uncomputed_tokens for entry in self.waiting)
-        return waiting + sum(entry.sequence.num_uncomputed_tokens - 1 for entry in self.rowless)
+        return self._num_waiting_tokens + sum(entry.sequence.num_uncomputed_tokens - 1 for entry in self.rowless)
 
     @property
     def num_holding(self) -> int:
         """Sequences that hold pages: running, or with a transfer under way."""
-        return sum(1 for entry in self._entries.values() if entry.sequence.pages)
+        return len(self.running) + sum(1 for entry in self._aside if entry.sequence.pages)
 
     def __getitem__(self, sequence: Sequence) -> Entry:
         return self._entries[sequence]
@@ -77,7 +78,8 @@ class RunQueues:
     def track(self, sequence: Sequence) -> None:
         """From now on the sequence has its rank."""
         self._num_arrivals += 1
-        self._entries[sequence] = Entry(sequence, (self._aging.rank(sequence.lane), self._num_arrivals))
+        entry = self._entries[sequence] = Entry(sequence, (self._aging.rank(sequence.lane), self._num_arrivals))
+        self._aside.add(entry)
         self._aging.advance(1)
 
     def forget(self, sequence: Sequence) -> bool:
@@ -86,26 +88,36 @@ class RunQueues:
         if entry is None:
             return False
         if _stands_in(self.waiting, entry):
-            _take_out(self.waiting, entry)
+            self._wait_no_more(entry)
         elif _stands_in(self.running, entry):
             self.stop(entry)
+        self._aside.remove(entry)
         return True
 
     def wait(self, entry: Entry) -> None:
+        self._aside.remove(entry)
         bisect.insort(self.waiting, entry, key=_rank)
+        self._num_waiting_tokens += len(entry.sequence.token_ids)
+
+    def _wait_no_more(self, entry: Entry) -> None:
+        _take_out(self.waiting, entry)
+        self._num_waiting_tokens -= len(entry.sequence.token_ids)
+        self._aside.add(entry)
 
     def admit(self, entry: Entry) -> None:
         """One that waits runs from now on."""
-        _take_out(self.waiting, entry)
+        self._wait_no_more(entry)
         self.run(entry)
 
     def run(self, entry: Entry) -> None:
+        self._aside.remove(entry)
         bisect.insort(self.running, entry, key=_rank)
         bisect.insort(self.rowless, entry, key=_rank)
 
     def stop(self, entry: Entry) -> None:
         """One that runs does so no longer."""
         _take_out(self.running, entry)
+        self._aside.add(entry)
         if entry.sequence in self._rows:
             self._rows.remove(entry.sequence)
         else:
@@ -137,6 +149,11 @@ class RunQueues:
         running = [entry.sequence for entry in self.running]
         assert len(rowless) + len(self._rows) == len(running), "who runs has a row or is among the rowless"
         assert all((one in self._rows) != (one in rowless) for one in running)
+        assert {*self.running, *self.waiting, *self._aside} == {*self._entries.values()}
+        assert len(self.running) + len(self.waiting) + len(self._aside) == len(self._entries)
+        assert all(one.pages for one in running)
+        assert not any(entry.sequence.num_computed_tokens for entry in self.waiting)
+        assert self._num_waiting_tokens == sum(len(entry.sequence.token_ids) for entry in self.waiting)
 
 
 def _rank(entry: Entry) -> tuple[float, int]:

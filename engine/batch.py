@@ -20,6 +20,7 @@ from engine.roster import DecodeRows
 from engine.sequence import ScheduledSequence
 from engine.step_plan import StepPlan
 from engine.upload import upload
+from penstock.types import PageId
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,13 @@ def lay_out(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
     """`work` is not empty, and each sequence has pages for the tokens it is to compute. The rows of a plan cost a few
     vector operations, everything else is looked at one by one."""
     if not isinstance(work, StepPlan) or not work.rows:
-        return _assemble(None, work, page_size)
-    if work.chunks:
-        return _assemble(work.rows, work.chunks, page_size)
-    rows, places = work.rows, work.rows.roster.places_R
+        return _lay_out_items(work, page_size)
+    rows = _lay_out_rows(work.rows)
+    return _join(rows, _lay_out_items(work.chunks, page_size)) if work.chunks else rows
+
+
+def _lay_out_rows(rows: DecodeRows) -> HostBatch:
+    places = rows.roster.places_R
     return HostBatch(
         token_ids_T=rows.token_ids_R.copy(),  # those that are awaited are written into it
         positions_T=rows.positions_R,
@@ -106,52 +110,60 @@ def lay_out(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
     )
 
 
-def _assemble(rows: DecodeRows | None, items: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
-    """Of rows, if there are any, and of items that stand behind them in the caller's list."""
+def _lay_out_items(items: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
     order = sorted(range(len(items)), key=lambda index: items[index].num_tokens > 1)
-    ordered = [items[index] for index in order]
-    start_B = np.array([item.start for item in ordered], dtype=np.int64)
-    count_B = np.array([item.num_tokens for item in ordered], dtype=np.int64)
-    tokens: list[int] = []
-    for item, start in zip(ordered, start_B.tolist(), strict=True):
-        tokens += item.sequence.token_ids[start : start + item.num_tokens]
-    token_ids_T, num_rows = np.array(tokens, dtype=np.int64), 0
-    if rows is not None:
-        num_rows = len(rows)
-        start_B = np.concatenate((rows.positions_R, start_B))
-        count_B = np.concatenate((np.ones(num_rows, np.int64), count_B))
-        token_ids_T = np.concatenate((rows.token_ids_R, token_ids_T))
-    context_B = start_B + count_B
-    query_start_B1 = np.concatenate(([0], np.cumsum(count_B)))
-    page_table_BW = _page_table(rows, ordered, context_B[num_rows:], page_size)
-    sequence_T = np.repeat(np.arange(len(count_B)), count_B)
-    positions_T = np.arange(query_start_B1[-1]) - (query_start_B1[:-1] - start_B)[sequence_T]
-    draws = np.array([True] * num_rows + [item.draws for item in ordered])
-    places = np.concatenate((np.arange(num_rows), np.array(order, dtype=np.int64) + num_rows))
+    counts = [items[index].num_tokens for index in order]
+    token_ids: list[int] = []
+    positions: list[np.ndarray] = []
+    tables: list[list[PageId]] = []  # pages of each
+    drawing: list[tuple[int, int]] = []  # place in `items` and the row of its last token
+    for index in order:
+        item = items[index]
+        start, end = item.start, item.start + item.num_tokens
+        token_ids += item.sequence.token_ids[start:end]
+        positions.append(np.arange(start, end))
+        tables.append(item.sequence.pages[: -(-end // page_size)])
+        assert len(tables[-1]) * page_size >= end, f"{item.sequence.request_id} has no page for its next tokens"
+        if item.draws:
+            drawing.append((index, len(token_ids) - 1))
+    page_table_BW = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, pages in zip(page_table_BW, tables, strict=True):
+        row[: len(pages)] = pages
+    positions_T, ends = np.concatenate(positions), np.cumsum([0, *counts])
+    page_T, offset_T = np.divmod(positions_T, page_size)
+    places, draw_rows_R = np.array(drawing, np.int64).reshape(-1, 2).T.copy()
     return HostBatch(
-        token_ids_T=token_ids_T,
+        token_ids_T=np.array(token_ids, np.int64),
         positions_T=positions_T,
-        query_start_B1=query_start_B1,
-        context_B=context_B,
+        query_start_B1=ends,
+        context_B=positions_T[ends[1:] - 1] + 1,
         page_table_BW=page_table_BW,
-        slot_page_T=page_table_BW[sequence_T, positions_T // page_size].astype(np.int64),
-        slot_offset_T=positions_T % page_size,
-        max_query_len=int(count_B.max()),
-        num_decodes=int((count_B == 1).sum()),
-        drawing=places[draws],
-        draw_rows_R=query_start_B1[1:][draws] - 1,
+        slot_page_T=page_table_BW[np.repeat(np.arange(len(counts)), counts), page_T].astype(np.int64),
+        slot_offset_T=offset_T,
+        max_query_len=max(counts),
+        num_decodes=counts.count(1),
+        drawing=places,
+        draw_rows_R=draw_rows_R,
     )
 
 
-def _page_table(
-    rows: DecodeRows | None, items: Sequence[ScheduledSequence], context_B: np.ndarray, page_size: int
-) -> np.ndarray:
-    num_pages_B = (-(-context_B // page_size)).tolist()
-    table_RW = np.zeros((0, 0), np.int32) if rows is None else rows.pages_RW
-    num_rows = len(table_RW)
-    page_table_BW = np.zeros((num_rows + len(items), max(*num_pages_B, table_RW.shape[1], 1)), dtype=np.int32)
-    page_table_BW[:num_rows, : table_RW.shape[1]] = table_RW
-    for row, (item, num_pages) in enumerate(zip(items, num_pages_B, strict=True), start=num_rows):
-        assert len(item.sequence.pages) >= num_pages, f"{item.sequence.request_id} has no page for its next tokens"
-        page_table_BW[row, :num_pages] = item.sequence.pages[:num_pages]
-    return page_table_BW
+def _join(rows: HostBatch, items: HostBatch) -> HostBatch:
+    """`rows`: a token each; `items` stand behind them, in the batch as in the caller's list."""
+    num_rows, width = rows.page_table_BW.shape
+    num_items, item_width = items.page_table_BW.shape
+    page_table_BW = np.zeros((num_rows + num_items, max(width, item_width)), np.int32)
+    page_table_BW[:num_rows, :width] = rows.page_table_BW
+    page_table_BW[num_rows:, :item_width] = items.page_table_BW
+    return HostBatch(
+        token_ids_T=np.concatenate((rows.token_ids_T, items.token_ids_T)),
+        positions_T=np.concatenate((rows.positions_T, items.positions_T)),
+        query_start_B1=np.concatenate((rows.query_start_B1[:-1], items.query_start_B1 + num_rows)),
+        context_B=np.concatenate((rows.context_B, items.context_B)),
+        page_table_BW=page_table_BW,
+        slot_page_T=np.concatenate((rows.slot_page_T, items.slot_page_T)),
+        slot_offset_T=np.concatenate((rows.slot_offset_T, items.slot_offset_T)),
+        max_query_len=items.max_query_len,
+        num_decodes=num_rows + items.num_decodes,
+        drawing=np.concatenate((rows.drawing, items.drawing + num_rows)),
+        draw_rows_R=np.concatenate((rows.draw_rows_R, items.draw_rows_R + num_rows)),
+    )

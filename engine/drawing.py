@@ -18,7 +18,6 @@ import torch
 from engine.batch import Batch, HostBatch, lay_out, to_device
 from engine.draws import DrawColumns
 from engine.parallel import ParallelGroup
-from engine.roster import SAMPLING_FIELDS
 from engine.sampler import draw, nothing_to_draw, sample
 from engine.sequence import ScheduledSequence, Sequence, StepOutput
 from engine.step_plan import StepPlan
@@ -93,27 +92,17 @@ def lay_out_step(work: Seq[ScheduledSequence], page_size: int) -> LaidOutStep:
 
 def _draws(work: Seq[ScheduledSequence], host: HostBatch) -> DrawColumns | None:
     if not isinstance(work, StepPlan):
-        return _draws_of([work[place].sequence for place in host.drawing])
+        sequences = [work[place].sequence for place in host.drawing]
+        return None if any(one.draws_by_text for one in sequences) else DrawColumns.of(sequences)
     if work.rows.is_special:
         return None
     rows = DrawColumns(work.rows.roster.asks, host.context_B[: len(work.rows)])  # the token drawn stands behind it all
     if not work.chunks:
         return rows
-    others = _draws_of([work[place].sequence for place in host.drawing[len(rows) :]])
-    return _join(rows, others) if others is not None else None
-
-
-def _draws_of(sequences: list[Sequence]) -> DrawColumns | None:
-    if any(one.draws_by_text for one in sequences):
+    drawing = [work[place].sequence for place in host.drawing[len(rows) :].tolist()]
+    if any(one.draws_by_text for one in drawing):
         return None
-    return DrawColumns.of(sequences)
-
-
-def _join(first: DrawColumns, second: DrawColumns) -> DrawColumns:
-    records = np.zeros(len(first) + len(second), SAMPLING_FIELDS)
-    for name, _ in SAMPLING_FIELDS:
-        records[name] = np.concatenate((first.records[name], second.records[name]))
-    return DrawColumns(records, np.concatenate((first.positions, second.positions)))
+    return rows.then(DrawColumns.of(drawing)) if drawing else rows
 
 
 class Drawn:

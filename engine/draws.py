@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.roster import SAMPLING_FIELDS, sampling_of
+from engine.roster import ASKS, records_of
 from engine.sequence import Sequence
 from engine.upload import upload
 from penstock.types import SamplingParams
@@ -63,12 +63,12 @@ class Draws:
 class DrawColumns:
     """What plain draws need to know, one record a row: no text, no edits, no log-probabilities."""
 
-    records: np.ndarray  # with the fields of `SAMPLING_FIELDS`
+    records: np.ndarray  # of `ASKS`: what they say of sampling
     positions: np.ndarray  # int64, of the token that is drawn in its sequence
 
     @classmethod
     def of(cls, sequences: SequenceOf[Sequence]) -> DrawColumns:
-        records = np.array([sampling_of(sequence.sampling) for sequence in sequences], SAMPLING_FIELDS)
+        records = records_of([sequence.sampling for sequence in sequences])
         return cls(records, np.array([len(sequence.token_ids) for sequence in sequences], np.int64))
 
     def __len__(self) -> int:
@@ -76,6 +76,11 @@ class DrawColumns:
 
     def __getitem__(self, rows: slice | np.ndarray) -> DrawColumns:
         return DrawColumns(self.records[rows], self.positions[rows])
+
+    def then(self, others: DrawColumns) -> DrawColumns:
+        """These, and the others behind them."""
+        records = np.frombuffer(self.records.tobytes() + others.records.tobytes(), ASKS)
+        return DrawColumns(records, np.concatenate((self.positions, others.positions)))
 
     def on(self, vocab_size: int, device: torch.device) -> Draws:
         """Copied to the device without waiting for it."""

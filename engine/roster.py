@@ -8,7 +8,7 @@ Pure: numpy and no torch. Shapes: `R` rows, `W` pages of a row.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,29 +18,30 @@ from penstock.types import SamplingParams
 
 _NEVER = np.iinfo(np.int64).max
 
-# What sampling a row needs of its parameters; `engine.sampler` reads these.
-SAMPLING_FIELDS = [
-    ("is_greedy", np.bool_),
-    ("temperature", np.float64),
-    ("top_k", np.int64),
-    ("top_p", np.float64),
-    ("min_p", np.float64),
-    ("seed", np.uint64),
-]
 ASKS = np.dtype(
     [
         ("listener", np.int64),  # `Sequence.listener`
         ("end", np.int64),  # tokens at which the sequence ends in any case
-        ("special_until", np.int64),  # tokens below which a draw needs more than `SAMPLING_FIELDS`
+        ("special_until", np.int64),  # tokens below which a draw needs more than these columns
         ("eos_ends", np.bool_),
         ("has_stops", np.bool_),  # token ids of its own that end it
-        *SAMPLING_FIELDS,
+        # What sampling needs; `engine.sampler` reads these.
+        ("is_greedy", np.bool_),
+        ("temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed", np.uint64),
     ]
 )
 
 
-def sampling_of(sampling: SamplingParams) -> tuple[bool, float, int, float, float, int]:
-    """Values of the `SAMPLING_FIELDS`."""
+def records_of(samplings: Iterable[SamplingParams]) -> np.ndarray:
+    """Of `ASKS`, where nothing but sampling is asked for."""
+    return np.array([(0, 0, 0, False, False, *_sampling_of(sampling)) for sampling in samplings], ASKS)
+
+
+def _sampling_of(sampling: SamplingParams) -> tuple[bool, float, int, float, float, int]:
     is_greedy = sampling.greedy or sampling.top_k == 1
     return is_greedy, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed
 
@@ -66,7 +67,7 @@ def asks_of(sequence: Sequence, ends: Ends) -> tuple[object, ...]:
         special_until,
         not sampling.ignore_eos,
         bool(sampling.stop_token_ids),
-        *sampling_of(sampling),
+        *_sampling_of(sampling),
     )
 
 

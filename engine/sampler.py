@@ -27,7 +27,7 @@ import torch
 from engine.distribution import draw_from, padded, select
 from engine.draws import DrawColumns, Draws
 from engine.logit_edits import edit_logits, is_edited
-from engine.roster import SAMPLING_FIELDS, sampling_of
+from engine.roster import records_of
 from engine.sequence import SampledToken, ScheduledSequence, Sequence
 from engine.warm_up import SAMPLINGS
 from penstock.errors import InternalError
@@ -69,7 +69,7 @@ def draw(logits_RV: torch.Tensor, draws: DrawColumns) -> tuple[torch.Tensor, tor
 def warm_up_draws(logits_1V: torch.Tensor) -> None:
     """Draws in every way, from logits as they come and as they are edited."""
     for sampling in SAMPLINGS:
-        draws = DrawColumns(np.array([sampling_of(sampling)], SAMPLING_FIELDS), np.zeros(1, np.int64))
+        draws = DrawColumns(records_of([sampling]), np.zeros(1, np.int64))
         for logits in (logits_1V, logits_1V.float()):
             draw(logits, draws)
 

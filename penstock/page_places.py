@@ -61,8 +61,10 @@ class PagePlaces:
         above.children += _CHILD[rank] - _CHILD[old]
         place.rank = rank
         if rank == NUM_RANKS:
-            self._drop_if_idle(place)
-            self._drop_if_idle(above)
+            if not place.children:
+                del self._places[page]
+            if above.rank == NUM_RANKS and not above.children and above is not self._unknown:
+                del self._places[above.page]  # kept for this child's sake
         return True
 
     def _place_of(self, page: PageHash | None) -> _Place:
@@ -72,10 +74,6 @@ class PagePlaces:
         if place is None:
             place = self._places[page] = _Place(page, NUM_RANKS, self._unknown)
         return place
-
-    def _drop_if_idle(self, place: _Place) -> None:
-        if place.rank == NUM_RANKS and not place.children and place.page:
-            del self._places[place.page]
 
     def by_rank(self) -> list[list[PageHash]]:
         """Every page, those of each tier in the order in which they came: parents before their children."""

@@ -62,6 +62,7 @@ class PrefillScheduler:
         self._aging = Aging({lane: steps * max_batch_tokens for lane, steps in HANDICAP_STEPS.items()})
         self._entries: dict[Sequence, _Entry] = {}
         self._queue: list[_Entry] = []  # by rank
+        self._num_queued_tokens = 0
         self._running: list[_Entry] = []
         self._num_arrivals = 0
 
@@ -75,18 +76,27 @@ class PrefillScheduler:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return sum(entry.sequence.num_uncomputed_tokens for entry in (*self._running, *self._queue))
+        return self._num_queued_tokens + sum(entry.sequence.num_uncomputed_tokens for entry in self._running)
 
     def add(self, sequence: Sequence) -> None:
         self._num_arrivals += 1
         entry = self._entries[sequence] = _Entry(sequence, self._aging.rank(sequence.lane), self._num_arrivals)
         bisect.insort(self._queue, entry, key=_Entry.rank)
+        self._num_queued_tokens += len(sequence.token_ids)
 
     def remove(self, sequence: Sequence) -> None:
         """Forgets a sequence that is queued or running; its pages stay with the caller."""
         entry = self._entries.pop(sequence, None)
-        if entry is not None:
-            (self._running if entry in self._running else self._queue).remove(entry)
+        if entry is None:
+            return
+        if entry in self._running:
+            self._running.remove(entry)
+        else:
+            self._take_from_queue(entry)
+
+    def _take_from_queue(self, entry: _Entry) -> None:
+        self._queue.remove(entry)
+        self._num_queued_tokens -= len(entry.sequence.token_ids)
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next step's chunks, at most `max_batch_tokens` in all; newly begun prompts now hold their pages."""
@@ -128,7 +138,7 @@ class PrefillScheduler:
     def _begin(self, entry: _Entry) -> bool:
         if len(self._running) >= self._max_batch_sequences or not self._take_pages(entry.sequence):
             return False
-        self._queue.remove(entry)
+        self._take_from_queue(entry)
         self._running.append(entry)
         return True
 

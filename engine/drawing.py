@@ -176,8 +176,9 @@ def compute(
         assert before is not None
         awaited = before.at(step.awaited_places)
     logits_RV = run_forward(step.host, step.awaited, awaited, forward, group, device)
-    if not len(step.host.drawing):
-        return Known(StepTokens.known([None] * len(step.work), 0), device)
+    if not len(step.host.drawing):  # nothing is drawn, but whoever waits hears when it is over
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        return Drawn(step, none, none.bool())
     if step.draws is not None:
         return Drawn(step, *draw(logits_RV, step.draws))
     rows = [step.work[place] for place in step.host.drawing]

@@ -221,6 +221,15 @@ class Engine:
         with self._explained():
             return compute(step, self._replay, self._group, self.kv_pages.device, self.model.eos_token_ids, before)
 
+    def give(self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None = None) -> Drawn | Known:
+        """As `step`, but on a GPU it returns before that is done, unless a draw depends on the text."""
+        step = self.lay_out(work)
+        if self.ranks is not None:
+            self.ranks.announce(RankedStep(step.host))
+        device, ends = self.kv_pages.device, self.model.eos_token_ids
+        with self._explained():
+            return compute(step, lambda batch: self.runner.forward(batch, on_layer), self._group, device, ends)
+
     def compute_in_vain(self, step: LaidOutStep) -> None:
         """Where a step awaits one that failed, and other ranks compute it."""
         if self.ranks is not None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from engine.sequence import ScheduledSequence, StepOutput
+from engine.sequence import ScheduledSequence
 from kv_transfer.transport import Part
 
-Step = Callable[..., StepOutput]
+OutputT = TypeVar("OutputT")
 
 
 @dataclass(slots=True, eq=False)
@@ -25,16 +26,16 @@ class PushAhead:
     num_pushed: int = 0
 
 
-class StepAhead:
-    """`Engine.step` for one step of some batch; the first try alone sends anything ahead."""
+class StepAhead(Generic[OutputT]):
+    """`Engine.step` or `give` for one step of some batch; the first try alone sends anything ahead."""
 
-    def __init__(self, step: Step, num_layers: int, pushes: Sequence[PushAhead]) -> None:
+    def __init__(self, step: Callable[..., OutputT], num_layers: int, pushes: Sequence[PushAhead]) -> None:
         self._step = step
         self._num_layers = num_layers
         self._pushes = pushes
         self._tried = False
 
-    def __call__(self, work: Sequence[ScheduledSequence]) -> StepOutput:
+    def __call__(self, work: Sequence[ScheduledSequence]) -> OutputT:
         if self._tried:  # the batch failed and is computed again, one by one: pages go out whole, afterwards
             for one in self._pushes:
                 one.num_pushed = 0

@@ -29,6 +29,7 @@ from penstock.types import PageHash, PageId, StepTotals, TransferKey, WorkerLoad
 from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, Pushed, ReservePages
 from prefill_worker.layers_ahead import PushAhead, StepAhead, last_part
 from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.under_way import StepUnderWay
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class PrefillWorker:
         )
         self._jobs: dict[TransferKey, PrefillJob] = {}
         self._by_sequence: dict[Sequence, PrefillJob] = {}
+        self._under_way: StepUnderWay | None = None  # where the engine runs ahead
+        self._measured_s = 0.0
         self._tokens_per_s = 0.0
         self._totals = StepTotals()
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
@@ -126,7 +129,10 @@ class PrefillWorker:
         if job is None:
             return
         del self._by_sequence[job.sequence]
-        self._engine.pool.release(job.sequence.pages)
+        if self._under_way is not None and self._under_way.computes(job.sequence):
+            self._under_way.parked.extend(job.sequence.pages)
+        else:
+            self._engine.pool.release(job.sequence.pages)
         job.emit(Closed(job.error))
 
     def on_send_failure(self, key: TransferKey, error: PenstockError) -> None:
@@ -152,17 +158,61 @@ class PrefillWorker:
     # The step.
 
     def step(self) -> bool:
+        """Where the engine runs ahead, gives the device a step and then waits for the one before it."""
         work = self.scheduler.schedule()
-        if not work:
-            self._refresh_load()
-            return False
         started_s = time.monotonic()
         for scheduled in work:
             job = self._by_sequence[scheduled.sequence]
             if not job.started_s:
                 self._begin(job, started_s)
+        before, self._under_way = self._under_way, None
+        if work:
+            ahead = self._find_ahead(work)
+            if not self._engine.runs_ahead:
+                self._compute(work, ahead, started_s)
+            elif not self._give(work, ahead, started_s):
+                self._compute(work, {}, started_s)
+        if before is not None:
+            self._end(before)
+        self._refresh_load()
+        return bool(work) or before is not None
+
+    def _give(self, work: list[ScheduledSequence], ahead: dict[PrefillJob, PushAhead], started_s: float) -> bool:
+        """False where it has failed, and must be computed again."""
         contexts = sum(scheduled.num_contexts for scheduled in work)
-        ahead = self._find_ahead(work)
+        try:
+            tokens = StepAhead(self._engine.give, len(self._engine.layout.layers), list(ahead.values()))(work)
+        except PenstockError as error:
+            log.warning("a step failed, and is computed again sequence by sequence: %s", error)
+            return False
+        complete = self.scheduler.commit(work)
+        for scheduled in work:
+            job = self._by_sequence[scheduled.sequence]
+            self._push(job, last_part(ahead.get(job)) or WHOLE)
+        self._under_way = StepUnderWay(work, complete, tokens, started_s, contexts)
+        return True
+
+    def _end(self, step: StepUnderWay) -> None:
+        """Waits for a step that was given."""
+        tokens = step.tokens.wait()
+        now_s = time.monotonic()
+        num_tokens = sum(scheduled.num_tokens for scheduled in step.work)
+        self._measure(num_tokens, step.contexts, now_s - max(step.started_s, self._measured_s))
+        self._measured_s = now_s
+        for sequence, error in tokens.failed:
+            if (job := self._by_sequence.get(sequence)) is not None:
+                self.cancel(job.key, error)
+        places = {scheduled.sequence: place for place, scheduled in enumerate(step.work)}
+        for sequence in step.complete:
+            job, token_id = self._by_sequence.get(sequence), tokens.others[places[sequence]]
+            if job is not None and job.error is None and token_id is not None:
+                self._complete(job, SampledToken(token_id, tokens.logprobs.get(places[sequence])), now_s)
+                self._push(job)
+        self._engine.pool.release(step.parked)
+
+    def _compute(self, work: list[ScheduledSequence], ahead: dict[PrefillJob, PushAhead], started_s: float) -> None:
+        """A whole step, waited for."""
+        contexts = sum(scheduled.num_contexts for scheduled in work)
         if ahead:
             num_layers = len(self._engine.layout.layers)
             done = step_isolated(StepAhead(self._engine.step, num_layers, list(ahead.values())), work)
@@ -178,8 +228,6 @@ class PrefillWorker:
         for scheduled in done.work:
             job = self._by_sequence[scheduled.sequence]
             self._push(job, last_part(ahead.get(job)) or WHOLE)
-        self._refresh_load()
-        return True
 
     def _find_ahead(self, work: list[ScheduledSequence]) -> dict[PrefillJob, PushAhead]:
         """Of jobs whose place is known, on links that gain from it: how the pages that this step completes can go out

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.cache_tiers import CacheTiers
+from engine.drawing import StepTokens
 from engine.page_pool import PagePool
 from engine.page_slots import PageSlots
 from engine.prefix_cache import PrefixCache
@@ -26,6 +27,7 @@ CONTEXT = 64  # of the workers whose streams `expected_tokens` foretells
 class FakeLayout:
     page_size: int
     page_bytes: int = 64
+    layers: range = range(2)
 
 
 @dataclass(frozen=True)
@@ -79,16 +81,41 @@ class FakeHost:
         raise AssertionError("there is no disk")
 
 
+class Pending:
+    """A step that the device has been given: until it is waited for, its pages are nobody else's."""
+
+    def __init__(self, output: StepOutput, pages: set[PageId], under_way: list[set[PageId]]) -> None:
+        self._output, self._pages, self._under_way = output, pages, under_way
+        under_way.append(pages)
+
+    def wait(self) -> StepTokens:
+        assert self._under_way.pop(0) is self._pages, "steps end in their order"
+        return StepTokens.of(self._output, 0)
+
+
 class FakeEngine:
     """Stands in for `engine.engine.Engine` in tests of the workers' control flow."""
 
     def __init__(self, num_pages: int, page_size: int, num_host_pages: int = 0) -> None:
         self.layout = FakeLayout(page_size)
         self.model = FakeModel()
+        self.runs_ahead = False
+        self.under_way: list[set[PageId]] = []
         self.pool = PagePool(num_pages)
+        self._allocate, self.pool.allocate = self.pool.allocate, self.allocate  # type: ignore[method-assign]
         self.kv_pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         tiers = CacheTiers(FakeHost(self.kv_pages, num_host_pages)) if num_host_pages else None
         self.prefix_cache = PrefixCache(self.pool, page_size, tiers=tiers)
+
+    def allocate(self, num_pages: int) -> list[PageId]:
+        pages = self._allocate(num_pages)
+        assert not any(set(pages) & written for written in self.under_way), "a step under way may still write it"
+        return pages
+
+    def give(self, work: Seq[ScheduledSequence], on_layer: object = None) -> Pending:
+        """What is computed is in the pages at once, as for all that comes after it on a device."""
+        pages = {page for scheduled in work for page in scheduled.sequence.pages}
+        return Pending(self.step(work), pages, self.under_way)
 
     def step(self, work: Seq[ScheduledSequence]) -> StepOutput:
         drawn: list[SampledToken | None] = []

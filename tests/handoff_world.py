@@ -53,6 +53,7 @@ class World:
         )
         transfers.calls = self
         self.transfers = transfers
+        self.runs_ahead = self.rng.random() < 0.5  # the prefill worker, a step
         self.hedging = self.rng.random() < 0.5
         config = DecodeConfig(
             max_batch_sequences=4,
@@ -76,6 +77,7 @@ class World:
 
     def start_prefill_worker(self) -> None:
         self.prefill_engine = FakeEngine(*self.pool_sizes(self.prefill_size))
+        self.prefill_engine.runs_ahead = self.runs_ahead
         source, target = (replace(LAYOUT, page_size=size) for size in (self.prefill_size, self.decode_size))
         self.sender = FakeSender(make_plan(source, target))
         config = WorkerConfig(

@@ -416,7 +416,7 @@ async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monke
     for ahead in (False, True):
         engine = {"dtype": "float32", "run_ahead": ahead, "num_pages": 40}
         async with workers(
-            worker_config(Role.PREFILL, model, engine={"dtype": "float32"}),
+            worker_config(Role.PREFILL, model, engine={"dtype": "float32", "run_ahead": ahead}),
             worker_config(Role.DECODE, model, engine=engine),
         ) as (prefill, decode):
             async with caller(decode) as router:

@@ -157,23 +157,29 @@ def test_what_a_rank_was_told_is_done_when_its_device_is_past_it(with_event: lis
 async def _answers(model: Path, num_ranks: int, run_ahead: bool, kinds: list[SamplingParams]) -> list[list[int]]:
     settings = {"dtype": "float32", "num_pages": 40, "tensor_parallel": num_ranks, "run_ahead": run_ahead}
     prompts = [[(7 * i + j) % (VOCAB_SIZE - 2) + 2 for j in range(3 + 11 * i)] for i in range(6)]
-    async with workers(worker_config(Role.DECODE, model, engine=settings)) as (worker,):
+    async with workers(
+        worker_config(Role.PREFILL, model, engine=settings), worker_config(Role.DECODE, model, engine=settings)
+    ) as (prefill, worker):
         async with caller(worker) as router:
-            streams = [router.submit(prompt, kinds[i % len(kinds)], []) for i, prompt in enumerate(prompts)]
+            streams = [
+                router.submit(prompt, kinds[i % len(kinds)], [prefill] if i in (1, 4) else [])
+                for i, prompt in enumerate(prompts)
+            ]
             gone = router.submit(prompts[2], kinds[0], [])
             await asyncio.sleep(0)
             router.cancel(gone)
             told = [(await router.answer(stream)).token_ids for stream in streams]
-        await wait_until_empty(worker)
+        await wait_until_empty(prefill, worker)
     return told
 
 
-async def test_a_worker_of_two_ranks_runs_ahead_and_gets_over_steps_that_fail(
+async def test_workers_of_two_ranks_run_ahead_and_get_over_steps_that_fail(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draws that depend on the text fail whenever they are part of a batch. The step that was given behind one that
     fails is computed in vain, on every rank."""
-    monkeypatch.setattr("decode_worker.server.launch_ranks", launch_threads)
+    for role in ("prefill", "decode"):
+        monkeypatch.setattr(f"{role}_worker.server.launch_ranks", launch_threads)
     kinds = [
         SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True),
         SamplingParams(max_tokens=19, temperature=0.9, top_p=0.9, seed=7, min_tokens=3, ignore_eos=True),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from benchmarks.report import Row, publish
@@ -94,6 +94,22 @@ def measure(server: Server, rates: Sequence[float], num_requests: int) -> dict[f
     return {rate: load(rate, num_requests, seed).figures() for seed, rate in enumerate(rates)}
 
 
+def measured(
+    name: str, serving: AbstractContextManager[Server], rates: Sequence[float], num_requests: int
+) -> dict[float, tuple[float, ...]]:
+    """From start to stop of a deployment."""
+    with serving as server:
+        figures = measure(server, rates, num_requests)
+    print(name, {rate: [round(one, 1) for one in of_rate] for rate, of_rate in figures.items()}, flush=True)
+    return figures
+
+
+def peers(vllm: Vllm | None) -> dict[str, AbstractContextManager[Server]]:
+    if vllm is None:
+        return {}
+    return {VLLM: vllm_server(vllm), **({VLLM_SPLIT: vllm_pair(vllm)} if vllm.has_nixl else {})}
+
+
 def rows_of(found: Figures) -> list[Row]:
     """Each deployment of Penstock beside the other, and both beside vLLM where it was there."""
     pairs = [(SPLIT, COLOCATED), (COLOCATED, VLLM), (SPLIT, VLLM), (SPLIT, VLLM_SPLIT)]
@@ -122,15 +138,12 @@ def main() -> None:
     said = vllm.describe() if vllm is not None else "no vLLM (--vllm-python, or make bench-vllm)"
     print(f"beside it: {said}", flush=True)
     servers = {COLOCATED: penstock_server(False, options.transport), SPLIT: penstock_server(True, options.transport)}
-    if vllm is not None:
-        servers[VLLM] = vllm_server(vllm)
-        if vllm.has_nixl:
-            servers[VLLM_SPLIT] = vllm_pair(vllm)
-    found = {}
-    for name, serving in servers.items():
-        with serving as server:
-            found[name] = measure(server, options.rates, options.requests)
-        print(name, found[name], flush=True)
+    found = {name: measured(name, server, options.rates, options.requests) for name, server in servers.items()}
+    for name, peer in peers(vllm).items():
+        try:
+            found[name] = measured(name, peer, options.rates, options.requests)
+        except (RuntimeError, TimeoutError) as error:  # ours stand without it
+            print(f"{name} is left out: {error!r}", flush=True)
     workload = f"{options.requests} requests, 135M Llama shape, bf16, transport {options.transport}; beside {said}"
     publish("serving", workload, rows_of(found))
 

@@ -1,8 +1,7 @@
-"""Whole decode steps on a CUDA device, as a decode worker drives them: beside one read of weights and KV, and how long
-the device stands idle between them.
+"""Whole steps, as workers drive them: decode steps beside what memory and matrix units could do at best, how long the
+device stands idle between them, and a prompt beside the rate of a large matrix product.
 
-Scheduler, batch, forward, sampling and the copy out are the worker's own; only requests and gRPC are missing. In turns:
-graphs with the next step given ahead, graphs alone, and neither.
+Scheduler, batch, forward, sampling and the copy out are the worker's own; only requests and gRPC are missing.
 """
 
 from __future__ import annotations
@@ -11,31 +10,36 @@ import gc
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
+from benchmarks.ground import Ground
 from benchmarks.report import Row
-from benchmarks.shapes import LLAMA_8B, LLAMA_135M, QWEN3_600M, random_llama
+from benchmarks.shapes import LLAMA_8B, LLAMA_135M, QWEN3_600M, TOY, random_llama
 from decode_worker.scheduler import DecodeScheduler
 from engine.drawing import Drawn, Known
 from engine.engine import Engine
 from engine.roster import DecodeRows
 from engine.row_table import RowTable
-from engine.sequence import Sequence
+from engine.sequence import ScheduledSequence, Sequence
 from engine.step_plan import StepPlan
 from penstock.config import DecodeConfig, EngineConfig
 from penstock.types import RequestId, SamplingParams
 
-SHAPES = {"135M": LLAMA_135M, "0.6B": QWEN3_600M, "8B": LLAMA_8B}
-BATCHES = (1, 64, 256)
-CONTEXT = 576
-_STEPS = 40
-_WARM_UP = 5
-_PROFILED = 20
+SHAPES = {"135M": (LLAMA_135M, "llama"), "0.6B": (QWEN3_600M, "qwen3"), "8B": (LLAMA_8B, "llama")}
+PROMPT = 8192
+_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Of the device, measured here."""
+
+    bytes_per_s: float  # of a copy, read and written
+    products_per_s: float  # of a large bf16 matrix product, additions counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,80 @@ class Mode:
     ahead: bool
 
 
-MODES = (Mode("graphs, ahead", True, True), Mode("graphs", True, False), Mode("eager", False, False))
+AHEAD = Mode("graphs, ahead", True, True)
+MODES = (AHEAD, Mode("graphs", True, False), Mode("eager", False, False))
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    name: str
+    shape: dict[str, int]
+    engine: Engine
+
+    @property
+    def layer_weights(self) -> int:
+        """Values of one layer's products."""
+        shape = self.shape
+        heads = 2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
+        return shape["hidden_size"] * (heads * shape["head_dim"] + 3 * shape["intermediate_size"])
+
+    @property
+    def head_weights(self) -> int:
+        return self.shape["hidden_size"] * self.shape["vocab_size"]
+
+    def decode_floor_s(self, batch: int, context: int, ceilings: Ceilings) -> float:
+        """Weights are read once or multiplied, whichever takes longer; KV is read once."""
+        weights = self.shape["num_hidden_layers"] * self.layer_weights + self.head_weights
+        kv_bytes = batch * context * self.engine.layout.page_bytes / self.engine.layout.page_size
+        products_s = max(2 * weights / ceilings.bytes_per_s, 2 * weights * batch / ceilings.products_per_s)
+        return products_s + kv_bytes / ceilings.bytes_per_s
+
+    def prompt_operations(self, tokens: int) -> float:
+        """What the engine computes of a prompt that draws nothing: of the last layer K, V and attention alone."""
+        shape, layers = self.shape, self.shape["num_hidden_layers"]
+        qkv = shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
+        products = (layers - 1) * self.layer_weights + shape["hidden_size"] * qkv * shape["head_dim"]
+        attention = layers * 2 * shape["num_attention_heads"] * shape["head_dim"] * tokens**2
+        return 2.0 * products * tokens + attention
+
+
+@contextmanager
+def loaded(ground: Ground, name: str, contexts: dict[int, int]) -> Iterator[tuple[Loaded, list[Row]]]:
+    """`contexts`: by batch. With the rows that loading makes. What it took of the device is free again afterwards."""
+    shape, family = ground.pick(SHAPES[name], (TOY, SHAPES[name][1]))
+    length = ground.pick(2 * PROMPT, 64)
+    started_s = time.monotonic()
+    folder = random_llama(shape, context=length, family=family)
+    written_s = time.monotonic()
+    steps = 3 * sum(_counts(ground))
+    num_pages = max(batch * (-(-(context + steps) // _PAGE_SIZE) + 2) for batch, context in contexts.items())
+    num_pages = max(num_pages, length // _PAGE_SIZE + 2)
+    settings = ground.engine_settings() | {"num_pages": num_pages, "prefix_caching": False}
+    engine = Engine.load(EngineConfig.model_validate({"model": str(folder), "page_size": _PAGE_SIZE, **settings}))
+    engine.kv_pages.normal_()  # values, not zeros: they are read, and multiplied
+    loaded_s = time.monotonic()
+    ground.warm_up(engine)
+    warm_s = time.monotonic()
+    ground.capture(engine)
+    captured_s = time.monotonic()
+    size = f"{(folder / 'model.safetensors').stat().st_size / 1e9:.3g} GB"
+    rows = [
+        Row(f"loading {name}, {size}", loaded_s - written_s, "s", "writing it", written_s - started_s),
+        Row(f"compiling every kernel of {name}", warm_s - loaded_s, "s"),
+        Row(f"capturing decode steps, {name}", captured_s - warm_s, "s"),
+    ]
+    try:
+        yield Loaded(name, shape, engine), rows
+    finally:
+        del engine
+        gc.collect()
+        ground.cuda.empty_cache()
 
 
 class Decoding:
     """Sequences in the middle of their text; their KV is whatever the pool holds."""
 
-    def __init__(self, engine: Engine, batch: int) -> None:
+    def __init__(self, engine: Engine, batch: int, context: int) -> None:
         self._engine = engine
         size = engine.layout.page_size
         config = DecodeConfig(max_batch_sequences=batch, max_batch_tokens=max(batch, 256))
@@ -59,12 +130,12 @@ class Decoding:
         self._sequences = []
         self._given: deque[tuple[StepPlan[DecodeRows], Drawn | Known]] = deque()
         for number in range(batch):
-            tokens = [(number * 31 + i) % 30000 for i in range(CONTEXT + 1)]
+            tokens = [(number * 31 + i) % engine.model.vocab_size for i in range(context + 1)]
             sampling = SamplingParams(max_tokens=10_000, temperature=0.0)
-            sequence = Sequence(RequestId(str(number)), tokens, CONTEXT, sampling, b"%d" % number)
+            sequence = Sequence(RequestId(str(number)), tokens, context, sampling, b"%d" % number)
             self.scheduler.track(sequence)
-            sequence.pages = engine.pool.allocate(-(-CONTEXT // size))
-            self.scheduler.join(sequence, CONTEXT)
+            sequence.pages = engine.pool.allocate(-(-context // size))
+            self.scheduler.join(sequence, context)
             self._sequences.append(sequence)
 
     def step(self, ahead: bool) -> None:
@@ -88,61 +159,87 @@ class Decoding:
             self.scheduler.forget(sequence)
 
 
-def step_rows(bytes_per_s: float) -> Iterator[Row]:
-    """`bytes_per_s`: of a copy, read and written."""
-    for name, shape in SHAPES.items():
-        yield from _rows_of(random_llama(shape), name, bytes_per_s)
-        gc.collect()  # the engine
-        torch.cuda.empty_cache()
-
-
-def _rows_of(folder: Path, name: str, bytes_per_s: float) -> Iterator[Row]:
-    weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    num_pages = max(BATCHES) * (CONTEXT + 3 * (_STEPS + _WARM_UP + _PROFILED) + 64) // 16
-    config = EngineConfig(model=str(folder), device="cuda", num_pages=num_pages, prefix_caching=False)
-    engine = Engine.load(config)
-    engine.warm_up()
-    started_s = time.monotonic()
-    engine.capture_graphs()
-    yield Row(f"capturing decode steps, {name}", time.monotonic() - started_s, "s")
+def decode_step(ground: Ground, engine: Engine, batch: int, context: int, mode: Mode) -> tuple[float, float | None]:
+    """Median seconds a step, and the share of the time in which the device ran nothing: None where the profiler saw
+    nothing of it."""
     graphs = engine._graphs
-    for batch in BATCHES:
-        kv_bytes = batch * CONTEXT * engine.layout.page_bytes / engine.layout.page_size
-        floor_s = (weight_bytes + kv_bytes) / (bytes_per_s / 2)
-        for mode in MODES:
-            engine._graphs = graphs if mode.graphs else None
-            decoding = Decoding(engine, batch)
-            step_s, idle = _measure(decoding, mode.ahead)
-            decoding.end()
-            at = f"{name}, batch {batch}, {mode.name}"
-            yield Row(f"whole step, {at}", step_s * 1e3, "ms", "one read of weights and KV", floor_s * 1e3)
-            yield Row(f"idle between kernels, {at}", idle * 100, "%", "allowed", 3.0)
+    engine._graphs = graphs if mode.graphs else None
+    decoding = Decoding(engine, batch, context)
+    warm_up, timed, profiled = _counts(ground)
+    try:
+        for _ in range(warm_up):
+            decoding.step(mode.ahead)
+        times = []
+        for _ in range(timed):
+            started_s = time.perf_counter()
+            decoding.step(mode.ahead)
+            times.append(time.perf_counter() - started_s)
+        with profile(activities=[ground.activity]) as profiler:
+            for _ in range(profiled):
+                decoding.step(mode.ahead)
+            ground.cuda.synchronize()
+        return median(times), _idle_share(ground, profiler)
+    finally:
+        decoding.end()
+        engine._graphs = graphs
 
 
-def _measure(decoding: Decoding, ahead: bool) -> tuple[float, float]:
-    """Median seconds a step, and the share of the time in which the device ran nothing."""
-    for _ in range(_WARM_UP):
-        decoding.step(ahead)
-    times = []
-    for _ in range(_STEPS):
-        started_s = time.perf_counter()
-        decoding.step(ahead)
-        times.append(time.perf_counter() - started_s)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        for _ in range(_PROFILED):
-            decoding.step(ahead)
-        torch.cuda.synchronize()
-    return median(times), _idle_share(profiled)
+def _counts(ground: Ground) -> tuple[int, int, int]:
+    """Steps to warm up, to time and to profile."""
+    return ground.pick((5, 40, 20), (1, 1, 1))
 
 
-def _idle_share(profiled: profile) -> float:
+def _idle_share(ground: Ground, profiler: profile) -> float | None:
     spans = sorted(
         (event.time_range.start, event.time_range.end)
-        for event in profiled.events() or ()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        for event in profiler.events() or ()
+        if event.device_type == ground.event_type
     )
+    if not spans:
+        return None
     busy, end = 0.0, spans[0][0]
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return 1.0 - busy / (end - spans[0][0])
+    return 1.0 - busy / max(end - spans[0][0], 1e-9)
+
+
+def decode_rows(
+    ground: Ground, model: Loaded, contexts: dict[int, int], modes: tuple[Mode, ...], ceilings: Ceilings
+) -> Iterator[tuple[Row, Row | None]]:
+    """For each batch and mode the step, and how idle the device is."""
+    for batch, context in contexts.items():
+        for mode in modes:
+            step_s, idle = decode_step(ground, model.engine, batch, context, mode)
+            floor_s = model.decode_floor_s(batch, context, ceilings)
+            at = f"{model.name}, batch {batch} x {context}, {mode.name}"
+            step = Row(f"whole step, {at}", step_s * 1e3, "ms", "weights and KV, once", floor_s * 1e3)
+            yield step, None if idle is None else Row(f"idle between kernels, {at}", idle * 100, "%", "allowed", 3.0)
+
+
+def prompt_row(ground: Ground, model: Loaded, tokens: int, ceilings: Ceilings) -> Row:
+    """One prompt in one step, nothing of it cached, nothing drawn."""
+    engine = model.engine
+    text = [number % engine.model.vocab_size for number in range(tokens + 1)]  # one more: nothing is drawn
+    sequence = Sequence(RequestId("prompt"), text, len(text), SamplingParams(max_tokens=1, temperature=0.0), b"")
+    sequence.pages = engine.pool.allocate(-(-len(text) // engine.layout.page_size))
+    try:
+        took_s = ground.wall_seconds(lambda: engine.step([ScheduledSequence(sequence, tokens)]), 10)
+    finally:
+        engine.pool.release(sequence.pages)
+    rate = model.prompt_operations(tokens) / took_s
+    at = f"prompt of {tokens}, {model.name}, {took_s * 1e3:.3g} ms"
+    return Row(at, rate / 1e12, "TFLOP/s", "matrix product", ceilings.products_per_s / 1e12)
+
+
+def other_step_rows(ground: Ground, name: str, ceilings: Ceilings) -> Iterator[Row]:
+    """Every mode, and shorter prompts."""
+    contexts = ground.pick({1: 576, 64: 576, 256: 576}, {2: 20})
+    with loaded(ground, name, contexts) as (model, rows):
+        yield from rows
+        for step, idle in decode_rows(ground, model, contexts, MODES, ceilings):
+            yield step
+            if idle is not None:
+                yield idle
+        for tokens in ground.pick([512, 2048], [20]):
+            yield prompt_row(ground, model, tokens, ceilings)

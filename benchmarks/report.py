@@ -32,9 +32,10 @@ class Row:
         return self.value / self.baseline_value if self.baseline_value else None
 
 
-def publish(name: str, workload: str, rows: list[Row]) -> None:
-    """Prints the table and writes `benchmarks/results/NAME.json`."""
-    show(name, workload, rows)
+def publish(name: str, workload: str, rows: list[Row], folder: Path = RESULTS, quiet: bool = False) -> None:
+    """Prints the table, unless quiet, and writes `NAME.json` into the folder."""
+    if not quiet:
+        show(name, workload, rows)
     result = {
         "name": name,
         "workload": workload,
@@ -42,8 +43,8 @@ def publish(name: str, workload: str, rows: list[Row]) -> None:
         "versions": versions(),
         "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
 def show(name: str, workload: str, rows: list[Row]) -> None:

@@ -32,7 +32,7 @@ class ModelRunner:
     @property
     def compiles(self) -> bool:
         """Whether steps of some kinds are computed by kernels that are compiled when they are first needed."""
-        return self._attention.name == "triton"
+        return getattr(self._attention, "own", self._attention).name == "triton"
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:

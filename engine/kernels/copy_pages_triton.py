@@ -36,7 +36,10 @@ def copy_pages(to: torch.Tensor, source: torch.Tensor, to_pages: PageList, sourc
         )
 
 
-@triton.jit(do_not_specialize_on_alignment=["to_page_ptr", "source_page_ptr"])
+@triton.jit(
+    do_not_specialize=["num_to_pages", "num_source_pages"],
+    do_not_specialize_on_alignment=["to_page_ptr", "source_page_ptr"],
+)
 def _copy_kernel(
     to_ptr,  # [P, W], contiguous
     source_ptr,  # [P, W], contiguous

@@ -112,16 +112,25 @@ bench-steps: setup
 bench-transfer: setup
 	$(PY) -m benchmarks.transfer
 
-# With whatever python3 has: torch, triton, and the few packages that engine/ and penstock/ import (CONTRIBUTING.md).
+# With whatever python3 has: torch, triton, and the few packages that engine/ and penstock/ import (docs/gpu-check.md).
+# Ten minutes in all. The benchmarks run also where a test fails, and keep what they have wherever they end.
+GPU_TESTS := tests/test_engine_kernels.py tests/test_engine_ops_kernels.py tests/test_engine_sample_kernel.py \
+	tests/test_engine_latent_kernel.py tests/test_engine_grouped_gemm.py tests/test_engine_host_tier.py \
+	tests/test_engine_tier_model.py tests/test_transfer_cuda_ipc.py tests/test_engine_file_readers.py \
+	tests/test_engine_graphs.py
+GPU_TEST_SECONDS ?= 170
+GPU_BENCH_SECONDS ?= 360
+GPU_RESULTS ?= benchmarks/results
+
 gpu-check:
-	python3 -m pytest -q -p no:cacheprovider -m gpu tests/test_engine_kernels.py tests/test_engine_ops_kernels.py \
-		tests/test_engine_sample_kernel.py tests/test_engine_latent_kernel.py tests/test_engine_grouped_gemm.py tests/test_engine_host_tier.py \
-		tests/test_engine_tier_model.py tests/test_transfer_cuda_ipc.py tests/test_engine_file_readers.py \
-		tests/test_engine_graphs.py
-	python3 -m benchmarks.gpu
+	@failed=0; \
+	side_by_side=$$(python3 -c "import xdist" 2>/dev/null && echo "--numprocesses 6"); \
+	TRITON_INTERPRET=0 timeout $(GPU_TEST_SECONDS) python3 -m pytest -q -p no:cacheprovider $$side_by_side -m gpu $(GPU_TESTS) || failed=1; \
+	TRITON_INTERPRET=0 timeout $$(($(GPU_BENCH_SECONDS) + 60)) python3 -m benchmarks.gpu --seconds $(GPU_BENCH_SECONDS) --results $(GPU_RESULTS) || failed=1; \
+	exit $$failed
 
 tune:
-	python3 -m benchmarks.tune
+	TRITON_INTERPRET=0 python3 -m benchmarks.tune
 
 clean:
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info

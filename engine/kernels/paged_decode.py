@@ -89,7 +89,7 @@ def candidates(default: KernelConfig) -> list[KernelConfig]:
         KernelConfig(default.rows, tile, num_warps, num_stages)
         for tile in (16, 32, 64, 128)
         for num_warps in (2, 4, 8)
-        for num_stages in (3, 5, 7, 9)
+        for num_stages in (3, 5, 7)
     ]
 
 

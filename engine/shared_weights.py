@@ -130,7 +130,7 @@ def _move(file: HostFile, model: object) -> None:
         blob = packed_blob.describe(place.tensor)
         entries.append({"path": place.path, "offset": offset, **blob})
         offset += -(-blob["bytes"] // _ALIGN) * _ALIGN
-    index = json.dumps({"linears": {path: one.kind for path, one in linears(model)}, "tensors": entries}).encode()
+    index = json.dumps({"linears": {path: one.layout for path, one in linears(model)}, "tensors": entries}).encode()
     os.ftruncate(file.fd, offset)
     _write(file.fd, memoryview(index + len(index).to_bytes(_LENGTH_BYTES, "little")), offset)
     mapped = _mapping(file.fd)
@@ -152,7 +152,7 @@ def _map(file: HostFile, build_blank: Callable[[], object]) -> object | None:
         log.warning("this model cannot be laid out without its values, hence it is not shared: %r", error)
         return None
     for path, one in linears(model):
-        one.become(index["linears"].get(path, ""))
+        one.become(index["linears"].get(path, {"kind": "plain"}))
     wanted = list(places(model))
     found = {entry["path"]: entry for entry in index["tensors"]}
     told = [(path, tuple(entry["shape"]), entry["dtype"]) for path, entry in found.items()]

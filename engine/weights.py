@@ -112,7 +112,7 @@ class WeightReader:
     def weight(self, name: str, is_expert: bool = False) -> Weight:
         """Of a product, quantized where it is stored or to be kept so and can be computed with."""
         path = name.removesuffix(".weight")
-        if path not in self._forms and self._quantization is None:
+        if self._device.type == "meta" or (path not in self._forms and self._quantization is None):
             return self.read(name)
         self._num_quantized += 1
         if path in self._forms:
@@ -154,23 +154,32 @@ class WeightReader:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, or this rank's part of it, cast to its dtype on its device; on meta nothing is read."""
+        if self._device.type == "meta":
+            return self._blank(name)
         path = name.removesuffix(".weight")
         if path != name and path in self._forms:
             self._num_quantized += 1
             self._num_dequantized += 1
             return self._read_quantized(name, path).dequantize(self._dtype)
         stored = self._stored[name]
-        dtype = torch.float32 if name.endswith(_FLOAT32_SUFFIX) else self._dtype
-        if self._device.type == "meta":
-            shape = _shape(stored.shape, self._cuts.get(name))
-            tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        elif self._readers is not None and not self._is_zeros(name) and stored.dtype in _TORCH_DTYPES:
+        dtype = self._dtype_of(name)
+        if self._readers is not None and not self._is_zeros(name) and stored.dtype in _TORCH_DTYPES:
             tensor = self._take(self._readers, name, dtype)
         else:
             read = _read(self._file_of(name), name, self._cuts.get(name))
             tensor = read.to(device=self._device, dtype=dtype)
         self._count(name)
         return tensor
+
+    def _blank(self, name: str) -> torch.Tensor:
+        path = name.removesuffix(".weight")
+        for read in [f"{path}.{suffix}" for suffix in self._parts(path)] if path in self._forms else [name]:
+            self._count(read)
+        shape = _shape(self._shapes[name], self._cuts.get(name))
+        return torch.empty(shape, dtype=self._dtype_of(name), device=self._device)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if name.endswith(_FLOAT32_SUFFIX) else self._dtype
 
     def _take(self, readers: DeviceReaders, name: str, dtype: torch.dtype) -> torch.Tensor:
         stored, cut = self._stored[name], self._cuts.get(name)

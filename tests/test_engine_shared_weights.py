@@ -12,20 +12,33 @@ import pytest
 import torch
 
 from engine import shared_weights
+from engine.engine import Engine
+from engine.generate import generate
 from engine.host_files import open_host_file
 from engine.layers import packed_blob
+from engine.layers.quantized import Kind
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.registry import load_model
 from engine.shared_weights import linears, places
 from engine.weights import WeightReader
+from penstock.config import EngineConfig
 from tests.checkpoints import make_checkpoint
+from tests.serving import GREEDY, SALT
+from tests.test_quantized_weights import LAYOUTS
 
 
-def load(folder: Path, dtype: torch.dtype, *, share: bool) -> Decoder:
-    config = ModelConfig.from_folder(str(folder))
-    cpu = torch.device("cpu")
-    return load_model(folder, config, dtype=dtype, device=cpu, max_context=64, on_progress=lambda _: None, share=share)
+def load(folder: Path, dtype: torch.dtype, *, share: bool, quantization: Kind | None = None) -> Decoder:
+    return load_model(
+        folder,
+        ModelConfig.from_folder(str(folder)),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        max_context=64,
+        on_progress=lambda _: None,
+        share=share,
+        quantization=quantization,
+    )
 
 
 def content(model: Decoder) -> dict[str, bytes]:
@@ -67,6 +80,51 @@ def test_the_second_replica_has_the_first_ones_bits_and_reads_nothing(
         if ours._packed is not None:  # its bytes alone do not show that it is put together rightly
             x_TI = torch.randn(3, ours._packed.shape[1], dtype=ours._packed.dtype)
             assert torch.equal(ours(x_TI), theirs(x_TI))
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("int8", "bfloat16"),
+        ("int4", "bfloat16"),
+        ("awq", "bfloat16"),
+        ("gptq act-order", "bfloat16"),
+        ("fp8 blocks", "bfloat16"),
+        ("packed 8 bits", "float32"),
+    ],
+)
+def test_quantized_weights_are_read_and_packed_once(
+    layout: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first replica. The second computes from its pages: the same layouts, bits and tokens."""
+    folder = make_checkpoint("llama", tmp_path / "whole", hidden_size=64, intermediate_size=128, head_dim=32)
+    changes = {"quantization": layout}
+    if layout in LAYOUTS:
+        LAYOUTS[layout].convert(folder, tmp_path / "quantized", tmp_path / "plain")
+        folder, changes = tmp_path / "quantized", {}
+
+    def replica(*, share: bool) -> Engine:
+        settings = {"model": str(folder), "num_pages": 16, "num_threads": 1, "dtype": dtype, "share_weights": share}
+        return Engine.load(EngineConfig.model_validate({**settings, **changes}))
+
+    alone, first = replica(share=False), replica(share=True)
+    monkeypatch.setattr(WeightReader, "_file_of", lambda self, name: pytest.fail(f"{name} is read again"))
+    second = replica(share=True)
+    models = [engine.runner._model for engine in (alone, first, second)]
+    assert content(models[0]) == content(models[1]) == content(models[2])
+    layouts = [[one.layout for _, one in linears(model)] for model in models]
+    assert layouts[0] == layouts[1] == layouts[2]
+    held = [one.tensor for one in places(models[2]) if not one.tensor.is_mkldnn]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == 1  # one file
+    tokens = [generate(engine, [5, 9, 3, 77], GREEDY, SALT) for engine in (alone, first, second)]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_what_is_quantized_otherwise_is_another_model_s(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, hidden_size=64)
+    held = [load(folder, torch.bfloat16, share=True, quantization=kind) for kind in (None, "int8", "int4")]
+    for model, kind in zip(held, (None, "int8", "int4"), strict=True):
+        assert content(model) == content(load(folder, torch.bfloat16, share=False, quantization=kind))
 
 
 def test_memory_goes_with_its_last_user(tmp_path: Path) -> None:

@@ -10,14 +10,16 @@ Shapes: `T` tokens, `I` in, `O` out, `G` groups of inputs that share a scale.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 
 from engine.kernels.cpu_library import NativeKernels, load_native
-from engine.layers.quantized import QuantizedWeight
+from engine.layers.quantized import Kind, QuantizedWeight
 
 _OUT_MULTIPLE, _IN_MULTIPLE = 16, 32  # a tile
 _KINDS = {"int4": 1, "int8": 2, "fp8": 3}
+_TILE_BYTES = {"int4": 256, "int8": 512, "fp8": 512}
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int32
 
 
@@ -37,24 +39,46 @@ class Packed(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CodesLayout:
+    """What there is to know of a packed quantized weight besides its tensors."""
+
+    kind: Kind
+    tiles_in_group: int
+    has_zeros: bool
+
+
 class TileLinear:
     """A packed weight and its product. Its tensors may be put elsewhere until it is used."""
 
     def __init__(
-        self, kernels: NativeKernels, weight: torch.Tensor | QuantizedWeight, bias_O: torch.Tensor | None
+        self,
+        kernels: NativeKernels,
+        weight: torch.Tensor | QuantizedWeight,
+        bias_O: torch.Tensor | None,
+        codes: CodesLayout | None = None,
     ) -> None:
+        """With `codes` the weight has no values, and is laid out as another replica has laid out quantized ones."""
         assert bias_O is None or bias_O.dtype == torch.bfloat16
         self.num_outputs, self.num_inputs = weight.shape
         self.bias_O = None if bias_O is None else bias_O.contiguous()
         self.scales: torch.Tensor | None = None  # float32 [O / 16, G, 16]
         self.zeros: torch.Tensor | None = None  # likewise
-        self._kind, self._tiles_in_group = 0, 1
+        self.codes = codes
         self._kernels = kernels
         self._described: Packed | None = None
         if isinstance(weight, QuantizedWeight):
             self.packed = _pack_codes(weight)
             self.scales, self.zeros = _by_panel(weight.scales_OG), _by_panel(_zeros(weight))
-            self._kind, self._tiles_in_group = _KINDS[weight.kind], _tiles_in_group(weight)
+            self.codes = CodesLayout(weight.kind, _tiles_in_group(weight), self.zeros is not None)
+            return
+        if codes is not None:
+            assert weight.is_meta
+            panels, tiles = self.num_outputs // _OUT_MULTIPLE, self.num_inputs // _IN_MULTIPLE
+            shape = (panels, -(-tiles // codes.tiles_in_group), _OUT_MULTIPLE)
+            self.packed = torch.empty((panels, tiles, _TILE_BYTES[codes.kind]), dtype=torch.uint8, device=weight.device)
+            self.scales = torch.empty(shape, dtype=torch.float32, device=weight.device)
+            self.zeros = torch.empty_like(self.scales) if codes.has_zeros else None
             return
         assert weight.dtype == torch.bfloat16
         weight = weight.contiguous()
@@ -71,16 +95,17 @@ class TileLinear:
     def describe(self) -> Packed:
         """For the kernels: where everything is, from now on for good."""
         if self._described is None:
+            codes = self.codes
             self._described = Packed(
-                values=None if self._kind else self.packed.data_ptr(),
+                values=self.packed.data_ptr() if codes is None else None,
                 bias=_address(self.bias_O),
                 inputs=self.num_inputs,
                 outputs=self.num_outputs,
-                codes=self.packed.data_ptr() if self._kind else None,
+                codes=None if codes is None else self.packed.data_ptr(),
                 scales=_address(self.scales),
                 zeros=_address(self.zeros),
-                kind=self._kind,
-                tiles_in_group=self._tiles_in_group,
+                kind=0 if codes is None else _KINDS[codes.kind],
+                tiles_in_group=1 if codes is None else codes.tiles_in_group,
             )
         return self._described
 
@@ -101,14 +126,16 @@ class TileLinear:
         return out_TO
 
 
-def pack_for_tiles(weight: torch.Tensor | QuantizedWeight, bias_O: torch.Tensor | None) -> TileLinear | None:
-    """None where this machine has no tiles, or the weight does not fill them."""
+def pack_for_tiles(
+    weight: torch.Tensor | QuantizedWeight, bias_O: torch.Tensor | None, codes: CodesLayout | None = None
+) -> TileLinear | None:
+    """None where this machine has no tiles, or the weight does not fill them. `codes` is for `TileLinear`."""
     if isinstance(weight, QuantizedWeight):
         fits = can_pack_codes(weight)
     else:
         fits = weight.dtype == torch.bfloat16 and not weight.shape[0] % _OUT_MULTIPLE | weight.shape[1] % _IN_MULTIPLE
     kernels = load_native() if fits else None
-    return TileLinear(kernels, weight, bias_O) if kernels is not None and kernels.has_tiles else None
+    return TileLinear(kernels, weight, bias_O, codes) if kernels is not None and kernels.has_tiles else None
 
 
 def can_pack_codes(weight: QuantizedWeight) -> bool:

@@ -9,13 +9,14 @@ Shapes: `T` tokens, `I` in, `O` out, `E` experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.cpu_linear import can_pack_codes, pack_for_tiles
+from engine.kernels.cpu_linear import CodesLayout, can_pack_codes, pack_for_tiles
 from engine.layers.quantized import QuantizedWeight, Weight, as_plain, join, stack_rows
 
 
@@ -57,15 +58,22 @@ class Linear:
         """How its weight is laid out."""
         return "tiles" if self.tiles is not None else "packed" if self._packed is not None else "plain"
 
-    def become(self, kind: str) -> None:
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How its weight is laid out, as `become` takes it and JSON has it."""
+        codes = self.tiles.codes if self.tiles is not None else None
+        return {"kind": self.kind} | ({} if codes is None else {"codes": asdict(codes)})
+
+    def become(self, layout: Mapping[str, Any]) -> None:
         """Of one that was made of a weight without values: laid out as another replica's, whose values it is given."""
         weight_OI = self._weight_OI
         assert weight_OI is not None
         assert weight_OI.is_meta
-        if kind == "tiles":
-            self.tiles = pack_for_tiles(weight_OI, self._bias_O)
+        if layout["kind"] == "tiles":
+            codes = CodesLayout(**layout["codes"]) if "codes" in layout else None
+            self.tiles = pack_for_tiles(weight_OI, self._bias_O, codes)
             self._weight_OI = self._bias_O = None
-        elif kind == "packed":
+        elif layout["kind"] == "packed":
             self._packed, self._weight_OI = weight_OI, None
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:

@@ -60,9 +60,9 @@ def load_model(
         ) as reader:
             return model(config, reader, max_context, on, group)
 
-    if not share or device.type != "cpu" or config.scheme is not None or quantization is not None:
+    if not share or device.type != "cpu":
         return build(device)
-    key = f"{checkpoint_revision(folder)} {dtype} {max_context} {group.shard} {torch.get_num_threads()}"
+    key = f"{checkpoint_revision(folder)} {quantization} {dtype} {max_context} {group.shard} {torch.get_num_threads()}"
     made, was_there = load_shared(key, folder / CONFIG_FILE, lambda: build(device), lambda: build(torch.device("meta")))
     assert isinstance(made, Decoder)
     if was_there:

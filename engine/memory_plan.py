@@ -18,10 +18,11 @@ from engine.device_memory import DeviceMemory, DeviceType
 from engine.kv_layout import DTYPE_BYTES, KVLayout
 from engine.library_check import check_library
 from engine.model_config import ModelConfig
-from engine.models.cuts import tensor_cuts
+from engine.models.cuts import check_groups, tensor_cuts
 from engine.models.shapes import EMBEDDING, optional_tensors, product_shapes, tensor_shapes
 from engine.shard import WHOLE, Shard, shard_layout, shard_model
 from engine.weight_forms import BITS
+from engine.weight_scheme import int4_group
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 
@@ -33,7 +34,6 @@ _CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled 
 # A GPU's: operations per byte of weights far above what any needs; not tuned.
 _SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
 _FLOAT32_BYTES = 4
-_INT4_GROUP = 128  # inputs that share a scale and a zero point, of weights that are quantized while they are loaded
 _PAGE_ID_BYTES = 4
 # Rows of attention that splits of a context leave for the join: 132 multiprocessors of 4 programs of 32 rows each, and
 # a third more where a number of splits is rounded up.
@@ -147,8 +147,9 @@ def saved_bytes(
     for name, (rows, columns) in product_shapes(model, with_experts=device_type == "cpu").items():
         if scheme is not None and name.removesuffix(".weight") not in stored:
             continue
-        group = scheme.group_size or columns if scheme is not None else (_INT4_GROUP if kind == "int4" else columns)
-        scales = rows * -(-columns // group) * _FLOAT32_BYTES * (2 if kind == "int4" else 1)
+        group = scheme.group_of(columns) if scheme is not None else int4_group(columns) if kind == "int4" else columns
+        has_zeros = kind == "int4" or (kind == "int8" and device_type == "cpu")
+        scales = rows * -(-columns // group) * _FLOAT32_BYTES * (1 + has_zeros)
         saved += rows * columns * DTYPE_BYTES[dtype] - rows * columns * BITS[kind] // 8 - scales
     return saved
 
@@ -207,6 +208,8 @@ def plan_memory(
     if device.type == "cpu":  # all ranks share it
         device = replace(device, total_bytes=device.total_bytes // shard.num_ranks)
     layout = shard_layout(make_layout(config, model), shard)
+    if layout.dtype != "float32":
+        check_groups(tensor_cuts(model, shard), shapes, model.scheme, forms, config.quantization)
     check_library(config.attention, model, layout)
     weights = weight_bytes(model, layout.dtype, device.type, max_context, shard)
     saved = saved_bytes(model, config.quantization, set(forms), layout.dtype, device.type)

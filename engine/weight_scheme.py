@@ -22,6 +22,14 @@ _SHOWN = 200  # characters of what was given
 _PLAIN = ", or a checkpoint without it, which engine.quantization can quantize while it is loaded"
 
 
+_INT4_GROUP = 128
+
+
+def int4_group(inputs: int) -> int:
+    """Inputs that share a scale and a zero point, of a row that is quantized to int4 while it is loaded."""
+    return next((size for size in (_INT4_GROUP, 64, 32) if inputs % size == 0), inputs)
+
+
 class _Unsupported(Exception):
     """What of the object, and what would do."""
 
@@ -36,6 +44,10 @@ class WeightScheme:
     zero_offset: int = 0  # what is stored is the zero point less this
     ignored: tuple[str, ...] = ()  # modules that are not quantized: names, or expressions after "re:"
     by_part: bool = False  # an ignored name need only be found within a module's
+
+    def group_of(self, inputs: int) -> int:
+        """Inputs that share a scale, of a row of so many."""
+        return self.group_size or (self.block[1] if self.block is not None else inputs)
 
     def ignores(self, path: str) -> bool:
         for entry in self.ignored:

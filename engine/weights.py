@@ -20,7 +20,7 @@ from engine.checkpoint import check_tensors
 from engine.file_readers import STRIPE_BYTES, DeviceReaders, ReadAhead, Span
 from engine.layers.linear import can_multiply
 from engine.layers.quantized import Kind, QuantizedWeight, Weight, quantize_weight
-from engine.models.cuts import Cut
+from engine.models.cuts import Cut, check_groups
 from engine.weight_scheme import WeightScheme
 from engine.weight_unpack import unpack
 
@@ -58,6 +58,8 @@ class WeightReader:
         self._num_quantized, self._num_dequantized = 0, 0
         self._dtype, self._device = dtype, device
         self._cuts = cuts or {}
+        if dtype != torch.float32:  # else nothing is computed with codes
+            check_groups(self._cuts, expected, scheme, self._forms, quantization)
         self._on_progress = on_progress
         self._expected = tuple(name for name in expected if name.removesuffix(".weight") not in self._forms)
         coded = [f"{path}.{suffix}" for path in self._forms for suffix in self._parts(path)]

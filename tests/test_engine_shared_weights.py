@@ -121,10 +121,12 @@ def test_quantized_weights_are_read_and_packed_once(
 
 
 def test_what_is_quantized_otherwise_is_another_model_s(tmp_path: Path) -> None:
-    folder = make_checkpoint("llama", tmp_path, hidden_size=64)
-    held = [load(folder, torch.bfloat16, share=True, quantization=kind) for kind in (None, "int8", "int4")]
-    for model, kind in zip(held, (None, "int8", "int4"), strict=True):
-        assert content(model) == content(load(folder, torch.bfloat16, share=False, quantization=kind))
+    folder = make_checkpoint("qwen3_moe", tmp_path, hidden_size=64)
+    kinds: tuple[Kind | None, ...] = (None, "int8")
+    held = [load(folder, torch.bfloat16, share=True, quantization=kind) for kind in kinds]
+    for model, kind in zip(held, kinds, strict=True):
+        for share in (False, True):
+            assert content(model) == content(load(folder, torch.bfloat16, share=share, quantization=kind))
 
 
 def test_memory_goes_with_its_last_user(tmp_path: Path) -> None:

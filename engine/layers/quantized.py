@@ -14,8 +14,9 @@ from typing import Literal
 
 import torch
 
+from engine.weight_scheme import int4_group
+
 Kind = Literal["int4", "int8", "fp8"]
-_GROUP = 128  # inputs that share a scale where weights are quantized here; int4 only, the others scale a row
 _FP8_LARGEST = 448.0
 
 
@@ -130,7 +131,7 @@ def quantize_weight(weight_OI: torch.Tensor, kind: Kind) -> QuantizedWeight:
 
 def _quantize_to_four_bits(exact_OI: torch.Tensor) -> QuantizedWeight:
     outputs, inputs = exact_OI.shape
-    size = _GROUP if inputs % _GROUP == 0 else next((size for size in (64, 32) if inputs % size == 0), inputs)
+    size = int4_group(inputs)
     groups = exact_OI.view(outputs, -1, size)
     low = groups.amin(dim=2).clamp_(max=0)
     high = groups.amax(dim=2).clamp_(min=0)

@@ -7,11 +7,14 @@ bias that is added to such a sum is read by one rank alone.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from engine.model_config import ModelConfig
 from engine.models.shapes import EMBEDDING, HEAD, LAYERS_PREFIX
 from engine.shard import Shard, check_degree
+from engine.weight_scheme import WeightScheme, int4_group
+from penstock.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,32 @@ def tensor_cuts(config: ModelConfig, shard: Shard) -> Cuts:
         of_layer = {**_attention_cuts(config, shard), **_feed_forward_cuts(config, layer, shard)}
         cuts.update({f"{LAYERS_PREFIX}{layer}.{name}": cut for name, cut in of_layer.items()})
     return cuts
+
+
+def check_groups(
+    cuts: Mapping[str, Cut],
+    shapes: Mapping[str, tuple[int, ...]],
+    scheme: WeightScheme | None,
+    stored: Collection[str],
+    quantization: str | None,
+) -> None:
+    """Raises ConfigError where a rank's part of a quantized product begins or ends inside a group of inputs that share
+    a scale: it could be had dequantized alone, at several times the memory. `stored`: paths of those that the
+    checkpoint has quantized; `quantization` is what the others are quantized to while they are loaded."""
+    for name, cut in cuts.items():
+        inputs, is_stored = shapes.get(name, (0,))[-1], name.removesuffix(".weight") in stored
+        if cut.dim == 0 or cut.zeros or not (is_stored or quantization == "int4"):
+            continue
+        group = scheme.group_of(inputs) if scheme is not None and is_stored else int4_group(inputs)
+        if group >= inputs or not (cut.start % group or cut.stop % group):
+            continue
+        own = cut.stop - cut.start
+        fix = f"weights in groups that divide {own}" if is_stored else "engine.quantization = int8, which scales rows"
+        raise ConfigError(
+            f"engine.tensor_parallel = {inputs // own} gives a rank {own} of the {inputs} inputs of {name}, which cuts "
+            f"its groups of {group} that share a scale; give a number of ranks that leaves each a multiple of {group}, "
+            f"or {fix}"
+        )
 
 
 def _attention_cuts(config: ModelConfig, shard: Shard) -> Cuts:

@@ -50,7 +50,7 @@ class EngineConfig(_Frozen):
     disk_path: str | None = None  # a folder with room for them
     zero_freed_pages: bool = False  # erase what a page held as soon as nobody holds the page
     cuda_graphs: int = Field(256, ge=0)  # largest batch whose decode steps are replayed from CUDA graphs; 0: none
-    run_ahead: bool | None = None  # decode: give the device the next step before this one is over; default: on GPUs
+    run_ahead: bool | None = None  # give the device the next step before this one is over; default: on GPUs
     cores: str | None = None  # of this worker alone, such as "0-3,8"; default: wherever the system puts its threads
     num_threads: int | None = Field(None, ge=1)  # of the math libraries, each rank's; default: every core that it has
     tensor_parallel: int = Field(1, ge=1, le=64)  # ranks that hold a part of each layer; processes of one machine

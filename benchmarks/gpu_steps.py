@@ -54,6 +54,15 @@ MODES = (AHEAD, Mode("graphs", True, False), Mode("eager", False, False))
 
 
 @dataclass(frozen=True, slots=True)
+class Prompts:
+    """That a worker computes itself, beside those who decode."""
+
+    length: int
+    count: int
+    chunk_tokens: int  # of them in each step
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     name: str
     shape: dict[str, int]
@@ -120,12 +129,16 @@ def loaded(ground: Ground, name: str, contexts: dict[int, int]) -> Iterator[tupl
 
 
 class Decoding:
-    """Sequences in the middle of their text; their KV is whatever the pool holds."""
+    """Sequences in the middle of their text; their KV is whatever the pool holds. And prompts beside them, if any."""
 
-    def __init__(self, engine: Engine, batch: int, context: int) -> None:
+    def __init__(self, engine: Engine, batch: int, context: int, prompts: Prompts | None = None) -> None:
         self._engine = engine
         size = engine.layout.page_size
-        config = DecodeConfig(max_batch_sequences=batch, max_batch_tokens=max(batch, 256))
+        prompts = prompts or Prompts(0, 0, max(batch, 256))
+        most = batch + prompts.count
+        tokens_at_once = most + prompts.chunk_tokens
+        config = DecodeConfig(max_batch_sequences=most, max_batch_tokens=tokens_at_once, watermark=0.0)
+        self._chunk_tokens = prompts.chunk_tokens
         self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, size, config, RowTable(size))
         self._sequences = []
         self._given: deque[tuple[StepPlan[DecodeRows], Drawn | Known]] = deque()
@@ -137,12 +150,19 @@ class Decoding:
             sequence.pages = engine.pool.allocate(-(-context // size))
             self.scheduler.join(sequence, context)
             self._sequences.append(sequence)
+        for number in range(prompts.count):
+            tokens = [(number * 37 + i) % engine.model.vocab_size for i in range(prompts.length)]
+            sampling = SamplingParams(max_tokens=10_000, temperature=0.0)
+            sequence = Sequence(RequestId(f"prompt {number}"), tokens, prompts.length, sampling, b"%d" % number)
+            self.scheduler.track(sequence)
+            self.scheduler.compute_here(sequence)
+            self._sequences.append(sequence)
 
     def step(self, ahead: bool) -> None:
         """Brings one step's tokens in; with `ahead` the next one is on the device by then."""
         if not self._given:
-            self._give(self.scheduler.schedule())
-        if ahead and (plan := self.scheduler.schedule_ahead()):
+            self._give(self.scheduler.schedule(self._chunk_tokens))
+        if ahead and (plan := self.scheduler.schedule_ahead(self._chunk_tokens)):
             self._give(plan)
         plan, drawn = self._given.popleft()
         self.scheduler.record(plan, *drawn.wait().by_kind)
@@ -159,12 +179,14 @@ class Decoding:
             self.scheduler.forget(sequence)
 
 
-def decode_step(ground: Ground, engine: Engine, batch: int, context: int, mode: Mode) -> tuple[float, float | None]:
+def decode_step(
+    ground: Ground, engine: Engine, batch: int, context: int, mode: Mode, prompts: Prompts | None = None
+) -> tuple[float, float | None]:
     """Median seconds a step, and the share of the time in which the device ran nothing: None where the profiler saw
     nothing of it."""
     graphs = engine._graphs
     engine._graphs = graphs if mode.graphs else None
-    decoding = Decoding(engine, batch, context)
+    decoding = Decoding(engine, batch, context, prompts)
     warm_up, timed, profiled = _counts(ground)
     try:
         for _ in range(warm_up):
@@ -232,6 +254,18 @@ def prompt_row(ground: Ground, model: Loaded, tokens: int, ceilings: Ceilings) -
     return Row(at, rate / 1e12, "TFLOP/s", "matrix product", ceilings.products_per_s / 1e12)
 
 
+def mixed_rows(ground: Ground, model: Loaded) -> Iterator[Row]:
+    """Steps of a worker that computes its prompts itself, with the next one given ahead and one at a time."""
+    batch, context, length, chunk_tokens = ground.pick((64, 576, 2048, 512), (1, 20, 16, 8))
+    prompts = Prompts(length, -(-(sum(_counts(ground)) + 1) * chunk_tokens // length), chunk_tokens)
+    at = f"{model.name}, batch {batch} x {context} and {chunk_tokens} of prompts"
+    alone, ahead = (decode_step(ground, model.engine, batch, context, mode, prompts) for mode in (MODES[1], AHEAD))
+    yield Row(f"whole step, {at}, ahead", ahead[0] * 1e3, "ms", "one at a time", alone[0] * 1e3)
+    for how, (_, idle) in (("ahead", ahead), ("one at a time", alone)):
+        if idle is not None:
+            yield Row(f"idle between kernels, {at}, {how}", idle * 100, "%", "allowed", 3.0)
+
+
 def other_step_rows(ground: Ground, name: str, ceilings: Ceilings) -> Iterator[Row]:
     """Every mode, and shorter prompts."""
     contexts = ground.pick({1: 576, 64: 576, 256: 576}, {2: 20})
@@ -241,5 +275,6 @@ def other_step_rows(ground: Ground, name: str, ceilings: Ceilings) -> Iterator[R
             yield step
             if idle is not None:
                 yield idle
+        yield from mixed_rows(ground, model)
         for tokens in ground.pick([512, 2048], [20]):
             yield prompt_row(ground, model, tokens, ceilings)

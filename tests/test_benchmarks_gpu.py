@@ -39,7 +39,8 @@ def test_a_rehearsal_runs_every_benchmark(ground: Rehearsal, tmp_path: Path) -> 
     names = [row.metric for row in rows]
     for figure in FIGURES:
         assert any(name.startswith(figure) for name in names), figure
-    for other in ("latents", "draws, top-k", "fp8 product", "exposed over", "gather of", "int8, 2 x"):
+    others = ("latents", "draws, top-k", "fp8 product", "exposed over", "gather of", "int8, 2 x", "of prompts, ahead")
+    for other in others:
         assert any(other in name for name in names), other
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert [row["metric"] for row in written["rows"]] == names

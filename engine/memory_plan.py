@@ -19,7 +19,7 @@ from engine.kv_layout import DTYPE_BYTES, KVLayout
 from engine.library_check import check_library
 from engine.model_config import ModelConfig
 from engine.models.cuts import check_groups, tensor_cuts
-from engine.models.shapes import EMBEDDING, optional_tensors, product_shapes, tensor_shapes
+from engine.models.shapes import EMBEDDING, HEAD, optional_tensors, product_shapes, tensor_shapes
 from engine.shard import WHOLE, Shard, shard_layout, shard_model
 from engine.weight_forms import BITS
 from engine.weight_scheme import int4_group
@@ -143,8 +143,11 @@ def saved_bytes(
     kind = scheme.kind if scheme is not None else quantization
     if kind not in BITS or dtype not in (("bfloat16",) if device_type == "cpu" else ("bfloat16", "float16")):
         return 0
-    saved = 0
-    for name, (rows, columns) in product_shapes(model, with_experts=device_type == "cpu").items():
+    saved = _saved_by_head(model, dtype, device_type) if scheme is None else 0
+    products = product_shapes(model, with_experts=device_type == "cpu")
+    if scheme is not None:
+        products[HEAD] = (model.vocab_size, model.hidden_size)
+    for name, (rows, columns) in products.items():
         if scheme is not None and name.removesuffix(".weight") not in stored:
             continue
         group = scheme.group_of(columns) if scheme is not None else int4_group(columns) if kind == "int4" else columns
@@ -152,6 +155,13 @@ def saved_bytes(
         scales = rows * -(-columns // group) * _FLOAT32_BYTES * (1 + has_zeros)
         saved += rows * columns * DTYPE_BYTES[dtype] - rows * columns * BITS[kind] // 8 - scales
     return saved
+
+
+def _saved_by_head(model: ModelConfig, dtype: str, device_type: DeviceType) -> int:
+    """It is in int8 then; where it was the embedding itself, it is a second one."""
+    is_copy = not model.tie_embeddings or device_type == "cpu"
+    own = model.vocab_size * (model.hidden_size + 2 * _FLOAT32_BYTES)
+    return is_copy * model.vocab_size * model.hidden_size * DTYPE_BYTES[dtype] - own
 
 
 def step_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:

@@ -128,6 +128,18 @@ class WeightReader:
         self._num_dequantized += 1
         return quantized.dequantize(self._dtype)
 
+    def head(self, name: str, tied: torch.Tensor | None) -> Weight:
+        """Of the output head: `name`, or the embedding that it is `tied` to. What is quantized here is so in int8,
+        whatever the layers are kept as: all that a model says goes through it."""
+        if self._device.type == "meta" or self._quantization is None:
+            return self.weight(name) if tied is None else tied
+        quantized = quantize_weight(self.read(name) if tied is None else tied, "int8")
+        self._num_quantized += 1
+        if can_multiply(quantized, self._dtype):
+            return quantized
+        self._num_dequantized += 1
+        return quantized.dequantize(self._dtype)
+
     def _read_quantized(self, name: str, path: str) -> QuantizedWeight:
         shape = self._shapes[name]
         tensors = {suffix: self._whole(f"{path}.{suffix}") for suffix in self._parts(path)}

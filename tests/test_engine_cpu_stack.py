@@ -16,6 +16,7 @@ from engine.kernels.cpu_library import load_native
 from engine.kernels.cpu_linear import TileLinear, pack_for_tiles
 from engine.layers.linear import Linear
 from engine.sequence import ScheduledSequence, Sequence
+from engine.shared_weights import linears
 from penstock.config import EngineConfig
 from penstock.types import RequestId, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -25,6 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 96}),
     "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
 }
+QUANTIZED = ("int8", "int4", "fp8")  # of "llama-biases", while it is loaded
 native = load_native()
 needs_tiles = pytest.mark.skipif(native is None or not native.has_tiles, reason="needs a C++ compiler and AMX")
 
@@ -33,11 +35,18 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(torch.bfloat16)
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[*CASES, *QUANTIZED])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
-    family, overrides = CASES[request.param]
+    family, overrides = CASES[request.param if request.param in CASES else "llama-biases"]
     folder = make_checkpoint(family, tmp_path, dtype=torch.bfloat16, head_dim=32, **overrides)
-    engine = Engine.load(EngineConfig(model=str(folder), dtype="bfloat16", page_size=8, num_pages=64))
+    quantization = request.param if request.param in QUANTIZED else "none"
+    settings = {"model": str(folder), "dtype": "bfloat16", "page_size": 8, "num_pages": 64}
+    engine = Engine.load(EngineConfig.model_validate({**settings, "quantization": quantization}))
+    if quantization != "none" and engine.runner.stack is not None:
+        layouts = [one.layout for _, one in linears(engine.runner._model)]
+        *layers, head = [layout["codes"]["kind"] for layout in layouts]
+        assert set(layers) == {quantization}
+        assert head == "int8"
     engine.kv_pages.copy_(noise(*engine.kv_pages.shape))
     return engine
 

@@ -49,7 +49,7 @@ class Decoder:
         own = shard_model(config, group.shard)
         self._layers = [_Layer(own, reader, layer) for layer in range(config.num_layers)]
         self._norm_D = reader.read(FINAL_NORM)
-        self._head = Linear(self._embedding_VD if config.tie_embeddings else reader.read(HEAD))
+        self._head = Linear(reader.head(HEAD, self._embedding_VD if config.tie_embeddings else None))
         self._dense_shape = DenseShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
         )

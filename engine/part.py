@@ -17,7 +17,7 @@ from engine.cores import bind_to_cores
 from engine.cuda_graphs import SPARE_PAGES, GraphRunner, buckets_up_to
 from engine.device_memory import DeviceType
 from engine.kernels import AttentionBackend, select_backend, select_ops
-from engine.kernels.kv_codes import layers_of
+from engine.kernels.kv_codes import layers_of, reads_e4m3
 from engine.kv_layout import KVLayout
 from engine.library_check import check_library
 from engine.memory_plan import captures_graphs, count_pages, graph_bytes, make_layout, select_context
@@ -61,6 +61,7 @@ class Part:
         if num_threads := config.num_threads or num_cores:
             torch.set_num_threads(num_threads)
         device = select_device(config.device, shard)
+        check_e4m3(config, device)
         model = ModelConfig.from_folder(config.model)
         max_context = select_context(config, model)
         layout = shard_layout(make_layout(config, model), shard)
@@ -106,6 +107,20 @@ class Part:
 
     def make_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
         return ModelRunner(self.decoder, layers_of(kv_pages, self.layout), self.attention, select_ops(self.attention))
+
+
+def check_e4m3(config: EngineConfig, device: torch.device) -> None:
+    """Before weights are loaded, rather than when the first kernel is compiled. Weights that a checkpoint has in fp8
+    are dequantized on such a device."""
+    if reads_e4m3(device):
+        return
+    for name, instead in (("kv_dtype", "int8 or auto"), ("quantization", "int8")):
+        if getattr(config, name) == "fp8":
+            major, minor = torch.cuda.get_device_capability(device)
+            raise ConfigError(
+                f"engine.{name} = 'fp8': {torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, "
+                f"and its kernels read fp8 from 8.9 on (Ada, Hopper); give engine.{name} = {instead}"
+            )
 
 
 def select_device(name: str, shard: Shard = WHOLE) -> torch.device:

@@ -18,13 +18,16 @@ from engine.kernels.metadata import KvLayer
 from engine.kernels.reference import TorchAttention
 from engine.kernels.triton_backend import TritonAttention
 from engine.kv_layout import QUANTIZED_KV, KVLayout
+from engine.layers.linear import can_multiply
+from engine.layers.quantized import QuantizedWeight, quantize_weight
 from engine.memory_plan import make_layout
 from engine.model_config import ModelConfig
+from engine.part import check_e4m3
 from kv_transfer.checksum import page_checksums
 from kv_transfer.reshard import make_plan
 from kv_transfer.staging import Repacker, page_parts, sent_checksums
 from penstock.config import EngineConfig
-from penstock.errors import TransferRefused
+from penstock.errors import ConfigError, TransferRefused
 from penstock.page_hash import make_salt
 from penstock.types import PageId, Role, SamplingParams
 from tests.checkpoints import make_checkpoint
@@ -264,3 +267,30 @@ def test_salts_and_plans_know_the_dtype(model: Path) -> None:
     )
     assert make_salt(plain.model_revision) == make_salt(fp8.model_revision)  # KV of one model, which may be converted
     assert fp8.page_bytes / plain.page_bytes == (16 + 4) / 64
+
+
+@pytest.mark.parametrize(("field", "instead"), [("kv_dtype", "int8 or auto"), ("quantization", "int8")])
+def test_a_gpu_that_cannot_read_fp8_is_told_before_anything_is_loaded(
+    field: str, instead: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    config = EngineConfig.model_validate({"model": str(model), field: "fp8"})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    check_e4m3(config, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=f"engine.{field} = 'fp8': NVIDIA A100 .* 8.0, .*; give .* = {instead}$"):
+        check_e4m3(config, gpu)
+    check_e4m3(config, torch.device("cpu"))
+    check_e4m3(EngineConfig.model_validate({"model": str(model), field: "int8"}), gpu)
+
+
+def test_fp8_weights_of_a_checkpoint_are_dequantized_on_a_gpu_that_cannot_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(QuantizedWeight, "device", torch.device("cuda"))
+    plain = torch.randn(64, 128)
+    for capability, fits in (((9, 0), True), ((8, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert can_multiply(quantize_weight(plain, "fp8"), torch.bfloat16) == fits
+        assert can_multiply(quantize_weight(plain, "int8"), torch.bfloat16)

@@ -19,6 +19,12 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the scale maps a ro
 SMALLEST_PEAK = 1e-30
 
 
+def reads_e4m3(device: torch.device) -> bool:
+    """Whether kernels that read it can be compiled for the device: GPUs do from compute capability 8.9 on (Ada,
+    Hopper), and CPUs all."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def values_of(kv_pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
     """The pool's values, [P, L, 2, K, S, H], a view."""
     num_pages = kv_pages.shape[0]

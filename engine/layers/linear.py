@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.cpu_linear import CodesLayout, can_pack_codes, pack_for_tiles
+from engine.kernels.kv_codes import reads_e4m3
 from engine.layers.quantized import QuantizedWeight, Weight, as_plain, join, stack_rows
 
 
@@ -94,6 +95,8 @@ def can_multiply(weight: QuantizedWeight, dtype: torch.dtype, is_expert: bool = 
     if weight.device.type == "cpu":
         return dtype == torch.bfloat16 and can_pack_codes(weight)
     if is_expert or dtype == torch.float32:  # all experts are one launch, of plain weights
+        return False
+    if weight.kind == "fp8" and not reads_e4m3(weight.device):
         return False
     try:
         from engine.kernels.quantized_gemm import fits

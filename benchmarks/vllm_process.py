@@ -115,6 +115,13 @@ def preloads(python: Path, environment: Mapping[str, str] = os.environ) -> tuple
     return tuple(library for library in (allocator, str(openmp) if openmp.exists() else None) if library)
 
 
+def end_group(popen: subprocess.Popen[bytes]) -> None:
+    """Kills whoever is left of the process group that it leads."""
+    with contextlib.suppress(ProcessLookupError):  # nobody is
+        os.killpg(popen.pid, signal.SIGKILL)
+    popen.wait(_STOP_TIMEOUT_S)
+
+
 class PipedProcess:
     """A process that prints a line when it is ready and one for each that it reads. In a process group of its own,
     which ends with the `with` block."""
@@ -149,9 +156,11 @@ class PipedProcess:
         return line.decode()
 
     def write_line(self, line: str) -> None:
+        """Without effect where it has ended: who reads hears why."""
         assert self._popen.stdin is not None
-        self._popen.stdin.write(line.encode() + b"\n")
-        self._popen.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.write(line.encode() + b"\n")
+            self._popen.stdin.flush()
 
     def _tail(self) -> str:
         self._log.seek(max(0, os.fstat(self._log.fileno()).st_size - 2000))
@@ -161,12 +170,12 @@ class PipedProcess:
         """Its input ends; whoever of its group has not ended after a while is killed."""
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
-        self._popen.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(_STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):  # nobody is left of it
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait(_STOP_TIMEOUT_S)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
+                self._popen.stdin.close()
+                self._popen.wait(_STOP_TIMEOUT_S)
+        finally:
+            end_group(self._popen)
         self._popen.stdout.close()
         self._log.close()
 

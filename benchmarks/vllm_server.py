@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.vllm_process import Vllm
+from benchmarks.vllm_process import Vllm, end_group
 
 NAME = "bench"
 _TRANSFER = {
@@ -101,12 +101,12 @@ class VllmServer:
 
     def _stop(self) -> None:
         """Asked first; whoever of its group is left after a while is killed."""
-        self._popen.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(_STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):  # nobody is left of it
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait(_STOP_TIMEOUT_S)
+        try:
+            self._popen.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(_STOP_TIMEOUT_S)
+        finally:
+            end_group(self._popen)
         self._log.close()
 
 

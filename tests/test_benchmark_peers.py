@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,8 +150,19 @@ def test_a_peer_answers_line_by_line_and_its_end_tells_why() -> None:
         process.write_line("41")
         assert process.read_line(30.0) == "42"
         process.write_line("nonsense")
-        with pytest.raises(RuntimeError, match=r"status 1: (.|\n)*invalid literal"):
-            process.read_line(30.0)
+        for _ in range(2):  # whoever asks again hears it again
+            with pytest.raises(RuntimeError, match=r"status 1: (.|\n)*invalid literal"):
+                process.read_line(30.0)
+            process.write_line("1")
+
+
+def test_whatever_a_peer_has_started_ends_with_it() -> None:
+    with PipedProcess(["sh", "-c", "sleep 600 & echo $!; cat"], os.environ) as process:
+        grandchild = os.pidfd_open(int(process.read_line(30.0)))
+    try:
+        assert select.select([grandchild], [], [], 30.0)[0], "it lives on"
+    finally:
+        os.close(grandchild)
 
 
 @pytest.mark.parametrize("ending", ["data: [DONE]\n\n", 'data: {"error": "lost"}\n\n', ""])

@@ -14,6 +14,7 @@ from engine.generate import generate
 from engine.kernels import cpu_build
 from engine.kernels.cpu_library import load_native
 from engine.kernels.cpu_linear import TileLinear, pack_for_tiles
+from engine.kernels.kv_codes import layers_of, quantize
 from engine.layers.linear import Linear
 from engine.sequence import ScheduledSequence, Sequence
 from engine.shared_weights import linears
@@ -21,10 +22,17 @@ from penstock.config import EngineConfig
 from penstock.types import RequestId, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 96}),
-    "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+# Family, its config, the engine's. Pages of 16 tokens are read by tiles, of 8 by vectors.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 96}, {}),
+    "qwen3-window": ("qwen3", WINDOW, {}),
+    "llama-tiles": ("llama", {}, {"page_size": 16}),
+    "llama-fp8": ("llama", {}, {"page_size": 16, "kv_dtype": "fp8"}),
+    "llama-int8": ("llama", {}, {"page_size": 16, "kv_dtype": "int8"}),
+    "qwen3-window-int8": ("qwen3", WINDOW, {"page_size": 16, "kv_dtype": "int8"}),
+    "llama-fp8-small-pages": ("llama", {}, {"kv_dtype": "fp8"}),
 }
 QUANTIZED = ("int8", "int4", "fp8")  # of "llama-biases", while it is loaded
 native = load_native()
@@ -37,17 +45,24 @@ def noise(*shape: int) -> torch.Tensor:
 
 @pytest.fixture(params=[*CASES, *QUANTIZED])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
-    family, overrides = CASES[request.param if request.param in CASES else "llama-biases"]
+    family, overrides, more = CASES[request.param if request.param in CASES else "llama-biases"]
     folder = make_checkpoint(family, tmp_path, dtype=torch.bfloat16, head_dim=32, **overrides)
     quantization = request.param if request.param in QUANTIZED else "none"
-    settings = {"model": str(folder), "dtype": "bfloat16", "page_size": 8, "num_pages": 64}
+    settings = {"model": str(folder), "dtype": "bfloat16", "page_size": 8, "num_pages": 64, **more}
     engine = Engine.load(EngineConfig.model_validate({**settings, "quantization": quantization}))
     if quantization != "none" and engine.runner.stack is not None:
         layouts = [one.layout for _, one in linears(engine.runner._model)]
         *layers, head = [layout["codes"]["kind"] for layout in layouts]
         assert set(layers) == {quantization}
         assert head == "int8"
-    engine.kv_pages.copy_(noise(*engine.kv_pages.shape))
+    for layer in layers_of(engine.kv_pages, engine.layout):
+        values = noise(*layer.pages.shape)
+        if layer.scales is None:
+            layer.pages.copy_(values)
+            continue
+        codes, scales = quantize(values, layer.pages.dtype)
+        layer.pages.view(torch.uint8).copy_(codes.view(torch.uint8))
+        layer.scales.copy_(scales)
     return engine
 
 
@@ -56,11 +71,11 @@ def mixed_batch(engine: Engine, draws: bool = True) -> Batch:
     work = []
     for start, count, rest in ((9, 1, 0), (64, 1, 0), (0, 3, 0), (20, 37, 0), (5, 18, 4 if draws else 1)):
         tokens = [(7 * start + 3 * place) % VOCAB_SIZE for place in range(start + count + rest)]
-        pages = engine.pool.allocate(-(-len(tokens) // 8))
+        pages = engine.pool.allocate(-(-len(tokens) // engine.layout.page_size))
         sequence = Sequence(RequestId(f"at-{start}"), tokens, len(tokens), SamplingParams(max_tokens=9), b"", pages)
         sequence.num_computed_tokens = start
         work.append(ScheduledSequence(sequence, count))
-    return build_batch(work if draws else work[-1:], 8, torch.device("cpu"))
+    return build_batch(work if draws else work[-1:], engine.layout.page_size, torch.device("cpu"))
 
 
 @needs_tiles

@@ -130,7 +130,7 @@ class NativeAttention(TorchAttention):
             window or 0,
             scale,
             q_TNH.dtype == torch.bfloat16,
-            _CODES[pool_layer.dtype] if scales is not None else 0,
+            kind_of_codes(pool_layer, scales),
             torch.get_num_threads(),
         )
         return out_TNH
@@ -213,6 +213,11 @@ class NativeOps(TorchOps):
 
 def _is_native(x: torch.Tensor) -> bool:
     return x.dtype in _HEAD_DIM_MULTIPLE
+
+
+def kind_of_codes(pool_layer: torch.Tensor, scales: torch.Tensor | None) -> int:
+    """As the kernels number them (`codes.h`); 0 for values as they are."""
+    return _CODES[pool_layer.dtype] if scales is not None else 0
 
 
 def check_pool(pool_layer: torch.Tensor, scales: torch.Tensor | None = None) -> None:

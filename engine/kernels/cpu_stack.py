@@ -1,4 +1,5 @@
-"""All layers of a dense decoder as one call (`engine/kernels/cpu/decoder.cpp`), on CPUs with AMX tiles, in bf16.
+"""All layers of a dense decoder as one call (`engine/kernels/cpu/decoder.cpp`), on CPUs with AMX tiles, over pages of
+bf16 or of codes.
 
 Between the kernels of a layer that are called one by one stand a dozen calls from Python and as many parallel regions:
 for one token they take as long as the products. `make_stack` says whether a model's layers can be had so; where not,
@@ -18,7 +19,7 @@ import torch
 from engine.kernels import AttentionBackend
 from engine.kernels.cpu_library import NativeKernels
 from engine.kernels.cpu_linear import Packed, TileLinear
-from engine.kernels.cpu_native import NativeAttention, check_pool
+from engine.kernels.cpu_native import NativeAttention, check_pool, kind_of_codes
 from engine.kernels.metadata import AttentionMetadata, KvLayer
 
 _HEAD_DIM_MULTIPLE = 32
@@ -44,7 +45,7 @@ class _Step(ctypes.Structure):
         *((name, _POINTER) for name in ("slot_page", "slot_offset", "draw_rows", "next_norm", "drawn")),
         ("page_stride", _LONG),
         *((name, _INT) for name in ("num_tokens", "num_drawn", "num_sequences", "table_width", "page_size")),
-        *((name, _INT) for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate")),
+        *((name, _INT) for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "codes")),
         ("eps", _FLOAT),
         ("scale", _FLOAT),
     )
@@ -86,6 +87,7 @@ class DenseStack:
     ) -> None:
         self._kernels, self._shape, self._final_norm_D = kernels, shape, final_norm_D
         self._kept, self._pool = layers, layer_pools[0].pages
+        self._codes = kind_of_codes(layer_pools[0].pages, layer_pools[0].scales)
         self._layers = (_Layer * len(layers))(*map(_describe, layers, layer_pools))
 
     def forward(
@@ -135,7 +137,7 @@ class DenseStack:
             draw_rows=draw_rows_R.data_ptr(),
             next_norm=self._final_norm_D.data_ptr(),
             drawn=drawn_RD.data_ptr(),
-            page_stride=self._pool.stride(0),
+            page_stride=self._pool.stride(0) * self._pool.element_size(),
             num_tokens=residual_TD.shape[0],
             num_drawn=len(draw_rows_R),
             num_sequences=meta.num_sequences,
@@ -146,6 +148,7 @@ class DenseStack:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             intermediate=self._kept[0].down.num_inputs,
+            codes=self._codes,
             eps=shape.eps,
             scale=shape.scale,
         )
@@ -161,13 +164,13 @@ def make_stack(
     """None where the layers are not all dense and packed for tiles, or attention is to run elsewhere."""
     if layers is None or not isinstance(attention, NativeAttention) or shape.head_dim % _HEAD_DIM_MULTIPLE:
         return None
-    if layer_pools[0].scales is not None or layer_pools[0].pages.dtype != torch.bfloat16:
+    if layer_pools[0].scales is None and layer_pools[0].pages.dtype != torch.bfloat16:
         return None
     return DenseStack(attention.kernels, shape, layers, layer_pools, final_norm_D)
 
 
 def _describe(layer: DenseLayer, kv: KvLayer) -> _Layer:
-    check_pool(kv.pages)
+    check_pool(kv.pages, kv.scales)
     q_norm_H, k_norm_H = layer.qk_norms_H or (None, None)
     return _Layer(
         input_norm=layer.input_norm_D.data_ptr(),

@@ -35,6 +35,7 @@ struct Problem {
   int32_t window;  // 0: none
   float scale;
   bool out_is_tiled;
+  int32_t codes;  // 0, or the pool holds codes: kFp8Kv, kInt8Kv
 };
 
 // An item's queries, and its rows: those of every head of the group, to a multiple of a tile's side.
@@ -355,6 +356,26 @@ std::vector<Item> list_items(const Problem& problem, int queries_per_item) {
         items.push_back({b, k, first, std::min(queries_per_item, num_queries - first)});
   }
   return items;
+}
+
+template <class T, class Codes>
+inline void attend_over(const Problem& problem, const std::vector<Item>& items, int num_threads) {
+  crew::share(num_threads, items.size(), [&](crew::Pieces& pieces) {
+    const int rows = rows_of_item(problem.num_heads / problem.num_kv_heads);
+    Scratch scratch(rows, problem.head_dim / T::kPerWord, problem.head_dim);
+    Attention<T, Codes> attention(problem, scratch);
+    for (int i; pieces.take(i);) attention.run(items[i]);
+  });
+}
+
+// For what T does not have tiles for, or pages of the wrong size.
+template <class T>
+inline void attend_by_vectors(const Problem& problem, const std::vector<Item>& items, int num_threads) {
+  switch (problem.codes) {
+    case kFp8Kv: return attend_over<T, Fp8Codes>(problem, items, num_threads);
+    case kInt8Kv: return attend_over<T, Int8Codes>(problem, items, num_threads);
+    default: return attend_over<T, Plain>(problem, items, num_threads);
+  }
 }
 
 }  // namespace

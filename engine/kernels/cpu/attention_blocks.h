@@ -11,15 +11,19 @@ constexpr float kUnseen = -INFINITY;  // score of a key that a row does not see
 
 struct TileBlocks {
   static constexpr int kSide = tiles::kSide, kParts = kBlock / kSide;
+  // Parts of 16 tokens each. Of a quantized pool keys and values are codes, which attention_codes.h makes bf16 of.
   struct Place {
-    const uint16_t *keys[kParts], *values[kParts];  // of 16 tokens each
+    const uint16_t *keys[kParts], *values[kParts];
+    const float *key_scales[kParts], *value_scales[kParts];
   };
 
   const Problem& problem;
   const int head_dim, group, depth;
+  const int line_values;  // that a cache line of the pool holds
 
   explicit TileBlocks(const Problem& p)
-      : problem(p), head_dim(p.head_dim), group(p.num_heads / p.num_kv_heads), depth(p.head_dim / 32) {}
+      : problem(p), head_dim(p.head_dim), group(p.num_heads / p.num_kv_heads), depth(p.head_dim / 32),
+        line_values(p.codes ? 64 : 32) {}
 
   int position_of(const Item& item) const {
     const int num_tokens = problem.query_start[item.sequence + 1] - problem.query_start[item.sequence];
@@ -33,14 +37,18 @@ struct TileBlocks {
   // Parts from `stop` on repeat the last one.
   Place find(const Item& item, int first, int stop) const {
     const int32_t* pages = problem.page_table + int64_t(item.sequence) * problem.table_width;
-    const int64_t to_value = int64_t(problem.num_kv_heads) * problem.page_size * head_dim;
+    const int64_t num_rows = int64_t(problem.num_kv_heads) * problem.page_size;
+    const int64_t row_bytes = int64_t(head_dim) * (problem.codes ? 1 : 2);
     Place place;
     for (int part = 0; part < kParts; ++part) {
       const int key = std::min(first + part * kSide, (stop - 1) / kSide * kSide);
       const int64_t page = pages[key / problem.page_size], token = key % problem.page_size;
-      place.keys[part] = reinterpret_cast<const uint16_t*>(static_cast<const char*>(problem.pool) + page * problem.page_stride) +
-                         (int64_t(item.kv_head) * problem.page_size + token) * head_dim;
-      place.values[part] = place.keys[part] + to_value;
+      const char* const layer = static_cast<const char*>(problem.pool) + page * problem.page_stride;
+      const int64_t row = int64_t(item.kv_head) * problem.page_size + token;
+      place.keys[part] = reinterpret_cast<const uint16_t*>(layer + row * row_bytes);
+      place.values[part] = reinterpret_cast<const uint16_t*>(layer + (num_rows + row) * row_bytes);
+      place.key_scales[part] = reinterpret_cast<const float*>(layer + 2 * num_rows * row_bytes) + row;
+      place.value_scales[part] = place.key_scales[part] + num_rows;
     }
     return place;
   }
@@ -54,10 +62,17 @@ struct TileBlocks {
 
   void ask_for(const Place& place) const {
     for (int part = 0; part < kParts; ++part)
-      for (int i = 0; i < kSide * head_dim; i += 32) {
+      for (int i = 0; i < kSide * head_dim / line_values * 32; i += 32) {
         __builtin_prefetch(place.keys[part] + i);
         __builtin_prefetch(place.values[part] + i);
       }
+    if (problem.codes) ask_for_scales(place);
+  }
+  static void ask_for_scales(const Place& place) {
+    for (int part = 0; part < kParts; ++part) {
+      __builtin_prefetch(place.key_scales[part]);
+      __builtin_prefetch(place.value_scales[part]);
+    }
   }
 
   // Tile loads do not tell the compiler what they read: what was written for them is in memory after this.

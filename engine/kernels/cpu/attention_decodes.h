@@ -7,7 +7,7 @@
 // (0, weight) for the odd ones.
 #pragma once
 
-#include "attention_blocks.h"
+#include "attention_codes.h"
 
 #if defined(PENSTOCK_TILES)
 namespace {
@@ -18,7 +18,7 @@ class DecodeAttention {
 
   explicit DecodeAttention(const TileBlocks& blocks)
       : blocks(blocks), problem(blocks.problem), head_dim(blocks.head_dim), group(blocks.group), depth(blocks.depth),
-        queries(kSide * head_dim / 2), totals(kMostRows * head_dim), last_values(2 * kSide * head_dim) {}
+        lines_of_step(2 * kTile / blocks.line_values), coded(blocks), queries(kSide * head_dim / 2), totals(kMostRows * head_dim), last_values(2 * kSide * head_dim) {}
 
   // Tiles are configured for 16 rows. `next` is what is likely to be computed after it, or null.
   void run(const Item& item, const Item* next) {
@@ -33,9 +33,13 @@ class DecodeAttention {
       ahead = here;
       if (key + kBlock < stop) ahead = blocks.find(item, key + kBlock, stop);
       else if (next) ahead = blocks.find(*next, blocks.first_key(*next), blocks.position_of(*next) + next->num_queries);
+      if (problem.codes) {
+        TileBlocks::ask_for_scales(ahead);
+        here = coded.decode(here, stop - key);
+      }
       score(here, ahead);
       turn(rows);
-      for (int row = 0; row < rows; ++row) weigh(row, key, first_position + row / group);
+      for (int row = 0; row < rows; ++row) weigh(row, key, first_position + row / group, here);
       if (stop - key < kBlock) hide_unseen(here, stop - key);
       gather(here, rows, ahead);
     }
@@ -49,6 +53,8 @@ class DecodeAttention {
   const TileBlocks& blocks;
   const Problem& problem;
   const int head_dim, group, depth;
+  const int lines_of_step;  // of a part's keys or values, for each tile of them
+  CodedBlock coded;
   Lines<uint32_t> queries;      // [depth][16 words][16 rows]
   Lines<float> totals;          // [depth][kMostRows][even values, odd values][16]
   Lines<uint16_t> last_values;  // [2][16][H], the second half 0
@@ -61,8 +67,9 @@ class DecodeAttention {
 
   // The lines of tile `step` of 16 keys or values, counted in the order in which they stand. To L2: on the way to L1
   // they would hold up what is read there.
-  static void ask_for(const uint16_t* from, int step) {
-    for (int i = 0; i < 2 * kTile; i += 32) __builtin_prefetch(from + step * 2 * kTile + i, 0, 2);
+  void ask_for(const uint16_t* from, int step) const {
+    from += step * lines_of_step * 32;
+    for (int line = 0; line < lines_of_step; ++line) __builtin_prefetch(from + line * 32, 0, 2);
   }
 
   // All four parts at once: a product waits for none of another part.
@@ -128,13 +135,14 @@ class DecodeAttention {
   float* total_of(int step, int row) { return totals.data() + (step * kMostRows + row) * 2 * kSide; }
 
   // Scores of one row to weights against the highest score so far; what was gathered before is scaled to match.
-  void weigh(int row, int first_key, int position) {
+  void weigh(int row, int first_key, int position, const Place& place) {
     const int lowest = problem.window ? position - problem.window + 1 : 0;
     const bool is_whole = first_key >= lowest && first_key + kBlock <= position + 1;
     const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Floats scores[kParts], best = splat(kUnseen);
     for (int part = 0; part < kParts; ++part) {
       scores[part] = load<Floats>(by_row + row * kBlock + part * kSide);
+      if (problem.codes) scores[part] *= load<Floats>(place.key_scales[part]);
       if (!is_whole) {
         const Ints key = lane + (first_key + part * kSide);
         scores[part] = ((key >= lowest) & (key <= position)) ? scores[part] : splat(kUnseen);
@@ -145,9 +153,10 @@ class DecodeAttention {
     const float now = std::max(before, largest(best) * factor);
     Floats total{};
     for (int part = 0; part < kParts; ++part) {
-      const Floats weight =
+      Floats weight =
           (Floats)TileBlocks::weight_of((__m512)scores[part], _mm512_set1_ps(factor), _mm512_set1_ps(now));
       total += weight;
+      if (problem.codes) weight *= load<Floats>(place.value_scales[part]);
       const Words low = __builtin_convertvector(narrow(weight), Words);
       uint32_t* to = weights[part] + row * 2 * kSide;
       store(to, low);

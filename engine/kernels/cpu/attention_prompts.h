@@ -6,7 +6,7 @@
 // score and the sum of a row need no step across lanes.
 #pragma once
 
-#include "attention_blocks.h"
+#include "attention_codes.h"
 
 #if defined(PENSTOCK_TILES)
 namespace {
@@ -15,7 +15,7 @@ class PromptAttention {
  public:
   // For items of up to `rows` rows.
   PromptAttention(const TileBlocks& blocks, int rows)
-      : blocks(blocks), problem(blocks.problem), head_dim(blocks.head_dim), group(blocks.group),
+      : blocks(blocks), problem(blocks.problem), head_dim(blocks.head_dim), group(blocks.group), coded(blocks),
         most_rows((rows + kSide - 1) / kSide * kSide), queries(most_rows * head_dim / 2),
         values(kBlock / 2 * head_dim), totals(most_rows * head_dim), sums(most_rows * kSide), highest(most_rows) {}
 
@@ -28,8 +28,9 @@ class PromptAttention {
     std::fill_n(highest.begin(), strips * kSide, kNothingSeen);
     std::fill_n(sums.begin(), strips * kSide * kSide, 0.0f);
     for (int key = blocks.first_key(item); key < stop; key += kBlock) {
-      const TileBlocks::Place here = blocks.find(item, key, stop);
+      here = blocks.find(item, key, stop);
       blocks.ask_for_next(item, key, stop, next);
+      if (problem.codes) here = coded.decode(here, stop - key);
       weave(here, stop - key);
       int strip = std::max(0, key - first_position) * group / kSide;  // the first that sees any of these keys
       score(here, strip);
@@ -50,6 +51,8 @@ class PromptAttention {
   const TileBlocks& blocks;
   const Problem& problem;
   const int head_dim, group, most_rows;
+  CodedBlock coded;
+  TileBlocks::Place here;   // the block under way
   Lines<uint32_t> queries;  // [strip][depth][16 words][16 rows]
   Lines<uint32_t> values;   // [32 keys][16 values][16 values][16 pairs of keys]
   Lines<float> totals;      // [strip][H][16 rows]
@@ -86,23 +89,29 @@ class PromptAttention {
     const int first = first_position + strip * kSide / group;
     const int last = first_position + std::min(rows - 1, strip * kSide + kSide - 1) / group;
     const bool is_whole = first_key + kBlock <= first + 1 && (!problem.window || first_key > last - problem.window);
-    if (is_whole) return weigh<true>(strip, first_key, Ints{});
-    Ints position;
+    Ints position{};
+    if (is_whole && problem.codes) return weigh<true, true>(strip, first_key, position);
+    if (is_whole) return weigh<true, false>(strip, first_key, position);
     for (int lane = 0; lane < kSide; ++lane)
       position[lane] = first_position + std::min(rows - 1, strip * kSide + lane) / group;
-    weigh<false>(strip, first_key, position);
+    if (problem.codes) weigh<false, true>(strip, first_key, position);
+    else weigh<false, false>(strip, first_key, position);
   }
 
   // Scores to weights against each row's highest score so far; what was gathered before is scaled to match.
-  template <bool kIsWhole> void weigh(int strip, int first_key, Ints position) {
+  template <bool kIsWhole, bool kIsCoded> void weigh(int strip, int first_key, Ints position) {
     const float* from = scores[strip % 2];
     const __m512 factor = _mm512_set1_ps(blocks.score_factor());
     const Ints lowest = problem.window ? position - (problem.window - 1) : Ints{};
     const auto score_of = [&](int key) {
-      const __m512 score = _mm512_load_ps(from + key * kSide);
+      __m512 score = _mm512_load_ps(from + key * kSide);
+      if (kIsCoded) score = _mm512_mul_ps(score, _mm512_set1_ps(here.key_scales[0][key]));
       if (kIsWhole) return score;
       const Ints at = Ints{} + (first_key + key);
       return (__m512)(((at >= lowest) & (at <= position)) ? (Floats)score : splat(kUnseen));
+    };
+    const auto weighed = [&](__m512 weight, int key) {
+      return (Floats)(kIsCoded ? _mm512_mul_ps(weight, _mm512_set1_ps(here.value_scales[0][key])) : weight);
     };
     __m512 best[4];
     for (int i = 0; i < 4; ++i) best[i] = score_of(i);
@@ -120,7 +129,8 @@ class PromptAttention {
         const __m512 first = TileBlocks::weight_of(score_of(part + key), factor, now);
         const __m512 second = TileBlocks::weight_of(score_of(part + kSide + key), factor, now);
         total = _mm512_add_ps(_mm512_add_ps(total, first), second);
-        store(to + (part / 2 + key) * kSide, linear::rounded_pairs((Floats)first, (Floats)second));
+        store(to + (part / 2 + key) * kSide,
+              linear::rounded_pairs(weighed(first, part + key), weighed(second, part + kSide + key)));
       }
       _mm512_store_ps(sum + key * kSide, _mm512_fmadd_ps(_mm512_load_ps(sum + key * kSide), fade, total));
     }

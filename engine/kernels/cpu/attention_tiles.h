@@ -57,7 +57,7 @@ struct TileAttention {
 
 namespace {
 
-// The items of `problem` for bf16 pages, and their computation.
+// The items of `problem` for bf16 rows, and their computation.
 inline std::vector<Item> list_items_of_bf16(const Problem& problem, int num_threads) {
   const int group = problem.num_heads / problem.num_kv_heads;
   if (!TileAttention::fits(problem)) return list_items(problem, queries_of_item(group));
@@ -67,16 +67,11 @@ inline std::vector<Item> list_items_of_bf16(const Problem& problem, int num_thre
 }
 
 inline void attend_in_bf16(const Problem& problem, const std::vector<Item>& items, int num_threads) {
+  if (!TileAttention::fits(problem)) return attend_by_vectors<BFloat16>(problem, items, num_threads);
   const int count = items.size();
   crew::share(num_threads, count, [&](crew::Pieces& pieces) {
-    if (TileAttention::fits(problem)) {
-      TileAttention attention(problem);
-      for (int i; pieces.take(i);) attention.run(items[i], i + 1 < count ? &items[i + 1] : nullptr);  // likely next
-      return;
-    }
-    Scratch scratch(rows_of_item(problem.num_heads / problem.num_kv_heads), problem.head_dim / 2, problem.head_dim);
-    Attention<BFloat16, Plain> attention(problem, scratch);
-    for (int i; pieces.take(i);) attention.run(items[i]);
+    TileAttention attention(problem);
+    for (int i; pieces.take(i);) attention.run(items[i], i + 1 < count ? &items[i + 1] : nullptr);  // likely next
   });
 }
 

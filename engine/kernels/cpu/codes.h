@@ -7,6 +7,7 @@
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 typedef int8_t SignedBytes __attribute__((vector_size(16)));
 
+constexpr int kFp8Kv = 1, kInt8Kv = 2;  // kinds of codes, as engine/kernels/cpu_native.py numbers them
 constexpr float kSmallestPeak = 1e-30f;
 
 // Values as they are: of the model's own dtype.
@@ -70,6 +71,14 @@ template <class C, class S> inline float encode_row(uint8_t* to, const S* row, i
     std::memcpy(to + i, &codes, std::min(kLanes, width - i));
   }
   return peak < kSmallestPeak ? 0.0f : peak / C::kLargest;
+}
+
+// K and V of one token's head to a page's layer of `num_rows` rows each, codes and then scales.
+template <class C, class S>
+inline void encode_token(uint8_t* layer, const S* k, const S* v, int64_t row, int64_t num_rows, int head_dim) {
+  float* scales = reinterpret_cast<float*>(layer + 2 * num_rows * head_dim);
+  scales[row] = encode_row<C>(layer + row * head_dim, k, head_dim);
+  scales[num_rows + row] = encode_row<C>(layer + (num_rows + row) * head_dim, v, head_dim);
 }
 
 // `width` codes, a multiple of 16, as values of T without their scale and `kDecodedBy`; exact.

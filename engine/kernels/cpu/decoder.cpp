@@ -1,4 +1,4 @@
-// All layers of a dense decoder in one call: bf16, packed weights, AMX tiles. Twin: the same layers operation by
+// All layers of a dense decoder in one call: bf16, packed weights, AMX tiles, pages of bf16 or of codes. Twin: the same layers operation by
 // operation (engine/models/decoder.py), whose roundings are kept.
 //
 // One thread goes through the operations, and others share the pieces of each (crew.h). What an operation leaves for a
@@ -18,7 +18,7 @@ using linear::kSide;
 struct Layer {
   const uint16_t *input_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
   linear::Packed qkv, out, gate_up, down;
-  const uint16_t* pool;  // this layer of the pool's first page
+  void* pool;      // this layer of the pool's first page
   int64_t window;        // 0: none
 };
 
@@ -31,9 +31,10 @@ struct Step {
   const int64_t* draw_rows;   // rising
   const uint16_t* next_norm;  // the norm after the last of these layers
   uint16_t* drawn;            // [R, D]: residual of the rows that draw, normalised by `next_norm`
-  int64_t page_stride;
+  int64_t page_stride;        // bytes
   int32_t num_tokens, num_drawn, num_sequences, table_width, page_size;
   int32_t hidden, num_heads, num_kv_heads, head_dim, intermediate;
+  int32_t codes;  // as in attention.h
   float eps, scale;
 };
 
@@ -163,7 +164,6 @@ class Decoder {
   void place_tokens(const Layer& layer) const {
     constexpr int kTokens = 4;
     const int head_dim = step.head_dim, num_heads = step.num_heads, num_kv_heads = step.num_kv_heads;
-    const int64_t to_value = int64_t(num_kv_heads) * step.page_size * head_dim;
     for_rows(kTokens, [&](int64_t t) {
       uint16_t* const token = between.qkv + t * layer.qkv.outputs;
       const float* cosine = step.cos_sin + t * head_dim;
@@ -172,19 +172,30 @@ class Decoder {
         if (layer.q_norm) normalise(at, at, head < num_heads ? layer.q_norm : layer.k_norm, head_dim, step.eps);
         rotate(at, at, cosine, head_dim / 2);
       }
-      uint16_t* slot = const_cast<uint16_t*>(layer.pool) + step.slot_page[t] * step.page_stride + step.slot_offset[t] * head_dim;
-      for (int head = 0; head < num_kv_heads; ++head, slot += int64_t(step.page_size) * head_dim) {
-        std::memcpy(slot, token + (num_heads + head) * head_dim, head_dim * 2);
-        std::memcpy(slot + to_value, token + (num_heads + num_kv_heads + head) * head_dim, head_dim * 2);
-      }
+      for (int head = 0; head < num_kv_heads; ++head)
+        write_head(static_cast<uint8_t*>(layer.pool) + step.slot_page[t] * step.page_stride,
+                   token + (num_heads + head) * head_dim, token + (num_heads + num_kv_heads + head) * head_dim,
+                   int64_t(head) * step.page_size + step.slot_offset[t]);
     });
+  }
+
+  // K and V of a token's head to a row of a page.
+  void write_head(uint8_t* page, const uint16_t* k, const uint16_t* v, int64_t row) const {
+    const int64_t num_rows = int64_t(step.num_kv_heads) * step.page_size, row_bytes = step.head_dim * 2;
+    switch (step.codes) {
+      case kFp8Kv: return encode_token<Fp8Codes>(page, k, v, row, num_rows, step.head_dim);
+      case kInt8Kv: return encode_token<Int8Codes>(page, k, v, row, num_rows, step.head_dim);
+      default:
+        std::memcpy(page + row * row_bytes, k, row_bytes);
+        std::memcpy(page + (num_rows + row) * row_bytes, v, row_bytes);
+    }
   }
 
   void attend(const Layer& layer) const {
     const Problem problem{between.qkv, layer.pool,        between.mixed, step.page_table,
-                          step.query_start,  step.context_lens, layer.qkv.outputs,   step.page_stride * 2,
+                          step.query_start,  step.context_lens, layer.qkv.outputs,   step.page_stride,
                           step.num_sequences, step.table_width, step.num_heads,      step.num_kv_heads,
-                          step.page_size,    step.head_dim,     int32_t(layer.window), step.scale, true};
+                          step.page_size,    step.head_dim,     int32_t(layer.window), step.scale, true, step.codes};
     attend_in_bf16(problem, items, num_threads);
   }
 

@@ -74,7 +74,7 @@ extern "C" void penstock_write_kv(
 }
 
 // Of a quantized pool: codes, and behind the layer's codes their scales. Strides: `page_stride` in bytes, k's and v's in
-// values. `codes`: 1: fp8, 2: int8.
+// values. `codes`: kFp8Kv or kInt8Kv.
 template <class C, class S>
 static void write_codes(
     uint8_t* pool, const S* k, const S* v, const int64_t* slot_page, const int64_t* slot_offset, int64_t tokens,
@@ -82,12 +82,9 @@ static void write_codes(
   const int64_t num_rows = int64_t(num_kv_heads) * page_size;
   for_tokens(n, tokens, int64_t(num_kv_heads) * head_dim, [=](int64_t t) {
     for (int head = 0; head < num_kv_heads; ++head) {
-      uint8_t* page = pool + slot_page[t] * page_stride;
-      float* scales = reinterpret_cast<float*>(page + 2 * num_rows * head_dim);
       const int64_t row = int64_t(head) * page_size + slot_offset[t];
-      scales[row] = encode_row<C>(page + row * head_dim, k + t * k_stride + head * head_dim, head_dim);
-      scales[num_rows + row] =
-          encode_row<C>(page + (num_rows + row) * head_dim, v + t * v_stride + head * head_dim, head_dim);
+      encode_token<C>(pool + slot_page[t] * page_stride, k + t * k_stride + head * head_dim,
+                      v + t * v_stride + head * head_dim, row, num_rows, head_dim);
     }
   });
 }
@@ -105,7 +102,7 @@ extern "C" void penstock_write_kv_codes(
     uint8_t* pool, const void* k, const void* v, const int64_t* slot_page, const int64_t* slot_offset, int64_t tokens,
     int64_t k_stride, int64_t v_stride, int64_t page_stride, int32_t num_kv_heads, int32_t page_size, int32_t head_dim,
     int32_t is_bf16, int32_t codes, int32_t n) {
-  if (codes == 1) {
+  if (codes == kFp8Kv) {
     PENSTOCK_FOR_DTYPE(write_codes<Fp8Codes>(
         pool, (const S*)k, (const S*)v, slot_page, slot_offset, tokens, k_stride, v_stride, page_stride, num_kv_heads,
         page_size, head_dim, n))

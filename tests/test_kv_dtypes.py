@@ -32,7 +32,7 @@ from penstock.page_hash import make_salt
 from penstock.types import PageId, Role, SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
-from tests.test_engine_attention import LENGTHS, define, make_problem, needs_native
+from tests.test_engine_attention import LENGTHS, Problem, define, make_problem, needs_native
 
 SEEDED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, page_size=4, head_dim=8, dtype="bfloat16", model_revision="r")
@@ -122,6 +122,50 @@ def test_native_attends_over_codes_as_defined(
     problem.pool_layer = dequantize(layer.pages, layer.scales, torch.float32)
     tolerance = 1e-5 if dtype == torch.float32 else 1.5e-2
     torch.testing.assert_close(out.double(), define(problem, 0.2, window), atol=tolerance, rtol=tolerance)
+
+
+def quantized_problem(kv_dtype: str, page_size: int, heads: tuple[int, int], fill: int) -> tuple[Problem, KvLayer]:
+    """70 queries at the end of 170 tokens in bf16, in a pool whose other bytes are `fill`."""
+    problem = make_problem([(70, 170)], page_size=page_size, heads=heads, head_dim=64, dtype=torch.bfloat16)
+    layout = replace(LAYOUT, num_kv_heads=heads[1], page_size=page_size, head_dim=64, kv_dtype=kv_dtype)
+    kv_pages, layer = make_layer(layout, problem.pool_layer.shape[0])
+    kv_pages.fill_(fill)
+    assert layer.scales is not None
+    codes, scales = quantize(problem.pool_layer, layer.pages.dtype)
+    for place in range(100):  # what was computed before
+        at = int(problem.meta.page_table_BP[0, place // page_size]), slice(None), slice(None), place % page_size
+        layer.pages.view(torch.uint8)[at], layer.scales[at] = codes.view(torch.uint8)[at], scales[at]
+    attention = NativeAttention(load_native())  # type: ignore[arg-type]
+    attention.write_kv(problem.k_TKH, problem.v_TKH, layer.pages, problem.meta, layer.scales)
+    return problem, layer
+
+
+@needs_native
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("heads", [(9, 3), (8, 2), (32, 2)])
+@pytest.mark.parametrize("kv_dtype", QUANTIZED_KV)
+def test_over_codes_a_token_gets_the_same_bits_in_every_batch(
+    kv_dtype: str, heads: tuple[int, int], window: int | None
+) -> None:
+    """Chunk or decode; and what stands in the pool where nothing has been written is never read, even if no number."""
+    results = []
+    for fill in (0, 0xFF):  # codes and scales that are no numbers
+        problem, layer = quantized_problem(kv_dtype, 16, heads, fill)
+        attention = NativeAttention(load_native())  # type: ignore[arg-type]
+        meta = problem.meta
+        results.append(attention.paged_attention(problem.q_TNH, layer.pages, meta, 0.2, window, scales=layer.scales))
+        last = replace(
+            meta,
+            page_table_BP=meta.page_table_BP.repeat(3, 1),
+            query_start_B1=torch.tensor([0, 1, 2, 3], dtype=torch.int32),
+            context_lens_B=torch.tensor([168, 169, 170], dtype=torch.int32),
+            max_query_len=1,
+            num_decodes=3,
+        )
+        alone = attention.paged_attention(problem.q_TNH[-3:], layer.pages, last, 0.2, window, scales=layer.scales)
+        assert torch.equal(alone, results[0][-3:])
+    assert torch.equal(*results)
+    assert not results[0].isnan().any()
 
 
 @settings(deadline=None, max_examples=60)

@@ -118,8 +118,8 @@ GPU_TESTS := tests/test_engine_on_gpu.py tests/test_engine_kernels.py tests/test
 	tests/test_engine_latent_kernel.py tests/test_engine_grouped_gemm.py tests/test_engine_host_tier.py \
 	tests/test_engine_tier_model.py tests/test_transfer_cuda_ipc.py tests/test_engine_file_readers.py \
 	tests/test_engine_graphs.py
-GPU_TEST_SECONDS ?= 170
-GPU_BENCH_SECONDS ?= 360
+GPU_TEST_SECONDS ?= 150
+GPU_BENCH_SECONDS ?= 350
 GPU_RESULTS ?= benchmarks/results
 
 gpu-check:

@@ -65,8 +65,8 @@ def run(ground: Ground, seconds: float, folder: Path, only: str = "") -> tuple[l
     end_s = time.monotonic() + seconds
     found: list[Row] = []
     problems: list[str] = []
-    name = ground.cuda.get_device_name()
-    workload = f"{name}; 8B and 0.6B are Llama-3.1-8B's and Qwen3-0.6B's sizes, random weights, bf16, page 16"
+    device = f"{ground.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    workload = f"{device}; 8B and 0.6B are Llama-3.1-8B's and Qwen3-0.6B's sizes, random weights, bf16, page 16"
     for section in sections(ground, found):
         if only not in section.name:
             continue

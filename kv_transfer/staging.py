@@ -134,6 +134,8 @@ class Staging:
         self.pages = PageBuffer(rows)
         self._repacker = Repacker(plan, pool, rows)
         self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # beside the engine's
+        if self._stream is not None:  # whatever still writes to memory that is given out again
+            self._stream.wait_stream(torch.cuda.current_stream(pool.device))
         self._free = [PageId(row) for row in range(num_rows)]
         self._on_room = on_room
         self._starved = False

@@ -253,6 +253,19 @@ def test_wrong_tensors_are_refused_by_name() -> None:
         write_kv(q_TNH[:, :2], q_TNH, pool_layer, meta.slot_page_T, meta.slot_offset_T)
 
 
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+def test_small_values_keep_their_precision_in_quantized_pages(stored: torch.dtype) -> None:
+    """Weights times scales of values are multiplied in fp16."""
+    meta = make_meta([1, 9], [40, 30], 16, 8)
+    pool_layer = make_pool_layer(meta, 8, 2, 16, 32).nan_to_num()
+    pool_layer[:, 1] *= 1e-4
+    codes, clean, scales = quantize(pool_layer, stored)
+    q_TNH = torch.randn(10, 4, 32, device=DEVICE) * 0.1
+    found = TritonAttention().paged_attention(q_TNH.bfloat16(), codes, meta, 0.1, None, None, scales).float()
+    exact = TorchAttention().paged_attention(q_TNH.bfloat16().float(), clean.float(), meta, 0.1, None)
+    assert (found - exact).norm() / exact.norm() < 0.01
+
+
 def test_the_triton_backend_is_selected_by_name() -> None:
     assert isinstance(select_backend("triton", DEVICE), TritonAttention)
     assert isinstance(select_backend("auto", torch.device("cuda")), TritonAttention)

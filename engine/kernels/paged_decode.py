@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attend import Scores, attend
+from engine.kernels.attend import LIFT, Scores, attend
 from engine.kernels.checks import check_index, check_queries
 from engine.kernels.dot_type import dot_type
 from engine.kernels.join_splits import PER_STEP, Partials, choose_splits, join_splits, split_of
@@ -180,7 +180,7 @@ def _decode_kernel(
     )  # fmt: skip
 
     divisor_G = tl.where(sum_G > 0, sum_G, 1.0)
-    o_GH = o_GH / divisor_G[:, None]
+    o_GH = o_GH / (divisor_G * LIFT if HAS_SCALES else divisor_G)[:, None]
     if SPLIT:
         tl.store(partial_lse_ptr + row_G, max_G + tl.log2(divisor_G), mask=in_group_G)
         tl.store(partial_o_ptr + row_G[:, None] * HEAD_DIM + dim_H[None, :], o_GH, mask=mask_GH)

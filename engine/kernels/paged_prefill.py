@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.attend import Scores, attend
+from engine.kernels.attend import LIFT, Scores, attend
 from engine.kernels.checks import check_index, check_queries
 from engine.kernels.dot_type import dot_type
 from engine.kernels.join_splits import PER_STEP, Partials, choose_splits, join_splits, split_of
@@ -218,7 +218,7 @@ def _prefill_kernel(
     )  # fmt: skip
 
     divisor_R = tl.where(sum_R > 0, sum_R, 1.0)
-    o_RH = o_RH / divisor_R[:, None]
+    o_RH = o_RH / (divisor_R * LIFT if HAS_SCALES else divisor_R)[:, None]
     if SPLIT:
         place_R = (token_R * (tl.num_programs(1) // num_splits * GROUPS) + head_R) * num_splits + split
         tl.store(partial_lse_ptr + place_R, max_R + tl.log2(divisor_R), mask=is_row_R)

@@ -3,9 +3,9 @@
 Scheduling, laying out the batch, bringing tokens to the host, finish checks, page hashing and sharing, dealing tokens
 out, and the router's frames to their last byte. Sequences in the middle of their text, as many as the batch, with
 contexts from 512 on and ends at different times: those that end are followed by others, as in a worker that is always
-full. With and without the prefix cache, in turns; nothing is ever found in it, so what it costs is pure loss.
-Colocated, those that follow are prompts, which are computed in chunks beside the others. What a prefill worker's step
-costs is in `benchmarks.steps_prefill`.
+full, and so is its prefix cache: a page is evicted for each that is taken. With and without the prefix cache, in
+turns; nothing is ever found in it, so what it costs is pure loss. Colocated, those that follow are prompts, which are
+computed in chunks beside the others. What a prefill worker's step costs is in `benchmarks.steps_prefill`.
 
 Microseconds of the thread's own CPU time, the median of some hundred steps: on a busy machine the clock would count
 others.
@@ -39,6 +39,7 @@ from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence
 from penstock.config import DecodeConfig
 from penstock.kv_events import KvEventLog
+from penstock.page_hash import hash_pages
 from penstock.types import RequestId, SamplingParams
 
 PAGE_SIZE = 16
@@ -56,10 +57,16 @@ class NullEngine:
     def __init__(self, batch: int, prefix_caching: bool) -> None:
         self.layout = SimpleNamespace(page_size=PAGE_SIZE, page_bytes=1)
         self.model = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({2}), context_length=8192)
-        self.pool = PagePool(2 * batch * (CONTEXT + OUTPUT_TOKENS) // PAGE_SIZE)
+        self.pool = PagePool((batch * 9 // 8 + 4) * (CONTEXT + OUTPUT_TOKENS) // PAGE_SIZE)
         self.prefix_cache = PrefixCache(self.pool, PAGE_SIZE, KvEventLog(), prefix_caching)
         self._token_ids = torch.arange(batch) + 1000
         self._valid = torch.ones(batch, dtype=torch.bool)
+
+    def fill_cache(self) -> None:
+        """With pages that nobody wants."""
+        pages = self.pool.allocate(self.pool.num_free)
+        self.prefix_cache.insert(hash_pages(range(len(pages)), 1, b"salt"), pages)
+        self.pool.release(pages)
 
     def compute(self, step: LaidOutStep) -> Drawn:
         count = len(step.host.drawing)
@@ -126,6 +133,8 @@ class Bench:
             sequence.pages = self.engine.pool.allocate(-(-length // PAGE_SIZE))
             sequence.token_ids.append(5)
             self.worker.scheduler.join(sequence, length)
+        if not self._frames:
+            self.engine.fill_cache()
 
     def step(self) -> list[float]:
         clock = time.thread_time

@@ -113,13 +113,13 @@ def encode_run(stream_ids: np.ndarray, token_ids: np.ndarray) -> bytes:
     all of them are written at once.
     """
     form = _run_form(_varint_bytes(int(stream_ids.max())), _varint_bytes(int(token_ids.max())))
-    numbers = np.empty((len(stream_ids), len(form.shifts)), np.uint64)  # a column for each byte
-    numbers[:, form.streams], numbers[:, form.tokens] = stream_ids[:, None], token_ids[:, None]
+    numbers = np.empty((len(form.shifts), len(stream_ids)), form.shifts.dtype)  # a row for each byte
+    numbers[form.streams], numbers[form.tokens] = stream_ids, token_ids
     numbers >>= form.shifts
-    rows = numbers.astype(np.uint8)
-    rows &= form.mask
-    rows |= form.bits
-    return rows.tobytes()
+    columns = numbers.astype(np.uint8)
+    columns &= form.mask
+    columns |= form.bits
+    return columns.T.tobytes()
 
 
 def _varint_bytes(number: int) -> int:
@@ -131,9 +131,9 @@ class _RunForm(NamedTuple):
 
     streams: slice
     tokens: slice
-    shifts: np.ndarray  # uint64
-    mask: np.ndarray  # uint8
-    bits: np.ndarray  # uint8
+    shifts: np.ndarray  # [bytes, 1], as wide as the numbers need
+    mask: np.ndarray  # uint8 [bytes, 1]
+    bits: np.ndarray  # uint8 [bytes, 1]
 
 
 @functools.lru_cache(maxsize=64)
@@ -142,13 +142,14 @@ def _run_form(num_stream_bytes: int, num_token_bytes: int) -> _RunForm:
     head = [_tag(worker_pb2.StepFrame, "deltas"), size, _tag(worker_pb2.StepDelta, "stream_id")]
     middle = [_tag(worker_pb2.StepDelta, "token_ids"), num_token_bytes]
     streams, tokens = slice(0, 3 + num_stream_bytes), slice(3 + num_stream_bytes, size + 2)
-    shifts, mask, bits = np.zeros(size + 2, np.uint64), np.zeros(size + 2, np.uint8), np.zeros(size + 2, np.uint8)
+    dtype = np.uint32 if max(num_stream_bytes, num_token_bytes) <= 4 else np.uint64
+    shifts, mask, bits = (np.zeros((size + 2, 1), kind) for kind in (dtype, np.uint8, np.uint8))
     for first, constant, num_bytes in ((0, head, num_stream_bytes), (streams.stop, middle, num_token_bytes)):
         start = first + len(constant)
-        bits[first:start] = constant
+        bits[first:start, 0] = constant
         bits[start : start + num_bytes - 1] = 0x80  # more follows
         mask[start : start + num_bytes] = 0x7F
-        shifts[start : start + num_bytes] = np.arange(num_bytes) * 7
+        shifts[start : start + num_bytes, 0] = np.arange(num_bytes) * 7
     return _RunForm(streams, tokens, shifts, mask, bits)
 
 

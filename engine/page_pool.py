@@ -128,15 +128,16 @@ class PagePool:
         Pages become evictable last page first, so that of a chain released together the leaf is the older.
         """
         self._check_pages("release", pages)
+        refs, cached, fences, evictable = self._refs, self._cached, self._fences, self._evictable
         for page in pages:
-            if self._refs[page] == 0:
+            if refs[page] == 0:
                 raise PageMisuse(f"release: page {page} is {self.state(page)} and has no reference")
         freed: list[PageId] = []
         for page in reversed(pages):
-            self._refs[page] -= 1
-            if self._refs[page] == 0 and page not in self._fences:
-                if self._cached[page]:
-                    self._evictable[page] = None
+            refs[page] -= 1
+            if refs[page] == 0 and page not in fences:
+                if cached[page]:
+                    evictable[page] = None
                 else:
                     freed.append(page)
         self._set_free(freed)

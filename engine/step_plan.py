@@ -44,7 +44,7 @@ class StepPlan(Seq[ScheduledSequence], Generic[LaunchedT]):
     def __init__(self, rows: LaunchedT, chunks: list[ScheduledSequence]) -> None:
         self.rows = rows
         self.chunks = chunks
-        self._items = rows.items + chunks
+        self._items = rows.items + chunks if chunks else rows.items
         self.num_tokens = len(rows.items) + sum(chunk.num_tokens for chunk in chunks)
         # Over the tokens to compute, the sum of those before each.
         self.num_contexts = rows.num_contexts + sum(chunk.num_contexts for chunk in chunks)

@@ -41,6 +41,7 @@ class NullEngine:
         self.pool = PagePool(NUM_PAGES)
         self.prefix_cache = PrefixCache(self.pool, PAGE_SIZE, KvEventLog())
         self.saturating_tokens = STEP_TOKENS
+        self.runs_ahead = False
 
     def step(self, work: Seq[ScheduledSequence]) -> StepOutput:
         lay_out(work, PAGE_SIZE)

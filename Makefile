@@ -114,7 +114,7 @@ bench-transfer: setup
 
 # With whatever python3 has: torch, triton, and the few packages that engine/ and penstock/ import (docs/gpu-check.md).
 # Ten minutes in all. The benchmarks run also where a test fails, and keep what they have wherever they end.
-GPU_TESTS := tests/test_engine_on_gpu.py tests/test_engine_kernels.py tests/test_engine_ops_kernels.py tests/test_engine_sample_kernel.py \
+GPU_TESTS := tests/test_engine_on_gpu.py tests/test_engine_large_pools.py tests/test_engine_kernels.py tests/test_engine_ops_kernels.py tests/test_engine_sample_kernel.py \
 	tests/test_engine_latent_kernel.py tests/test_engine_grouped_gemm.py tests/test_engine_host_tier.py \
 	tests/test_engine_tier_model.py tests/test_transfer_cuda_ipc.py tests/test_engine_file_readers.py \
 	tests/test_engine_graphs.py

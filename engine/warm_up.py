@@ -8,6 +8,7 @@ kept on disk (TRITON_CACHE_DIR, ~/.triton/cache), where the next start finds the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,6 +16,8 @@ import numpy as np
 from engine.batch import HostBatch
 from engine.kernels.metadata import MAX_SPLITS, MIN_SPLIT_TOKENS
 from penstock.types import PageId, SamplingParams
+
+log = logging.getLogger(__name__)
 
 # A draw of each kind: the likeliest, plain, and with both filters.
 SAMPLINGS = (
@@ -28,14 +31,17 @@ def warm_up_batches(page: PageId, page_size: int, max_context: int, most_tokens:
     """`page` is scratch; no step has more than `most_tokens` tokens, no sequence more than `max_context`. Where nothing
     is compiled, with `most_tokens` 0, a short prompt and a decode are enough."""
     contexts = contexts_up_to(max_context) if most_tokens else [1]
-    for context in contexts:
-        yield _batch(page, page_size, 1, 1, context)
+    kinds = [(1, 1, context) for context in contexts]  # sequences, tokens of each, their context
     num_tokens = 2
     while num_tokens <= max(most_tokens, 2):
         length = min(num_tokens, max_context)
         for context in dict.fromkeys((length, max(length, contexts[-1]))):
-            yield _batch(page, page_size, num_tokens // length, length, context)
+            kinds.append((num_tokens // length, length, context))
         num_tokens *= 2
+    for done, kind in enumerate(kinds):
+        if done and done % 8 == 0:
+            log.info("kernels of %d of %d kinds of step are there", done, len(kinds))
+        yield _batch(page, page_size, *kind)
 
 
 def contexts_up_to(max_context: int) -> list[int]:

@@ -157,96 +157,70 @@ inline void add_up_inputs(const Packed& weight, const uint16_t* strips, int coun
     }
 }
 
-// What a block of rows and two panels come to, group by group.
-struct Totals {
-  alignas(64) float values[kBlock * kBlock];  // by row: of the first panel, of the second
-  alignas(64) float sums[kBlock * kBlock];    // of one group, not scaled yet
-
-  // Adds group `group` of panels p and p + apart for `count` rows, whose inputs' sums are `of_inputs` (or null).
-  template <int C>
-  void add(const Packed& weight, int p, int apart, int group, int count, const float* of_inputs) {
-    const int groups = num_groups(weight);
-    __m512 scales[C], zeros[C];
-    for (int c = 0; c < C; ++c) {
-      const int64_t place = ((p + int64_t(c) * apart) * groups + group) * kSide;
-      scales[c] = _mm512_loadu_ps(weight.scales + place);
-      zeros[c] = weight.zeros ? _mm512_loadu_ps(weight.zeros + place) : _mm512_setzero_ps();
-    }
-    for (int r = 0; r < count; ++r)
-      for (int c = 0; c < C; ++c) {
-        const int at = r * kBlock + c * kSide;
-        __m512 sum = _mm512_load_ps(sums + at);
-        if (of_inputs) sum = _mm512_fnmadd_ps(zeros[c], _mm512_set1_ps(of_inputs[r * groups + group]), sum);
-        const __m512 total = group ? _mm512_load_ps(values + at) : _mm512_setzero_ps();
-        _mm512_store_ps(values + at, _mm512_fmadd_ps(sum, scales[c], total));
-      }
-  }
-};
-
-// A block of up to 16 R rows times C panels. Tiles 0-3: sums, 4-5: strips, 6-7: panels.
-template <int R, int C, class Values>
-inline void multiply_codes(Decoded<Values>& decoded, Totals& totals, const Packed& weight, int p, int apart,
-                           const uint16_t* strips, int count, const float* of_inputs, int block, int num_blocks) {
-  const int steps = weight.inputs / kDepth;
-  int until_decode = block, until_group = weight.tiles_in_group, group = 0, slot = decoded.slot_of(p);
-  for (int i = 0; i < steps; ++i) {
-    if (until_decode-- == 0) {
-      decoded.decode_next();
-      until_decode = num_blocks - 1;
-    }
-    if (until_group == weight.tiles_in_group) {
-      _tile_zero(0);
-      if (C > 1) _tile_zero(1);
-      if (R > 1) _tile_zero(2);
-      if (R > 1 && C > 1) _tile_zero(3);
-    }
+// out[16 R, 16 C], 32 floats a row, = strips @ the next `steps` tiles; `beside` is called at each of them. `strips` are
+// `all_steps` tiles long. Tiles 0-3: sums, 4-5: strips, 6-7: panels.
+template <int R, int C, class Values, class Beside>
+inline void multiply_decoded(float* out, const uint16_t* strips, int all_steps, int steps,
+                             const Decoded<Values>& decoded, int& slot, const Beside& beside) {
+  _tile_zero(0);
+  if (C > 1) _tile_zero(1);
+  if (R > 1) _tile_zero(2);
+  if (R > 1 && C > 1) _tile_zero(3);
+  for (int i = 0; i < steps; ++i, strips += kTile) {
+    beside();
     const uint16_t* tile = decoded.tile(slot);
     slot = decoded.after(slot);
     _tile_loadd(6, tile, 64);
-    _tile_loadd(4, strips + i * kTile, 64);
+    _tile_stream_loadd(4, strips, 64);
     _tile_dpbf16ps(0, 4, 6);
     if (C > 1) {
       _tile_loadd(7, tile + kTile, 64);
       _tile_dpbf16ps(1, 4, 7);
     }
     if (R > 1) {
-      _tile_loadd(5, strips + (steps + i) * kTile, 64);
+      _tile_stream_loadd(5, strips + int64_t(all_steps) * kTile, 64);
       _tile_dpbf16ps(2, 5, 6);
       if (C > 1) _tile_dpbf16ps(3, 5, 7);
     }
-    if (--until_group && i + 1 < steps) continue;
-    _tile_stored(0, totals.sums, kBlock * 4);
-    if (C > 1) _tile_stored(1, totals.sums + kSide, kBlock * 4);
-    if (R > 1) _tile_stored(2, totals.sums + kSide * kBlock, kBlock * 4);
-    if (R > 1 && C > 1) _tile_stored(3, totals.sums + kSide * kBlock + kSide, kBlock * 4);
-    totals.add<C>(weight, p, apart, group++, count, of_inputs);
-    until_group = weight.tiles_in_group;
   }
+  _tile_stored(0, out, kBlock * 4);
+  if (C > 1) _tile_stored(1, out + kSide, kBlock * 4);
+  if (R > 1) _tile_stored(2, out + kSide * kBlock, kBlock * 4);
+  if (R > 1 && C > 1) _tile_stored(3, out + kSide * kBlock + kSide, kBlock * 4);
 }
 
-// As `Blocks` of linear.h, of a quantized weight and up to `count` rows.
+// As `Blocks` of linear.h, of a quantized weight and up to `count` rows. What a group adds to a block is scaled while the
+// tiles multiply the next one, a few rows at each of their steps.
 template <class Values, class Finish> class CodedBlocks {
  public:
   CodedBlocks(const Packed& weight, const uint16_t* strips, int count, int apart, const Finish& finish)
-      : values(weight.kind), weight(weight), strips(strips), finish(finish), apart(apart), groups(num_groups(weight)) {
+      : values(weight.kind), weight(weight), strips(strips), finish(finish), apart(apart),
+        steps(weight.inputs / kDepth), groups(num_groups(weight)) {
     if (!weight.zeros) return;
-    if (of_inputs().size() < size_t(count) * groups) of_inputs().resize(size_t(count) * groups);
-    add_up_inputs(weight, strips, count, of_inputs().data());
+    static thread_local std::vector<float> kept;  // to get memory anew takes longer than a small product
+    if (kept.size() < size_t(count) * groups) kept.resize(size_t(count) * groups);
+    of_inputs = kept.data();
+    add_up_inputs(weight, strips, count, of_inputs);
   }
+  ~CodedBlocks() { scale_rows(kBlock); }
 
   // Rows [start, stop), of which all but the last block are whole, by panels [from, to).
   void run(int start, int stop, int from, int to) {
-    const int steps = weight.inputs / kDepth, num_blocks = (stop - start + kBlock - 1) / kBlock;
+    const int num_blocks = (stop - start + kBlock - 1) / kBlock;
     const bool is_few = num_blocks == 1;
     const int capacity = is_few ? kRing : 2 * steps;
-    if (!is_few && room().size() < size_t(2) * capacity * kTile) room().resize(size_t(2) * capacity * kTile);
-    Decoded<Values> decoded(values, weight, from, to, apart, capacity, is_few ? ring : room().data());
+    static thread_local Lines<uint16_t> kept;
+    if (!is_few && kept.size() < size_t(2) * capacity * kTile) kept.resize(size_t(2) * capacity * kTile);
+    Decoded<Values> decoded(values, weight, from, to, apart, capacity, is_few ? ring : kept.data());
     for (int i = 0; i < (is_few ? kLead : steps); ++i) decoded.decode_next();
     for (int p = from; p < to; p += apart == 1 ? 2 : 1)
       for (int block = 0; block < num_blocks; ++block) {
-        const int row = start + block * kBlock;
-        if (stop - row > kSide) multiply<2>(decoded, p, row, std::min(kBlock, stop - row), block, num_blocks);
-        else multiply<1>(decoded, p, row, stop - row, block, num_blocks);
+        const int row = start + block * kBlock, rows = std::min(kBlock, stop - row);
+        if (rows > kSide)
+          if (decoded.is_pair(p)) multiply<2, 2>(decoded, p, row, rows, block, num_blocks);
+          else multiply<2, 1>(decoded, p, row, rows, block, num_blocks);
+        else if (decoded.is_pair(p)) multiply<1, 2>(decoded, p, row, rows, block, num_blocks);
+        else multiply<1, 1>(decoded, p, row, rows, block, num_blocks);
       }
   }
 
@@ -255,31 +229,72 @@ template <class Values, class Finish> class CodedBlocks {
   const Packed& weight;
   const uint16_t* const strips;
   const Finish& finish;
-  const int apart, groups;
-  Totals totals;
+  const int apart, steps, groups;
+  float* of_inputs = nullptr;  // sums of each row's inputs by group, where there are zero points
+  // What is to be scaled: of a group, and where its scales and zero points are.
+  const float *next_sums = nullptr, *next_scales[2], *next_zeros[2], *next_of_inputs;
+  float* next_totals = totals;
+  int next_row = 0, rows_left = 0, next_panel = 0;
+  bool next_is_pair = false, is_first = false, is_last = false;
+  int which = 0;
+  alignas(64) float sums[2][kBlock * kBlock];
+  alignas(64) float totals[kBlock * kBlock];  // of the groups so far
   alignas(64) uint16_t ring[2 * kRing * kTile];
 
-  template <int R>
-  void multiply(Decoded<Values>& decoded, int p, int row, int count, int block, int num_blocks) {
-    const uint16_t* const these = strips + int64_t(row) * weight.inputs;
-    const float* const sums = weight.zeros ? of_inputs().data() + int64_t(row) * groups : nullptr;
-    const bool is_pair = decoded.is_pair(p);
-    if (is_pair) multiply_codes<R, 2>(decoded, totals, weight, p, apart, these, count, sums, block, num_blocks);
-    else multiply_codes<R, 1>(decoded, totals, weight, p, apart, these, count, sums, block, num_blocks);
-    for (int r = 0; r < count; ++r) {
-      const float* const total = totals.values + r * kBlock;
-      finish(row + r, p, load<Floats>(total), is_pair, load<Floats>(total + kSide));
+  // One block, in which the share `block` of `num_blocks` of the panels after these is decoded.
+  template <int R, int C>
+  void multiply(Decoded<Values>& decoded, int p, int row, int rows, int block, int num_blocks) {
+    int until_decode = block, slot = decoded.slot_of(p);
+    for (int group = 0, step = 0; group < groups; ++group, step += weight.tiles_in_group) {
+      const int depth = std::min(weight.tiles_in_group, steps - step), rows_a_step = groups > 1 ? kBlock : (kBlock + depth - 1) / depth;
+      float* const to_sums = sums[which ^= 1];
+      multiply_decoded<R, C>(to_sums, strips + int64_t(row) * weight.inputs + step * kTile, steps, depth, decoded, slot,
+                             [&] {
+                               if (until_decode-- == 0) {
+                                 decoded.decode_next();
+                                 until_decode = num_blocks - 1;
+                               }
+                               scale_rows(rows_a_step);
+                             });
+      for (int c = 0; c < C; ++c) {
+        const int64_t place = ((p + int64_t(c) * apart) * groups + group) * kSide;
+        next_scales[c] = weight.scales + place, next_zeros[c] = weight.zeros + place;
+      }
+      next_sums = to_sums, next_totals = totals, next_of_inputs = of_inputs + int64_t(row) * groups + group;
+      next_row = row, rows_left = rows, next_panel = p, next_is_pair = C > 1;
+      is_first = group == 0, is_last = group + 1 == groups;
     }
   }
 
-  // Kept: to get so much memory anew takes longer than a product.
-  static std::vector<float>& of_inputs() {
-    static thread_local std::vector<float> sums;
-    return sums;
+  void scale_rows(int most) {
+    if (!rows_left) return;
+    if (next_is_pair) scale<2>(std::min(rows_left, most));
+    else scale<1>(std::min(rows_left, most));
   }
-  static Lines<uint16_t>& room() {
-    static thread_local Lines<uint16_t> panels;
-    return panels;
+
+  template <int C> void scale(int count) {
+    __m512 scales[C], zeros[C];
+    for (int c = 0; c < C; ++c) {
+      scales[c] = _mm512_loadu_ps(next_scales[c]);
+      zeros[c] = of_inputs ? _mm512_loadu_ps(next_zeros[c]) : _mm512_setzero_ps();
+    }
+    const float *from = next_sums, *inputs = next_of_inputs;
+    float* so_far = next_totals;
+    const bool has_zeros = of_inputs, is_new = is_first, ends = is_last;
+    const int row = next_row, panel = next_panel, apart_in_inputs = groups;
+    for (int r = 0; r < count; ++r, from += kBlock, so_far += kBlock, inputs += apart_in_inputs) {
+      __m512 total[C];
+      for (int c = 0; c < C; ++c) {
+        __m512 sum = _mm512_load_ps(from + c * kSide);
+        if (has_zeros) sum = _mm512_fnmadd_ps(zeros[c], _mm512_set1_ps(*inputs), sum);
+        const __m512 before = is_new ? _mm512_setzero_ps() : _mm512_load_ps(so_far + c * kSide);
+        total[c] = _mm512_fmadd_ps(sum, scales[c], before);
+        if (!ends) _mm512_store_ps(so_far + c * kSide, total[c]);
+      }
+      if (ends) finish(row + r, panel, (Floats)total[0], C > 1, (Floats)total[C - 1]);
+    }
+    next_sums = from, next_of_inputs = inputs, next_totals = so_far;
+    next_row = row + count, rows_left -= count;
   }
 };
 #endif

@@ -1,0 +1,93 @@
+"""Products with quantized weights on a CPU, beside the packed bf16 weight and beside what memory can give.
+
+Two settings: a stack of 4096 x 4096 products that no cache holds, as the layers of a model stand there, and one that stays
+in the last cache. In a round each kind goes through the stack once, one after the other; a figure is the median of the
+rounds, a ratio the median of the rounds' ratios, so that work beside it on the machine weighs on both alike. The floor
+is the kind's bytes at the rate at which this run's threads read the bf16 stack.
+`python -m benchmarks.quantized_cpu [--threads N]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.report import Row, publish
+from engine.kernels.cpu_linear import TileLinear, pack_for_tiles
+from engine.layers.quantized import Kind, quantize_weight
+
+_WIDTH = 4096
+_NUM_LAYERS = 20  # 671 MB in bf16
+_ROWS = (1, 16, 64, 256)
+_KINDS: tuple[Kind, ...] = ("int8", "int4", "fp8")
+
+
+def stacks(num_layers: int) -> dict[str, list[TileLinear]]:
+    weight = torch.randn(_WIDTH, _WIDTH)
+    made = {"bf16": [pack_for_tiles(weight.bfloat16(), None) for _ in range(num_layers)]}
+    for kind in _KINDS:
+        quantized = quantize_weight(weight, kind)
+        made[kind] = [pack_for_tiles(quantized, None) for _ in range(num_layers)]
+    found = {kind: [one for one in layers if one is not None] for kind, layers in made.items()}
+    if any(len(layers) < num_layers for layers in found.values()):
+        raise SystemExit("this benchmark needs a CPU with AMX tiles, and a C++ compiler")
+    return found
+
+
+def once(layers: Sequence[TileLinear], x: torch.Tensor) -> float:
+    """Seconds a product."""
+    began_s = time.perf_counter()
+    for layer in layers:
+        layer(x)
+    return (time.perf_counter() - began_s) / len(layers)
+
+
+def read_rate(layers: Sequence[TileLinear]) -> float:
+    """Bytes a second, the best of a few reads by all threads."""
+    took_s = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        for layer in layers:
+            layer.packed.view(torch.int64).sum()
+        took_s.append(time.perf_counter() - began_s)
+    return sum(layer.num_bytes for layer in layers) / min(took_s)
+
+
+def measure(name: str, num_layers: int, num_rounds: int) -> list[Row]:
+    of_kind = stacks(num_layers)
+    rate = read_rate(of_kind["bf16"])
+    rows = [Row(f"{name}: memory, read", rate / 1e9, "GB/s")]
+    for num_rows in _ROWS:
+        x = torch.randn(num_rows, _WIDTH).bfloat16()
+        took: dict[str, list[float]] = {kind: [] for kind in of_kind}
+        for _ in range(num_rounds + 1):
+            for kind, layers in of_kind.items():
+                took[kind].append(once(layers, x))
+        for kind in _KINDS:  # of what is read with bf16 beside it the first round is not counted
+            ms = statistics.median(took[kind][1:]) * 1e3
+            ratio = statistics.median(a / b for a, b in zip(took[kind][1:], took["bf16"][1:], strict=True))
+            floor_ms = of_kind[kind][0].num_bytes / rate * 1e3
+            rows.append(Row(f"{name}: {kind}, {num_rows} rows", ms, "ms", "packed bf16, paired", ms / ratio))
+            rows.append(Row(f"{name}: {kind}, {num_rows} rows", ms, "ms", "its bytes, read", floor_ms))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rows = measure("stack beyond the caches", _NUM_LAYERS, arguments.rounds)
+    rows += measure("one product in cache", 1, 5 * arguments.rounds)
+    publish(
+        "quantized_cpu", f"{_WIDTH} x {_WIDTH}, {arguments.threads} threads, {arguments.rounds} rounds in turns", rows
+    )
+
+
+if __name__ == "__main__":
+    main()

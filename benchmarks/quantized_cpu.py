@@ -1,7 +1,7 @@
 """Products with quantized weights on a CPU, beside the packed bf16 weight and beside what memory can give.
 
-Two settings: a stack of 4096 x 4096 products that no cache holds, as the layers of a model stand there, and one that stays
-in the last cache. In a round each kind goes through the stack once, one after the other; a figure is the median of the
+Two settings: a stack of 4096 x 4096 products that no cache holds, as the layers of a large model, and one that stays in
+the last cache. In a round each kind goes through the stack once, one after the other; a figure is the median of the
 rounds, a ratio the median of the rounds' ratios, so that work beside it on the machine weighs on both alike. The floor
 is the kind's bytes at the rate at which this run's threads read the bf16 stack.
 `python -m benchmarks.quantized_cpu [--threads N]`

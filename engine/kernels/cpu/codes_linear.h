@@ -246,7 +246,8 @@ template <class Values, class Finish> class CodedBlocks {
   void multiply(Decoded<Values>& decoded, int p, int row, int rows, int block, int num_blocks) {
     int until_decode = block, slot = decoded.slot_of(p);
     for (int group = 0, step = 0; group < groups; ++group, step += weight.tiles_in_group) {
-      const int depth = std::min(weight.tiles_in_group, steps - step), rows_a_step = groups > 1 ? kBlock : (kBlock + depth - 1) / depth;
+      const int depth = std::min(weight.tiles_in_group, steps - step);
+      const int rows_a_step = groups > 1 ? kBlock : (kBlock + depth - 1) / depth;
       float* const to_sums = sums[which ^= 1];
       multiply_decoded<R, C>(to_sums, strips + int64_t(row) * weight.inputs + step * kTile, steps, depth, decoded, slot,
                              [&] {

@@ -1,5 +1,4 @@
-// Attention on AMX tiles of items of more than one strip of rows, as prompts have. Bits are those of attention_tiles.h,
-// the time is less than half.
+// Attention on AMX tiles of items of more rows than attention_decodes.h takes, as prompts have. Bits are the same there.
 //
 // A vector holds one key and 16 rows throughout: the scores as K times Q gives them, weights, and totals, which are the
 // product of V turned around and the weights. So nothing is turned around but V, once for all strips, and the highest

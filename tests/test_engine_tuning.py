@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 
 from engine.engine import Engine
 from engine.generate import generate
 from engine.kernels import tuning
+from engine.kernels.sizes import cdiv, next_power_of_2
 from engine.kernels.tuning import KernelConfig, save_tuned, select_config
 from penstock.config import EngineConfig
 from penstock.types import SamplingParams
@@ -50,6 +52,13 @@ def test_a_file_that_makes_no_sense_is_named_and_left_alone(
     file.write_text(text)
     assert select("heads of 128") == DEFAULT
     assert f"{file} cannot be used" in caplog.text
+
+
+def test_sizes_are_those_that_triton_reckons() -> None:
+    for number in (1, 2, 3, 4, 5, 31, 32, 33, 4097, 128_256):
+        assert next_power_of_2(number) == triton.next_power_of_2(number)
+        for divisor in (1, 2, 7, 4096):
+            assert cdiv(number, divisor) == triton.cdiv(number, divisor)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])

@@ -78,6 +78,8 @@ def check_index(operation: str, name: str, index: torch.Tensor, dtype: torch.dty
     """Dense along its last dimension; a `-1` in `shape` is any size."""
     if index.dtype != dtype or (index.numel() and index.stride(-1) != 1):
         raise ValueError(f"{operation}: {name} is {index.dtype} with strides {index.stride()}; expected {dtype}, dense")
+    if index.shape == shape:
+        return
     fits = len(index.shape) == len(shape) and all(
         want in (-1, have) for have, want in zip(index.shape, shape, strict=True)
     )

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.checks import check_page_rows
+from engine.kernels.sizes import cdiv
 from engine.upload import PageList, upload_pages
 
 _BLOCK_WORDS = 2048  # 16 KiB of 8-byte words for 128 threads: eight loads of 16 bytes each; not tuned
@@ -31,7 +32,7 @@ def copy_pages(to: torch.Tensor, source: torch.Tensor, to_pages: PageList, sourc
     num_words = source.shape[1]
     to_P, source_P = (upload_pages(pages, source.device) for pages in (to_pages, source_pages))
     with torch.cuda.device_of(source):
-        _copy_kernel[(len(to_pages), triton.cdiv(num_words, _BLOCK_WORDS))](
+        _copy_kernel[(len(to_pages), cdiv(num_words, _BLOCK_WORDS))](
             to, source, to_P, source_P, to.shape[0], source.shape[0], num_words, BLOCK=_BLOCK_WORDS, num_warps=4
         )
 

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from engine.kernels.checks import check_index
 from engine.kernels.dot_type import dot_type
+from engine.kernels.sizes import cdiv, next_power_of_2
 
 _WIDTHS = (16, 32, 64, 128)  # rows of a tile; 16 is the least that tensor cores take
 
@@ -47,10 +48,10 @@ def grouped_gemm(
     # Each expert with rows leaves at most one tile that is not full.
     max_tiles = (num_rows + min(num_experts, num_rows) * (tile_m - 1)) // tile_m
     tile_n = 64 if tile_m == _WIDTHS[0] else 128
-    _gemm_kernel[(max_tiles, triton.cdiv(width_out, tile_n))](
+    _gemm_kernel[(max_tiles, cdiv(width_out, tile_n))](
         x_RI, weight_EOI, start_E1, x_RI if rows_X is None else rows_X, out_XO,
         x_RI.stride(0), weight_EOI.stride(0), weight_EOI.stride(1), out_XO.stride(0),
-        NUM_EXPERTS=num_experts, EXPERTS_PADDED=triton.next_power_of_2(num_experts),
+        NUM_EXPERTS=num_experts, EXPERTS_PADDED=next_power_of_2(num_experts),
         WIDTH_IN=width_in, WIDTH_OUT=width_out, GATHER=rows_X is not None,
         TILE_M=tile_m, TILE_N=tile_n, TILE_K=32 if x_RI.dtype == torch.float32 else 64,
         DOT_TYPE=dot_type(x_RI.dtype), num_warps=8 if tile_m == _WIDTHS[-1] else 4, num_stages=3,

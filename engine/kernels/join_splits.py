@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.metadata import MAX_SPLITS, MIN_SPLIT_TOKENS
+from engine.kernels.sizes import next_power_of_2
 
 _SHARED_BYTES = 227 * 1024  # of a Hopper's multiprocessor, for programs
 _MAX_RESIDENT = 4  # programs of four warps each that registers have room for
@@ -68,7 +69,7 @@ def join_splits(partials: Partials, o_TNH: torch.Tensor) -> None:
     """Write what the partials are together into `o_TNH`, last stride 1; zeros where no split has a token."""
     num_tokens, num_heads, head_dim = o_TNH.shape
     num_splits = partials.lse_TNX.shape[2]
-    padded, splits_padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(num_splits)
+    padded, splits_padded = next_power_of_2(head_dim), next_power_of_2(num_splits)
     _join_kernel[(num_tokens, num_heads)](
         partials.o_TNXH, partials.lse_TNX, o_TNH, o_TNH.stride(0), o_TNH.stride(1), num_splits,
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_DIM_PADDED=padded,

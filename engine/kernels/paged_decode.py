@@ -24,6 +24,7 @@ from engine.kernels.checks import check_index, check_queries
 from engine.kernels.dot_type import dot_type
 from engine.kernels.join_splits import PER_STEP, Partials, choose_splits, join_splits, split_of
 from engine.kernels.metadata import MIN_SPLIT_TOKENS
+from engine.kernels.sizes import next_power_of_2
 from engine.kernels.tuning import KernelConfig, select_config
 
 _TILE_BYTES = 16384  # of K, and as many of V
@@ -62,7 +63,7 @@ def paged_decode(
         return
     groups = num_heads // num_kv_heads
     config = config or _select(q_BNH, pool_layer, groups)
-    padded = max(16, triton.next_power_of_2(head_dim))
+    padded = max(16, next_power_of_2(head_dim))
     reach = max_context_len if window is None else min(window, max_context_len)
     tile_bytes = 2 * ((config.num_stages - 1) // 2) * config.tile * padded * pool_layer.element_size()
     splits = num_splits or choose_splits(num_sequences * num_kv_heads, reach, tile_bytes, q_BNH.device)
@@ -105,10 +106,10 @@ def _select(q_BNH: torch.Tensor, pool_layer: torch.Tensor, groups: int) -> Kerne
 
 def default_config(pool_layer: torch.Tensor, groups: int) -> KernelConfig:
     """16 rows are the least that a tensor core takes."""
-    row_bytes = triton.next_power_of_2(pool_layer.shape[4]) * pool_layer.element_size()
+    row_bytes = next_power_of_2(pool_layer.shape[4]) * pool_layer.element_size()
     most = 64 if pool_layer.itemsize > 1 else 32  # of 8-bit values 64 leave registers for two programs, 32 for three
     tile = min(max(_TILE_BYTES // row_bytes, 16), most)
-    return KernelConfig(max(16, triton.next_power_of_2(groups)), tile, num_warps=4, num_stages=_STAGES)
+    return KernelConfig(max(16, next_power_of_2(groups)), tile, num_warps=4, num_stages=_STAGES)
 
 
 @triton.jit(**PER_STEP)

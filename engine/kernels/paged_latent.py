@@ -23,6 +23,7 @@ from engine.kernels.checks import check_index, check_pool_layer, check_scales
 from engine.kernels.dot_type import dot_type
 from engine.kernels.join_splits import PER_STEP, Partials, choose_splits, join_splits, split_of
 from engine.kernels.metadata import MIN_SPLIT_TOKENS
+from engine.kernels.sizes import cdiv, next_power_of_2
 from engine.kernels.tuning import KernelConfig, select_config
 
 _MAX_HALF = 512  # of a vector of 1024: what registers hold of one row's sum
@@ -58,8 +59,8 @@ def paged_latent(
         return
     config = config or _select(q_TNH, pool_layer, max_query_len)
     heads = min(num_heads, config.rows)
-    tiles, blocks = triton.cdiv(max_query_len, config.rows // heads), triton.cdiv(num_heads, heads)
-    padded = triton.next_power_of_2(rank)
+    tiles, blocks = cdiv(max_query_len, config.rows // heads), cdiv(num_heads, heads)
+    padded = next_power_of_2(rank)
     tile_bytes = config.num_stages * config.tile * padded * q_TNH.element_size()
     splits = num_splits or choose_splits(tiles * blocks * num_sequences, max_context_len, tile_bytes, q_TNH.device)
     partials = Partials.empty(o_TNC, splits) if splits > 1 else None
@@ -70,7 +71,7 @@ def paged_latent(
         pool_layer.stride(0), pool_layer.stride(1), pool_layer.stride(3),
         *((0, 0) if scales is None else scales.stride()[:2]), page_table_BP.stride(0), splits,
         NUM_HEADS=num_heads, HEADS=heads, RANK=rank, PART=max(16, padded // 2), ROPE=width - rank,
-        ROPE_PADDED=max(16, triton.next_power_of_2(width - rank)), HALF=half, PAGE_SIZE=page_size, SPLIT=splits > 1,
+        ROPE_PADDED=max(16, next_power_of_2(width - rank)), HALF=half, PAGE_SIZE=page_size, SPLIT=splits > 1,
         MIN_TOKENS=MIN_SPLIT_TOKENS if num_splits is None else config.tile, ROWS=config.rows, TILE=config.tile,
         DOT_TYPE=dot_type(q_TNH.dtype), HAS_SCALES=scales is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
@@ -120,7 +121,7 @@ def _select(q_TNH: torch.Tensor, pool_layer: torch.Tensor, max_query_len: int) -
 def default_config(q: torch.Tensor, pool_layer: torch.Tensor, max_query_len: int) -> KernelConfig:
     """The sum of a row takes 2 KiB of registers, where the rank is 512: 32 rows fit, and with short tiles the 64 that
     a Hopper's own matrix instructions want."""
-    rows = min(max(16, triton.next_power_of_2(q.shape[1] * max_query_len)), 32 if max_query_len == 1 else 64)
+    rows = min(max(16, next_power_of_2(q.shape[1] * max_query_len)), 32 if max_query_len == 1 else 64)
     if q.dtype == torch.float32:
         return KernelConfig(min(rows, 16), 16, num_warps=4, num_stages=2)
     tile = 32 if pool_layer.itemsize > 1 and rows < 64 else 16

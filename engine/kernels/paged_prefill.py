@@ -25,6 +25,7 @@ from engine.kernels.checks import check_index, check_queries
 from engine.kernels.dot_type import dot_type
 from engine.kernels.join_splits import PER_STEP, Partials, choose_splits, join_splits, split_of
 from engine.kernels.metadata import MIN_SPLIT_TOKENS
+from engine.kernels.sizes import cdiv, next_power_of_2
 from engine.kernels.tuning import KernelConfig, select_config
 
 
@@ -63,8 +64,8 @@ def paged_prefill(
         return
     groups = num_heads // num_kv_heads
     config = config or _select(q_TNH, pool_layer, groups, max_query_len)
-    padded = max(16, triton.next_power_of_2(head_dim))
-    tiles = triton.cdiv(max_query_len, config.rows // groups)
+    padded = max(16, next_power_of_2(head_dim))
+    tiles = cdiv(max_query_len, config.rows // groups)
     reach = max_context_len if window is None else min(window + config.rows // groups, max_context_len)
     tile_bytes = padded * (
         config.rows * q_TNH.element_size() + 2 * config.num_stages * config.tile * pool_layer.itemsize
@@ -111,11 +112,11 @@ def _select(q_TNH: torch.Tensor, pool_layer: torch.Tensor, groups: int, max_quer
 
 def default_config(q: torch.Tensor, pool_layer: torch.Tensor, groups: int, max_query_len: int) -> KernelConfig:
     """Rows enough for the longest chunk, up to what two groups of four warps multiply at once on a Hopper."""
-    wanted = max(16, triton.next_power_of_2(max_query_len * groups), triton.next_power_of_2(groups))
+    wanted = max(16, next_power_of_2(max_query_len * groups), next_power_of_2(groups))
     if q.dtype == torch.float32:  # not on tensor cores: registers are short
-        return KernelConfig(min(wanted, max(32, triton.next_power_of_2(groups))), 32, num_warps=4, num_stages=2)
-    rows = min(wanted, max(128, triton.next_power_of_2(groups)))
-    head_dim = triton.next_power_of_2(pool_layer.shape[4])
+        return KernelConfig(min(wanted, max(32, next_power_of_2(groups))), 32, num_warps=4, num_stages=2)
+    rows = min(wanted, max(128, next_power_of_2(groups)))
+    head_dim = next_power_of_2(pool_layer.shape[4])
     tile = 128 if head_dim <= 64 else 64
     if pool_layer.itemsize == 1 and head_dim != 128:  # codes take registers beside what they become
         tile //= 2

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from engine.kernels.dot_type import dot_type
 from engine.kernels.kv_codes import quantize
+from engine.kernels.sizes import cdiv
 from engine.layers.quantized import QuantizedWeight
 
 _WIDTHS = (16, 32, 64, 128)  # rows of a tile; 16 is the least that tensor cores take
@@ -87,7 +88,7 @@ class QuantizedGemm:
         tile_n = 32 if tile_m == _WIDTHS[0] else 64
         bias = self._scales_GO if self._bias_O is None else self._bias_O
         zeros = self._scales_GO if self._zeros_GO is None else self._zeros_GO
-        _gemm_kernel[(triton.cdiv(num_rows, tile_m), triton.cdiv(self._width_out, tile_n))](
+        _gemm_kernel[(cdiv(num_rows, tile_m), cdiv(self._width_out, tile_n))](
             x_TI, self._codes, self._scales_GO, zeros, bias, out_TO, num_rows,
             x_TI.stride(0), self._codes.stride(0), out_TO.stride(0),
             WIDTH_IN=self._width_in, WIDTH_OUT=self._width_out, GROUP=self._group_size,

@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.sizes import cdiv, next_power_of_2
+
 _VALUES = 2048  # of a program, where rows are narrow
 _MAX_WIDTH = 65536  # of a row: registers hold it whole
 
@@ -65,9 +67,9 @@ def _launch(
     num_rows = x.shape[0] * per_token
     if num_rows == 0:
         return
-    padded = triton.next_power_of_2(width)
+    padded = next_power_of_2(width)
     rows = max(1, _VALUES // padded)
-    _norm_kernel[(triton.cdiv(num_rows, rows),)](
+    _norm_kernel[(cdiv(num_rows, rows),)](
         x, residual, weight, out, num_rows, eps, x.stride(0), x.stride(1) if x.dim() == 3 else 0,
         PER_TOKEN=per_token, WIDTH=width, WIDTH_PADDED=padded, ROWS=rows, HAS_RESIDUAL=has_residual,
         num_warps=min(16, max(1, rows * padded // 512)),

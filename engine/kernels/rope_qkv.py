@@ -19,6 +19,7 @@ import triton.language as tl
 
 from engine.kernels.checks import check_index, check_like_pool, check_pool_layer
 from engine.kernels.metadata import QkNorms
+from engine.kernels.sizes import cdiv, next_power_of_2
 
 _VALUES = 2048  # of a program
 
@@ -89,9 +90,9 @@ def _launch(
         return
     q_norm_H, k_norm_H = (x_TXH, x_TXH) if norms is None else (norms.q_H, norms.k_H)
     half = head_dim // 2
-    padded = triton.next_power_of_2(half)
-    heads = max(1, min(_VALUES // (2 * padded), triton.next_power_of_2(num_rows)))
-    _rope_kernel[(num_tokens, triton.cdiv(num_rows, heads))](
+    padded = next_power_of_2(half)
+    heads = max(1, min(_VALUES // (2 * padded), next_power_of_2(num_rows)))
+    _rope_kernel[(num_tokens, cdiv(num_rows, heads))](
         x_TXH, cos_sin_T2H, q_norm_H, k_norm_H, out_TNH, x_TXH if pool_layer is None else pool_layer,
         cos_sin_T2H if slot_page_T is None else slot_page_T, cos_sin_T2H if slot_offset_T is None else slot_offset_T,
         0.0 if norms is None else norms.eps, x_TXH.stride(0), x_TXH.stride(1), out_TNH.stride(0), out_TNH.stride(1),

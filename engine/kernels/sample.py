@@ -23,6 +23,7 @@ import triton.language as tl
 
 from engine.draws import Draws
 from engine.kernels.checks import check_index
+from engine.kernels.sizes import cdiv, next_power_of_2
 
 _CHUNK = 4096
 _BLOCK = 128  # as `engine.distribution` sums them
@@ -38,7 +39,7 @@ def draw_tokens(logits_BV: torch.Tensor, draws: Draws, *, chunk: int = _CHUNK) -
     """
     num_rows, vocab_size = logits_BV.shape
     _check(logits_BV, draws)
-    num_chunks = triton.cdiv(vocab_size, chunk)
+    num_chunks = cdiv(vocab_size, chunk)
     new = logits_BV.new_empty
     tokens_B, totals_B = new(num_rows, dtype=torch.int64), new(num_rows, dtype=torch.float64)
     if num_rows == 0:
@@ -46,7 +47,7 @@ def draw_tokens(logits_BV: torch.Tensor, draws: Draws, *, chunk: int = _CHUNK) -
     peak_BX = new((num_rows, num_chunks), dtype=torch.float32)
     peak_at_BX = new((num_rows, num_chunks), dtype=torch.int32)
     grid = (num_rows, num_chunks)
-    sizes = {"NUM_CHUNKS": num_chunks, "CHUNKS_PADDED": triton.next_power_of_2(num_chunks)}
+    sizes = {"NUM_CHUNKS": num_chunks, "CHUNKS_PADDED": next_power_of_2(num_chunks)}
     _scan_kernel[grid](
         logits_BV, peak_BX, peak_at_BX, logits_BV.stride(0), vocab_size, CHUNK=chunk, **sizes, num_warps=_NUM_WARPS
     )
@@ -86,7 +87,7 @@ def _raise_floor(
             weight_BV, draws.temperature_B, goal_B, floor_B, reach_JBXD, found_JB, num_rows, digit,
             IS_FIRST=digit == 0, IS_LAST=digit == _NUM_DIGITS, NUM_DIGITS=_NUM_DIGITS, DIGIT_BITS=_DIGIT_BITS,
             BY_MASS=by_mass, CHUNK=chunk, BLOCK=_BLOCK,
-            NUM_CHUNKS=num_chunks, CHUNKS_PADDED=triton.next_power_of_2(num_chunks), num_warps=_NUM_WARPS,
+            NUM_CHUNKS=num_chunks, CHUNKS_PADDED=next_power_of_2(num_chunks), num_warps=_NUM_WARPS,
         )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.sizes import cdiv, next_power_of_2
+
 _BLOCK = 1024  # 8 values, 16 bytes of bf16, for each of 128 threads
 
 
@@ -29,8 +31,8 @@ def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     out_TF = torch.empty((num_tokens, width), dtype=gate_up_T2F.dtype, device=gate_up_T2F.device)
     if out_TF.numel() == 0:
         return out_TF
-    block = min(_BLOCK, triton.next_power_of_2(width))
-    _swiglu_kernel[(num_tokens, triton.cdiv(width, block))](
+    block = min(_BLOCK, next_power_of_2(width))
+    _swiglu_kernel[(num_tokens, cdiv(width, block))](
         gate_up_T2F, out_TF, gate_up_T2F.stride(0), width, BLOCK=block, num_warps=4
     )
     return out_TF

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from engine.kernels.checks import check_index, check_like_pool, check_pool_layer
 from engine.kernels.kv_codes import LARGEST, SMALLEST_PEAK
+from engine.kernels.sizes import next_power_of_2
 
 
 def write_kv(
@@ -42,8 +43,8 @@ def write_kv(
     _write_kernel[(num_tokens,)](
         k_TKH, v_TKH, pool_layer, slot_page_T, slot_offset_T,
         k_TKH.stride(0), k_TKH.stride(1), v_TKH.stride(0), v_TKH.stride(1), *pool_layer.stride()[:4],
-        NUM_KV_HEADS=num_kv_heads, HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
-        HEAD_DIM=head_dim, HEAD_DIM_PADDED=triton.next_power_of_2(head_dim), num_warps=4,
+        NUM_KV_HEADS=num_kv_heads, HEADS_PADDED=next_power_of_2(num_kv_heads),
+        HEAD_DIM=head_dim, HEAD_DIM_PADDED=next_power_of_2(head_dim), num_warps=4,
     )  # fmt: skip
 
 
@@ -80,8 +81,8 @@ def write_kv_codes(
     _write_codes_kernel[(num_tokens, 2)](
         k_TKH, v_TKH, codes, scales, slot_page_T, slot_offset_T,
         k_TKH.stride(0), k_TKH.stride(1), v_TKH.stride(0), v_TKH.stride(1), *pool_layer.stride()[:4],
-        *scales.stride()[:3], NUM_KV_HEADS=num_kv_heads, HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
-        HEAD_DIM=head_dim, HEAD_DIM_PADDED=triton.next_power_of_2(head_dim), LARGEST=LARGEST[pool_layer.dtype],
+        *scales.stride()[:3], NUM_KV_HEADS=num_kv_heads, HEADS_PADDED=next_power_of_2(num_kv_heads),
+        HEAD_DIM=head_dim, HEAD_DIM_PADDED=next_power_of_2(head_dim), LARGEST=LARGEST[pool_layer.dtype],
         SMALLEST_PEAK=SMALLEST_PEAK, WHOLE=whole, num_warps=4,
     )  # fmt: skip
 

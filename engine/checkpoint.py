@@ -137,6 +137,13 @@ def checkpoint_revision(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def checkpoint_writes(folder: Path) -> str:
+    """Which weight files of this host these are, and when each was last written: a revision samples their data, and one
+    tensor that was changed may lie between two samples."""
+    found = [file.stat() for file in list_weight_files(folder)]
+    return " ".join(f"{one.st_dev}:{one.st_ino}:{one.st_mtime_ns}" for one in found)
+
+
 def _read_header(file: Path) -> tuple[dict, int]:
     try:
         with file.open("rb") as stream:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILL_TIMEOUT_S = 120.0  # that somebody else may take to fill one before it is done without
+LOOK_TIMEOUT_S = 10.0  # and to look at the processes: it takes milliseconds, unless it is stopped meanwhile
 _MAX_LABEL = 200  # a memfd's name has 249 characters
 _SEALS = sum(getattr(fcntl, f"F_SEAL_{name}", 0) for name in ("SEAL", "SHRINK", "GROW", "WRITE"))
 
@@ -56,12 +57,11 @@ def open_host_file(label: str, lock_path: Path) -> HostFile | None:
                 if found is None:
                     return _create(label)
         except OSError:
-            return None  # a file system without locks, or no memory
+            return None  # a file system without locks, no memory, or somebody who does not let go of the lock
         if _is_finished(found):
             return HostFile(found, is_mine=False)
-        is_over = _wait_unlocked(found)
-        finished = _is_finished(found)
-        if finished:
+        is_over = _lock_within(FILL_TIMEOUT_S, found, fcntl.LOCK_SH)
+        if _is_finished(found):
             return HostFile(found, is_mine=False)
         os.close(found)
         if not is_over:
@@ -70,8 +70,10 @@ def open_host_file(label: str, lock_path: Path) -> HostFile | None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """For a look at the processes. Raises OSError, TimeoutError among them."""
     with path.open("rb") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)  # held for a look at the processes
+        if not _lock_within(LOOK_TIMEOUT_S, stream.fileno(), fcntl.LOCK_EX):
+            raise TimeoutError(f"{path} has been locked for {LOOK_TIMEOUT_S:g} s")
         yield
 
 
@@ -96,7 +98,7 @@ def _find(label: str) -> int | None:
                 with contextlib.suppress(OSError):
                     if os.readlink(path) == link:
                         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                        if _is_finished(fd) or not _try_lock(fd):
+                        if not _try_lock(fd) or _is_finished(fd):  # in this order: it may be finished just now
                             return fd
                         os.close(fd)
     return None
@@ -115,16 +117,21 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _wait_unlocked(fd: int) -> bool:
-    """Until whoever fills it has finished or ended; False where that takes too long. The kernel wakes no waiter of a
-    lock by a deadline, hence a thread."""
+def _lock_within(timeout_s: float, fd: int, kind: int) -> bool:
+    """Until nobody else's lock is in the way; False where that takes too long. Raises OSError where there are no locks.
+    The kernel wakes no waiter of a lock by a deadline, hence a thread."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        pass  # somebody holds it
     over = threading.Event()
-    own = os.dup(fd)
+    own = os.dup(fd)  # of the same lock, which is gone with the last of the two
 
     def wait() -> None:
         with os.fdopen(own, "rb") as stream:
-            fcntl.flock(stream, fcntl.LOCK_SH)
+            fcntl.flock(stream, kind)
         over.set()
 
     threading.Thread(target=wait, name="shared weights", daemon=True).start()
-    return over.wait(FILL_TIMEOUT_S)
+    return over.wait(timeout_s)

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,7 @@ class Ranks:
         self._closing.set()
         for member in self._members:
             member.channel.close()
+            _give_up(member, "the replica is closed")
         if self._watch.is_alive() and threading.current_thread() is not self._watch:
             self._watch.join(self._patience_s)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -217,7 +218,8 @@ class Ranks:
         except (RankLost, RuntimeError) as error:
             deadline_s = time.monotonic() + _EXPLAIN_S
             while self._lost is None and time.monotonic() < deadline_s and not isinstance(error, RankFailure):
-                self._closing.wait(0.01)
+                if self._closing.wait(0.01):
+                    break
             raise RankFailure(self._lost or f"a rank is lost: {error}") from error
 
     # What the others say, and when they no longer do.
@@ -275,9 +277,7 @@ class Ranks:
         log.error("%s; the replica ends", reason)
         for one in self._members:
             self._end(one)
-            for answer in list(one.asked.values()):
-                if not answer.done():
-                    answer.set_exception(RankLost(reason))
+            _give_up(one, reason)
         if on_lost is not None:
             on_lost(RankFailure(reason))
 
@@ -287,3 +287,10 @@ class Ranks:
         if member.channel.peer_pid != os.getpid():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member.channel.peer_pid, signal.SIGKILL)
+
+
+def _give_up(member: _Member, reason: str) -> None:
+    """Whoever waits for an answer of it hears that there will be none. Its channel is closed."""
+    for answer in list(member.asked.values()):
+        with contextlib.suppress(InvalidStateError):  # it has come, or somebody was told
+            answer.set_exception(RankLost(reason))

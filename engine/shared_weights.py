@@ -107,7 +107,10 @@ def load_shared(
             model = _map(file, build_blank)
             return (model, True) if model is not None else (build(), False)
         model = build()
-        _move(file, model)
+        try:
+            _move(file, model)
+        except (OSError, RuntimeError) as error:  # torch says RuntimeError where it cannot map
+            log.warning("no other replica can share these weights, this one keeps its own: %s", error)
         return model, False
     finally:
         file.close()
@@ -124,7 +127,8 @@ def _digest(key: str) -> str:
 
 
 def _move(file: HostFile, model: object) -> None:
-    """Each tensor of the model into the file, one after the other: at most one is there twice."""
+    """Each tensor of the model into the file, one after the other: at most one is there twice. An error leaves the
+    model whole, some of it in the file, which is nobody else's then."""
     entries, offset = [], 0
     for place in places(model):
         blob = packed_blob.describe(place.tensor)

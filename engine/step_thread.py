@@ -53,19 +53,21 @@ class StepThread(Generic[PendingT]):
         is_ahead: bool,
         compute_in_vain: _Job = lambda: None,
     ) -> None:
-        """`on_done` hears, on the step loop, what the step has drawn or why it failed. `is_ahead`: it awaits the step
-        given before it, which `compute` takes; where that has failed, `compute_in_vain` is called. Never blocks."""
+        """`on_done` hears, on the step loop and in the order of steps, what the step has drawn or why it failed.
+        `is_ahead`: it awaits the step given before it, which `compute` takes; where that has failed, `compute_in_vain`
+        is called. Never blocks."""
 
         def run() -> None:
             if is_ahead and self._failed:
                 compute_in_vain()
-                self._post(lambda: on_done(Cancelled("the step before it failed")))
+                self._tell(on_done, Cancelled("the step before it failed"))
                 return
             self._failed = False
             try:
                 pending = self._before = compute(self._before if is_ahead else None)
             except PenstockError as error:
-                self._fail(error, on_done)
+                self._failed = True
+                self._tell(on_done, error)
                 return
             if self._collecting is not None:
                 self._collecting.put(lambda: self._collect(pending, on_done))
@@ -78,9 +80,12 @@ class StepThread(Generic[PendingT]):
         tokens = pending.wait()
         self._post(lambda: on_done(tokens))
 
-    def _fail(self, error: PenstockError, on_done: Callable[[StepTokens | PenstockError], None]) -> None:
-        self._failed = True
-        self._post(lambda: on_done(error))
+    def _tell(self, on_done: Callable[[StepTokens | PenstockError], None], error: PenstockError) -> None:
+        """After what is told of the steps before it, which the device may be computing still."""
+        if self._collecting is not None:
+            self._collecting.put(lambda: self._post(lambda: on_done(error)))
+        else:
+            self._post(lambda: on_done(error))
 
     def drain(self) -> None:
         """Blocks until every step that was given is computed, or the thread has died of one."""

@@ -373,11 +373,34 @@ def test_what_a_step_raises_comes_back_to_the_loop() -> None:
     assert thread.stop()
 
 
+def test_a_step_that_fails_is_not_heard_of_before_one_that_the_device_still_computes() -> None:
+    calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    thread: StepThread[Tokens] = StepThread("test", calls.put, waits=True)
+    outcomes: list[object] = []
+    over, failed = threading.Event(), threading.Event()
+
+    def fail_ahead(before: Tokens | None) -> Tokens:
+        failed.set()
+        raise InternalError("no number")
+
+    thread.start(lambda before: Tokens([7], over), outcomes.append, False)
+    thread.start(fail_ahead, outcomes.append, True)
+    assert failed.wait(60)
+    thread.drain()
+    over.set()
+    for _ in range(2):
+        calls.get(timeout=60)()
+    assert [one.others if isinstance(one, StepTokens) else str(one) for one in outcomes] == [[7], "no number"]
+    assert thread.stop()
+
+
 class Tokens:
-    def __init__(self, tokens: list[int | None]) -> None:
+    def __init__(self, tokens: list[int | None], over: threading.Event | None = None) -> None:
         self.tokens = tokens
+        self._over = over
 
     def wait(self) -> StepTokens:
+        assert self._over is None or self._over.wait(60)
         return StepTokens.known(self.tokens, 0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import shared_weights
+from engine import host_files, shared_weights
 from engine.engine import Engine
 from engine.generate import generate
 from engine.host_files import open_host_file
@@ -186,6 +188,68 @@ def _mine(label: str, lock: Path) -> bool:
         os.close(writable)
     file.close()
     return file.is_mine
+
+
+def test_a_checkpoint_that_was_written_anew_in_its_place_is_another_one_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what its revision samples is the same."""
+    monkeypatch.setattr("engine.checkpoint._SAMPLES", 1)
+    folder = make_checkpoint("llama", tmp_path)
+    before = load(folder, torch.float32, share=True)
+    [file] = folder.glob("*.safetensors")
+    with file.open("r+b") as stream:
+        stream.seek(-64, os.SEEK_END)
+        stream.write(bytes(64))
+    after = load(folder, torch.float32, share=True)
+    assert content(after) == content(load(folder, torch.float32, share=False)) != content(before)
+
+
+def test_weights_that_find_no_room_to_be_shared_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    num_left, write = 5, os.pwrite
+
+    def write_some(fd: int, data: memoryview, offset: int) -> int:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise OSError(errno.ENOSPC, "no space left")
+        return write(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write_some)
+        first = load(folder, torch.bfloat16, share=True)
+    assert num_left < 0
+    second = load(folder, torch.bfloat16, share=True)
+    assert content(first) == content(second) == content(load(folder, torch.bfloat16, share=False))
+
+
+def test_a_file_that_is_finished_while_somebody_looks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, label = tmp_path / "lock", f"penstock-test-looked-at-{os.getpid()}"
+    lock.touch()
+    first = open_host_file(label, lock)
+    assert first is not None
+    os.ftruncate(first.fd, 4096)
+    try_lock = host_files._try_lock
+
+    def finish_first(fd: int) -> bool:
+        if first.is_mine:
+            first.finish()
+            first.is_mine = False
+        return try_lock(fd)
+
+    monkeypatch.setattr(host_files, "_try_lock", finish_first)
+    assert not _mine(label, lock)
+    first.close()
+
+
+def test_nobody_waits_for_ever_for_a_lock_that_another_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    monkeypatch.setattr(host_files, "LOOK_TIMEOUT_S", 0.01)
+    with lock.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert open_host_file(f"penstock-test-locked-{os.getpid()}", lock) is None
 
 
 def test_what_another_program_laid_out_otherwise_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

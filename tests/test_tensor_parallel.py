@@ -29,9 +29,10 @@ from engine.model_config import ModelConfig
 from engine.models.cuts import tensor_cuts
 from engine.models.shapes import tensor_shapes
 from engine.plain_batch import RankedStep, from_plain, to_plain
+from engine.rank_channel import RankChannel, dial
 from engine.rank_process import serve_rank
 from engine.ranked_pages import RankedDiskFile
-from engine.ranks import RankFailure
+from engine.ranks import RankFailure, Ranks
 from engine.sequence import ScheduledSequence, Sequence
 from engine.shard import Shard
 from kv_transfer.rank import extend, launch_ranks
@@ -247,6 +248,23 @@ def test_a_process_gives_the_same_tokens_and_a_frozen_one_ends_the_replica(repli
     with pytest.raises(RankFailure, match=rf"rank 1 of 2 \(process {pid}\) has been silent for 3 s"):
         generate(replica, PROMPT, GREEDY, SALT)
     assert isinstance(told.result(timeout=30), RankFailure)
+
+
+def test_who_waits_for_a_rank_s_answer_hears_that_the_replica_is_closed(tmp_path: Path) -> None:
+    silent: list[RankChannel] = []
+    ranks = Ranks(config(tmp_path, tensor_parallel=2), lambda control, _: silent.append(dial(control)))
+    answers, told = ranks.begin("pool", 4), Future[BaseException]()
+
+    def wait() -> None:
+        try:
+            ranks.wait(answers)
+        except RankFailure as error:
+            told.set_result(error)
+
+    threading.Thread(target=wait, daemon=True).start()
+    ranks.close()
+    assert "the replica is closed" in str(told.result(timeout=30))
+    silent[0].close()
 
 
 def test_a_batch_is_the_same_after_the_way() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint import CONFIG_FILE, checkpoint_revision
+from engine.checkpoint import CONFIG_FILE, checkpoint_revision, checkpoint_writes
 from engine.layers.quantized import Kind
 from engine.model_config import ModelConfig
 from engine.models.cuts import tensor_cuts
@@ -62,7 +62,8 @@ def load_model(
 
     if not share or device.type != "cpu":
         return build(device)
-    key = f"{checkpoint_revision(folder)} {quantization} {dtype} {max_context} {group.shard} {torch.get_num_threads()}"
+    files = f"{checkpoint_revision(folder)} {checkpoint_writes(folder)}"
+    key = f"{files} {quantization} {dtype} {max_context} {group.shard} {torch.get_num_threads()}"
     made, was_there = load_shared(key, folder / CONFIG_FILE, lambda: build(device), lambda: build(torch.device("meta")))
     assert isinstance(made, Decoder)
     if was_there:

@@ -53,7 +53,9 @@ class SequencePages:
         self._num_shared.pop(sequence, None)
 
     def share_full(self, sequence: Sequence) -> None:
-        """Others may find the pages that are computed to their end."""
+        """Others may find the pages that are computed to their end, where there is a cache."""
+        if not self._cache.enabled:
+            return
         num_full = sequence.num_computed_tokens // self._page_size
         num_shared = self._num_shared.get(sequence, 0)
         if num_full > num_shared:
@@ -63,6 +65,8 @@ class SequencePages:
 
     def share_filled(self, sequences: Iterable[Sequence]) -> None:
         """`share_full` of sequences that have just computed a page to its end, all at once."""
+        if not self._cache.enabled:
+            return
         plain: list[Sequence] = []
         for sequence in sequences:
             num_full = sequence.num_computed_tokens // self._page_size

@@ -151,6 +151,26 @@ def test_insert_by_steps_equals_insert_at_once() -> None:
     cache.check_integrity()
 
 
+def test_last_pages_of_many_chains_are_told_at_once_whatever_became_of_their_parents() -> None:
+    pool, cache, events = make(9)
+    chains = [hashes_of(1, 2), hashes_of(3), hashes_of(4, 5), hashes_of(4, 5)]
+    pages = [pool.allocate(len(chain)) for chain in chains]
+    cache.insert(chains[0][:1], pages[0])
+    cache.insert(chains[3][:1], pages[3])
+    before = events.read(1).next_seq
+    cache.insert_last([(chain, mine) for chain, mine in zip(chains[:2], pages, strict=False)])
+    assert [set(event.hashes) for event in events.read(before).events] == [{chains[0][1], chains[1][0]}]
+    assert events.read(1).next_seq == before + 1
+    # The parent of the third is another's page by now, and the fourth has been computed twice.
+    cache.insert_last([(chains[2], pages[2]), (chains[3], pages[3])])
+    assert cache.match(chains[2]) == [pages[3][0], pages[2][1]]
+    # A chain whose head is not cached any more is cached anew from there.
+    cache.clear()
+    cache.insert_last([(chains[0], pages[0]), (chains[1], pages[1])])
+    assert cached_by_events(events) == {*chains[0], *chains[1]}
+    cache.check_integrity()
+
+
 def test_insert_refuses_pages_that_may_not_be_found() -> None:
     pool, cache, events = make(6)
     pages = pool.allocate(3)

@@ -8,7 +8,8 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.page_hash import hash_pages, make_salt
+from penstock.page_hash import hash_next_pages, hash_pages, make_salt
+from penstock.types import PageHash
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 
@@ -19,6 +20,16 @@ def test_known_parents_change_nothing(tokens: list[int], page_size: int, known: 
     whole = hash_pages(tokens, page_size, salt)
     assert len(whole) == len(tokens) // page_size
     assert hash_pages(tokens, page_size, salt, whole[:known]) == whole
+
+
+@given(tokens=TOKENS, page_size=st.integers(1, 20))
+def test_next_pages_of_many_chains_are_each_the_next_of_its_own(tokens: list[int], page_size: int) -> None:
+    count = len(tokens) // page_size
+    salts = [make_salt("revision", tenant=str(number)) for number in range(count)]
+    known = [hash_pages(tokens, page_size, salt) for salt in salts]
+    parents = [chain[number - 1] if number else PageHash(salts[0]) for number, chain in enumerate(known)]
+    wanted = [chain[number] for number, chain in enumerate(known)]
+    assert hash_next_pages(tokens[: count * page_size], page_size, parents) == wanted
 
 
 @given(tokens=st.lists(st.integers(0, 100), min_size=8, max_size=40), changed=st.integers(0, 39))

@@ -21,7 +21,8 @@ class StepUnderWay:
     tokens: Drawn | Known
     started_s: float
     contexts: float  # see `ScheduledSequence.num_contexts`; of all together
-    parked: list[PageId] = field(default_factory=list)  # of those that have ended meanwhile: it may still write them
+    # Of each that has ended meanwhile, and of whom some may share pages: it may still write them.
+    parked: list[list[PageId]] = field(default_factory=list)
 
     def computes(self, sequence: Sequence) -> bool:
         return any(item.sequence is sequence for item in self.work)

@@ -130,7 +130,7 @@ class PrefillWorker:
             return
         del self._by_sequence[job.sequence]
         if self._under_way is not None and self._under_way.computes(job.sequence):
-            self._under_way.parked.extend(job.sequence.pages)
+            self._under_way.parked.append(job.sequence.pages)
         else:
             self._engine.pool.release(job.sequence.pages)
         job.emit(Closed(job.error))
@@ -208,7 +208,8 @@ class PrefillWorker:
             if job is not None and job.error is None and token_id is not None:
                 self._complete(job, SampledToken(token_id, tokens.logprobs.get(places[sequence])), now_s)
                 self._push(job)
-        self._engine.pool.release(step.parked)
+        for pages in step.parked:
+            self._engine.pool.release(pages)
 
     def _compute(self, work: list[ScheduledSequence], ahead: dict[PrefillJob, PushAhead], started_s: float) -> None:
         """A whole step, waited for."""

@@ -274,7 +274,8 @@ class World:
         raise AssertionError(f"not settled: {[s for s in self.received if not self.is_over(s)]}, {self.busy()=}")
 
     def busy(self) -> bool:
-        return bool(self.to_decode or self.sender.links or self.lost_keys or self.transfers.num_open)
+        is_computing = self.prefill._under_way is not None
+        return bool(self.to_decode or self.sender.links or self.lost_keys or self.transfers.num_open or is_computing)
 
     def is_over(self, stream_id: int) -> bool:
         deltas = self.received[stream_id]

@@ -9,13 +9,19 @@ KV.
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
+from typing import Any, cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.sequence import Sequence
 from penstock import wire
-from penstock.types import Epoch, SamplingParams, TransferKey
-from tests.fake_engine import expected_tokens
+from penstock.config import PrefillConfig, TransferConfig
+from penstock.types import Epoch, RequestId, SamplingParams, TransferId, TransferKey
+from prefill_worker.job import PrefillJob
+from prefill_worker.worker import PrefillWorker
+from tests.fake_engine import CONTEXT, FakeEngine, expected_tokens
 from tests.handoff_world import LEASE_S, World
 
 
@@ -119,3 +125,42 @@ def test_a_frozen_decode_worker_gets_no_pages_kept_for_it(seed: int, num_before:
 def test_a_key_survives_the_wire() -> None:
     key = TransferKey("t", Epoch(2**63), Epoch(5))  # type: ignore[arg-type]
     assert wire.transfer_key_from_wire(wire.transfer_key_to_wire(key)) == key
+
+
+class QuietSender:
+    """Stands in for `kv_transfer.group_sender.GroupSender`, towards a receiver with pages of our size."""
+
+    def open(self, key: TransferKey, offer: bytes, lane: object) -> object:
+        return SimpleNamespace(target=SimpleNamespace(page_size=4))
+
+    def abort(self, key: TransferKey) -> None: ...
+
+
+def test_prompts_that_share_pages_may_all_end_while_a_step_computes_them() -> None:
+    engine = FakeEngine(40, 4)
+    engine.runs_ahead = True
+    config = SimpleNamespace(transfer=TransferConfig(), prefill=PrefillConfig(max_batch_tokens=64))
+    worker = PrefillWorker(cast(Any, engine), cast(Any, QuietSender()), cast(Any, config), CONTEXT)
+
+    def submit(number: int) -> TransferKey:
+        key = TransferKey(TransferId(str(number)), Epoch(1), Epoch(2))
+        sequence = Sequence(RequestId(str(number)), list(range(12)), 12, SamplingParams(max_tokens=1), b"salt")
+        worker.submit(PrefillJob(key, sequence, lambda outcome: None, 0.0), b"")
+        return key
+
+    def end(key: TransferKey) -> None:
+        worker.cancel(key)
+        worker.on_sent(key)
+
+    first = submit(1)
+    worker.step()
+    worker.step()
+    end(first)
+    others = [submit(2), submit(3)]  # both begin with its pages
+    worker.step()
+    for key in others:
+        end(key)
+    assert engine.pool.num_available < 40, "the step may still write them"
+    worker.step()
+    assert engine.pool.num_available == 40
+    engine.pool.check_integrity()

@@ -28,6 +28,7 @@ from engine.draws import Draws
 from engine.kernels import join_splits
 from engine.kernels.grouped_gemm import grouped_gemm
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
+from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.quantized_gemm import QuantizedGemm
 from engine.kernels.sample import draw_tokens
 from engine.kernels.triton_backend import TritonAttention, TritonOps
@@ -161,6 +162,11 @@ def _quantized(kind: Kind, num_rows: int) -> None:
     QuantizedGemm(quantize_weight(zeros(256, 1024), kind), None)(zeros(num_rows, 1024))
 
 
+def _rows_in_fp8() -> None:
+    for width in (4096, 14336):
+        quantize_rows(zeros(8, width))
+
+
 def _write_codes(stored: torch.dtype) -> None:
     pool, scales = zeros(4, 3, 2, 8, 16, 128).to(stored)[:, 1], zeros(4, 2, 8, 16, dtype=torch.float32)
     TritonAttention().write_kv(zeros(8, 8, 128), zeros(8, 8, 128), pool, _batch(8, 0, 64), scales)
@@ -192,6 +198,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "int4, many rows": lambda: _quantized("int4", 128),
     "int8, few rows": lambda: _quantized("int8", 1),
     "fp8, many rows": lambda: _quantized("fp8", 128),
+    "rows in fp8": _rows_in_fp8,
     "writes of fp8": lambda: _write_codes(torch.float8_e4m3fn),
     "writes of int8": lambda: _write_codes(torch.int8),
 }

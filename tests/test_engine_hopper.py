@@ -43,7 +43,7 @@ def test_every_launch_fits_a_multiprocessor(compiled: dict[str, list[dict[str, A
     assert kernels >= {
         "_decode_kernel", "_prefill_kernel", "_latent_kernel", "_join_kernel", "_gemm_kernel", "_norm_kernel",
         "_rope_kernel", "_swiglu_kernel", "_scan_kernel", "_weigh_kernel", "_narrow_kernel", "_mass_kernel",
-        "_pick_kernel", "_write_codes_kernel",
+        "_pick_kernel", "_write_codes_kernel", "_rows_kernel",
     }  # fmt: skip
     for name, launches in compiled.items():
         for kernel in launches:

@@ -9,6 +9,7 @@ import torch
 
 from engine.kernels import kv_codes
 from engine.kernels.metadata import KvLayer, QkNorms
+from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.reference import TorchAttention
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.rope_qkv import rope, rope_qkv
@@ -107,9 +108,29 @@ def test_projections_become_quantized_pages(stored: torch.dtype) -> None:
     )  # one step of the codes, where rounding tips
 
 
+@pytest.mark.parametrize("shape", [(3, 64), (2, 1000), (5, 5000)])
+@DTYPES
+def test_rows_in_fp8_are_those_of_torch_to_the_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = noise(shape[0], shape[1] + 3, dtype=dtype)[:, : shape[1]]
+    x[0] *= 1e-3
+    x[-1] = 0
+    codes, scales = quantize_rows(x)
+    wanted_codes, wanted_scales = kv_codes.quantize(x, torch.float8_e4m3fn)
+    assert torch.equal(scales, wanted_scales)
+    assert torch.equal(codes.view(torch.uint8) & 0x7F, wanted_codes.view(torch.uint8) & 0x7F)
+    assert torch.equal(codes.float(), wanted_codes.float())
+    x[1, 7] = float("nan")
+    scales = quantize_rows(x)[1]
+    assert scales[1].isnan()
+    assert scales[0].isfinite()
+    with pytest.raises(ValueError, match="the last dense"):
+        quantize_rows(x.T)
+
+
 def test_nothing_makes_nothing() -> None:
     assert rms_norm(noise(3, 8)[:0], noise(8), 1e-6).shape == (0, 8)
     assert silu_and_mul(noise(3, 8)[:0]).shape == (0, 4)
+    assert quantize_rows(noise(3, 8)[:0])[0].shape == (0, 8)
     assert rope(noise(3, 2, 8)[:0], angles(3, 8)[:0]).shape == (0, 2, 8)
 
 

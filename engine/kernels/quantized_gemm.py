@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.dot_type import dot_type
-from engine.kernels.kv_codes import quantize
+from engine.kernels.quantize_rows import quantize_rows
 from engine.kernels.sizes import cdiv
 from engine.layers.quantized import QuantizedWeight
 
@@ -52,7 +52,7 @@ class Fp8Product:
         self._bias_O = bias_O
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        codes_TI, scales_T = quantize(x_TI, torch.float8_e4m3fn)
+        codes_TI, scales_T = quantize_rows(x_TI)
         out_TO = torch._scaled_mm(
             codes_TI, self._codes_IO, scale_a=scales_T[:, None], scale_b=self._scales_1O, out_dtype=torch.bfloat16
         )

@@ -121,7 +121,7 @@ def _write_kernel(
 
 
 @triton.jit
-def _to_e4m3(value):
+def to_e4m3(value):
     """To nearest, ties to even, for |value| <= 448; as bits, because not every device and no interpreter rounds so."""
     bits = value.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -179,7 +179,7 @@ def _write_codes_kernel(
         scaled_KH = (scaled_KH + 12582912.0) - 12582912.0  # 1.5 * 2^23 leaves no bits for a fraction; ties to even
         code_KH = scaled_KH.to(tl.int8)
     else:
-        code_KH = _to_e4m3(scaled_KH)
+        code_KH = to_e4m3(scaled_KH)
     slot_KH = pool_ptr + page * pool_stride_p + kind * pool_stride_kind + offset * pool_stride_s
     tl.store(slot_KH + head_K[:, None] * pool_stride_k + dim_H, code_KH, mask=mask_KH)
     scale_K = scales_ptr + page * scales_stride_p + kind * scales_stride_kind + head_K * scales_stride_k + offset

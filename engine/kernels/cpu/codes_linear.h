@@ -3,11 +3,15 @@
 // A code stands for a value that bf16 has exactly: of int4 the code less 8, of int8 the code and a half, of fp8 itself.
 // Tables give the bits of those values, 32 or 64 at a time; tiles multiply with them, and what a group of inputs adds
 // up to is scaled afterwards, in float32: scale * (sum of value * x - zero * sum of x). So no value is rounded to bf16,
-// and decoding costs no multiplication. Values are made a few tiles before they are multiplied with, in L1 where rows are few
-// and in L2 where the same panel meets many rows: the vector units decode while the tile unit multiplies.
+// and decoding costs no multiplication. Values are made before they are multiplied with, a few tiles before and in L1
+// where rows are few, mostly a panel before and in L2 where it meets many: the vector units decode while the tile unit
+// multiplies.
 //
 // Layout of codes, [O / 16][I / 32] tiles: a word of 16 bits holds four int4 codes, of the inputs 2k + j of rows of the
 // tile 4q .. 4q + 3; bytes stand in pairs of rows, so that two unpackings give both (engine/kernels/cpu_linear.py).
+//
+// A row's bits are its own: however many rows there are, each output is one sum a group in the order of inputs, and one
+// over groups in theirs.
 #pragma once
 
 #include "packed.h"
@@ -40,6 +44,9 @@ struct Int4Values {
   static constexpr int kTileBytes = 256;
   __m512i table;  // twice: a look-up goes by five bits, of which the highest is another code's
 
+  // Whether decoding for each block of rows anew, in L1, beats reading what was decoded once from L2: so it is with
+  // few blocks, and where panels take much of L2 (measured 2026-11).
+  static bool again(int num_blocks, int steps) { return num_blocks == 2 || steps > 64; }
   explicit Int4Values(int) {
     alignas(64) uint16_t values[32];
     for (int code = 0; code < 32; ++code) values[code] = upper_half(float(code % 16 - 8));
@@ -61,6 +68,7 @@ struct ByteValues {
   static constexpr int kTileBytes = 512;
   __m512i low[2], high[2];  // the two bytes of each size's bits
 
+  static bool again(int, int) { return false; }
   explicit ByteValues(int kind) {
     alignas(64) uint8_t bytes[2][128];
     for (int code = 0; code < 128; ++code) {
@@ -95,14 +103,14 @@ struct ByteValues {
 // Tiles of panels in the order in which they are multiplied with, two panels at a time, decoded ahead of their use.
 template <class Values> class Decoded {
  public:
-  // Panels p and p + apart for p in [from, to), with apart = 1 every other; `room` is for `capacity` tiles of each.
-  Decoded(const Values& values, const Packed& weight, int from, int to, int apart, int capacity, uint16_t* room)
+  // Panels p and p + apart for p in [from, to), with apart = 1 every other; each is decoded `passes` times, into `room` for `capacity` tiles of each.
+  Decoded(const Values& values, const Packed& weight, int from, int to, int apart, int capacity, int passes,
+          uint16_t* room)
       : values(values), weight(weight), from(from), to(to), apart(apart), stride(apart == 1 ? 2 : 1),
-        steps(weight.inputs / kDepth), capacity(capacity), room(room), panel(from) {}
+        steps(weight.inputs / kDepth), capacity(capacity), passes(passes), room(room), panel(from) {}
 
   bool is_pair(int p) const { return apart > 1 || p + 1 < to; }
-  // Where the first tile of panel p stands, and the others after it; the second panel's is right behind each.
-  int slot_of(int p) const { return int64_t(p - from) / stride * steps % capacity; }
+  // Where the tile behind that at `slot` stands; the second panel's is right behind the first's.
   int after(int slot) const { return slot + 1 == capacity ? 0 : slot + 1; }
   const uint16_t* tile(int slot) const { return room + 2 * slot * kTile; }
 
@@ -121,16 +129,18 @@ template <class Values> class Decoded {
     }
     settle();
     slot = after(slot);
-    if (++step == steps) step = 0, panel += stride;
+    if (++step < steps) return;
+    step = 0;
+    if (++pass == passes) pass = 0, panel += stride;
   }
 
  private:
   static constexpr int kAhead = 8192 / Values::kTileBytes;  // tiles to ask memory for
   const Values& values;
   const Packed& weight;
-  const int from, to, apart, stride, steps, capacity;
+  const int from, to, apart, stride, steps, capacity, passes;
   uint16_t* const room;
-  int panel, step = 0, slot = 0;
+  int panel, step = 0, slot = 0, pass = 0;
 
   int64_t panel_bytes() const { return int64_t(steps) * Values::kTileBytes; }
   const uint8_t* codes(int p, int at) const { return weight.codes + p * panel_bytes() + at * Values::kTileBytes; }
@@ -207,21 +217,26 @@ template <class Values, class Finish> class CodedBlocks {
   // Rows [start, stop), of which all but the last block are whole, by panels [from, to).
   void run(int start, int stop, int from, int to) {
     const int num_blocks = (stop - start + kBlock - 1) / kBlock;
-    const bool is_few = num_blocks == 1;
-    const int capacity = is_few ? kRing : 2 * steps;
+    const bool in_l1 = num_blocks == 1 || Values::again(num_blocks, steps);
+    const int capacity = in_l1 ? kRing : 2 * steps;
     static thread_local Lines<uint16_t> kept;
-    if (!is_few && kept.size() < size_t(2) * capacity * kTile) kept.resize(size_t(2) * capacity * kTile);
-    Decoded<Values> decoded(values, weight, from, to, apart, capacity, is_few ? ring : kept.data());
-    for (int i = 0; i < (is_few ? kLead : steps); ++i) decoded.decode_next();
-    for (int p = from; p < to; p += apart == 1 ? 2 : 1)
+    if (!in_l1 && kept.size() < size_t(2) * capacity * kTile) kept.resize(size_t(2) * capacity * kTile);
+    Decoded<Values> decoded(values, weight, from, to, apart, capacity, in_l1 ? num_blocks : 1,
+                            in_l1 ? ring : kept.data());
+    for (int i = 0; i < (in_l1 ? kLead : steps); ++i) decoded.decode_next();
+    int slot = 0;
+    for (int p = from; p < to; p += apart == 1 ? 2 : 1) {
+      const int first = slot;
       for (int block = 0; block < num_blocks; ++block) {
         const int row = start + block * kBlock, rows = std::min(kBlock, stop - row);
-        if (rows > kSide)
-          if (decoded.is_pair(p)) multiply<2, 2>(decoded, p, row, rows, block, num_blocks);
-          else multiply<2, 1>(decoded, p, row, rows, block, num_blocks);
-        else if (decoded.is_pair(p)) multiply<1, 2>(decoded, p, row, rows, block, num_blocks);
-        else multiply<1, 1>(decoded, p, row, rows, block, num_blocks);
+        if (!in_l1) slot = first;
+        const auto run_block = [&](auto multiply) {
+          (this->*multiply)(decoded, slot, p, row, rows, in_l1 ? 0 : block, in_l1 ? 1 : num_blocks);
+        };
+        if (rows > kSide) run_block(decoded.is_pair(p) ? &CodedBlocks::multiply<2, 2> : &CodedBlocks::multiply<2, 1>);
+        else run_block(decoded.is_pair(p) ? &CodedBlocks::multiply<1, 2> : &CodedBlocks::multiply<1, 1>);
       }
+    }
   }
 
  private:
@@ -241,10 +256,9 @@ template <class Values, class Finish> class CodedBlocks {
   alignas(64) float totals[kBlock * kBlock];  // of the groups so far
   alignas(64) uint16_t ring[2 * kRing * kTile];
 
-  // One block, in which the share `block` of `num_blocks` of the panels after these is decoded.
+  // One block; a tile is decoded at every `period`-th step, first at `until_decode`.
   template <int R, int C>
-  void multiply(Decoded<Values>& decoded, int p, int row, int rows, int block, int num_blocks) {
-    int until_decode = block, slot = decoded.slot_of(p);
+  void multiply(Decoded<Values>& decoded, int& slot, int p, int row, int rows, int until_decode, int period) {
     for (int group = 0, step = 0; group < groups; ++group, step += weight.tiles_in_group) {
       const int depth = std::min(weight.tiles_in_group, steps - step);
       const int rows_a_step = groups > 1 ? kBlock : (kBlock + depth - 1) / depth;
@@ -253,7 +267,7 @@ template <class Values, class Finish> class CodedBlocks {
                              [&] {
                                if (until_decode-- == 0) {
                                  decoded.decode_next();
-                                 until_decode = num_blocks - 1;
+                                 until_decode = period - 1;
                                }
                                scale_rows(rows_a_step);
                              });

@@ -9,6 +9,7 @@ is given: nothing there has a meaning but that it came to its end.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 import traceback
@@ -84,6 +85,8 @@ def run(ground: Ground, seconds: float, folder: Path, only: str = "") -> tuple[l
             traceback.print_exc()
         print(f"{section.name}: {time.monotonic() - started_s:.1f} s", flush=True)
         publish("gpu", workload, found, folder, quiet=True)
+        gc.collect()  # engines
+        ground.cuda.empty_cache()
     return found, problems
 
 

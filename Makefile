@@ -124,7 +124,7 @@ GPU_RESULTS ?= benchmarks/results
 
 gpu-check:
 	@failed=0; \
-	side_by_side=$$(python3 -c "import xdist" 2>/dev/null && echo "--numprocesses 6"); \
+	side_by_side=$$(python3 -c "import xdist" 2>/dev/null && echo "--numprocesses 8"); \
 	TRITON_INTERPRET=0 timeout $(GPU_TEST_SECONDS) python3 -m pytest -q -p no:cacheprovider $$side_by_side -m gpu $(GPU_TESTS) || failed=1; \
 	TRITON_INTERPRET=0 timeout $$(($(GPU_BENCH_SECONDS) + 60)) python3 -m benchmarks.gpu --seconds $(GPU_BENCH_SECONDS) --results $(GPU_RESULTS) || failed=1; \
 	exit $$failed

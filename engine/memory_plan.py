@@ -32,7 +32,7 @@ _LIBRARY_BYTES = 128 << 20  # FlashInfer's workspace
 _CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled kernels; assumed
 # us a token on one core, 135M shape, chunks of 64 / 128 / 256 / 512: 490 / 360 / 290 / 300 (2026-11).
 # A GPU's: operations per byte of weights far above what any needs; not tuned.
-_SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
+_SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 512, "cuda": 2048}
 _FLOAT32_BYTES = 4
 _PAGE_ID_BYTES = 4
 # Rows of attention that splits of a context leave for the join: 132 multiprocessors of 4 programs of 32 rows each, and

@@ -117,11 +117,11 @@ struct TileBlocks {
     _tile_stored(3, by_key + 3 * kSide * kSide, 64);
   }
 
-  // 2^x, relative error below 3e-6, less than bf16 keeps; of 0 exactly 1, of minus infinity 0.
+  // 2^x, relative error below 9e-5, a twentieth of what bf16 drops; of 0 exactly 1, of minus infinity 0.
   static __m512 power_of_two(__m512 x) {
     const __m512 r = _mm512_reduce_ps(x, 1);  // above the whole number below, which is what scalef takes of x
-    __m512 y = _mm512_set1_ps(1.3426687568e-2f);
-    for (float factor : {5.2242469043e-2f, 2.4128021300e-1f, 6.9304484129e-1f, 1.0f})
+    __m512 y = _mm512_set1_ps(7.7067042495e-2f);
+    for (float factor : {2.2764499034e-1f, 6.9511678677e-1f, 1.0f})
       y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(factor));
     return _mm512_scalef_ps(y, x);
   }

@@ -11,7 +11,7 @@
 namespace {
 
 // Rows of an item: what is made of a block of V serves all strips of them. The fewer, where threads would go without.
-constexpr int kMostTileRows = 192, kFewerTileRows = 64, kItemsOfThread = 4;
+constexpr int kMostTileRows = 384, kItemsOfThread = 4;
 
 }  // namespace
 
@@ -61,9 +61,12 @@ namespace {
 inline std::vector<Item> list_items_of_bf16(const Problem& problem, int num_threads) {
   const int group = problem.num_heads / problem.num_kv_heads;
   if (!TileAttention::fits(problem)) return list_items(problem, queries_of_item(group));
-  const std::vector<Item> items = list_items(problem, TileAttention::queries_of_item(group, kMostTileRows));
-  if (num_threads == 1 || items.size() >= size_t(num_threads) * kItemsOfThread) return items;
-  return list_items(problem, TileAttention::queries_of_item(group, kFewerTileRows));
+  std::vector<Item> items;
+  for (const int rows : {kMostTileRows, kMostTileRows / 2, kMostTileRows / 6}) {
+    items = list_items(problem, TileAttention::queries_of_item(group, rows));
+    if (num_threads == 1 || items.size() >= size_t(num_threads) * kItemsOfThread) break;
+  }
+  return items;
 }
 
 inline void attend_in_bf16(const Problem& problem, const std::vector<Item>& items, int num_threads) {

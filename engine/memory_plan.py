@@ -30,7 +30,8 @@ _CPU_KV_MEMORY_BYTES = 1 << 30
 _GPU_KV_SHARE = 0.8  # of the memory that the weights leave free
 _LIBRARY_BYTES = 128 << 20  # FlashInfer's workspace
 _CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled kernels; assumed
-# us a token on one core, 135M shape, chunks of 64 / 128 / 256 / 512: 490 / 360 / 290 / 300 (2026-11).
+# us a token of a prompt of 2048 on one core, 135M shape, chunks of 64 / 128 / 256 / 512 / 1024: 416 / 297 / 264 / 258 /
+# 240 (2026-11); longer ones delay whoever ends inside them.
 # A GPU's: operations per byte of weights far above what any needs; not tuned.
 _SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 512, "cuda": 2048}
 _FLOAT32_BYTES = 4

@@ -33,7 +33,7 @@ _CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled 
 # us a token of a prompt of 2048 on one core, 135M shape, chunks of 64 / 128 / 256 / 512 / 1024: 416 / 297 / 264 / 258 /
 # 240 (2026-11); longer ones delay whoever ends inside them.
 # A GPU's: operations per byte of weights far above what any needs; not tuned.
-_SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 512, "cuda": 2048}
+_SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
 _FLOAT32_BYTES = 4
 _PAGE_ID_BYTES = 4
 # Rows of attention that splits of a context leave for the join: 132 multiprocessors of 4 programs of 32 rows each, and

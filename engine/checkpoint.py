@@ -6,7 +6,7 @@ Torch-free: reads headers and samples, never whole tensors. `engine.weights` loa
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -19,9 +19,11 @@ from penstock.errors import CheckpointError
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_METADATA = "__metadata__"  # an entry of headers that is no tensor
 _MAX_HEADER_BYTES = 100 * 1024 * 1024  # the safetensors format's own limit
-_SAMPLES = 16  # of each file, evenly spread: fine-tunes differ everywhere, and hashing all would take minutes
+_SAMPLES = 16  # of each file, evenly spread: hashing all would take minutes
 _SAMPLE_BYTES = 4096
+_MAX_TENSOR_SAMPLES = 4096  # one of each tensor, of so many: some fine-tunes change a few tensors, but those throughout
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # old exports store what the configuration already says
 
@@ -69,7 +71,7 @@ def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
         header, data_start = _read_header(file)
         data_bytes = file.stat().st_size - data_start
         for name, entry in header.items():
-            if name == "__metadata__":
+            if name == _METADATA:
                 continue
             begin, end = entry["data_offsets"]
             if end > data_bytes:
@@ -123,18 +125,33 @@ def check_tensors(
 
 
 def checkpoint_revision(folder: Path) -> str:
-    """Digest of config.json and, for each weight file, its size, its header and samples of its data."""
+    """Digest of config.json and, for each weight file, its size, its header and samples of its data, some of them from
+    the middle of a tensor."""
     digest = blake2b(digest_size=16, person=b"penstock-model")
     digest.update((folder / CONFIG_FILE).read_bytes())
-    for file in list_weight_files(folder):
+    headers = {file: _read_header(file) for file in list_weight_files(folder)}
+    sampled = _sampled(name for header, _ in headers.values() for name in header if name != _METADATA)
+    for file, (header, data_start) in headers.items():
         size = file.stat().st_size
-        header, data_start = _read_header(file)
         digest.update(f"{file.name} {size} {json.dumps(header, sort_keys=True)}".encode())
         with file.open("rb") as stream:
             for sample in range(_SAMPLES):
                 stream.seek(data_start + (size - data_start) * sample // _SAMPLES)
                 digest.update(stream.read(_SAMPLE_BYTES))
+            for name in sorted(sampled & header.keys()):
+                begin, end = header[name]["data_offsets"]
+                middle = (begin + end) // 2
+                stream.seek(data_start + middle)
+                digest.update(stream.read(min(_SAMPLE_BYTES, end - middle)))
     return digest.hexdigest()
+
+
+def _sampled(names: Iterable[str]) -> set[str]:
+    """Tensors to take a sample of: all, or those of experts last, of whom any are as good as others."""
+    found = list(names)
+    if len(found) > _MAX_TENSOR_SAMPLES:
+        found.sort(key=lambda name: (".experts." in name, blake2b(name.encode(), digest_size=8).digest()))
+    return set(found[:_MAX_TENSOR_SAMPLES])
 
 
 def checkpoint_writes(folder: Path) -> str:

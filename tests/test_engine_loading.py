@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.checkpoint import checkpoint_revision
 from engine.engine import Engine
 from engine.generate import generate
 from engine.model_config import ModelConfig
@@ -260,3 +261,28 @@ def test_generation_config_gives_ends_and_defaults(folder: Path) -> None:
     assert ModelConfig.from_folder(folder).generation_defaults == {"repetition_penalty": 1.1}
     file.unlink()
     assert ModelConfig.from_folder(folder).eos_token_ids == {1}
+
+
+def many_tensors(folder: Path, changed: str | None = None, names: Sequence[str] = ()) -> str:
+    """The revision of a checkpoint with tensors of 8 KiB, of which one may be changed."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    tensors = {name: torch.full((2048,), 2.0 if name == changed else 1.0) for name in names}
+    save_file(tensors, folder / "model.safetensors")
+    return checkpoint_revision(folder)
+
+
+def test_a_fine_tune_of_any_tensor_is_another_revision(tmp_path: Path) -> None:
+    names = [f"layers.{layer}.q_proj.weight" for layer in range(64)]
+    revisions = {many_tensors(tmp_path, changed, names) for changed in (None, *names)}
+    assert len(revisions) == 1 + len(names)
+    assert many_tensors(tmp_path / "copy", None, names) == many_tensors(tmp_path, None, names)
+
+
+def test_of_very_many_tensors_those_beside_the_experts_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.checkpoint._MAX_TENSOR_SAMPLES", 8)
+    names = [f"layers.{layer}.experts.{expert}.weight" for layer in range(4) for expert in range(32)]
+    names += [f"layers.{layer}.q_proj.weight" for layer in range(4)]
+    assert len({many_tensors(tmp_path, changed, names) for changed in (None, *names[-4:])}) == 5

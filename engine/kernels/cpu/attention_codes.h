@@ -27,40 +27,37 @@ class CodedBlock {
     }
   }
 
-  // The same block as bf16, its scales one behind another; holds until the next one. Scales of keys from the `num_keys`th on are 0: what stands there may
-  // be no number.
-  TileBlocks::Place decode(const TileBlocks::Place& coded, int num_keys) {
-    TileBlocks::Place place;
-    for (int part = 0; part < TileBlocks::kParts; ++part, num_keys -= TileBlocks::kSide) {
-      const __mmask16 seen = num_keys >= TileBlocks::kSide ? 0xffff : num_keys > 0 ? (1 << num_keys) - 1 : 0;
-      const int at = part * TileBlocks::kSide;
-      _mm512_store_ps(scales[0] + at, _mm512_maskz_loadu_ps(seen, coded.key_scales[part]));
-      _mm512_store_ps(scales[1] + at, _mm512_maskz_loadu_ps(seen, coded.value_scales[part]));
-      place.key_scales[part] = scales[0] + at, place.value_scales[part] = scales[1] + at;
-      if (!seen) {
-        place.keys[part] = place.keys[part - 1], place.values[part] = place.values[part - 1];
-        continue;
-      }
-      uint16_t *const keys = values.data() + 2 * part * codes_of_part, *const weighed = keys + codes_of_part;
-      if (is_int8) {
-        decode_part<true>(keys, coded.keys[part]);
-        decode_part<true>(weighed, coded.values[part]);
-      } else {
-        decode_part<false>(keys, coded.keys[part]);
-        decode_part<false>(weighed, coded.values[part]);
-      }
-      place.keys[part] = keys, place.values[part] = weighed;
-    }
-    TileBlocks::finish_writes();
-    return place;
-  }
+  // The block's keys or values become bf16, and their scales stand one behind another; both until those of the next
+  // block. Scales of keys from the `num_keys`th on are 0: what stands there may be no number.
+  void decode_keys(TileBlocks::Place& place, int num_keys) { decode(0, place.keys, place.key_scales, num_keys); }
+  void decode_values(TileBlocks::Place& place, int num_keys) { decode(1, place.values, place.value_scales, num_keys); }
 
  private:
   const int codes_of_part;
-  Lines<uint16_t> values;  // [part][keys, values][16][H]
+  Lines<uint16_t> values;  // [keys, values][part][16][H]
   alignas(64) float scales[2][kBlock];  // of keys, of values
   const bool is_int8;
   __m512i low[2], high[2];  // of each size, which is a code without its sign, the two bytes of its bits in bf16
+
+  void decode(int which, const uint16_t** parts, const float** part_scales, int num_keys) {
+    uint16_t* to = values.data() + which * TileBlocks::kParts * codes_of_part;
+    float* to_scales = scales[which];
+    for (int part = 0; part < TileBlocks::kParts; ++part, num_keys -= TileBlocks::kSide) {
+      const __mmask16 seen = num_keys >= TileBlocks::kSide ? 0xffff : num_keys > 0 ? (1 << num_keys) - 1 : 0;
+      _mm512_store_ps(to_scales, _mm512_maskz_loadu_ps(seen, part_scales[part]));
+      part_scales[part] = to_scales;
+      to_scales += TileBlocks::kSide;
+      if (!seen) {
+        parts[part] = parts[part - 1];
+        continue;
+      }
+      if (is_int8) decode_part<true>(to, parts[part]);
+      else decode_part<false>(to, parts[part]);
+      parts[part] = to;
+      to += codes_of_part;
+    }
+    TileBlocks::finish_writes();
+  }
 
   template <bool kIsInt8> void decode_part(uint16_t* to, const void* codes) const {
     const __m512i sign = _mm512_set1_epi8(char(0x80)), order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);

@@ -35,9 +35,10 @@ class DecodeAttention {
       else if (next) ahead = blocks.find(*next, blocks.first_key(*next), blocks.position_of(*next) + next->num_queries);
       if (problem.codes) {
         TileBlocks::ask_for_scales(ahead);
-        here = coded.decode(here, stop - key);
+        coded.decode_keys(here, stop - key);
       }
       score(here, ahead);
+      if (problem.codes) coded.decode_values(here, stop - key);  // while the tiles score
       turn(rows);
       for (int row = 0; row < rows; ++row) weigh(row, key, first_position + row / group, here);
       if (stop - key < kBlock) hide_unseen(here, stop - key);

@@ -29,7 +29,10 @@ class PromptAttention {
     for (int key = blocks.first_key(item); key < stop; key += kBlock) {
       here = blocks.find(item, key, stop);
       blocks.ask_for_next(item, key, stop, next);
-      if (problem.codes) here = coded.decode(here, stop - key);
+      if (problem.codes) {
+        coded.decode_keys(here, stop - key);
+        coded.decode_values(here, stop - key);
+      }
       weave(here, stop - key);
       int strip = std::max(0, key - first_position) * group / kSide;  // the first that sees any of these keys
       score(here, strip);

@@ -1,9 +1,9 @@
 """All layers of a dense decoder as one call (`engine/kernels/cpu/decoder.cpp`), on CPUs with AMX tiles, over pages of
 bf16 or of codes.
 
-Between the kernels of a layer that are called one by one stand a dozen calls from Python: for one token they take as long
-as the products. `make_stack` says whether a model's layers can be had so; where not,
-the decoder runs them operation by operation, to the same results.
+Between the kernels of a layer that are called one by one stand a dozen calls from Python: for one token they take as
+long as the products. `make_stack` says whether a model's layers can be had so; where not, the decoder runs them
+operation by operation, to the same results.
 
 Shapes: `T` tokens, `D` hidden, `H` head dim, `R` rows that draw.
 """

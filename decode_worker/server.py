@@ -15,7 +15,7 @@ from decode_worker.intake import Intake
 from decode_worker.lookaside import LookasidePort, LookasideService, load_spelling, lookaside_secret
 from decode_worker.placement import describe_limits
 from decode_worker.prefill_client import PrefillClient
-from decode_worker.service import DecodeService
+from decode_worker.service import DecodeService, add_to_server
 from decode_worker.step_driver import StepDriver
 from decode_worker.transfers import Transfers
 from decode_worker.worker import DecodeWorker
@@ -107,7 +107,7 @@ class DecodeServer:
         self._grpc = trust.server([names["Worker"], names["DecodeWorker"], names["PageHandover"]])
         worker_pb2_grpc.add_WorkerServicer_to_server(self._service, self._grpc.server)
         intake = Intake(worker, self.adoptions, self._loop)
-        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(DecodeService(intake, moves), self._grpc.server)
+        add_to_server(DecodeService(intake, moves), self._grpc.server)
         worker_pb2_grpc.add_PageHandoverServicer_to_server(self._hand_over_pages(engine), self._grpc.server)
         self._loop.start()
         engine.when_lost(self._on_fatal)

@@ -57,8 +57,8 @@ class RouterStream:
         self._pending += deltas
         self._changed.set()
 
-    async def frames(self) -> AsyncIterator[worker_pb2.StepFrame]:
-        """Ends after `close` once everything pending is out."""
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Each a `StepFrame`, encoded. Ends after `close` once everything pending is out."""
         number = 0
         while True:
             # No deadline here: the stream lives as long as its router, and keepalive pings notice a dead one.
@@ -67,18 +67,21 @@ class RouterStream:
             deltas, self._pending = self._pending, []
             if deltas:
                 number += 1
-                yield self._frame(number, deltas)
+                yield self.encode(number, deltas)
             elif self._closed:
                 return
 
-    def _frame(self, number: int, deltas: list[Delta]) -> worker_pb2.StepFrame:
+    def encode(self, number: int, deltas: list[Delta]) -> bytes:
+        """One frame: encoded ones end to end are one. Streams whose end is told are no longer open."""
+        parts: list[bytes] = []
         frame = worker_pb2.StepFrame(step=number)
         for delta in deltas:
             if isinstance(delta, TokenDelta):
                 frame.deltas.append(self._to_wire(delta))
             else:
-                frame.MergeFromString(encode_run(delta.stream_ids, delta.token_ids))
-        return frame
+                parts += (frame.SerializeToString(), encode_run(delta.stream_ids, delta.token_ids))
+                frame = worker_pb2.StepFrame()
+        return b"".join((*parts, frame.SerializeToString()))
 
     def _to_wire(self, delta: TokenDelta) -> worker_pb2.StepDelta:
         message = worker_pb2.StepDelta(

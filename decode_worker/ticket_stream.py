@@ -102,8 +102,8 @@ class TicketStream:
 
     async def _outputs(self) -> AsyncGenerator[Output, None]:
         self._submit(legs.num_ahead(len(self._ticket.token_ids), len(self._waiting)))
-        async for frame in self._stream.frames():
-            deltas, failure = self._merge(frame)
+        async for encoded in self._stream.frames():
+            deltas, failure = self._merge(worker_pb2.StepFrame.FromString(encoded))
             if deltas and self._waiting:
                 self._submit(len(self._waiting))
             for delta in deltas:

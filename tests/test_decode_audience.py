@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, cast
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.request import DecodeRequest, Delta, TokenDelta, TokenRun, one_by_one
+from decode_worker.stream import RouterStream
 from decode_worker.worker import DecodeWorker
-from engine.sequence import Sequence
+from engine.sequence import SampledToken, Sequence
 from penstock.config import DecodeConfig
-from penstock.types import RequestId, SamplingParams, WorkerId
+from penstock.types import FinishReason, RequestId, SamplingParams, WorkerId
+from penstock.v1 import worker_pb2
 from tests.fake_engine import CONTEXT, FakeEngine, expected_tokens
 from tests.serving import SALT
 
@@ -48,6 +51,21 @@ def make_request(stream_id: int, prompt: list[int], max_tokens: int, router: Rou
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     sequence = Sequence(RequestId(str(stream_id)), list(prompt), len(prompt), sampling, SALT)
     return DecodeRequest(stream_id, sequence, router.send, deque(), deadline_s=1e9)
+
+
+async def test_a_frame_of_several_steps_tells_each_stream_in_order() -> None:
+    def run(token_id: int) -> TokenRun:
+        return TokenRun(np.array([7, 300], np.uint64), np.array([token_id, 70_000], np.int64))
+
+    apart = [TokenDelta(7, SampledToken(3)), TokenDelta(9, SampledToken(4), FinishReason.STOP)]
+    deltas: list[Delta] = [run(1), run(2), *apart, run(5)]
+    encoded = RouterStream().encode(11, deltas)
+    frame = worker_pb2.StepFrame.FromString(encoded)
+    assert frame.step == 11
+    assert [token for one in frame.deltas if one.stream_id == 7 for token in one.token_ids] == [1, 2, 3, 5]
+    assert [(one.stream_id, list(one.token_ids)) for one in frame.deltas if one.stream_id != 7] == [
+        (300, [70_000]), (300, [70_000]), (9, [4]), (300, [70_000]),
+    ]  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,6 +18,7 @@ help:
 	@echo "make bench bench-router bench-serving bench-transfer   benchmarks, results in benchmarks/results/"
 	@echo "make bench-engine   one engine beside the bare-torch floor, eager torch, transformers and, where named, vLLM"
 	@echo "make bench-vllm     bench-engine and bench-serving beside vLLM, installed into .venv-vllm from pinned wheels"
+	@echo "make bench-quantized   products with int8, int4 and fp8 weights on a CPU beside bf16; what quantization does to answers"
 	@echo "make bench-replay   every policy on every trace in virtual time   (PENSTOCK_TRACES=DIR for recorded ones)"
 	@echo "make bench-faults   workers, routers, a node and the controller killed or frozen: noticed when, replaced when"
 	@echo "make bench-startup  a worker cold, from a spare, after a kill and a freeze; weights loaded first and shared"
@@ -72,6 +73,10 @@ bench-router: setup
 
 bench-engine: setup
 	$(PY) -m benchmarks.engine
+
+bench-quantized: setup
+	$(PY) -m benchmarks.quantized_cpu
+	$(PY) -m benchmarks.quality
 
 # vLLM's pins are not ours. torch comes first, so that only this one is looked for in that index.
 VLLM := .venv-vllm

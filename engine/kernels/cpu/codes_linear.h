@@ -205,14 +205,18 @@ template <class Values, class Finish> class CodedBlocks {
  public:
   CodedBlocks(const Packed& weight, const uint16_t* strips, int count, int apart, const Finish& finish)
       : values(weight.kind), weight(weight), strips(strips), finish(finish), apart(apart),
-        steps(weight.inputs / kDepth), groups(num_groups(weight)) {
+        steps(weight.inputs / kDepth), groups(num_groups(weight)), is_narrow(count < kSide) {
+    if (is_narrow) tiles::configure(std::max(count, 1));  // tiles of no more rows than there are: less to read
     if (!weight.zeros) return;
     static thread_local std::vector<float> kept;  // to get memory anew takes longer than a small product
     if (kept.size() < size_t(count) * groups) kept.resize(size_t(count) * groups);
     of_inputs = kept.data();
     add_up_inputs(weight, strips, count, of_inputs);
   }
-  ~CodedBlocks() { scale_rows(kBlock); }
+  ~CodedBlocks() {
+    scale_rows(kBlock);
+    if (is_narrow) tiles::configure(kSide);
+  }
 
   // Rows [start, stop), of which all but the last block are whole, by panels [from, to).
   void run(int start, int stop, int from, int to) {
@@ -245,6 +249,7 @@ template <class Values, class Finish> class CodedBlocks {
   const uint16_t* const strips;
   const Finish& finish;
   const int apart, steps, groups;
+  const bool is_narrow;
   float* of_inputs = nullptr;  // sums of each row's inputs by group, where there are zero points
   // What is to be scaled: of a group, and where its scales and zero points are.
   const float *next_sums = nullptr, *next_scales[2], *next_zeros[2], *next_of_inputs;

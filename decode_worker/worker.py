@@ -11,6 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
+import numpy as np
+
 from decode_worker.attempts import PrefillAttempts
 from decode_worker.audience import Audience
 from decode_worker.outbox import Outbox
@@ -254,7 +256,7 @@ class DecodeWorker:
         if drawn.logprobs:
             apart_R[[place for place in drawn.logprobs if place < len(rows)]] = True
         if void:
-            apart_R |= [item.sequence in void for item in rows.items]
+            apart_R |= np.array([item.sequence in void for item in rows.items], np.bool_)  # of no rows, too
         apart = apart_R.nonzero()[0].tolist()
         if apart:
             listeners_R, token_ids_R = listeners_R[~apart_R], token_ids_R[~apart_R]
@@ -264,20 +266,6 @@ class DecodeWorker:
             sequence = rows.items[place].sequence
             if sequence not in void:
                 self._on_draw(sequence, SampledToken(int(drawn.rows[place]), drawn.logprobs.get(place)), now_s)
-
-    def step(self) -> bool:
-        """A whole step on this thread, for those who have no other; False where there was nothing to compute."""
-        plan = self.begin()
-        if not plan:
-            return False
-        started_s = time.monotonic()
-        try:
-            output = self._engine.step(plan)
-        except PenstockError:
-            self.finish_alone(plan)
-        else:
-            self.finish(plan, StepTokens.of(output, len(plan.rows)), time.monotonic() - started_s)
-        return True
 
     def finish_alone(self, plan: StepPlan[DecodeRows]) -> None:
         """The only step under way has failed: computes it again on this thread, each sequence by itself where need be,

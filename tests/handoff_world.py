@@ -26,6 +26,7 @@ from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, Prefil
 from prefill_worker.worker import PrefillWorker
 from tests.fake_engine import CONTEXT, FakeEngine
 from tests.fake_wire import LAYOUT, FakeReceiver, FakeSender, Link
+from tests.split_steps import SplitSteps
 
 LEASE_S = 10.0
 SHORT = TransferConfig(timeout_s=LEASE_S)
@@ -63,6 +64,7 @@ class World:
             hedge_after_s=1.0 if self.hedging else 0,  # which comes when `grow_impatient` says so
         )
         self.decode = DecodeWorker(WorkerId("d"), self.decode_engine, transfers, config, CONTEXT)  # type: ignore[arg-type]
+        self.steps = SplitSteps(self.decode, self.decode_engine, self.rng)
         self.prefill_epoch = Epoch(100)
         self.to_prefill: dict[TransferKey, deque[Callable[[], None]]] = {}
         self.to_decode: dict[TransferKey, deque[Callable[[], None]]] = {}
@@ -239,7 +241,7 @@ class World:
     def actions(self) -> list[Callable[[], object]]:
         found: list[Callable[[], object]] = [lambda: self.pass_time(self.rng.choice([0.1, 1.0, LEASE_S / 4]))]
         if self.frozen is not self.decode:
-            found += [self.decode.step] * 2
+            found += [self.steps.turn] * 3
             if any(self.to_decode.values()):
                 found += [lambda: self.deliver(self.to_decode)] * 6
             if self.lost_keys and self.frozen is not self.prefill:
@@ -274,7 +276,7 @@ class World:
         raise AssertionError(f"not settled: {[s for s in self.received if not self.is_over(s)]}, {self.busy()=}")
 
     def busy(self) -> bool:
-        is_computing = self.prefill._under_way is not None
+        is_computing = self.prefill._under_way is not None or self.steps.is_busy
         return bool(self.to_decode or self.sender.links or self.lost_keys or self.transfers.num_open or is_computing)
 
     def is_over(self, stream_id: int) -> bool:

@@ -23,6 +23,7 @@ from penstock.types import Epoch, FinishReason, Lane, RequestId, SamplingParams,
 from tests.adopt_network import Action, AdoptNetwork, OutgoingCalls
 from tests.fake_engine import CONTEXT, FakeEngine
 from tests.fake_wire import BreakableSender, FakeReceiver
+from tests.split_steps import SplitSteps
 
 LEASE_S = 5.0  # of a sequence that waits for its router
 SHORT = TransferConfig(timeout_s=10.0)
@@ -47,6 +48,7 @@ class Node:
         self.transfers = transfers
         config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, placement="local", watermark=0.0)
         self.worker = DecodeWorker(WorkerId(f"d{epoch}"), self.engine, transfers, config, CONTEXT)  # type: ignore[arg-type]
+        self.steps = SplitSteps(self.worker, self.engine, world.rng)
         self.departures = Departures(self.engine, self.worker, self.wire, self.epoch, SHORT, clock)  # type: ignore[arg-type]
         self.calls = self.departures.calls = OutgoingCalls(world.network, self)
         self.adoptions = Adoptions(self.worker, transfers, LEASE_S, clock)
@@ -207,7 +209,7 @@ class World:
     def actions(self) -> list[Action]:
         found: list[Action] = []
         for node in self.nodes:
-            found.append(node.worker.step)
+            found += [node.steps.turn] * 2
             if node.receiver.quieting:
                 found.append(lambda node=node: node.receiver.quieting.pop()())  # type: ignore[misc]
             for queue in (node.inbox, node.router_inbox, node.wire_events):
@@ -257,6 +259,11 @@ class World:
 
     def busy(self) -> bool:
         return bool(self.network.calls or self.network.lost) or any(
-            node.inbox or node.router_inbox or node.wire.links or node.wire_events or node.receiver.quieting
+            node.steps.is_busy
+            or node.inbox
+            or node.router_inbox
+            or node.wire.links
+            or node.wire_events
+            or node.receiver.quieting
             for node in self.nodes
         )

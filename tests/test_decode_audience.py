@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from penstock.types import FinishReason, RequestId, SamplingParams, WorkerId
 from penstock.v1 import worker_pb2
 from tests.fake_engine import CONTEXT, FakeEngine, expected_tokens
 from tests.serving import SALT
+from tests.split_steps import SplitSteps
 
 
 class NoTransfers:
@@ -41,10 +43,11 @@ class Router:
             self.told.setdefault(delta.stream_id, []).append(delta)
 
 
-def make_worker(**settings_: int) -> DecodeWorker:
+def make_worker(**settings_: int) -> tuple[DecodeWorker, SplitSteps]:
     config = DecodeConfig.model_validate({"max_batch_sequences": 8, "max_batch_tokens": 16, **settings_})
     engine, transfers = cast(Any, FakeEngine(200, 4)), cast(Any, NoTransfers())
-    return DecodeWorker(WorkerId("d"), engine, transfers, config, CONTEXT)
+    worker = DecodeWorker(WorkerId("d"), engine, transfers, config, CONTEXT)
+    return worker, SplitSteps(worker, engine, random.Random(0))
 
 
 def make_request(stream_id: int, prompt: list[int], max_tokens: int, router: Router) -> DecodeRequest:
@@ -71,7 +74,7 @@ async def test_a_frame_of_several_steps_tells_each_stream_in_order() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_stream_gets_its_own_tokens(data: st.DataObject) -> None:
-    worker, routers = make_worker(), [Router() for _ in range(3)]
+    (worker, steps), routers = make_worker(), [Router() for _ in range(3)]
     # One send for a router, as `RouterStream.outlet` is: whose tokens travel together is told by it.
     sends = [router.send for router in routers]
     open_: dict[int, DecodeRequest] = {}
@@ -87,12 +90,12 @@ def test_every_stream_gets_its_own_tokens(data: st.DataObject) -> None:
             worker.submit(request)
             open_[number], asked[number] = request, (router, prompt, max_tokens)
         elif action == "step":
-            worker.step()
+            steps.turn()
         elif open_:
             stream_id = data.draw(st.sampled_from(sorted(open_)))
             worker.cancel(open_.pop(stream_id))
             cancelled.add(stream_id)
-    while worker.step():
+    while steps.whole():
         pass
     for stream_id, (router, prompt, max_tokens) in asked.items():
         told = routers[router].told.get(stream_id, [])
@@ -108,26 +111,40 @@ def test_every_stream_gets_its_own_tokens(data: st.DataObject) -> None:
 
 
 def test_the_tokens_of_each_router_travel_together() -> None:
-    worker, routers = make_worker(), [Router(), Router()]
+    (worker, steps), routers = make_worker(), [Router(), Router()]
     for router in routers:
         send = router.send
         for number in range(3):
             request = make_request(number, [20 + number, 21, 22], 20, router)
             request.send = send
             worker.submit(request)
-    worker.step()  # prompts
+    steps.whole()  # prompts
     for _ in range(3):
-        worker.step()
+        steps.whole()
     assert [router.num_runs for router in routers] == [[0, 1, 1, 1]] * 2
 
 
 def test_a_first_token_that_is_drawn_as_a_row_is_noted() -> None:
     """Of a prompt that is a token longer than its chunks, the last token is computed as a row."""
-    worker, router = make_worker(), Router()
+    (worker, steps), router = make_worker(), Router()
     request = make_request(1, list(range(30, 47)), 4, router)
     worker.submit(request)
-    assert worker.step()  # 16 of 17 tokens
+    assert steps.whole()  # 16 of 17 tokens
     assert not router.told
-    assert worker.step()
+    assert steps.whole()
     assert len(router.told[1]) == 1
     assert request.times.first_token_s > request.times.started_s > 0
+
+
+def test_who_leaves_while_a_step_of_prompts_alone_is_under_way_leaves_the_others_their_tokens() -> None:
+    (worker, steps), router = make_worker(), Router()
+    first, second = (make_request(number, [20 + number, 21, 22], 2, router) for number in range(2))
+    worker.submit(first)
+    worker.submit(second)
+    steps.begin()
+    worker.cancel(first)
+    steps.end()
+    while steps.whole():
+        pass
+    assert [delta.token.token_id for delta in router.told[1] if delta.token] == expected_tokens([21, 21, 22], 2)[0]
+    assert 0 not in router.told

@@ -82,7 +82,7 @@ def test_a_frozen_prefill_worker_costs_its_lease_and_keeps_its_fences(seed: int,
         link.writes = deque(list(link.writes)[:1])
     for _ in range(60):
         world.pass_time(LEASE_S / 4)
-        world.decode.step()
+        world.steps.whole()
         world.check()
     pool = world.decode_engine.pool
     assert pool.num_fenced >= fenced, "time alone lifted a fence"

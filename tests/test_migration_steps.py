@@ -67,7 +67,7 @@ def test_pages_under_way_outlive_their_sequence(scene: Scene) -> None:
 def test_a_sequence_that_its_source_took_back_does_not_wait_for_its_lease(scene: Scene) -> None:
     scene.run_until(lambda: scene.target.adoptions.num_kept == 1)
     scene.source.departures.on_failed(scene.key, DeadlineExceeded("no answer"))
-    scene.run_until(lambda: not scene.world.network.calls)
+    scene.run_until(lambda: not scene.world.network.calls and not scene.target.steps.is_busy)
     assert (scene.held(scene.target), scene.target.adoptions.num_kept) == (0, 0)
     scene.run_until(lambda: scene.stream.over)
     assert scene.stream.tokens == expected_tokens(PROMPT, MAX_TOKENS)[0]

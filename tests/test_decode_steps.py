@@ -438,9 +438,10 @@ async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monke
     monkeypatch.setattr(DecodeScheduler, "schedule_ahead", count)
     for ahead in (False, True):
         engine = {"dtype": "float32", "run_ahead": ahead, "num_pages": 40}
+        steps = {"max_batch_tokens": 16, "max_batch_sequences": 16}  # so that prompts have chunk behind chunk
         async with workers(
             worker_config(Role.PREFILL, model, engine={"dtype": "float32", "run_ahead": ahead}),
-            worker_config(Role.DECODE, model, engine=engine),
+            worker_config(Role.DECODE, model, engine=engine, decode=steps),
         ) as (prefill, decode):
             async with caller(decode) as router:
                 told = []

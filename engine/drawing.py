@@ -19,7 +19,7 @@ from engine.batch import Batch, HostBatch, lay_out, to_device
 from engine.draws import DrawColumns
 from engine.parallel import ParallelGroup
 from engine.sampler import draw, nothing_to_draw, sample
-from engine.sequence import ScheduledSequence, Sequence, StepOutput
+from engine.sequence import ScheduledSequence, Sequence
 from engine.step_plan import StepPlan
 from engine.upload import upload
 from penstock.errors import InternalError
@@ -44,11 +44,6 @@ class StepTokens:
     def by_place(self) -> np.ndarray:
         """In the order of its plan; where nothing is drawn it means nothing."""
         return np.concatenate((self.rows, [token_id or 0 for token_id in self.others])).astype(np.int64)
-
-    @classmethod
-    def of(cls, output: StepOutput, num_rows: int) -> StepTokens:
-        logprobs = {place: token.logprob for place, token in enumerate(output.tokens) if token and token.logprob}
-        return cls.known([None if token is None else token.token_id for token in output.tokens], num_rows, logprobs)
 
     @classmethod
     def known(

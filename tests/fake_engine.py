@@ -90,7 +90,7 @@ class Pending:
 
     def wait(self) -> StepTokens:
         assert self._under_way.pop(0) is self._pages, "steps end in their order"
-        return StepTokens.of(self._output, 0)
+        return StepTokens.known([token and token.token_id for token in self._output.tokens], 0)
 
 
 class FakeEngine:

@@ -51,6 +51,9 @@ class HollowReader:
     def weight(self, name: str, is_expert: bool = False) -> torch.Tensor:
         return self.read(name)
 
+    def head(self, name: str, tied: torch.Tensor | None) -> torch.Tensor:
+        return self.read(name) if tied is None else tied
+
     def within(self, prefix: str) -> HollowReader:
         return HollowReader(self._shapes, prefix)
 

@@ -48,7 +48,7 @@ from engine.sequence import ScheduledSequence, Sequence
 from penstock.config import EngineConfig
 from penstock.types import RequestId, SamplingParams
 
-_SHORT_S = 0.2  # calls that take less are made several times in a round
+_SHORT_S = 0.2  # of calls that take less, four count in a round, of others one
 
 Call = Callable[[], object]
 
@@ -103,18 +103,15 @@ def in_turns(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
     best = dict.fromkeys(calls, float("inf"))
     for _ in range(rounds):
         for name, call in calls.items():
-            repeats = 1
-            for repeat in range(8):
-                started_s = time.perf_counter()
-                call()
-                took_s = time.perf_counter() - started_s
-                if repeat == 0:
-                    repeats = 5 if took_s < _SHORT_S else 1
-                if repeat > 0 or repeats == 1:
-                    best[name] = min(best[name], took_s)
-                if repeat >= repeats - 1:
-                    break
+            for _ in range(4 if _seconds(call) < _SHORT_S else 1):
+                best[name] = min(best[name], _seconds(call))
     return best
+
+
+def _seconds(call: Call) -> float:
+    started_s = time.perf_counter()
+    call()
+    return time.perf_counter() - started_s
 
 
 def workloads(ours: Ours, eager: EagerTorch, rival: Transformers, model: ModelConfig) -> list[Callable[[], Workload]]:

@@ -162,6 +162,14 @@ class PipedProcess:
             self._popen.stdin.write(line.encode() + b"\n")
             self._popen.stdin.flush()
 
+    def stand_still(self) -> None:
+        """Its whole group takes no processor time until it goes on."""
+        os.killpg(self._popen.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended: who reads hears why
+            os.killpg(self._popen.pid, signal.SIGCONT)
+
     def _tail(self) -> str:
         self._log.seek(max(0, os.fstat(self._log.fileno()).st_size - 2000))
         return self._log.read().decode(errors="replace").strip() or "(no log)"
@@ -170,6 +178,7 @@ class PipedProcess:
         """Its input ends; whoever of its group has not ended after a while is killed."""
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
+        self.go_on()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
                 self._popen.stdin.close()
@@ -189,7 +198,11 @@ class PipedProcess:
 
 
 class VllmEngine(PipedProcess):
-    """vLLM's `LLM`, ready once `start_s` is known: seconds from the start of its process to its first token."""
+    """vLLM's `LLM`, ready once `start_s` is known: seconds from the start of its process to its first token.
+
+    Stopped but while it is asked: its workers poll their queues for seconds after an answer, which would take the cores
+    from whoever is asked next.
+    """
 
     def __init__(self, vllm: Vllm, folder: Path, num_threads: int, cache: Path) -> None:
         started_s = time.perf_counter()
@@ -201,8 +214,12 @@ class VllmEngine(PipedProcess):
             self.close()
             raise
         self.start_s = time.perf_counter() - started_s
+        self.stand_still()
 
     def answer(self, ask: Ask) -> float:
         """Seconds."""
+        self.go_on()
         self.write_line(json.dumps(ask.to_json()))
-        return float(self.read_line(_ANSWER_TIMEOUT_S))
+        took_s = float(self.read_line(_ANSWER_TIMEOUT_S))
+        self.stand_still()
+        return took_s

@@ -58,7 +58,7 @@ def test_a_step_is_what_further_tokens_cost_of_prompts_that_are_cached() -> None
 def test_a_prompt_is_computed_anew_each_time_and_its_quickest_time_counts() -> None:
     clock = Clock()
     assert ask_in_turns(LoopWorkload("prompt", (1, 64, 1)), {"it": clock.answer}, rounds=3) == {"it": 1.0}
-    assert len({ask.seed for ask in clock.asked}) == 3
+    assert len({ask.seed for ask in clock.asked}) == 6, "each but once, and another before it that is not timed"
 
 
 def test_every_whole_loop_workload_has_a_name_of_its_own() -> None:
@@ -163,6 +163,28 @@ def test_whatever_a_peer_has_started_ends_with_it() -> None:
         assert select.select([grandchild], [], [], 30.0)[0], "it lives on"
     finally:
         os.close(grandchild)
+
+
+def test_a_peer_stands_still_but_while_it_is_asked() -> None:
+    with PipedProcess(["sh", "-c", "echo $$; while read line; do echo heard; done"], os.environ) as process:
+        state = Path("/proc", process.read_line(30.0), "stat")
+        process.stand_still()
+        process.write_line("anybody?")
+        with pytest.raises(RuntimeError, match="no answer within"):
+            process.read_line(0.05)
+        assert state.read_text().rpartition(")")[2].split()[0] == "T"
+        process.go_on()
+        assert process.read_line(30.0) == "heard"
+        process.stand_still()  # and ends all the same
+
+
+def test_no_prompt_begins_as_one_of_another_length() -> None:
+    asks = [Ask(*each, seed) for work in loop_workloads() for each in (work.more, work.less) if each for seed in (0, 1)]
+    beginnings: dict[tuple[int, ...], set[tuple[int, int, int]]] = {}
+    for ask in asks:
+        for prompt in ask.prompts():
+            beginnings.setdefault(tuple(prompt[:16]), set()).add((ask.batch, ask.prompt_tokens, ask.seed))
+    assert all(len(kinds) == 1 for kinds in beginnings.values())
 
 
 @pytest.mark.parametrize("ending", ["data: [DONE]\n\n", 'data: {"error": "lost"}\n\n', ""])

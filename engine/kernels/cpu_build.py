@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
@@ -21,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "cpu"
 # -ffp-contract: ISO mode would keep products and sums apart. No -ffast-math: it would break masking and rounding.
-_FLAGS = ("-O3", "-march=native", "-std=c++20", "-ffp-contract=fast", "-pthread", "-shared", "-fPIC", "-w")
+_FLAGS = ("-O3", "-march=native", "-std=c++20", "-ffp-contract=fast", "-pthread", "-fPIC", "-w")
 _BUILD_TIMEOUT_S = 120
 
 
@@ -48,11 +50,19 @@ def _build(compiler: str) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / target.name
-        command = [compiler, *_FLAGS, *map(str, sources), "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
+        objects = [built.with_name(f"{source.stem}.o") for source in sources]
+        with ThreadPoolExecutor() as pool:  # a compiler for each file
+            compile_one = functools.partial(_run, compiler, "-c")
+            list(pool.map(compile_one, map(str, sources), itertools.repeat("-o"), map(str, objects)))
+        _run(compiler, "-shared", *map(str, objects), "-o", str(built))
         built.replace(target)  # atomic: workers that start together may all build, and each finds a whole file
     log.info("built the CPU kernels: %s", target)
     return target
+
+
+def _run(compiler: str, *arguments: str) -> None:
+    command = [compiler, *_FLAGS, *arguments]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
 
 
 def _digest(compiler: str) -> str:

@@ -15,6 +15,7 @@ MAX_SKEW_S = 1.0  # logs and traces of several machines can still be read side b
 _MIN_FREE_SHARE = 0.05  # of memory; below it the kernel starts to look for somebody to kill
 _MIN_SHM_BYTES = 256 << 20  # Ray's object store and NCCL's rings want some of it
 _SLOW_SHARE = 0.25  # of the median of its peers
+_SLOW_S = 0.03  # shorter waits are a thread's that got its core late, whatever the link
 _MIN_PEERS = 3
 _MIB = 1 << 20
 
@@ -190,7 +191,8 @@ def _hand_off(one: HandOff, peers: Sequence[float]) -> Finding:
         return Finding("transfer", one.name, Verdict.OK, f"{text} in {one.total_s * 1e3:.0f} ms, all in all")
     rate = one.num_bytes / one.transfer_s
     text += f" waited for {one.transfer_s * 1e3:.1f} ms: {rate / _MIB:.0f} MiB/s; {one.total_s * 1e3:.0f} ms all in all"
-    if len(peers) >= _MIN_PEERS and rate < _SLOW_SHARE * statistics.median(peers):
+    is_slow = len(peers) >= _MIN_PEERS and rate < _SLOW_SHARE * statistics.median(peers)
+    if is_slow and one.transfer_s > _SLOW_S:
         median = statistics.median(peers) / _MIB
         advice = f"most others have {median:.0f} MiB/s: look at the link between the two machines"
         return Finding("transfer", one.name, Verdict.WARNING, text, advice)

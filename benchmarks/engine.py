@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -195,6 +196,7 @@ def measure(
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: whoever was started ends too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each subject")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every subject")

@@ -6,15 +6,18 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup serve demo test lint types proto check-proto simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-quantized gpu-check tune clean
+.PHONY: help setup serve demo test test-fast test-costs lint types proto check-proto client simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-quantized attack soak gpu-check tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
 	@echo "make serve          set up, serve $(MODEL) until Ctrl-C        (MODEL=DIR for another)"
-	@echo "make test           set up, run the whole test suite"
+	@echo "make test           set up, run the whole test suite (about ten minutes on two cores)"
+	@echo "make test-fast      every test that starts no process and no Ray and is not slow: a minute and a half on two cores"
+	@echo "make test-costs     the whole suite, recording what each file costs, by which later runs order them"
 	@echo "make setup          a virtual environment in .venv, which every other target makes where it is missing"
 	@echo "make lint types     ruff, mypy"
 	@echo "make proto          regenerate the gRPC stubs from proto/            (make check-proto: are they?)"
+	@echo "make client         regenerate the blocking client from the asyncio one"
 	@echo "make bench bench-router bench-serving bench-transfer   benchmarks, results in benchmarks/results/"
 	@echo "make bench-engine   one engine beside the bare-torch floor, eager torch, transformers and, where named, vLLM"
 	@echo "make bench-vllm     bench-engine and bench-serving beside vLLM, installed into .venv-vllm from pinned wheels"
@@ -25,6 +28,8 @@ help:
 	@echo "make bench-autoscale   the autoscaler beside one that goes by queue lengths, in virtual time"
 	@echo "make bench-flips    50 role flips, scale-downs and restarts under load, every token compared"
 	@echo "make bench-steps    what a decode step costs besides the model, at batches of 1 to 256"
+	@echo "make attack         every attack of docs/security.md against a running deployment: held or not, at what cost to others"
+	@echo "make soak           half an hour of faults, slow readers, bad input and cancellations; nothing may grow  (MINUTES=N)"
 	@echo "make simulate       thousands of seeded faults in virtual time, every invariant checked   (SEEDS=N)"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
 	@echo "make tune           measure the attention kernels' tiles on the GPU at hand and keep the fastest"
@@ -41,10 +46,19 @@ serve: setup
 	$(PY) -m cluster.cli serve --model $(MODEL)
 
 demo: setup
-	$(PY) -m cluster.demo --model $(MODEL)
+	$(PY) -m cluster.cli.demo --model $(MODEL)
+
+# Each free process takes the dearest file that is left (tests/support/suite/costs.py).
+PYTEST := $(PY) -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test: setup
-	$(PY) -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile
+	$(PYTEST)
+
+test-fast: setup
+	$(PYTEST) -m "not processes and not slow"
+
+test-costs: setup
+	$(PYTEST) --record-costs
 
 lint: setup
 	$(VENV)/bin/ruff check .
@@ -54,10 +68,13 @@ types: setup
 	$(VENV)/bin/mypy
 
 proto: setup
-	$(PY) -m tests.stubs --write
+	$(PY) -m tests.support.repository.stubs --write
 
 check-proto: setup
-	$(PY) -m tests.stubs
+	$(PY) -m tests.support.repository.stubs
+
+client: setup
+	$(PY) -m tests.support.repository.blocking_client --write
 
 SEEDS ?= 5000
 
@@ -65,18 +82,18 @@ simulate: setup
 	$(PY) -m simulator.check --seeds $(SEEDS)
 
 bench: setup
-	$(PY) -m benchmarks.latency
+	$(PY) -m benchmarks.serving.latency
 
 # Two cores: one for the router, the other for null worker and clients. Decisions and index first, as they stand.
 bench-router: setup
-	for name in index choice router; do test ! -f benchmarks/$$name.py || $(PY) -m benchmarks.$$name || exit 1; done
+	for name in router.index router.choice router; do $(PY) -m benchmarks.$$name || exit 1; done
 
 bench-engine: setup
 	$(PY) -m benchmarks.engine
 
 bench-quantized: setup
-	$(PY) -m benchmarks.quantized_cpu
-	$(PY) -m benchmarks.quality
+	$(PY) -m benchmarks.engine.quantized_cpu
+	$(PY) -m benchmarks.engine.quality
 
 # vLLM's pins are not ours. torch comes first, so that only this one is looked for in that index.
 VLLM := .venv-vllm
@@ -99,17 +116,17 @@ bench-replay: setup
 	$(PY) -m benchmarks.replay
 
 bench-faults: setup
-	$(PY) -m benchmarks.faults
+	$(PY) -m benchmarks.cluster.faults
 
 bench-startup: setup
-	$(PY) -m benchmarks.startup
-	$(PY) -m benchmarks.weights
+	$(PY) -m benchmarks.cluster.startup
+	$(PY) -m benchmarks.engine.weights
 
 bench-autoscale: setup
 	$(PY) -m benchmarks.autoscale
 
 bench-flips: setup
-	$(PY) -m benchmarks.flips
+	$(PY) -m benchmarks.cluster.flips
 
 bench-steps: setup
 	$(PY) -m benchmarks.steps
@@ -117,12 +134,21 @@ bench-steps: setup
 bench-transfer: setup
 	$(PY) -m benchmarks.transfer
 
+# About eight minutes on two cores. ATTACKS names some of the table, `python -m benchmarks.attack --list` all.
+attack: setup
+	$(PY) -m benchmarks.attack $(ATTACKS)
+
+MINUTES ?= 30
+
+soak: setup
+	$(PY) -m benchmarks.attack.soak --minutes $(MINUTES)
+
 # With whatever python3 has: torch, triton, and the few packages that engine/ and penstock/ import (docs/gpu-check.md).
 # Ten minutes in all. The benchmarks run also where a test fails, and keep what they have wherever they end.
-GPU_TESTS := tests/test_engine_on_gpu.py tests/test_engine_large_pools.py tests/test_engine_kernels.py tests/test_engine_ops_kernels.py tests/test_engine_sample_kernel.py \
-	tests/test_engine_latent_kernel.py tests/test_engine_grouped_gemm.py tests/test_engine_host_tier.py \
-	tests/test_engine_tier_model.py tests/test_transfer_cuda_ipc.py tests/test_engine_file_readers.py \
-	tests/test_engine_graphs.py
+GPU_TESTS := tests/engine/step/test_on_gpu.py tests/engine/kernels/test_large_pools.py tests/engine/kernels/test_paged_kernels.py tests/engine/kernels/test_ops_kernels.py tests/engine/kernels/test_sample_kernel.py \
+	tests/engine/kernels/test_latent_kernel.py tests/engine/kernels/test_grouped_gemm.py tests/engine/cache/test_host_tier.py \
+	tests/engine/cache/test_tier_model.py tests/kv_transfer/transports/test_cuda_ipc.py tests/engine/weights/test_file_readers.py \
+	tests/engine/step/test_graphs.py
 GPU_TEST_SECONDS ?= 150
 GPU_BENCH_SECONDS ?= 350
 GPU_RESULTS ?= benchmarks/results
@@ -135,7 +161,7 @@ gpu-check:
 	exit $$failed
 
 tune:
-	TRITON_INTERPRET=0 python3 -m benchmarks.tune
+	TRITON_INTERPRET=0 python3 -m benchmarks.gpu.tune
 
 clean:
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info

@@ -1,3 +1,7 @@
-"""Measurements, each a module that is run by itself. Importing the package makes idle threads wait as in a worker."""
+"""Benchmarks: one room per subject, each started with `python -m benchmarks.NAME` or a `make bench-...` target.
 
-import engine  # noqa: F401  # before torch, which reads the setting when it is loaded
+They measure Penstock beside a baseline in the same run and write tables to `benchmarks/results/`. Tests borrow some
+helpers; no other room imports from here.
+"""
+
+import engine  # noqa: F401  # before torch, which reads the setting for idle threads when it is loaded

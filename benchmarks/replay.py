@@ -1,7 +1,8 @@
-"""Every policy on every trace in virtual time: hits beside a single cache's, balance, latencies, goodput.
+"""Replays every trace under every placement policy in virtual time: hit rate, balance, latencies and goodput.
 
-`python -m benchmarks.replay`; traces from the folder in PENSTOCK_TRACES, and the generated mix without it. Arrivals are
-scaled to an offered load: what the prompts would take without any cache, over what the workers can do.
+`python -m benchmarks.replay` takes traces from the folder in PENSTOCK_TRACES; without it only the generated mix runs.
+Hit rates stand beside that of a single cache. Arrivals are scaled to an offered load: the time that the prompts would
+take without any cache, over the capacity of the workers.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from benchmarks.report import RESULTS, versions
+from benchmarks.common.report import RESULTS, versions
 from penstock.errors import InvalidInput
 from simulator.fleet import FleetSpec
 from simulator.replay import GENERATED, HEADER, UNLIMITED, fit, line, read_requests, replay, with_pages
@@ -19,7 +20,7 @@ from simulator.report import Slo, single_cache_hit_rate
 from simulator.request import TraceRequest
 
 _POLICIES = ("kv-aware", "consistent-hash", "least-loaded", "round-robin", "random")
-_CACHE_TOKENS = 480_000  # of a worker: 30,000 pages of 16 tokens
+_CACHE_TOKENS = 480_000  # of each worker: 30,000 pages of 16 tokens
 _STRIDE = 8
 
 
@@ -28,23 +29,23 @@ class Case:
     trace: str
     load: float
     limit: int
-    repeats: bool  # whether prefixes repeat in it: unlimited caches are of interest too
+    repeats: bool  # prefixes repeat, so that it is replayed with unlimited caches, too
 
 
 CASES = (
-    Case(GENERATED, 1.5, 3000, False),  # what it needs fits into every cache
+    Case(GENERATED, 1.5, 3000, False),  # its prefixes fit into every cache
     Case(GENERATED, 2.8, 3000, False),
     Case("mooncake_conversation_first3000.jsonl.gz", 0.9, 3000, True),
     Case("azure2023_conv_first5000.jsonl.gz", 0.8, 3000, False),
     Case("azure2023_code_full.jsonl.gz", 0.5, 3000, False),
-    Case("servegen_reason_deepseekr1.jsonl.gz", 0.03, 400, False),  # its answers are long: decoding limits it
+    Case("servegen_reason_deepseekr1.jsonl.gz", 0.03, 400, False),  # limited by decoding: its answers are long
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
     parser.add_argument("--page-size", type=int, default=64, help="16 takes four times as long and changes little")
-    parser.add_argument("--share", type=float, default=1.0, help="of each trace's requests")
+    parser.add_argument("--share", type=float, default=1.0, help="of the requests of each trace")
     args = parser.parse_args(argv)
     rows: list[dict[str, object]] = []
     for case in CASES:

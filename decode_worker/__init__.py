@@ -1,0 +1,7 @@
+"""The decode worker: owns requests from submission to their last token, and generates the tokens.
+
+`worker` is the core on the step loop; `schedule`, `prefill`, `delivery` and `migrate` are its rooms; `service` and
+`request_intake` translate gRPC, and `server` composes everything for a process. Others take `server.DecodeServer`; the
+simulator takes the pure scheduler and placement. Prefill workers, routers and the cluster are known by their protocols
+only.
+"""

@@ -5,7 +5,7 @@ import sys
 import uvloop
 
 from decode_worker.server import DecodeServer
-from penstock.worker_main import main
+from worker.main import main
 
 if __name__ == "__main__":
     sys.exit(main(DecodeServer, uvloop.run))

@@ -1,6 +1,6 @@
 """gRPC over the decode worker: one call a router, the lease of every request on it. Translates and nothing else.
 
-What concerns sequences that move is in `adopt_service`.
+`decode_worker.migrate.service` handles migrations.
 """
 
 from __future__ import annotations
@@ -12,35 +12,37 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from decode_worker.adopt_service import AdoptService
-from decode_worker.intake import Intake
-from decode_worker.stream import RouterStream
-from penstock.grpc_server import typed_errors
+from decode_worker.delivery.router_stream import RouterStream
+from decode_worker.migrate.service import MigrationService
+from decode_worker.request_intake import RequestIntake
+from penstock.rpc.server import typed_errors
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 
 class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
-    def __init__(self, intake: Intake, moves: AdoptService) -> None:
+    """Serves routers; add it with `add_to_server`."""
+
+    def __init__(self, intake: RequestIntake, migrations: MigrationService) -> None:
         self._intake = intake
-        self._moves = moves
+        self._migrations = migrations
 
     async def Migrate(
         self, request: worker_pb2.MigrateRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.MigrateResponse:
         async with typed_errors(context):
-            return await self._moves.migrate(request)
+            return await self._migrations.migrate(request)
 
     async def ListSequences(
         self, request: worker_pb2.ListSequencesRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.ListSequencesResponse:
         async with typed_errors(context):
-            return await self._moves.list_sequences()
+            return await self._migrations.list_sequences()
 
-    async def Adopt(
-        self, request_iterator: AsyncIterator[worker_pb2.AdoptCommand], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[worker_pb2.AdoptEvent]:
+    async def ReceiveSequence(
+        self, request_iterator: AsyncIterator[worker_pb2.MigrationCommand], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.MigrationEvent]:
         async with typed_errors(context):
-            async with contextlib.aclosing(self._moves.adopt(request_iterator)) as events:
+            async with contextlib.aclosing(self._migrations.receive_sequence(request_iterator)) as events:
                 async for event in events:
                     yield event
 
@@ -57,7 +59,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             self._intake.close(stream)
 
     async def _follow(self, commands: AsyncIterator[worker_pb2.DecodeCommand], stream: RouterStream) -> None:
-        """Commands until the router says no more; its requests end with it."""
+        """Obeys the router's commands until its side of the call ends, which ends its requests."""
         try:
             async for command in commands:
                 if command.WhichOneof("command") == "submit":
@@ -71,7 +73,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
 
 def add_to_server(service: DecodeService, server: grpc.aio.Server) -> None:
-    """As the generated function does, but that frames of `Serve` are encoded already."""
+    """Adds the service like the generated function, except that the frames of `Serve` are encoded already."""
     pb2 = worker_pb2
     handlers = {
         "Serve": grpc.stream_stream_rpc_method_handler(service.Serve, pb2.DecodeCommand.FromString),
@@ -81,8 +83,8 @@ def add_to_server(service: DecodeService, server: grpc.aio.Server) -> None:
         "ListSequences": grpc.unary_unary_rpc_method_handler(
             service.ListSequences, pb2.ListSequencesRequest.FromString, pb2.ListSequencesResponse.SerializeToString
         ),
-        "Adopt": grpc.stream_stream_rpc_method_handler(
-            service.Adopt, pb2.AdoptCommand.FromString, pb2.AdoptEvent.SerializeToString
+        "ReceiveSequence": grpc.stream_stream_rpc_method_handler(
+            service.ReceiveSequence, pb2.MigrationCommand.FromString, pb2.MigrationEvent.SerializeToString
         ),
     }
     described = pb2.DESCRIPTOR.services_by_name["DecodeWorker"]

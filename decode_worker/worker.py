@@ -1,8 +1,8 @@
 """The decode worker's core: it owns each request from submission to its last token. Runs on the step loop, no gRPC.
 
-A request is placed (prefill here or by a prefill worker), gets its first token and its pages, joins the running batch,
+A request is placed (prefill here or at a prefill worker), gets its first token and its pages, joins the running batch,
 and leaves with a finish reason, an error or a cancellation; whatever it holds is then released. Pages that a transfer
-may still write stay fenced until the transfer is known to be over, whoever has lost interest in it meanwhile.
+may still write stay fenced until the transfer is known to be over, even if nobody wants its pages any more.
 """
 
 from __future__ import annotations
@@ -13,28 +13,26 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from decode_worker.attempts import PrefillAttempts
-from decode_worker.audience import Audience
-from decode_worker.outbox import Outbox
-from decode_worker.pace import Pace
-from decode_worker.prefill_client import RemoteFirstToken
-from decode_worker.request import DecodeRequest, Moved, PrefillOutcome, RequestTiming, StageTimes, TokenDelta
-from decode_worker.scheduler import DecodeScheduler
-from decode_worker.transfer import Landed, Mismatch
-from decode_worker.transfers import Transfers
-from engine.drawing import StepTokens
+from decode_worker.delivery.token_delivery import TokenDelivery
+from decode_worker.prefill.client import RemoteFirstToken
+from decode_worker.prefill.prefill_attempts import PrefillAttempts
+from decode_worker.prefill.transfer_table import FailedTransfer, LandedTransfer, TransferTable
+from decode_worker.request import DecodeRequest, StageTimes, TokenDelta
+from decode_worker.schedule.pace import Pace
+from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.engine import Engine
-from engine.finish import finish_reason
-from engine.isolation import step_isolated
-from engine.roster import DecodeRows, Ends
-from engine.row_table import RowTable
-from engine.sequence import SampledToken, Sequence
-from engine.step_plan import StepPlan
-from engine.token_check import check_token_ids
-from kv_transfer.session import Manifest
+from engine.step.compute import StepTokens
+from engine.step.finish import finish_reason
+from engine.step.isolation import step_isolated
+from engine.step.plan import DecodeRows, EndConditions, StepPlan
+from engine.step.row_table import RowTable
+from engine.step.sequence import SampledToken, Sequence
+from kv_transfer.session.transfer_session import Manifest
 from penstock.config import DecodeConfig
 from penstock.errors import Cancelled, Overloaded, PenstockError
 from penstock.types import TransferKey, WorkerId, WorkerLoad
+from penstock.v1 import common_pb2, worker_pb2
+from worker.sequence_message import check_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -45,43 +43,42 @@ class DecodeWorker:
     """Owns the requests. Every method runs on the step loop."""
 
     def __init__(
-        self, worker_id: WorkerId, engine: Engine, transfers: Transfers, config: DecodeConfig, context_length: int
+        self, worker_id: WorkerId, engine: Engine, transfers: TransferTable, config: DecodeConfig, context_length: int
     ) -> None:
         self._worker_id = worker_id
         self._engine = engine
         self._config = config
         self._context_length = context_length
-        rows = RowTable(engine.layout.page_size, Ends(engine.model.eos_token_ids, context_length))
+        rows = RowTable(engine.layout.page_size, EndConditions(engine.model.eos_token_ids, context_length))
         self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows)
         self._transfers = transfers
         self._requests: dict[Sequence, DecodeRequest] = {}
-        self._audience = Audience()
-        self._outbox = Outbox()
+        self._delivery = TokenDelivery()
         self._pace = Pace()
-        self._attempts = PrefillAttempts(
-            worker_id, engine.layout, self.scheduler, transfers, config, self._pace, self._tell
+        self._prefills = PrefillAttempts(
+            worker_id, engine.layout, self.scheduler, transfers, config, self._pace, events=self, report=self._report
         )
-        self.after_step: list[Callable[[], None]] = []  # called between two steps, also where there was nothing to do
-        self.on_release: list[Callable[[DecodeRequest], None]] = []  # a request ends here, or goes on elsewhere
+        self.after_step: list[Callable[[], None]] = []  # called between two steps, and when there was nothing to do
+        self.on_release: list[Callable[[DecodeRequest], None]] = []  # called when a request ends here or has migrated
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
-    # What the service tells us.
+    # Requests.
 
     def submit(self, request: DecodeRequest) -> None:
-        """Takes a request on; one that cannot be served ends at once with an error."""
+        """Accepts and places a request; one that cannot be served ends at once with an error."""
         request.times = StageTimes(submitted_s=time.monotonic())
         try:
-            self.take_on(request)
+            self.accept(request)
         except PenstockError as error:
-            self._outbox.put(request, TokenDelta(request.stream_id, error=error))
+            self._delivery.put(request, TokenDelta(request.stream_id, error=error))
             return
-        self._attempts.place(request)
+        self._prefills.place(request)
 
-    def take_on(self, request: DecodeRequest) -> None:
-        """From now on the request is ours, though nothing is done for it yet. Raises what speaks against it."""
+    def accept(self, request: DecodeRequest) -> None:
+        """Takes ownership of a request without placing it. Raises InvalidInput or Overloaded."""
         self._check(request.sequence)
         self._requests[request.sequence] = request
-        self._audience.add(request)
+        self._delivery.add(request)
         self.scheduler.track(request.sequence)
 
     def _check(self, sequence: Sequence) -> None:
@@ -94,10 +91,18 @@ class DecodeWorker:
         if request.sequence not in self._requests:
             return
         if error is not None:
-            self._outbox.put(request, TokenDelta(request.stream_id, error=error))
+            self._delivery.put(request, TokenDelta(request.stream_id, error=error))
         self._release(request)
 
-    # What becomes of sequences that move.
+    def timing(self, request: DecodeRequest) -> common_pb2.Timing:
+        return request.timing(
+            decode_worker=self._worker_id,
+            cached_tokens=self.scheduler.num_cached_tokens(request.sequence),
+            num_preemptions=self.scheduler.num_preemptions(request.sequence),
+            now_s=time.monotonic(),
+        )
+
+    # Migrations.
 
     @property
     def requests(self) -> Collection[DecodeRequest]:
@@ -107,45 +112,37 @@ class DecodeWorker:
         return self._requests.get(sequence)
 
     def replace(self, old: DecodeRequest, new: DecodeRequest) -> None:
-        """The sequence of `old` goes on for `new`; where it has ended already, only its account does."""
-        new.take_over(old)
+        """Continues the sequence of `old` for `new`, which inherits the account even if the sequence has ended."""
+        new.inherit(old)
         if new.sequence in self._requests:
             self._requests[new.sequence] = new
-            self._audience.told(new)
+            self._delivery.refresh(new)
 
-    def hand_over(self, request: DecodeRequest, moved: Moved) -> None:
-        """The sequence runs elsewhere now: whoever listens here is told where."""
-        self._outbox.put(request, TokenDelta(request.stream_id, moved=moved))
+    def release_migrated(self, request: DecodeRequest, migrated: worker_pb2.Migrated) -> None:
+        """Ends a request whose sequence runs elsewhere now; its reader learns where."""
+        self._delivery.put(request, TokenDelta(request.stream_id, migrated=migrated))
         self._release(request)
 
     def num_tokens_left(self, sequence: Sequence) -> int:
-        """To its end, at most."""
+        """Returns how many tokens the sequence may still get, at most."""
         return min(
             sequence.sampling.max_tokens - sequence.num_output_tokens, self._context_length - len(sequence.token_ids)
         )
 
-    def timing(self, request: DecodeRequest) -> RequestTiming:
-        return request.timing(
-            decode_worker=self._worker_id,
-            cached_tokens=self.scheduler.num_cached_tokens(request.sequence),
-            num_preemptions=self.scheduler.num_preemptions(request.sequence),
-            now_s=time.monotonic(),
-        )
-
-    # What happens to transfers.
+    # Events of transfers (`TransferEvents`, and what the receiver reports).
 
     def on_slow(self, key: TransferKey) -> None:
-        self._attempts.on_slow(key)
+        self._prefills.on_slow(key)
 
     def on_reserve(self, key: TransferKey) -> None:
-        self._attempts.on_begun(key)
+        self._prefills.on_begun(key)
         self._transfers.on_reserve(key)
 
     def on_first_token(self, key: TransferKey, first: RemoteFirstToken) -> None:
         request = self._transfers.request_of(key)
         if request is None or len(request.sequence.token_ids) != self._transfers.num_tokens(key):
-            return  # told before
-        request.times.on_brought(first.queue_s, first.prefill_s, time.monotonic())
+            return  # an earlier attempt brought it
+        request.times.on_remote_token(first.queue_s, first.prefill_s, time.monotonic())
         request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
         request.sequence.token_ids.append(first.token.token_id)
         self._on_token(request, first.token)
@@ -156,120 +153,118 @@ class DecodeWorker:
     def on_arrival(self, key: TransferKey, first_index: int, num_pages: int) -> None:
         self._after_progress(self._transfers.on_arrival(key, first_index, num_pages))
 
-    def _after_progress(self, landed: Landed | Mismatch | None) -> None:
-        """The last page of a transfer is here and verified: its sequence joins the next step."""
-        if landed is None:
+    def _after_progress(self, outcome: LandedTransfer | FailedTransfer | None) -> None:
+        """Lets the sequence join the next step if its last page is here and verified."""
+        if outcome is None:
             return
-        if isinstance(landed, Mismatch):
-            self._fall_back(landed.key, landed.request, landed.error)
+        if isinstance(outcome, FailedTransfer):
+            self._fall_back(outcome.key, outcome.request, outcome.error)
             return
-        request = landed.request
-        request.pages_moved += landed.num_pages
-        self.scheduler.join(request.sequence, landed.num_tokens)
-        if request.adopter is not None:
-            adopter, request.adopter, request.transfer = request.adopter, None, None
-            adopter.confirm()
+        request = outcome.request
+        request.pages_moved += outcome.num_pages
+        self.scheduler.join(request.sequence, outcome.num_tokens)
+        if request.migration is not None:
+            migration, request.migration, request.transfer = request.migration, None, None
+            migration.confirm()
         else:
             request.times.landed_s = time.monotonic()
-            self._attempts.on_landed(request, landed.key)
+            self._prefills.on_landed(request, outcome.key)
 
     def on_heartbeat(self, key: TransferKey) -> None:
         self._transfers.on_heartbeat(key)
 
     def sweep(self, now_s: float) -> float | None:
-        """Looks after leases, whether or not there is anything to compute; when to come again."""
-        for lapsed in self._transfers.sweep(now_s):
-            self._fall_back(lapsed.key, lapsed.request, lapsed.error)
+        """Ends waits for silent senders, whether or not there is anything to compute; returns when to sweep again."""
+        for expired in self._transfers.sweep(now_s):
+            self._fall_back(expired.key, expired.request, expired.error)
         return self._transfers.next_sweep_s
 
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> None:
         self._fall_back(key, self._transfers.on_closed(key, error), error)
 
     def on_lost(self, key: TransferKey, error: PenstockError) -> None:
-        self._fall_back(key, self._transfers.give_up(key), error)
-
-    def on_stalled(self, key: TransferKey, error: PenstockError) -> None:
+        """Serves the request another way: the call broke, the transport failed or pages never came."""
         self._fall_back(key, self._transfers.give_up(key), error)
 
     def on_quiesced(self, key: TransferKey) -> None:
         self._transfers.on_quiesced(key)
 
     def _fall_back(self, key: TransferKey, request: DecodeRequest | None, error: PenstockError | None) -> None:
-        """A prefill that failed costs the request time and nothing else; a sequence that could not come stays away."""
+        """Serves a request without its transfer: a failed prefill is placed again, a failed migration is refused."""
         if request is None:
             return
-        if request.adopter is not None:
-            request.adopter.refuse(error or Cancelled("its source gave the move up"))
+        if request.migration is not None:
+            request.migration.refuse(error or Cancelled("its source gave the migration up"))
             self._release(request)
             return
-        self._attempts.on_failed(request, key, error)
+        self._prefills.on_failed(request, key, error)
 
-    # The step: scheduled, computed by whoever drives this worker, and dealt out. Anything above may come meanwhile.
+    # Steps. `StepDriver` computes what `begin_step` returns; any method above may run before the step is finished.
 
-    def take_in(self) -> None:
-        """Beside a step under way: pages for those who have asked, and out with what there is to tell."""
-        self._transfers.grant_reservations(self.scheduler)
-        self._outbox.flush()
+    def serve_during_step(self) -> None:
+        """Reserves pages and sends what is ready while a step is in flight."""
+        self._grant_reservations()
+        self._delivery.flush()
         self._refresh_load()
 
-    def begin(self) -> StepPlan[DecodeRows]:
-        """The next step; empty where there is nothing to compute."""
-        self._transfers.grant_reservations(self.scheduler)
+    def begin_step(self) -> StepPlan:
+        """Returns the next step; empty if there is nothing to compute."""
+        self._grant_reservations()
         plan = self.scheduler.schedule(self._pace.chunk_tokens_within(self._config.itl_target_s))
         self._note_started(plan)
-        self._outbox.flush()  # first tokens from prefill workers do not wait for this step
+        self._delivery.flush()  # first tokens from prefill workers do not wait for this step
         if not plan:
-            self._rest()
+            self._after_step()
         return plan
 
-    def begin_ahead(self) -> StepPlan[DecodeRows] | None:
-        """The step after the one under way, where it can be scheduled already."""
+    def _grant_reservations(self) -> None:
+        for failed in self._transfers.grant_reservations(self.scheduler):
+            self._fall_back(failed.key, failed.request, failed.error)
+
+    def begin_step_ahead(self) -> StepPlan | None:
+        """Returns the step after the one in flight, if it can be scheduled already."""
         plan = self.scheduler.schedule_ahead(self._pace.chunk_tokens_within(self._config.itl_target_s))
         if plan is not None:
             self._note_started(plan)
         return plan
 
-    def _note_started(self, plan: StepPlan[DecodeRows]) -> None:
+    def _note_started(self, plan: StepPlan) -> None:
         started_s = time.monotonic()
         for scheduled in plan.chunks:
             times = self._requests[scheduled.sequence].times
             times.started_s = times.started_s or started_s
 
-    def finish(self, plan: StepPlan[DecodeRows], drawn: StepTokens, elapsed_s: float) -> None:
-        """The oldest step under way is over."""
+    def finish_step(self, plan: StepPlan, tokens: StepTokens, elapsed_s: float) -> None:
+        """Records the oldest step in flight and delivers its tokens."""
         self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
-        for sequence, error in drawn.failed:
+        for sequence, error in tokens.failed:
             self._fail(sequence, error)
-        void = self.scheduler.record(plan, drawn.rows, drawn.others)
+        discarded = self.scheduler.record(plan, tokens.rows, tokens.chunks)
         now_s = time.monotonic()
-        self._deal_rows(plan.rows, drawn, void, now_s)
-        for place, (scheduled, token_id) in enumerate(zip(plan.chunks, drawn.others, strict=True), len(plan.rows)):
-            if token_id is not None and scheduled.sequence not in void:
-                self._on_draw(scheduled.sequence, SampledToken(token_id, drawn.logprobs.get(place)), now_s)
-        self._outbox.flush()
-        self._rest()
+        self._deliver_rows(plan.rows, tokens, discarded, now_s)
+        for place, (scheduled, token_id) in enumerate(zip(plan.chunks, tokens.chunks, strict=True), len(plan.rows)):
+            if token_id is not None and scheduled.sequence not in discarded:
+                self._on_sampled(scheduled.sequence, SampledToken(token_id, tokens.logprobs.get(place)), now_s)
+        self._delivery.flush()
+        self._after_step()
 
-    def _deal_rows(self, rows: DecodeRows, drawn: StepTokens, void: Collection[Sequence], now_s: float) -> None:
-        """Most have a token and nothing more to say: those of one router travel together."""
-        listeners_R, token_ids_R = rows.roster.listeners_R, drawn.rows
-        apart_R = self._audience.apart(listeners_R) | rows.may_end(token_ids_R, self._engine.model.eos_token_ids)
-        if drawn.logprobs:
-            apart_R[[place for place in drawn.logprobs if place < len(rows)]] = True
-        if void:
-            apart_R |= np.array([item.sequence in void for item in rows.items], np.bool_)  # of no rows, too
-        apart = apart_R.nonzero()[0].tolist()
-        if apart:
-            listeners_R, token_ids_R = listeners_R[~apart_R], token_ids_R[~apart_R]
-        for send, run in self._audience.runs(listeners_R, token_ids_R):
-            self._outbox.put_run(send, run)
-        for place in apart:
-            sequence = rows.items[place].sequence
-            if sequence not in void:
-                self._on_draw(sequence, SampledToken(int(drawn.rows[place]), drawn.logprobs.get(place)), now_s)
+    def _deliver_rows(
+        self, rows: DecodeRows, tokens: StepTokens, discarded: Collection[Sequence], now_s: float
+    ) -> None:
+        """Delivers plain tokens all at once; tokens that may end a sequence or carry logprobs, one by one."""
+        is_special_R = rows.may_end(tokens.rows, self._engine.model.eos_token_ids)
+        if tokens.logprobs:
+            is_special_R[[place for place in tokens.logprobs if place < len(rows)]] = True
+        if discarded:
+            is_special_R |= np.array([item.sequence in discarded for item in rows.items], np.bool_)
+        for row in self._delivery.put_rows(rows.items, tokens.rows, is_special_R):
+            sequence = rows.items[row].sequence
+            if sequence not in discarded:
+                self._on_sampled(sequence, SampledToken(int(tokens.rows[row]), tokens.logprobs.get(row)), now_s)
 
-    def finish_alone(self, plan: StepPlan[DecodeRows]) -> None:
-        """The only step under way has failed: computes it again on this thread, each sequence by itself where need be,
-        and ends those that fail."""
+    def recompute_step(self, plan: StepPlan) -> None:
+        """Recomputes the failed and only step in flight on this thread, each sequence by itself if necessary, and ends
+        the sequences that fail."""
         started_s = time.monotonic()
         done = step_isolated(self._engine.step, [item for item in plan if item.sequence in self._requests])
         self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, time.monotonic() - started_s)
@@ -277,48 +272,50 @@ class DecodeWorker:
             self._fail(sequence, error)
         now_s = time.monotonic()
         for sequence, token in self.scheduler.commit(done.work, done.output):
-            self._on_draw(sequence, token, now_s)
-        self._outbox.flush()
-        self._rest()
+            self._on_sampled(sequence, token, now_s)
+        self._delivery.flush()
+        self._after_step()
 
     def _fail(self, sequence: Sequence, error: PenstockError) -> None:
         request = self._requests.get(sequence)
         if request is not None:
             self.cancel(request, error)
 
-    def _rest(self) -> None:
-        """Between two steps, also where there was nothing to do."""
+    def _after_step(self) -> None:
         for call in self.after_step:
             call()
         self._refresh_load()
 
-    def _on_draw(self, sequence: Sequence, token: SampledToken, now_s: float) -> None:
-        """A token that this worker has drawn and appended."""
+    # Tokens and ends.
+
+    def _on_sampled(self, sequence: Sequence, token: SampledToken, now_s: float) -> None:
+        """Delivers a token that this worker has sampled and appended."""
         request = self._requests[sequence]
-        request.times.on_drawn(now_s)
+        request.times.on_sampled(now_s)
         self._on_token(request, token)
 
     def _on_token(self, request: DecodeRequest, token: SampledToken) -> None:
-        """A token that has just been appended to the request's sequence."""
+        """Delivers a token that has just been appended to the request's sequence, and ends the request if it is the
+        last."""
         request.end_pause(time.monotonic())
-        self._audience.told(request)
+        self._delivery.refresh(request)
         reason = finish_reason(request.sequence, self._engine.model.eos_token_ids, self._context_length)
         if reason is None:
-            self._outbox.put(request, TokenDelta(request.stream_id, token))
+            self._delivery.put(request, TokenDelta(request.stream_id, token))
             return
-        self._outbox.put_end(request, token, reason, self.timing(request))
+        self._delivery.put_end(request, token, reason, self.timing(request))
         self._release(request)
 
     def _release(self, request: DecodeRequest) -> None:
         del self._requests[request.sequence]
-        self._audience.remove(request)
+        self._delivery.remove(request)
         for call in self.on_release:
             call(request)
         self._transfers.abandon(request)
         self.scheduler.forget(request.sequence)
 
-    def _tell(self, request: DecodeRequest, outcome: PrefillOutcome) -> None:
-        self._outbox.put(request, TokenDelta(request.stream_id, prefill=outcome))
+    def _report(self, request: DecodeRequest, outcome: worker_pb2.PrefillOutcome) -> None:
+        self._delivery.put(request, TokenDelta(request.stream_id, prefill=outcome))
 
     def _refresh_load(self) -> None:
         self.load = WorkerLoad(
@@ -333,5 +330,6 @@ class DecodeWorker:
             prefill_steps=self._pace.prefill_steps,
             decode_steps=self._pace.decode_steps,
             num_open=len(self._requests),
-            requests=self._outbox.totals,
+            requests=self._delivery.totals,
+            metrics=self.scheduler.metrics.values(),
         )

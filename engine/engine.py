@@ -1,7 +1,7 @@
 """One model replica behind one object: weights, KV pages, prefix cache, and the step.
 
-A worker's step loop is the only caller. The engine owns the model and the page tensor; which sequence holds which
-page is the caller's business (through `pool` and `prefix_cache`), and a step changes neither.
+A worker's step loop is the only caller. The engine owns the model and the page tensor; which sequence holds which page
+is the caller's decision (through `pool` and `prefix_cache`), and a step changes neither.
 """
 
 from __future__ import annotations
@@ -15,66 +15,50 @@ from dataclasses import replace
 
 import torch
 
-from engine.batch import Batch, HostBatch, lay_out, to_device
-from engine.cache_tiers import CacheTiers
-from engine.cuda_graphs import GraphRunner
-from engine.disk_tier import DiskFile, DiskTier, SlotFile
-from engine.drawing import Drawn, Known, LaidOutStep, compute, compute_in_vain, lay_out_step
-from engine.host_tier import HostTier
-from engine.kv_layout import KVLayout
-from engine.memory_plan import saturating_tokens, select_context
-from engine.model_config import ModelConfig
-from engine.page_pool import PagePool
-from engine.parallel import ALONE, ParallelGroup
-from engine.part import Part
-from engine.plain_batch import RankedStep
-from engine.prefix_cache import PrefixCache
-from engine.ranked_graphs import capture_everywhere
-from engine.ranked_pages import RankedDiskFile, RankedHostTier, zero_everywhere
-from engine.ranks import Launch, Ranks
-from engine.runner import ModelRunner
-from engine.sampler import sample, warm_up_draws
-from engine.sequence import SampledToken, ScheduledSequence, StepOutput
-from engine.shard import Shard
-from engine.warm_up import warm_up_batches
-from engine.zeroing import zero_pages
+from engine.cache.disk_tier import DiskFile, DiskTier, SlotFile
+from engine.cache.host_tier import HostTier
+from engine.cache.kv_layout import KVLayout
+from engine.cache.page_pool import PagePool
+from engine.cache.pool_memory import zero_pages
+from engine.cache.prefix_cache import PrefixCache
+from engine.cache.tensor_parallel import AllRanksDiskFile, AllRanksHostTier, zero_on_all_ranks
+from engine.cache.tiers import CacheTiers
+from engine.graphs.cuda_graphs import capture_on_all_ranks
+from engine.graphs.warm_up import warm_up_batches
+from engine.memory.estimates import saturating_tokens, select_context
+from engine.parallel.leader import Launch, RankLeader
+from engine.parallel.model_part import ModelPart
+from engine.parallel.shard import Shard
+from engine.parallel.step_codec import BroadcastStep
+from engine.sampling.sampler import sample, warm_up_sampling
+from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
+from engine.step.compute import PreparedStep, SampledTokens, compute, compute_discarded, prepare_step
+from engine.step.sequence import SampledToken, ScheduledSequence, StepOutput
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
-from penstock.kv_events import KvEventLog
+from penstock.kv.events import KvEventLog
 from penstock.types import PageId
 
 log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Made by `load`."""
+    """Created by `load`."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        layout: KVLayout,
-        kv_pages: torch.Tensor,
-        cache: PrefixCache,
-        pool: PagePool,
-        runner: ModelRunner,
-        ranks: Ranks | None = None,
-        runs_ahead: bool = False,
-        graphs: GraphRunner | None = None,
-        group: ParallelGroup = ALONE,
-        max_context: int | None = None,
-    ) -> None:
-        """`runs_ahead`: decode steps are given to the device before those ahead of them are over."""
-        self.model = model
-        self.layout = layout
-        self.kv_pages = kv_pages  # `layout.shape`, contiguous
-        self.pool = pool
+    def __init__(self, part: ModelPart, kv_pages: torch.Tensor, cache: PrefixCache, ranks: RankLeader | None) -> None:
+        """`kv_pages` is `layout.shape`, contiguous. `ranks` commands the other ranks of a split model."""
+        self.model = part.model
+        self.layout = part.layout
+        self.kv_pages = kv_pages
+        self.pool = cache.pool
         self.prefix_cache = cache
-        self.runner = runner
-        self.ranks = ranks  # the other ones, where the model is split
-        self.runs_ahead = runs_ahead
-        self.max_context = max_context or model.context_length  # tokens that a sequence may have
-        self._graphs = graphs
-        self._group = group
+        self.runner = part.make_runner(kv_pages)
+        self.ranks = ranks
+        # Whether decode steps are given to the device before the steps ahead of them are over.
+        self.runs_ahead = kv_pages.is_cuda if part.config.run_ahead is None else part.config.run_ahead
+        self.max_context = select_context(part.config, part.model)  # tokens that a sequence may have
+        self._graphs = part.make_graphs(self.runner, self.pool.num_pages)
+        self._group = part.group
 
     @classmethod
     def load(
@@ -84,16 +68,17 @@ class Engine:
         on_event: KvEventLog | None = None,
         launch: Launch | None = None,
     ) -> Engine:
-        """Reads the checkpoint and makes the page pool; blocks. `on_progress` hears the share of weights read. `launch`
-        starts the processes of the other ranks, where `config` wants any.
+        """Reads the checkpoint and allocates the page pool. Blocks.
 
-        Raises CheckpointError for a folder that cannot be served, ConfigError for settings that cannot work.
+        `on_progress` receives the fraction of weights read. `launch` starts the processes of the other ranks, if
+        `config` asks for any. Raises CheckpointError for a folder that cannot be served, ConfigError for settings that
+        cannot work.
         """
         ranks = None
         if config.tensor_parallel > 1:
             if launch is None:
                 raise ConfigError(f"engine.tensor_parallel = {config.tensor_parallel} needs processes: give a launch")
-            ranks = Ranks(config, launch)
+            ranks = RankLeader(config, launch)
         try:
             return cls._load(config, ranks, on_progress, on_event if config.kv_events else None)
         except BaseException:
@@ -105,23 +90,23 @@ class Engine:
     def _load(
         cls,
         config: EngineConfig,
-        ranks: Ranks | None,
+        ranks: RankLeader | None,
         on_progress: Callable[[float], None],
         on_event: KvEventLog | None,
     ) -> Engine:
         if ranks is None:
-            part = Part.load(config, on_progress=on_progress)
+            part = ModelPart.load(config, on_progress=on_progress)
             num_pages = part.count_pages()
         else:
             answers = ranks.begin_load()
-            part = Part.load(config, Shard(0, ranks.num_ranks), ranks.join, on_progress)
+            part = ModelPart.load(config, Shard(0, ranks.num_ranks), ranks.join_group, on_progress)
             num_pages = min(part.count_pages(), *ranks.wait(answers))
-            ranks.ask("pool", num_pages)
+            ranks.call_all("pool", num_pages)
         kv_pages = part.make_pool(num_pages)
         pool = PagePool(num_pages, _make_eraser(kv_pages, ranks) if config.zero_freed_pages else None)
         tiers = _make_tiers(config, kv_pages, part.layout.page_bytes, ranks)
         cache = PrefixCache(pool, config.page_size, on_event, config.prefix_caching, tiers)
-        runner = part.make_runner(kv_pages)
+        engine = cls(part, kv_pages, cache, ranks)
         log.info(
             "loaded %s: %d pages, %s, KV in %s, %s attention on %s%s",
             config.model,
@@ -132,20 +117,7 @@ class Engine:
             part.device,
             f", {ranks.num_ranks} ranks" if ranks is not None else "",
         )
-        runs_ahead = kv_pages.is_cuda if config.run_ahead is None else config.run_ahead
-        return cls(
-            part.model,
-            part.layout,
-            kv_pages,
-            cache,
-            pool,
-            runner,
-            ranks,
-            runs_ahead,
-            part.make_graphs(runner, num_pages),
-            part.group,
-            select_context(config, part.model),
-        )
+        return engine
 
     @property
     def num_ranks(self) -> int:
@@ -153,131 +125,134 @@ class Engine:
 
     @property
     def model_layout(self) -> KVLayout:
-        """Of the pages of all ranks together: what workers are told apart by. `layout` is of rank 0's."""
+        """The layout of the pages of all ranks together, which identifies a worker; `layout` is rank 0's own."""
         return replace(self.layout, head_range=None)
 
     def when_lost(self, on_lost: Callable[[BaseException], None]) -> None:
-        """`on_lost` hears, on any thread, that one of the other ranks is gone: no step will succeed any more."""
+        """Calls `on_lost`, on any thread, when another rank is lost; no step succeeds after that."""
         if self.ranks is not None:
             self.ranks.when_lost(on_lost)
 
     def close(self) -> None:
-        """Ends the other ranks, where there are any."""
+        """Ends the other ranks, if there are any."""
         if self.ranks is not None:
             self.ranks.close()
 
     @property
     def saturating_tokens(self) -> int:
-        """Tokens of a prompt chunk from which on a step costs as much per token as any longer one.
+        """See `engine.memory.estimates.saturating_tokens`.
 
         Longer steps gain nothing and delay the first token of every prompt that ends inside them.
         """
         return saturating_tokens("cuda" if self.kv_pages.is_cuda else "cpu")
 
     def step(self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None = None) -> StepOutput:
-        """One forward over a mixed batch of chunks and decodes, and a draw for each that reached its end. Blocks.
+        """Computes one forward over a mixed batch of chunks and decodes, and samples wherever a text ends. Blocks.
 
-        `on_layer(n)` is called when the batch's KV of the first n layers is in the pages, or, on a GPU, will be once
-        what the current stream has been given so far is done."""
+        `on_layer(n)` is called when the batch's KV of the first n layers is in the pages or, on a GPU, will be once the
+        work given to the current stream so far is done.
+        """
         if not work:
             return StepOutput(())
-        logits_RV, drawing = self._forward(work, on_layer)
+        host = build_host_batch(work, self.layout.page_size)
+        logits_RV = self._forward(host, on_layer)
         tokens: list[SampledToken | None] = [None] * len(work)
-        if drawing:
-            rows = [work[index] for index in drawing]
-            drawn = sample(logits_RV, rows, self.model.eos_token_ids)
-            for index, token in zip(drawing, drawn, strict=True):
-                tokens[index] = token
+        places = host.sampled_places.tolist()
+        if places:
+            sampled = sample(logits_RV, [work[place] for place in places], self.model.eos_token_ids)
+            for place, token in zip(places, sampled, strict=True):
+                tokens[place] = token
         return StepOutput(tuple(tokens))
 
-    def _forward(
-        self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None
-    ) -> tuple[torch.Tensor, tuple[int, ...]]:
-        """Logits of the sequences that draw, and their places in `work`."""
-        host = lay_out(work, self.layout.page_size)
-        return self._run(host, on_layer), tuple(host.drawing.tolist())
-
-    def _run(self, host: HostBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Logits of a step that is not replayed."""
+    def _forward(self, host: HostBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Returns the logits of a step that is not replayed from a graph."""
         if self.ranks is not None:
-            self.ranks.announce(RankedStep(host))
-        with self._explained():
+            self.ranks.announce(BroadcastStep(host))
+        with self._explaining_failures():
             return self.runner.forward(to_device(host, self.kv_pages.device), on_layer)
 
-    def lay_out(self, work: Sequence[ScheduledSequence]) -> LaidOutStep:
-        """All that `compute` needs of a step that is not empty; sequences may change afterwards."""
-        return lay_out_step(work, self.layout.page_size)
+    def prepare(self, work: Sequence[ScheduledSequence]) -> PreparedStep:
+        """Returns all that `compute` needs of a step that is not empty; the sequences may change afterwards."""
+        return prepare_step(work, self.layout.page_size)
 
-    def announce(self, step: LaidOutStep) -> None:
-        """Other ranks begin with a step as soon as they can. Every step is announced before it is computed, and those
-        that were announced are computed in that order, be it in vain."""
+    def announce(self, step: PreparedStep) -> None:
+        """Lets other ranks start on a step as soon as they can.
+
+        Every step is announced before it is computed, and every announced step is computed in that order, even if its
+        outcome is discarded.
+        """
         if self.ranks is not None:
-            self.ranks.announce(RankedStep(step.host, step.awaited, may_replay=True))
+            self.ranks.announce(BroadcastStep(step.host, step.awaited_rows, may_replay=True))
 
-    def compute(self, step: LaidOutStep, before: Drawn | Known | None = None) -> Drawn | Known:
-        """Gives the device a step; on a GPU it returns before that is done. From one thread at a time, like `step`.
+    def compute(self, step: PreparedStep, previous: SampledTokens | None = None) -> SampledTokens:
+        """Gives the device a step; on a GPU it returns before the device is done. Called by one thread at a time.
 
-        `before`: the step whose tokens this one awaits."""
-        with self._explained():
-            return compute(step, self._replay, self._group, self.kv_pages.device, self.model.eos_token_ids, before)
+        `previous` is the step whose tokens this one awaits.
+        """
+        with self._explaining_failures():
+            return compute(step, self._replay, self._group, self.kv_pages.device, self.model.eos_token_ids, previous)
 
-    def give(self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None = None) -> Drawn | Known:
-        """As `step`, but on a GPU it returns before that is done, unless a draw depends on the text."""
-        step = self.lay_out(work)
+    def launch(self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None = None) -> SampledTokens:
+        """Computes a step like `step`, but on a GPU returns before it is done, unless sampling needs a text."""
+        step = self.prepare(work)
         if self.ranks is not None:
-            self.ranks.announce(RankedStep(step.host))
+            self.ranks.announce(BroadcastStep(step.host))
         device, ends = self.kv_pages.device, self.model.eos_token_ids
-        with self._explained():
+        with self._explaining_failures():
             return compute(step, lambda batch: self.runner.forward(batch, on_layer), self._group, device, ends)
 
-    def compute_in_vain(self, step: LaidOutStep) -> None:
-        """Where a step awaits one that failed, and other ranks compute it."""
+    def compute_discarded(self, step: PreparedStep) -> None:
+        """Computes a step that awaits a failed one and that other ranks compute too; does nothing without them."""
         if self.ranks is not None:
-            with self._explained():
-                compute_in_vain(step, self._replay, self._group, self.kv_pages.device)
+            with self._explaining_failures():
+                compute_discarded(step, self._replay, self._group, self.kv_pages.device)
 
     def _replay(self, batch: Batch) -> torch.Tensor:
         return self.runner.forward(batch) if self._graphs is None else self._graphs.forward(batch)
 
-    def _explained(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.ranks is None else self.ranks.explained()
+    def _explaining_failures(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.ranks is None else self.ranks.explaining_failures()
 
     def capture_graphs(
         self, on_progress: Callable[[int, int], None] = lambda done, of: None, max_sequences: int | None = None
     ) -> None:
-        """Decode steps are replayed from now on, where that is possible; those of more than `max_sequences` never come.
-        Blocks for seconds, the first time; `on_progress` hears how many sizes of batch are done."""
+        """Captures decode steps of up to `max_sequences`, so that from now on they are replayed where possible.
+
+        Blocks for seconds the first time. `on_progress` receives the number of batch sizes done and their total.
+        """
         if self._graphs is not None and not self._graphs.is_captured:
-            capture_everywhere(self._graphs, self.ranks, on_progress, max_sequences)
+            capture_on_all_ranks(self._graphs, self.ranks, on_progress, max_sequences)
 
     def warm_up(self) -> None:
-        """One step of each kind that kernels are compiled for, so that no request waits for that. Blocks: for half a
-        minute where there are such kernels and no cache has them."""
+        """Computes one step of each kind that kernels are compiled for, so that no request waits for a compiler.
+
+        Blocks; for half a minute if kernels have to be compiled and no cache has them.
+        """
         started_s = time.monotonic()
         [page] = self.pool.allocate(1)
         try:
             most_tokens = self.saturating_tokens if self.runner.compiles else 0
             for batch in warm_up_batches(page, self.layout.page_size, self.max_context, most_tokens):
-                logits_1V = self._run(batch)
-            warm_up_draws(logits_1V)
+                logits_1V = self._forward(batch)
+            warm_up_sampling(logits_1V)
             if self.kv_pages.is_cuda:
                 torch.cuda.synchronize(self.kv_pages.device)
         finally:
             self.pool.release([page])
         if self.runner.compiles:
-            log.info("kernels of every kind of step are there, after %.1f s", time.monotonic() - started_s)
+            log.info("compiled the kernels of every kind of step in %.1f s", time.monotonic() - started_s)
         if self.ranks is not None:
             self.ranks.set_ready()
 
 
-def _make_eraser(kv_pages: torch.Tensor, ranks: Ranks | None) -> Callable[[Sequence[PageId]], None]:
+def _make_eraser(kv_pages: torch.Tensor, ranks: RankLeader | None) -> Callable[[Sequence[PageId]], None]:
     if ranks is None:
         return functools.partial(zero_pages, kv_pages)
-    return functools.partial(zero_everywhere, kv_pages, ranks)
+    return functools.partial(zero_on_all_ranks, kv_pages, ranks)
 
 
 def _make_tiers(
-    config: EngineConfig, kv_pages: torch.Tensor, page_bytes: int, ranks: Ranks | None
+    config: EngineConfig, kv_pages: torch.Tensor, page_bytes: int, ranks: RankLeader | None
 ) -> CacheTiers | None:
     if not config.host_memory_bytes:
         return None
@@ -286,16 +261,16 @@ def _make_tiers(
             raise ConfigError(f"engine.{name} = {getattr(config, name)} holds no page of {page_bytes} bytes; give more")
     try:
         host = HostTier(kv_pages, config.host_memory_bytes // page_bytes)
-    except RuntimeError as error:  # torch's way to say that there is no memory
+    except RuntimeError as error:  # torch reports a lack of memory this way
         raise ConfigError(
             f"engine.host_memory_bytes = {config.host_memory_bytes} cannot be allocated; give less"
         ) from error
-    ranked = None if ranks is None else RankedHostTier(host, ranks)
+    host_pages = host if ranks is None else AllRanksHostTier(host, ranks)
     if config.disk_path is None:
-        return CacheTiers(ranked or host)
+        return CacheTiers(host_pages)
     num_pages = config.disk_bytes // page_bytes
     file: SlotFile
     file = own = DiskFile(config.disk_path, num_pages, host)
     if ranks is not None:
-        file = RankedDiskFile(own, ranks, config.disk_path, num_pages)
-    return CacheTiers(ranked or host, DiskTier(file, num_pages))
+        file = AllRanksDiskFile(own, ranks, config.disk_path, num_pages)
+    return CacheTiers(host_pages, DiskTier(file, num_pages))

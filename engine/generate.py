@@ -1,6 +1,6 @@
 """The single-process reference: one generation at a time over an engine, with nothing else around it.
 
-What disaggregated serving must equal, token for token. Tests and tools call it; workers do not.
+Disaggregated serving must produce the same tokens. Tests and tools call it; workers do not.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.engine import Engine
-from engine.finish import finish_reason
-from engine.sequence import ScheduledSequence
-from engine.sequence import Sequence as Generation
+from engine.step.finish import finish_reason
+from engine.step.sequence import ScheduledSequence
+from engine.step.sequence import Sequence as Generation
 from penstock.types import PageHash, RequestId, SamplingParams
 
 
@@ -23,13 +23,13 @@ def generate(
     chunk_tokens: int | None = None,
     use_prefix_cache: bool = True,
 ) -> list[int]:
-    """Tokens after the prompt, the one that ended it included. Blocks; returns every page it took.
+    """Returns the tokens after the prompt, including the one that ended it. Blocks; releases every page it takes.
 
-    `chunk_tokens` bounds what one step computes; None takes the prompt whole.
+    `chunk_tokens` bounds what one step computes; None computes the prompt whole.
     """
     generation = Generation(RequestId("generate"), list(token_ids), len(token_ids), sampling, salt)
     page_size = engine.layout.page_size
-    if use_prefix_cache:  # the last token is computed in any case: its logits draw the first new one
+    if use_prefix_cache:  # the last token is always computed: its logits are what the first new token is sampled from
         hashes = generation.hash_full_pages(page_size)[: (len(token_ids) - 1) // page_size]
         generation.pages = engine.prefix_cache.match(hashes)
         generation.num_computed_tokens = len(generation.pages) * page_size
@@ -48,7 +48,7 @@ def generate(
 
 
 def _promote(engine: Engine, generation: Generation, hashes: Sequence[PageHash]) -> None:
-    """What lower tiers hold of the pages that come next."""
+    """Fills the pages behind the matched ones from lower tiers, as far as these hold them."""
     num_matched = len(generation.pages)
     num_promotable = engine.prefix_cache.peek(hashes) - num_matched
     generation.pages += engine.pool.allocate(num_promotable)

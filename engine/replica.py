@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.engine import Engine
-from engine.ranks import Launch
+from engine.parallel.leader import Launch
 from penstock.config import EngineConfig
-from penstock.kv_events import KvEventLog
+from penstock.kv.events import KvEventLog
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One server at a time works with it. Cached pages and the numbers of their events go on from one to the next."""
+    """Used by one server at a time. Cached pages and the numbering of their events carry over from one to the next."""
 
     engine: Engine
     events: KvEventLog
@@ -25,7 +25,7 @@ class Replica:
         on_progress: Callable[[float], None] = lambda share: None,
         launch: Launch | None = None,
     ) -> Replica:
-        """Ready for its first request. Blocks; raises CheckpointError or ConfigError."""
+        """Loads an engine and warms it up for its first request. Blocks; raises CheckpointError or ConfigError."""
         events = KvEventLog()
         engine = Engine.load(config, on_progress, events, launch)
         engine.warm_up()
@@ -33,5 +33,5 @@ class Replica:
 
     @property
     def num_pinned_pages(self) -> int:
-        """That somebody holds, or that a transfer may still write. None of them may be left when the server changes."""
+        """Pages that are referenced or that a transfer may still write; there are none when a server hands over."""
         return self.engine.pool.num_pages - self.engine.pool.num_available

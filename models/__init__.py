@@ -1,1 +1,4 @@
-"""The bundled model: the text that it learns from, its training script and its weights. Nothing serves from here."""
+"""The bundled models: weights and tokenizers in two folders, and `train`, which makes them.
+
+Tests, the demo and benchmarks load the folders by path; nothing that serves imports from here.
+"""

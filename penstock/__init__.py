@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.async_client import AsyncClient
-    from penstock.client import Client
+    from penstock.client.async_client import AsyncClient
+    from penstock.client.sync_client import Client
 
 __all__ = ["AsyncClient", "Client"]
 
@@ -14,11 +14,11 @@ __all__ = ["AsyncClient", "Client"]
 def __getattr__(name: str) -> object:
     # On first use: the engine imports this package for its types and must not pay for, or need, gRPC.
     if name == "Client":
-        from penstock.client import Client
+        from penstock.client.sync_client import Client
 
         return Client
     if name == "AsyncClient":
-        from penstock.async_client import AsyncClient
+        from penstock.client.async_client import AsyncClient
 
         return AsyncClient
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

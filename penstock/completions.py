@@ -1,299 +1,113 @@
-"""What the public client hands out and how it makes a request: plain frozen data, and conversions from the wire.
+"""The completions of one request: how each is asked of a worker and what is streamed of it to the client. Pure.
 
-Shared by `penstock.client` and `penstock.async_client`. No I/O, no clock.
+Routers and decode workers that stream to clients share this module, so that an answer does not depend on its path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from penstock.errors import InvalidInput
-from penstock.types import FinishReason, Lane
+from penstock import wire
+from penstock.types import FinishReason, SamplingParams
 from penstock.v1 import common_pb2, inference_pb2
-from penstock.wire import finish_reason_from_wire, lane_from_name, lane_to_wire
 
-ChatMessage = Mapping[str, str]  # {"role": "user", "content": "..."}
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
-
-
-class SamplingOptions(TypedDict, total=False):
-    """How to draw tokens. An option left out takes the model's default; see proto/penstock/v1/common.proto."""
-
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    seed: int
-    n: int
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    logprobs: int
+_STAGGER_TOKENS = 64  # longer prompts are computed once, before the other completions start
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int  # of prompt_tokens
+class Emitted:
+    """What an earlier call has streamed of one completion."""
 
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Where one completion's time went and who served it. Durations in milliseconds."""
-
-    queue_ms: float = 0.0
-    prefill_ms: float = 0.0
-    transfer_ms: float = 0.0  # the part that the prefill did not hide
-    first_token_ms: float = 0.0
-    decode_ms: float = 0.0
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    cached_tokens: int = 0
-    pages_moved: int = 0
-    num_redispatches: int = 0
-    num_preemptions: int = 0
-    num_migrations: int = 0
-    migration_pause_ms: float = 0.0  # of all of them
-    prefill_cached_tokens: int = 0  # of the prompt, in the prefill worker's own cache
-    decode_cached_tokens: int = 0  # and in the decode worker's
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """Natural logarithm of a token's probability; for a drawn token also the likeliest alternatives."""
-
-    token_id: int
-    token: str
-    logprob: float
-    top: tuple[Logprob, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """New tokens of one completion."""
-
-    text: str
     token_ids: tuple[int, ...]
-    index: int = 0  # which of the n completions
-    finish_reason: FinishReason | None = None  # set on the last chunk of this index
-    usage: Usage | None = None  # set on the last chunk of the stream
-    timing: Timing | None = None  # set on the last chunk of this index
-    logprobs: tuple[Logprob, ...] = ()
-    request_id: str = ""
-    model: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One whole completion."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    timing: Timing
-    logprobs: tuple[Logprob, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A whole answer: n completions of one prompt. `text` and the like speak of the first."""
-
-    completions: tuple[Completion, ...]
-    usage: Usage
-    request_id: str
-    model: str
-    decision: Mapping[str, Any] | None = None  # why its workers were chosen, where `explain` asked for it
-
-    @property
-    def text(self) -> str:
-        return self.completions[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.completions[0].token_ids
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        return self.completions[0].finish_reason
-
-    @property
-    def timing(self) -> Timing:
-        return self.completions[0].timing
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    token_ids: tuple[int, ...]
-    tokens: tuple[str, ...]  # text of each
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    id: str
-    context_length: int  # tokens, prompt and output together
-    revision: str
+    finished: bool
 
 
 @dataclass(slots=True)
-class _Parts:
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    last: Chunk | None = None
+class CompletionDelta:
+    """New tokens of one completion as its worker sends them, its end, or both."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: Sequence[common_pb2.TokenLogprob] = ()  # one for each token, if requested
+    finish_reason: FinishReason | None = None
+    timing: common_pb2.Timing | None = None  # with finish_reason
+
+    def extend(self, later: CompletionDelta) -> None:
+        """Appends a later delta of the same completion."""
+        self.token_ids += later.token_ids
+        self.logprobs = [*self.logprobs, *later.logprobs]
+        self.finish_reason, self.timing = later.finish_reason, later.timing
 
 
-class ResultBuilder:
-    """Collects a stream's chunks into a `Result`."""
+@dataclass(slots=True)
+class Output:
+    """What goes to the client: the tokens of a `CompletionDelta` with their text."""
 
-    def __init__(self) -> None:
-        self._parts: dict[int, _Parts] = {}
-        self._last: Chunk | None = None
-
-    def add(self, chunk: Chunk) -> None:
-        parts = self._parts.setdefault(chunk.index, _Parts())
-        parts.text.append(chunk.text)
-        parts.token_ids.extend(chunk.token_ids)
-        parts.logprobs.extend(chunk.logprobs)
-        if chunk.finish_reason is not None:
-            parts.last = chunk
-        self._last = chunk
-
-    @property
-    def finished(self) -> bool:
-        """Whether every completion seen has ended and the usage has come: what a whole stream looks like."""
-        ended = all(parts.last is not None for parts in self._parts.values())
-        return ended and self._last is not None and self._last.usage is not None
-
-    def result(self) -> Result:
-        """Call only when `finished`."""
-        assert self._last is not None
-        assert self._last.usage is not None
-        completions = tuple(_completion(self._parts[index]) for index in sorted(self._parts))
-        return Result(completions, self._last.usage, self._last.request_id, self._last.model)
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[common_pb2.TokenLogprob] = ()  # with token texts
+    finish_reason: FinishReason | None = None
+    timing: common_pb2.Timing | None = None  # with finish_reason
+    usage: common_pb2.Usage | None = None  # on the last output of the stream
+    granted_tokens: int | None = None  # max_tokens, if the operator lets overload allow fewer than were requested
+    decision: dict[str, Any] | None = None  # with usage, if requested
 
 
-def _completion(parts: _Parts) -> Completion:
-    assert parts.last is not None
-    assert parts.last.finish_reason is not None
-    return Completion(
-        text="".join(parts.text),
-        token_ids=tuple(parts.token_ids),
-        finish_reason=parts.last.finish_reason,
-        timing=parts.last.timing or Timing(),
-        logprobs=tuple(parts.logprobs),
+def to_response(output: Output, request_id: str, model: str) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        request_id=request_id,
+        model=model,
+        index=output.index,
+        text=output.text,
+        token_ids=output.token_ids,
+        logprobs=output.logprobs,
+        finish_reason=wire.finish_reason_to_wire(output.finish_reason),
+        usage=output.usage,
+        timing=output.timing,
+        granted_max_tokens=output.granted_tokens if output.finish_reason is not None else None,
     )
 
 
-def build_request(
-    prompt: Prompt,
-    options: Mapping[str, object],
+def completion_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Returns what the worker of completion `index` samples with: a seed of its own, and no stop strings, which are
+    matched where the text is made."""
+    if sampling.n == 1 and not index and not sampling.stop:
+        return sampling
+    return replace(sampling, n=1, seed=(sampling.seed + index) % (1 << 64), stop=())
+
+
+def completion_id(request_id: str, index: int, num_completions: int) -> str:
+    """Returns the request id under which workers know completion `index`."""
+    return request_id if num_completions == 1 else f"{request_id}-{index}"
+
+
+def num_sent_first(num_prompt_tokens: int, num_completions: int) -> int:
+    """Returns how many completions start at once; the others follow and find the prompt's pages cached."""
+    return min(1, num_completions) if num_prompt_tokens >= _STAGGER_TOKENS else num_completions
+
+
+def streamed_timing(
+    reported: common_pb2.Timing,
     *,
-    model: str = "",
-    request_id: str = "",
-    lane: Lane | str | None = None,
-) -> inference_pb2.GenerateRequest:
-    """Raises InvalidInput that names the prompt or the option at fault; the rest is checked by the router."""
-    request = inference_pb2.GenerateRequest(model=model, request_id=request_id, sampling=_sampling_to_wire(options))
-    if lane is not None:
-        request.lane = lane_to_wire(lane_from_name(lane))
-    _set_prompt(request, prompt)
-    return request
+    waited_s: float,
+    accepted_s: float,
+    first_token_s: float,
+    now_s: float,
+    decode_worker: str,
+    num_prompt_tokens: int,
+) -> common_pb2.Timing:
+    """Adds to the worker's report of a completion what only its streaming process observes.
 
-
-def build_tokenize_request(prompt: str | Sequence[ChatMessage], model: str = "") -> inference_pb2.TokenizeRequest:
-    request = inference_pb2.TokenizeRequest(model=model)
-    _set_prompt(request, prompt)
-    return request
-
-
-def _set_prompt(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        request.text = _text("prompt", prompt)
-        return
-    items = list(prompt)
-    if not items:
-        raise InvalidInput("prompt", "is empty; give text, token ids or chat messages")
-    if all(isinstance(item, Mapping) for item in items):
-        request.messages.extend(_message(number, item) for number, item in enumerate(items))  # type: ignore[arg-type]
-        return
-    if not isinstance(request, inference_pb2.GenerateRequest):
-        raise InvalidInput("prompt", f"holds {items[0]!r}; give text or chat messages")
-    try:
-        request.token_ids.extend(items)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise InvalidInput(
-            "prompt", f"{error}; give text, token ids below 2^32, or {{'role', 'content'}} messages"
-        ) from error
-
-
-def _message(number: int, message: Mapping[str, str]) -> inference_pb2.ChatMessage:
-    if set(message) != {"role", "content"}:
-        raise InvalidInput(f"messages[{number}]", f"has the keys {sorted(message)}; give 'role' and 'content'")
-    role = _text(f"messages[{number}].role", message["role"])
-    return inference_pb2.ChatMessage(role=role, content=_text(f"messages[{number}].content", message["content"]))
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise InvalidInput(name, f"is {value!r}; give a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInput(name, f"is not valid Unicode text ({error.reason}); remove lone surrogates") from error
-    return value
-
-
-def _sampling_to_wire(options: Mapping[str, object]) -> common_pb2.SamplingParams:
-    """Only the options that are given: an absent field is the model's default."""
-    known = SamplingOptions.__annotations__
-    wire = common_pb2.SamplingParams()
-    for name, value in options.items():
-        if name not in known:
-            raise InvalidInput(name, f"is no sampling option; use one of {', '.join(sorted(known))}")
-        if value is None:
-            continue
-        stops = [value] if name == "stop" and isinstance(value, str) else value
-        try:
-            wire.MergeFrom(common_pb2.SamplingParams(**{name: stops}))  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
-            raise InvalidInput(name, f"= {value!r}: {error}") from error
-    return wire
-
-
-def chunk_from_wire(message: inference_pb2.GenerateResponse) -> Chunk:
-    return Chunk(
-        text=message.text,
-        token_ids=tuple(message.token_ids),
-        index=message.index,
-        finish_reason=finish_reason_from_wire(message.finish_reason),
-        usage=_fields(Usage, message.usage) if message.HasField("usage") else None,
-        timing=_fields(Timing, message.timing) if message.HasField("timing") else None,
-        logprobs=tuple(_logprob_from_wire(logprob) for logprob in message.logprobs),
-        request_id=message.request_id,
-        model=message.model,
-    )
-
-
-DataT = TypeVar("DataT", Usage, Timing)
-
-
-def _fields(kind: type[DataT], message: common_pb2.Usage | common_pb2.Timing) -> DataT:
-    return kind(**{one.name: getattr(message, one.name) for one in fields(kind)})
-
-
-def _logprob_from_wire(wire: common_pb2.TokenLogprob) -> Logprob:
-    top = tuple(Logprob(other.token_id, other.token, other.logprob) for other in wire.top)
-    return Logprob(wire.token_id, wire.token, wire.logprob, top)
-
-
-def models_from_wire(models: Iterable[inference_pb2.Model]) -> list[ModelInfo]:
-    return [ModelInfo(model.id, model.context_length, model.revision) for model in models]
+    `waited_s` is a duration; the other times are moments in monotonic seconds, `first_token_s` 0 without a token.
+    """
+    timing = common_pb2.Timing()
+    timing.CopyFrom(reported)
+    timing.queue_ms += waited_s * 1e3
+    timing.first_token_ms = ((first_token_s or now_s) - accepted_s) * 1e3
+    timing.decode_ms = (now_s - (first_token_s or now_s)) * 1e3
+    timing.decode_worker = decode_worker
+    timing.cached_tokens = min(timing.cached_tokens, num_prompt_tokens)
+    return timing

@@ -1,7 +1,7 @@
-"""Typed errors and the one table that maps them to gRPC and HTTP status.
+"""Typed errors, each with its gRPC and HTTP status.
 
 An input error names the field, the value and the fix. Every error crosses a process boundary as a gRPC status with
-google.rpc details (`to_status`, `from_status`), so that a client sees the same type that a handler raised.
+google.rpc details (`to_status`, `from_status`), so that a client sees the type that a handler raised.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "penstock"
-_MAX_TEXT_BYTES = 800  # of a message: it goes out twice, percent-encoded and in base64
+STATUS_DETAILS = "grpc-status-details-bin"  # trailing metadata with the google.rpc.Status of an error
+_MAX_TEXT_BYTES = 800  # of a message, which is sent twice: percent-encoded and in base64
 
 
 class PenstockError(Exception):
-    """Base of every error that Penstock raises on purpose."""
+    """The base of every error that Penstock raises on purpose."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     http_status: ClassVar[int] = 500
@@ -30,7 +31,7 @@ class PenstockError(Exception):
 
 
 class InvalidInput(PenstockError):
-    """The caller can mend it: `field` is what is wrong, the message says with which value and how to mend it."""
+    """An error that the caller can correct: `field` is at fault; the message holds its value and the fix."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 400
@@ -43,7 +44,7 @@ class InvalidInput(PenstockError):
 
 
 class Unauthenticated(PenstockError):
-    """The caller has not said who it is, or not so that it can be believed. The message never repeats what it sent."""
+    """The caller gave no valid credentials. The message never repeats those that it sent."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
     http_status = 401
@@ -51,7 +52,7 @@ class Unauthenticated(PenstockError):
 
 
 class PermissionDenied(PenstockError):
-    """The caller is known, and may not do this."""
+    """The caller is known and may not do this."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     http_status = 403
@@ -65,7 +66,7 @@ class ModelNotFound(PenstockError):
 
 
 class CheckpointError(PenstockError):
-    """A model folder that cannot be served as its files say; names the file, what it holds and the fix."""
+    """A model folder that cannot be served; the message names the file, what it holds and the fix."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 500
@@ -73,7 +74,7 @@ class CheckpointError(PenstockError):
 
 
 class ConfigError(PenstockError):
-    """Configuration that cannot work; names the key, its value and the fix."""
+    """Configuration that cannot work; the message names the key, its value and the fix."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 500
@@ -86,7 +87,7 @@ class DeadlineExceeded(PenstockError):
     reason = "DEADLINE_EXCEEDED"
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        """`retry_after_s`: refused before its deadline, by which it could not have ended; later it might."""
+        """`retry_after_s` is set if the request was refused at once, since it could not have met its deadline."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -98,7 +99,7 @@ class Cancelled(PenstockError):
 
 
 class Unavailable(PenstockError):
-    """Nobody can serve it now; another try may succeed after `retry_after_s` seconds."""
+    """No process can serve the request now; a retry may succeed after `retry_after_s` seconds."""
 
     code = grpc.StatusCode.UNAVAILABLE
     http_status = 503
@@ -116,13 +117,13 @@ class Overloaded(Unavailable):
 
 
 class SequenceMoved(Unavailable):
-    """What was running here runs elsewhere: going on costs nobody anything, and is no second attempt."""
+    """The sequence has migrated: continuing it elsewhere costs no recompute and counts as no retry."""
 
     reason = "MOVED"
 
 
 class Quarantined(PenstockError):
-    """The request ends worker processes; it is not tried again."""
+    """The request has killed worker processes and is not dispatched again."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 422
@@ -130,7 +131,7 @@ class Quarantined(PenstockError):
 
 
 class TransferError(PenstockError):
-    """A KV transfer that failed. The request goes on: another prefill worker, or a local prefill."""
+    """A KV transfer failed. The request goes on with another prefill worker or a local prefill."""
 
     code = grpc.StatusCode.ABORTED
     http_status = 500
@@ -138,14 +139,14 @@ class TransferError(PenstockError):
 
 
 class TransferRefused(TransferError):
-    """Two workers whose pages do not fit together; the message holds both layout digests."""
+    """The pages of two workers do not fit together; the message holds both layout digests."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "TRANSFER_REFUSED"
 
 
 class InternalError(PenstockError):
-    """A fault of ours."""
+    """A fault of Penstock itself."""
 
 
 _TYPES: tuple[type[PenstockError], ...] = (
@@ -177,7 +178,7 @@ class _Details:
 
 
 def to_status(error: PenstockError) -> status_pb2.Status:
-    """The google.rpc.Status of an error, with ErrorInfo and, where they apply, BadRequest and RetryInfo."""
+    """Returns the google.rpc.Status of an error, with ErrorInfo and, if they apply, BadRequest and RetryInfo."""
     details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))]
     if isinstance(error, InvalidInput):
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -193,13 +194,13 @@ def to_status(error: PenstockError) -> status_pb2.Status:
 
 
 def clip(text: str) -> str:
-    """Short enough for a call's trailers, whose size gRPC bounds at 8 KiB in all, whatever a caller's value was."""
+    """Shortens a text that may repeat a caller's value, since gRPC limits a call's trailers to 8 KiB in all."""
     encoded = text.encode(errors="replace")
     return text if len(encoded) <= _MAX_TEXT_BYTES else encoded[:_MAX_TEXT_BYTES].decode(errors="ignore") + "..."
 
 
 def from_status(status: status_pb2.Status) -> PenstockError:
-    """The typed error behind a status; an unknown one becomes the base type of its code."""
+    """Returns the typed error behind a status; an unknown reason gives the base type of the status code."""
     found = _read_details(status)
     if found.field is not None:
         return InvalidInput(found.field, found.problem or status.message)
@@ -211,15 +212,18 @@ def from_status(status: status_pb2.Status) -> PenstockError:
     return kind(status.message)
 
 
-def nobody_listens(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the address refuses connections: the process that listened there is gone."""
+def refuses_connections(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the call failed because no process listens at the address any more."""
     return error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in (error.details() or "").lower()
 
 
+STATUS_DETAILS = "grpc-status-details-bin"  # the metadata key of an error that a server of ours raised
+
+
 def from_rpc_error(error: grpc.RpcError) -> PenstockError:
-    """The typed error behind a failed call, `grpc` or `grpc.aio`."""
+    """Returns the typed error behind a failed call of `grpc` or `grpc.aio`."""
     for key, value in error.trailing_metadata() or ():  # type: ignore[attr-defined]
-        if key == "grpc-status-details-bin":
+        if key == STATUS_DETAILS:
             return from_status(status_pb2.Status.FromString(value))
     code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
     return from_status(status_pb2.Status(code=code.value[0], message=error.details() or ""))  # type: ignore[attr-defined]
@@ -247,11 +251,8 @@ def _read_details(status: status_pb2.Status) -> _Details:
     reason = field = problem = None
     retry_after_s: float | None = None
     for packed in status.details:
-        info, bad, retry = (
-            error_details_pb2.ErrorInfo(),
-            error_details_pb2.BadRequest(),
-            error_details_pb2.RetryInfo(),
-        )
+        info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+        retry = error_details_pb2.RetryInfo()
         if packed.Unpack(info):
             reason = info.reason
         elif packed.Unpack(bad) and bad.field_violations:

@@ -1,23 +1,49 @@
-"""The nouns that every plane shares: identities, sampling parameters, finish reasons.
+"""The types that all planes share: identities, sampling parameters, members, loads.
 
 Plain frozen data without I/O. The wire forms are in `proto/penstock/v1`, the conversions in `penstock.wire`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, TypedDict
 
 RequestId = NewType("RequestId", str)
 WorkerId = NewType("WorkerId", str)
-Epoch = NewType("Epoch", int)  # one incarnation of a worker process
+Epoch = NewType("Epoch", int)  # one incarnation of a worker process or a router; epochs have no order
 TransferId = NewType("TransferId", str)
 PageId = NewType("PageId", int)  # index of a page in one worker's pool
-PageHash = NewType("PageHash", bytes)  # 16 bytes, see penstock.page_hash
+PageHash = NewType("PageHash", bytes)  # 16 bytes, see penstock.kv.page_hash
 TokenId = int
+
+
+_EPOCH_BITS = 57  # at random: a thousand workers that start share an epoch once in 3e11 times
+RANK_BITS = 6  # left to a worker's ranks, which count on from its epoch
+
+
+def new_epoch() -> Epoch:
+    """Returns the epoch of a new incarnation, below 2**63. No clock is asked: one that steps back, stands still or is
+    restored from a snapshot would repeat itself."""
+    return Epoch((secrets.randbelow((1 << _EPOCH_BITS) - 1) + 1) << RANK_BITS)
+
+
+class WorkerEnd(StrEnum):
+    """How a worker's life ended: a word for each planned end, and for the unplanned ones."""
+
+    DRAINED = "drained"  # by an operator
+    SCALED_DOWN = "scaled down"
+    FLIPPED = "flipped"  # its process serves in the other role
+    UPGRADED = "upgraded"
+    ROLLED_BACK = "rolled back"  # a new worker of an upgrade that failed
+    RELOCATED = "relocated"  # its node goes
+    TERMINATED = "terminated"  # its process was asked to end
+    STOPPED = "stopped"  # with the deployment
+    LOST = "lost"
+    QUARANTINED = "quarantined"
 
 
 class Role(StrEnum):
@@ -26,7 +52,7 @@ class Role(StrEnum):
 
 
 class Lane(StrEnum):
-    """What a request competes with; earlier members go first."""
+    """The priority of a request; earlier members go first."""
 
     INTERACTIVE = "interactive"
     STANDARD = "standard"
@@ -41,7 +67,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw tokens, every default resolved. Validated by `penstock.sampling.resolve`, not here."""
+    """How tokens are sampled, with every default resolved. Validated by `router.api.sampling_fields.resolve`."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -53,7 +79,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    seed: int = 0  # uint64; the draw at a position depends on (seed, position) alone
+    seed: int = 0  # uint64; the token sampled at a position depends on (seed, position) and the distribution alone
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -69,9 +95,33 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+class SamplingOptions(TypedDict, total=False):
+    """The client's keyword arguments for sampling. An option left out takes the model's default.
+
+    The names are those of `SamplingParams`; proto/penstock/v1/common.proto documents them.
+    """
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    n: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log-probabilities of a drawn token and of the likeliest ones, before penalties and temperature."""
+    """Natural log-probabilities of a sampled token and of the likeliest ones, before penalties and temperature."""
 
     token_id: int
     logprob: float
@@ -87,30 +137,30 @@ class TransferKey:
     receiver_epoch: Epoch
 
 
-OLD_COHORT, NEW_COHORT = "", "new"  # of members; without an upgrade all are in the first
+OLD_COHORT, NEW_COHORT = "", "new"  # of members; all are in the first unless an upgrade is in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker incarnation that takes work."""
+    """A worker incarnation that takes work."""
 
     worker_id: WorkerId
     epoch: Epoch
     role: Role
     address: str  # host:port of its gRPC server
-    cohort: str = ""  # NEW_COHORT while an upgrade proves it beside the old workers
+    cohort: str = ""  # NEW_COHORT while an upgrade tries it beside the old workers
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A worker's prefix cache, in pages: counts since the worker started, and what its lower tiers hold now."""
+    """The prefix cache of a worker, in pages: counts since its start, and what its lower tiers hold now."""
 
     queries: int = 0  # pages looked up
-    device_hits: int = 0  # of these
+    device_hits: int = 0
     host_hits: int = 0  # copied back from host memory
     disk_hits: int = 0  # read back from disk
     evictions: int = 0  # from the device
-    spoiled_pages: int = 0  # that did not read back from disk as they were written
+    spoiled_pages: int = 0  # whose contents on disk had changed
     host_pages: int = 0
     total_host_pages: int = 0
     disk_pages: int = 0
@@ -123,29 +173,30 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestTotals:
-    """What became of a worker's requests since it started."""
+    """The outcomes of a worker's requests since its start."""
 
     ended: int = 0
-    failed: int = 0  # by a fault of the worker
-    first_token_s: float = 0.0  # all times are sums over those that ended
+    failed: int = 0  # through the worker's fault
+    first_token_s: float = 0.0  # this and decode_s are sums over the ended requests
     decode_s: float = 0.0
     decode_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """A worker's steps of one kind since it started: the difference of two reports is what happened between them."""
+    """The steps of one kind since a worker's start. The difference of two reports describes the time between them."""
 
     steps: int = 0
     tokens: int = 0  # computed
-    contexts: float = 0.0  # for each of them, the tokens before it
+    contexts: float = 0.0  # sum over these tokens of the number of tokens before each
     seconds: float = 0.0
 
     def plus(self, tokens: int, contexts: float, seconds: float) -> StepTotals:
-        """One step more."""
+        """Adds one step."""
         return StepTotals(self.steps + 1, self.tokens + tokens, self.contexts + contexts, self.seconds + seconds)
 
     def with_more(self, more: StepTotals) -> StepTotals:
+        """Returns the sum."""
         return StepTotals(
             self.steps + more.steps,
             self.tokens + more.tokens,
@@ -154,6 +205,7 @@ class StepTotals:
         )
 
     def since(self, before: StepTotals) -> StepTotals:
+        """Returns the difference to an earlier report. Written out: `dataclasses.astuple` costs ten times as much."""
         return StepTotals(
             self.steps - before.steps,
             self.tokens - before.tokens,
@@ -164,7 +216,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Where a worker stands; empty: not known."""
+    """The location of a worker; empty strings are unknown."""
 
     host: str = ""
     rack: str = ""
@@ -173,7 +225,7 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a worker says of itself with every event batch."""
+    """What a worker reports with every batch of events."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -183,24 +235,25 @@ class WorkerLoad:
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
     step_s: float = 0.0
     cache: CacheStats = CacheStats()
-    prefill_steps: StepTotals = StepTotals()  # in which prompts were computed, perhaps beside decoding
-    decode_steps: StepTotals = StepTotals()  # in which each sequence got one token and nothing else was done
-    num_open: int = 0  # requests held, whatever their state
+    prefill_steps: StepTotals = StepTotals()  # steps that computed chunks of prompts, alone or beside decoding
+    decode_steps: StepTotals = StepTotals()  # steps that computed one token for each sequence and nothing else
+    num_open: int = 0  # requests held, in any state
     requests: RequestTotals = RequestTotals()
-    leaving: bool = False  # its process was told to end: it wants no new work
+    leaving: bool = False  # its process is about to end and takes no new work
+    metrics: Mapping[str, float] = field(default_factory=dict)  # by name (penstock.worker_metrics)
 
 
 class CachedPage(NamedTuple):
-    """A page of a prefix cache and its place in the chain: all that another worker's cache needs to find it."""
+    """A page of a prefix cache and its place in the chain, which identify it to any other cache."""
 
     page_hash: PageHash
-    parent: PageHash | None  # None: a prompt's first
+    parent: PageHash | None  # None for a prompt's first page
     page: PageId
 
 
 @dataclass(frozen=True, slots=True)
 class HandoverTarget:
-    """A worker that cached pages of another one may go to."""
+    """A worker that may receive another worker's cached pages."""
 
     worker_id: WorkerId
     epoch: Epoch

@@ -1,8 +1,10 @@
-"""Conversions between the wire messages of `proto/penstock/v1` and `penstock.types`. Nothing else."""
+"""Conversions between the protobuf messages of `proto/penstock/v1` and `penstock.types`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from operator import attrgetter
+from typing import Any
 
 from penstock.errors import InvalidInput
 from penstock.types import (
@@ -24,8 +26,11 @@ from penstock.types import (
 )
 from penstock.v1 import admin_pb2, common_pb2, worker_pb2
 
-_REQUEST_TOTALS = [field.name for field in fields(RequestTotals)]
-_CACHE_STATS = [field.name for field in fields(CacheStats)]
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # of one gRPC message: a million token ids fit
+
+_LOAD_KINDS = {"cache": CacheStats, "requests": RequestTotals, "prefill_steps": StepTotals, "decode_steps": StepTotals}
+_LOAD_PARTS = {name: (kind, attrgetter(*(field.name for field in fields(kind)))) for name, kind in _LOAD_KINDS.items()}
+_LOAD_SCALARS = [field.name for field in fields(WorkerLoad) if field.name not in (*_LOAD_KINDS, "metrics")]
 _FINISH_TO_WIRE = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -38,6 +43,14 @@ _LANE_TO_WIRE = {
 }
 _LANE_FROM_WIRE = {wire: lane for lane, wire in _LANE_TO_WIRE.items()}
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+
+# `SamplingParams` and its message have the same field names, so that a new field needs no conversion of its own.
+_SAMPLING_FIELDS = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+_SAMPLING_MAPS = [name for name, field in _SAMPLING_FIELDS.items() if field.message_type is not None]
+_SAMPLING_LISTS = [name for name, field in _SAMPLING_FIELDS.items() if field.is_repeated and name not in _SAMPLING_MAPS]
+_SAMPLING_SCALARS = [name for name, field in _SAMPLING_FIELDS.items() if not field.is_repeated]
+_OPTIONAL_SCALARS = [field.name for field in fields(SamplingParams) if field.default is None]
+_read_scalars = attrgetter(*_SAMPLING_SCALARS)
 
 
 def finish_reason_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:
@@ -57,7 +70,7 @@ def lane_from_wire(wire: common_pb2.Lane, default: Lane = Lane.STANDARD) -> Lane
 
 
 def lane_from_name(name: str, field: str = "lane") -> Lane:
-    """Raises InvalidInput."""
+    """Parses the name of a lane. Raises InvalidInput."""
     try:
         return Lane(name)
     except ValueError:
@@ -65,54 +78,34 @@ def lane_from_name(name: str, field: str = "lane") -> Lane:
 
 
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
-    """Every field set: a worker resolves no defaults."""
+    """Returns a message with every field set, so that a worker resolves no defaults."""
     wire = common_pb2.SamplingParams()
     set_sampling(wire, sampling)
     return wire
 
 
 def set_sampling(wire: common_pb2.SamplingParams, sampling: SamplingParams) -> None:
-    """`sampling_to_wire` into a message that has none of its fields set."""
-    wire.max_tokens = sampling.max_tokens
-    wire.min_tokens = sampling.min_tokens
-    wire.temperature = sampling.temperature
-    wire.top_k = sampling.top_k
-    wire.top_p = sampling.top_p
-    wire.min_p = sampling.min_p
-    wire.repetition_penalty = sampling.repetition_penalty
-    wire.presence_penalty = sampling.presence_penalty
-    wire.frequency_penalty = sampling.frequency_penalty
-    if sampling.logit_bias:
-        wire.logit_bias.update(sampling.logit_bias)
-    wire.seed = sampling.seed
-    wire.n = sampling.n
-    wire.stop.extend(sampling.stop)
-    wire.stop_token_ids.extend(sampling.stop_token_ids)
-    wire.ignore_eos = sampling.ignore_eos
-    if sampling.logprobs is not None:
-        wire.logprobs = sampling.logprobs
+    """Fills an empty message in place; see `sampling_to_wire`."""
+    for name, value in zip(_SAMPLING_SCALARS, _read_scalars(sampling), strict=True):
+        if value is not None:
+            setattr(wire, name, value)
+    for name in _SAMPLING_LISTS:
+        getattr(wire, name).extend(getattr(sampling, name))
+    for name in _SAMPLING_MAPS:
+        getattr(wire, name).update(getattr(sampling, name))
 
 
 def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
-    """Of a message that `sampling_to_wire` made; between workers, never from a client."""
-    return SamplingParams(
-        max_tokens=wire.max_tokens,
-        min_tokens=wire.min_tokens,
-        temperature=wire.temperature,
-        top_k=wire.top_k,
-        top_p=wire.top_p,
-        min_p=wire.min_p,
-        repetition_penalty=wire.repetition_penalty,
-        presence_penalty=wire.presence_penalty,
-        frequency_penalty=wire.frequency_penalty,
-        logit_bias=dict(wire.logit_bias),
-        seed=wire.seed,
-        n=wire.n,
-        stop=tuple(wire.stop),
-        stop_token_ids=tuple(wire.stop_token_ids),
-        ignore_eos=wire.ignore_eos,
-        logprobs=wire.logprobs if wire.HasField("logprobs") else None,
-    )
+    """Reads a message that `sampling_to_wire` made. Clients' messages go through `router.api.sampling_fields`."""
+    values: dict[str, Any] = dict(zip(_SAMPLING_SCALARS, _read_scalars(wire), strict=True))
+    for name in _OPTIONAL_SCALARS:
+        if not wire.HasField(name):
+            values[name] = None
+    for name in _SAMPLING_LISTS:
+        values[name] = tuple(getattr(wire, name))
+    for name in _SAMPLING_MAPS:
+        values[name] = dict(getattr(wire, name))
+    return SamplingParams(**values)
 
 
 def logprob_to_wire(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
@@ -135,43 +128,16 @@ def transfer_key_from_wire(wire: worker_pb2.TransferKey) -> TransferKey:
 
 
 def load_to_wire(load: WorkerLoad) -> worker_pb2.Load:
-    return worker_pb2.Load(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        free_pages=load.free_pages,
-        total_pages=load.total_pages,
-        queued_prefill_tokens=load.queued_prefill_tokens,
-        prefill_tokens_per_s=load.prefill_tokens_per_s,
-        step_s=load.step_s,
-        cache=worker_pb2.CacheStats(**asdict(load.cache)),
-        prefill_steps=worker_pb2.StepTotals(**asdict(load.prefill_steps)),
-        decode_steps=worker_pb2.StepTotals(**asdict(load.decode_steps)),
-        num_open=load.num_open,
-        requests=worker_pb2.RequestTotals(**asdict(load.requests)),
-        leaving=load.leaving,
-    )
+    return worker_pb2.Load(**asdict(load))
 
 
 def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
+    scalars: dict[str, Any] = {name: getattr(wire, name) for name in _LOAD_SCALARS}
     return WorkerLoad(
-        num_running=wire.num_running,
-        num_waiting=wire.num_waiting,
-        free_pages=wire.free_pages,
-        total_pages=wire.total_pages,
-        queued_prefill_tokens=wire.queued_prefill_tokens,
-        prefill_tokens_per_s=wire.prefill_tokens_per_s,
-        step_s=wire.step_s,
-        cache=CacheStats(**{name: getattr(wire.cache, name) for name in _CACHE_STATS}),
-        prefill_steps=_totals_from_wire(wire.prefill_steps),
-        decode_steps=_totals_from_wire(wire.decode_steps),
-        num_open=wire.num_open,
-        requests=RequestTotals(**{name: getattr(wire.requests, name) for name in _REQUEST_TOTALS}),
-        leaving=wire.leaving,
+        **scalars,
+        **{name: kind(*read(getattr(wire, name))) for name, (kind, read) in _LOAD_PARTS.items()},
+        metrics=dict(wire.metrics),
     )
-
-
-def _totals_from_wire(wire: worker_pb2.StepTotals) -> StepTotals:
-    return StepTotals(wire.steps, wire.tokens, wire.contexts, wire.seconds)
 
 
 def labels_to_wire(labels: Labels) -> worker_pb2.Labels:

@@ -4,8 +4,8 @@ import sys
 
 import uvloop
 
-from penstock.worker_main import main
 from prefill_worker.server import PrefillServer
+from worker.main import main
 
 if __name__ == "__main__":
     sys.exit(main(PrefillServer, uvloop.run))

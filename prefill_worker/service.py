@@ -1,4 +1,4 @@
-"""gRPC over the prefill worker: one call a prefill. Translates and nothing else."""
+"""The gRPC service of a prefill worker: one call for each prefill. Translates and nothing else."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 
-from engine.sequence import Sequence
-from engine.step_loop import StepLoop
+from engine.step.loop import StepLoop
 from penstock import wire
 from penstock.errors import Cancelled, DeadlineExceeded, to_status
-from penstock.grpc_server import read_start, typed_errors
-from penstock.types import PageId, RequestId, TransferKey
+from penstock.rpc.server import read_start, typed_errors
+from penstock.types import PageId, TransferKey
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, PrefillOutcome, Pushed, ReservePages
 from prefill_worker.worker import PrefillWorker
+from worker.sequence_message import sequence_from_wire
 
 
 class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
@@ -30,17 +30,17 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
         async with typed_errors(context):
             start = (await read_start(request_iterator)).start
             outcomes: asyncio.Queue[PrefillOutcome] = asyncio.Queue()
-            running = asyncio.get_running_loop()
+            event_loop = asyncio.get_running_loop()
             job = PrefillJob(
                 key=wire.transfer_key_from_wire(start.transfer),
-                sequence=_sequence(start),
-                emit=lambda outcome: _post(running, outcomes, outcome),
+                sequence=sequence_from_wire(start),
+                emit=lambda outcome: _post(event_loop, outcomes, outcome),
                 submitted_s=time.monotonic(),
             )
             self._loop.post(lambda: self._worker.submit(job, start.offer))
             expired = DeadlineExceeded(f"the prefill of {start.request_id} did not end within its deadline")
-            timer = running.call_later(start.timeout_ms / 1000, self._cancel, job.key, expired)
-            reader = asyncio.create_task(self._follow(request_iterator, job.key))
+            timer = event_loop.call_later(start.timeout_ms / 1000, self._cancel, job.key, expired)
+            reader = asyncio.create_task(self._read_commands(request_iterator, job.key))
             try:
                 while True:
                     outcome = await outcomes.get()  # bounded by the timer: a cancelled job always closes
@@ -50,13 +50,13 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             finally:
                 timer.cancel()
                 reader.cancel()
-                self._cancel(job.key, Cancelled("the decode worker left the call"))
+                self._cancel(job.key, Cancelled("the decode worker ended the call"))
 
     def _cancel(self, key: TransferKey, error: Cancelled | DeadlineExceeded) -> None:
         self._loop.post(lambda: self._worker.cancel(key, error))
 
-    async def _follow(self, commands: AsyncIterator[worker_pb2.PrefillCommand], key: TransferKey) -> None:
-        """Commands after the first, until the caller says no more."""
+    async def _read_commands(self, commands: AsyncIterator[worker_pb2.PrefillCommand], key: TransferKey) -> None:
+        """Handles the commands after the first, until the caller hangs up."""
         async for command in commands:
             if command.WhichOneof("command") == "destination":
                 self._set_destination(key, command.destination)
@@ -68,17 +68,6 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     def _set_destination(self, key: TransferKey, destination: worker_pb2.PrefillDestination) -> None:
         pages = [PageId(page) for page in destination.pages]
         self._loop.post(lambda: self._worker.set_destination(key, destination.num_pages_held, pages))
-
-
-def _sequence(start: worker_pb2.PrefillStart) -> Sequence:
-    return Sequence(
-        request_id=RequestId(start.request_id),
-        token_ids=list(start.token_ids),
-        num_prompt_tokens=start.num_prompt_tokens,
-        sampling=wire.sampling_from_wire(start.sampling),
-        salt=start.salt,
-        lane=wire.lane_from_wire(start.lane),
-    )
 
 
 def _post(loop: asyncio.AbstractEventLoop, outcomes: asyncio.Queue[PrefillOutcome], outcome: PrefillOutcome) -> None:

@@ -1,11 +1,12 @@
-"""The prefill worker's core: jobs in, pages and a first token out. Runs on the step loop, knows no gRPC.
+"""The prefill worker's core: jobs in, pages and a first token out. Runs on the step loop and knows no gRPC.
 
-A job is queued, computed chunk by chunk, pushed page by page while the next chunk computes, and closed once nothing
-of it can be written any more. It owns its pages from the first chunk until it is closed; the `closed` event is the
-promise to the receiver that its destination pages are quiet.
+A job is queued, computed chunk by chunk, pushed page by page while the next chunk computes, and closed once nothing of
+it can be written any more. It owns its pages from its first chunk until it is closed; its `Closed` message promises the
+receiver that the destination pages are quiet.
 
-What is said to the receiver counts in its pages, which may be of another size than ours: what is sent is a range of
-tokens, from a plan that the sender makes of both layouts.
+No prompt waits for another one's token, so on a GPU the next step starts before the tokens of the previous one are
+known. Its results count as computed from its start, because everything that reads the pages follows it on the device;
+only pages that are about to be freed have to wait for its end.
 """
 
 from __future__ import annotations
@@ -13,27 +14,41 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from engine.engine import Engine
-from engine.isolation import step_isolated
-from engine.sequence import SampledToken, ScheduledSequence, Sequence
-from engine.token_check import check_token_ids
-from kv_transfer.group_sender import GroupSender
-from kv_transfer.lease import Lease, Sweeper, heartbeat_s
-from kv_transfer.transport import WHOLE, Part
+from engine.step.compute import SampledTokens
+from engine.step.isolation import step_isolated
+from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
+from kv_transfer.endpoints import KvSender
+from kv_transfer.session.lease import Lease, Sweeper, heartbeat_s
+from kv_transfer.transports.transport import ALL_LAYERS, LayerGroup
 from penstock.config import WorkerConfig
 from penstock.errors import Cancelled, InvalidInput, PenstockError, TransferError
-from penstock.page_hash import hash_pages
+from penstock.kv.page_hash import hash_pages
 from penstock.types import PageHash, PageId, StepTotals, TransferKey, WorkerLoad
 from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, Pushed, ReservePages
-from prefill_worker.layers_ahead import PushAhead, StepAhead, last_part
+from prefill_worker.layerwise_push import LayerwisePush, LayerwiseStep
 from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.under_way import StepUnderWay
+from worker.sequence_message import check_token_ids
 
 log = logging.getLogger(__name__)
 
 _RATE_SMOOTHING = 0.2  # weight of the newest step in the measured rate
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _StepInFlight:
+    work: list[ScheduledSequence]
+    complete: list[Sequence]  # prompts whose first token it samples
+    tokens: SampledTokens
+    started_s: float
+    num_contexts: float  # sum of `ScheduledSequence.num_contexts`
+    parked: list[list[PageId]] = field(default_factory=list)  # pages of ended jobs, which it may still write
+
+    def computes(self, sequence: Sequence) -> bool:
+        return any(item.sequence is sequence for item in self.work)
 
 
 class PrefillWorker:
@@ -42,7 +57,7 @@ class PrefillWorker:
     def __init__(
         self,
         engine: Engine,
-        sender: GroupSender,
+        sender: KvSender,
         config: WorkerConfig,
         context_length: int,
         clock: Callable[[], float] = time.monotonic,
@@ -67,16 +82,16 @@ class PrefillWorker:
         )
         self._jobs: dict[TransferKey, PrefillJob] = {}
         self._by_sequence: dict[Sequence, PrefillJob] = {}
-        self._under_way: StepUnderWay | None = None  # where the engine runs ahead
+        self._in_flight: _StepInFlight | None = None  # only if the engine runs ahead
         self._measured_s = 0.0
         self._tokens_per_s = 0.0
         self._totals = StepTotals()
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
-    # What the service tells us.
+    # Commands of the receiver.
 
     def submit(self, job: PrefillJob, offer: bytes) -> None:
-        """Queues a prefill. Problems end it with a `Closed` that holds the error."""
+        """Queues a prefill. A job that cannot be queued ends with a `Closed` that holds the error."""
         try:
             check_token_ids(job.sequence.token_ids, 0, self._context_length, self._engine.model.vocab_size)
             job.plan = self._sender.open(job.key, offer, job.sequence.lane)
@@ -94,9 +109,8 @@ class PrefillWorker:
             return
         self.on_heartbeat(key)
         if job.destination is not None or num_pages_held + len(pages) != job.num_pages:
-            self.cancel(
-                key, InvalidInput("destination", f"{num_pages_held} + {len(pages)} pages; expected {job.num_pages}")
-            )
+            problem = f"{num_pages_held} + {len(pages)} pages; expected {job.num_pages}"
+            self.cancel(key, InvalidInput("destination", problem))
             return
         job.destination = pages
         job.num_pages_held = job.num_pages_pushed = num_pages_held
@@ -112,7 +126,7 @@ class PrefillWorker:
         self._sender.abort(key)
 
     def on_heartbeat(self, key: TransferKey) -> None:
-        """The receiver still wants it."""
+        """Renews the receiver's lease."""
         job = self._jobs.get(key)
         if job is not None and job.lease is not None:
             job.lease.renew(self._clock())
@@ -121,34 +135,32 @@ class PrefillWorker:
         """Whether anything of the transfer may still be written."""
         return key in self._jobs
 
-    # What the sender tells us.
+    # Events of the sender.
 
     def on_sent(self, key: TransferKey) -> None:
-        """Every write is complete, or none will follow: the job ends and its pages go back."""
+        """Ends a job whose writes are complete, or of which no write will follow, and frees its pages."""
         job = self._jobs.pop(key, None)
         if job is None:
             return
         del self._by_sequence[job.sequence]
-        if self._under_way is not None and self._under_way.computes(job.sequence):
-            self._under_way.parked.append(job.sequence.pages)
+        if self._in_flight is not None and self._in_flight.computes(job.sequence):
+            self._in_flight.parked.append(job.sequence.pages)
         else:
             self._engine.pool.release(job.sequence.pages)
         job.emit(Closed(job.error))
 
-    def on_send_failure(self, key: TransferKey, error: PenstockError) -> None:
+    def on_failed(self, key: TransferKey, error: PenstockError) -> None:
         self.cancel(key, error)
 
-    # Leases: looked after whether or not there is anything to compute.
-
     def sweep(self, now_s: float) -> float | None:
-        """Gives heartbeats, and takes the pages back from receivers that have fallen silent; when to come again."""
+        """Sends heartbeats and cancels jobs whose receivers have fallen silent. Returns when to come again."""
         if self._sweeper.is_due(now_s, bool(self._jobs)):
             for job in [job for job in self._jobs.values() if job.error is None]:
                 assert job.lease is not None
                 if job.lease.is_over(now_s):
-                    silent = f"its decode worker has been silent for {self._lease_s:g} s"
-                    log.warning("%s: %s; the prefill is given up", job.sequence.request_id, silent)
-                    self.cancel(job.key, TransferError(f"transfer {job.key.transfer_id}: {silent}"))
+                    problem = f"its decode worker has been silent for {self._lease_s:g} s"
+                    log.warning("%s: %s; the prefill is cancelled", job.sequence.request_id, problem)
+                    self.cancel(job.key, TransferError(f"transfer {job.key.transfer_id}: {problem}"))
                 else:
                     job.emit(Heartbeat())
             open_jobs = (job for job in self._jobs.values() if job.error is None)
@@ -158,94 +170,94 @@ class PrefillWorker:
     # The step.
 
     def step(self) -> bool:
-        """Where the engine runs ahead, gives the device a step and then waits for the one before it."""
+        """Computes a step, or, if the engine runs ahead, starts one and then waits for the one before it."""
         work = self.scheduler.schedule()
         started_s = time.monotonic()
         for scheduled in work:
             job = self._by_sequence[scheduled.sequence]
             if not job.started_s:
                 self._begin(job, started_s)
-        before, self._under_way = self._under_way, None
+        previous, self._in_flight = self._in_flight, None
         if work:
-            ahead = self._find_ahead(work)
+            pushes = self._layerwise_pushes(work)
             if not self._engine.runs_ahead:
-                self._compute(work, ahead, started_s)
-            elif not self._give(work, ahead, started_s):
+                self._compute(work, pushes, started_s)
+            elif not self._start_step(work, pushes, started_s):
                 self._compute(work, {}, started_s)
-        if before is not None:
-            self._end(before)
+        if previous is not None:
+            self._finish_step(previous)
         self._refresh_load()
-        return bool(work) or before is not None
+        return bool(work) or previous is not None
 
-    def _give(self, work: list[ScheduledSequence], ahead: dict[PrefillJob, PushAhead], started_s: float) -> bool:
-        """False where it has failed, and must be computed again."""
-        contexts = sum(scheduled.num_contexts for scheduled in work)
+    def _start_step(
+        self, work: list[ScheduledSequence], pushes: dict[PrefillJob, LayerwisePush], started_s: float
+    ) -> bool:
+        """Starts a step on the device; False if it failed and must be computed again."""
+        num_contexts = sum(scheduled.num_contexts for scheduled in work)
         try:
-            tokens = StepAhead(self._engine.give, len(self._engine.layout.layers), list(ahead.values()))(work)
+            tokens = LayerwiseStep(self._engine.launch, len(self._engine.layout.layers), list(pushes.values()))(work)
         except PenstockError as error:
-            log.warning("a step failed, and is computed again sequence by sequence: %s", error)
+            log.warning("a step failed and is computed again sequence by sequence: %s", error)
             return False
         complete = self.scheduler.commit(work)
-        for scheduled in work:
-            job = self._by_sequence[scheduled.sequence]
-            self._push(job, last_part(ahead.get(job)) or WHOLE)
-        self._under_way = StepUnderWay(work, complete, tokens, started_s, contexts)
+        self._push_batch(work, pushes)
+        self._in_flight = _StepInFlight(work, complete, tokens, started_s, num_contexts)
         return True
 
-    def _end(self, step: StepUnderWay) -> None:
-        """Waits for a step that was given."""
+    def _finish_step(self, step: _StepInFlight) -> None:
+        """Waits for a started step and delivers its tokens."""
         tokens = step.tokens.wait()
         now_s = time.monotonic()
         num_tokens = sum(scheduled.num_tokens for scheduled in step.work)
-        self._measure(num_tokens, step.contexts, now_s - max(step.started_s, self._measured_s))
+        self._measure(num_tokens, step.num_contexts, now_s - max(step.started_s, self._measured_s))
         self._measured_s = now_s
         for sequence, error in tokens.failed:
             if (job := self._by_sequence.get(sequence)) is not None:
                 self.cancel(job.key, error)
         places = {scheduled.sequence: place for place, scheduled in enumerate(step.work)}
         for sequence in step.complete:
-            job, token_id = self._by_sequence.get(sequence), tokens.others[places[sequence]]
+            job, token_id = self._by_sequence.get(sequence), tokens.chunks[places[sequence]]
             if job is not None and job.error is None and token_id is not None:
                 self._complete(job, SampledToken(token_id, tokens.logprobs.get(places[sequence])), now_s)
                 self._push(job)
         for pages in step.parked:
             self._engine.pool.release(pages)
 
-    def _compute(self, work: list[ScheduledSequence], ahead: dict[PrefillJob, PushAhead], started_s: float) -> None:
-        """A whole step, waited for."""
-        contexts = sum(scheduled.num_contexts for scheduled in work)
-        if ahead:
+    def _compute(
+        self, work: list[ScheduledSequence], pushes: dict[PrefillJob, LayerwisePush], started_s: float
+    ) -> None:
+        """Computes a step and waits for it."""
+        num_contexts = sum(scheduled.num_contexts for scheduled in work)
+        if pushes:
             num_layers = len(self._engine.layout.layers)
-            done = step_isolated(StepAhead(self._engine.step, num_layers, list(ahead.values())), work)
+            done = step_isolated(LayerwiseStep(self._engine.step, num_layers, list(pushes.values())), work)
         else:
             done = step_isolated(self._engine.step, work)
         now_s = time.monotonic()
-        self._measure(sum(scheduled.num_tokens for scheduled in work), contexts, now_s - started_s)
-        drawn = {item.sequence: token for item, token in zip(done.work, done.output.tokens, strict=True) if token}
+        self._measure(sum(scheduled.num_tokens for scheduled in work), num_contexts, now_s - started_s)
+        sampled = {item.sequence: token for item, token in zip(done.work, done.output.tokens, strict=True) if token}
         for sequence in self.scheduler.commit(done.work):
-            self._complete(self._by_sequence[sequence], drawn[sequence], now_s)
+            self._complete(self._by_sequence[sequence], sampled[sequence], now_s)
         for sequence, error in done.failed:
             self.cancel(self._by_sequence[sequence].key, error)
-        for scheduled in done.work:
-            job = self._by_sequence[scheduled.sequence]
-            self._push(job, last_part(ahead.get(job)) or WHOLE)
+        self._push_batch(done.work, pushes)
 
-    def _find_ahead(self, work: list[ScheduledSequence]) -> dict[PrefillJob, PushAhead]:
-        """Of jobs whose place is known, on links that gain from it: how the pages that this step completes can go out
-        before it ends."""
-        found: dict[PrefillJob, PushAhead] = {}
+    def _layerwise_pushes(self, work: list[ScheduledSequence]) -> dict[PrefillJob, LayerwisePush]:
+        """Returns how pages that this step completes can be pushed before it ends, for jobs whose destination is known
+        and whose transport gains from it."""
+        pushes: dict[PrefillJob, LayerwisePush] = {}
         for scheduled in work:
             job = self._by_sequence[scheduled.sequence]
             if job.destination is None or job.error is not None:
                 continue
-            num_parts = self._sender.num_parts(job.key)
+            num_groups = self._sender.num_layer_groups(job.key)
             ready = job.num_ready(job.sequence.num_computed_tokens + scheduled.num_tokens)
-            if num_parts > 1 and ready > job.num_pages_pushed:
-                found[job] = PushAhead(partial(self._push_pages, job, ready), num_parts)
-        return found
+            if num_groups > 1 and ready > job.num_pages_pushed:
+                pushes[job] = LayerwisePush(partial(self._push_pages, job, ready), num_groups)
+        return pushes
 
     def _begin(self, job: PrefillJob, now_s: float) -> None:
-        """The first chunk is about to compute: ask for the destination, which arrives meanwhile."""
+        """Requests the destination just before the first chunk, so that it arrives while the chunk computes."""
         job.started_s = now_s
         job.cached_tokens = job.sequence.num_computed_tokens
         job.emit(ReservePages(job.num_pages))
@@ -254,8 +266,13 @@ class PrefillWorker:
         job.computed = True
         job.emit(FirstToken(token, job.started_s - job.submitted_s, now_s - job.started_s, job.cached_tokens))
 
-    def _push(self, job: PrefillJob, part: Part = WHOLE) -> None:
-        """Sends pages that are complete and not sent yet, from `part` of each on; after the last, the manifest."""
+    def _push_batch(self, work: list[ScheduledSequence], pushes: dict[PrefillJob, LayerwisePush]) -> None:
+        for scheduled in work:
+            job = self._by_sequence[scheduled.sequence]
+            self._push(job, (job in pushes and pushes[job].last_group()) or ALL_LAYERS)
+
+    def _push(self, job: PrefillJob, group: LayerGroup = ALL_LAYERS) -> None:
+        """Sends complete, unsent pages from layer group `group` on; after the last page, the manifest."""
         if job.destination is None or job.error is not None:
             return
         assert job.plan is not None
@@ -266,28 +283,27 @@ class PrefillWorker:
             tokens = range(first * size, min(ready * size, len(sequence.token_ids)))
             if self._checksums:
                 job.checksums += self._sender.sent_checksums(job.key, tokens, sequence.pages)
-            self._push_pages(job, ready, part)
+            self._push_pages(job, ready, group)
             job.num_pages_pushed = ready
         if job.computed:
             hashes = self._hashes(sequence, size)[held:]
             job.emit(Pushed(len(sequence.token_ids), tuple(hashes), len(job.destination), tuple(job.checksums)))
             self._sender.finish(job.key)
 
-    def _push_pages(self, job: PrefillJob, ready: int, part: Part) -> None:
+    def _push_pages(self, job: PrefillJob, ready: int, group: LayerGroup) -> None:
         assert job.destination is not None
         sequence, first, held, size = job.sequence, job.num_pages_pushed, job.num_pages_held, job.page_size
         tokens = range(first * size, min(ready * size, len(sequence.token_ids)))
-        self._sender.push_tokens(
-            job.key, first - held, tokens, sequence.pages, job.destination[first - held : ready - held], part
-        )
+        destination = job.destination[first - held : ready - held]
+        self._sender.push_tokens(job.key, first - held, tokens, sequence.pages, destination, group)
 
     def _hashes(self, sequence: Sequence, page_size: int) -> list[PageHash]:
         if page_size == self._page_size:
             return sequence.hash_full_pages(page_size)
         return hash_pages(sequence.token_ids, page_size, sequence.salt)
 
-    def _measure(self, num_tokens: int, contexts: float, elapsed_s: float) -> None:
-        self._totals = self._totals.plus(num_tokens, contexts, elapsed_s)
+    def _measure(self, num_tokens: int, num_contexts: float, elapsed_s: float) -> None:
+        self._totals = self._totals.plus(num_tokens, num_contexts, elapsed_s)
         rate = num_tokens / max(elapsed_s, 1e-6)
         self._tokens_per_s += (rate - self._tokens_per_s) * (_RATE_SMOOTHING if self._tokens_per_s else 1.0)
 

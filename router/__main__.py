@@ -1,7 +1,7 @@
 """`python -m router --config FILE`: a router as a plain process.
 
-Prints one JSON line with its addresses once a request would succeed. SIGTERM ends it in good order: no new requests,
-and `drain_s` for the streams under way. SIGINT, or a second SIGTERM, ends it at once.
+Prints one JSON line with its addresses once a request would succeed. SIGTERM ends it in good order: it takes no new
+requests, and streams in flight get `drain_s`. SIGINT, or a second SIGTERM, ends it at once.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Coroutine
 
 import uvloop
 
-from penstock import log
-from penstock.config import RouterConfig, load, with_secret_file
-from penstock.ending import Ending
+from penstock.config import RouterConfig, load_process
 from penstock.errors import PenstockError
+from penstock.process import Shutdown, freeze_heap, set_up_logging
+from penstock.rpc.addresses import LOOPBACK
 from router.server import RouterServer
 
 
 def main() -> int:
-    """The process's exit status: 2 for a problem that the user can mend."""
+    """Returns the process's exit status: 2 for a problem that the user can fix."""
     parser = argparse.ArgumentParser(prog="python -m router", description=__doc__)
     parser.add_argument("--config", required=True, help="a RouterConfig, TOML or JSON")
-    parser.add_argument("--secret-file", help="security.secret_file, where the configuration does not say")
+    parser.add_argument("--secret-file", help="security.secret_file, unless the configuration names one")
     try:
         arguments = parser.parse_args()
-        config = with_secret_file(load(RouterConfig, arguments.config), arguments.secret_file)
-        log.set_up("router")
+        config = load_process(RouterConfig, arguments.config, arguments.secret_file)
+        set_up_logging("router")
         uvloop.run(_serve(config))
     except PenstockError as error:
         print(error.message, file=sys.stderr)
@@ -38,35 +39,38 @@ def main() -> int:
 
 
 async def _serve(config: RouterConfig) -> None:
-    ending = Ending()
+    shutdown = Shutdown()
     server = RouterServer(config)
     await server.start()
+    freeze_heap()
     try:
-        if await _until_ready(server, ending.asked):
+        if await _until_ready(server, shutdown.requested):
             ports, host = server.ports, config.host
-            ready = {"grpc": f"{host}:{ports.grpc}", "http": f"{host}:{ports.http}", "pid": os.getpid()}
+            addresses = {"grpc": f"{host}:{ports.grpc}", "http": f"{host}:{ports.http}"}
+            own = {"metrics": f"{host}:{ports.metrics}"} if ports.metrics else {}
+            ready = {**addresses, **own, "control": f"{LOOPBACK}:{ports.control}", "pid": os.getpid()}
             print(json.dumps(ready), flush=True)
-            await ending.asked.wait()
-            await _leave(server, config.drain_s, ending.at_once)
+            await shutdown.requested.wait()
+            await _leave(server, config.drain_s, shutdown.immediate)
     finally:
         await server.stop()
 
 
-async def _leave(server: RouterServer, drain_s: float, at_once: asyncio.Event) -> None:
-    leaving, hurried = asyncio.create_task(server.leave(drain_s)), asyncio.create_task(at_once.wait())
-    await asyncio.wait([leaving, hurried], return_when=asyncio.FIRST_COMPLETED)
-    for task in (leaving, hurried):
-        task.cancel()
+async def _leave(server: RouterServer, drain_s: float, immediate: asyncio.Event) -> None:
+    await _first_of(server.leave(drain_s), immediate.wait())
 
 
 async def _until_ready(server: RouterServer, stopped: asyncio.Event) -> bool:
-    """False where the process is told to stop first."""
-    ready = asyncio.ensure_future(server.wait_ready())
-    stopping = asyncio.ensure_future(stopped.wait())
-    await asyncio.wait([ready, stopping], return_when=asyncio.FIRST_COMPLETED)
-    for task in (ready, stopping):
-        task.cancel()
+    """Returns False if the process is asked to stop first."""
+    await _first_of(server.wait_ready(), stopped.wait())
     return not stopped.is_set()
+
+
+async def _first_of(*waits: Coroutine[object, object, object]) -> None:
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
 
 
 if __name__ == "__main__":

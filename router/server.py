@@ -1,4 +1,7 @@
-"""A whole router: both fronts, the fleet that it follows, health. A plain object for a process or an actor to hold."""
+"""A whole router: both APIs, the fleet that it follows, and health. Held by a process (`router.__main__`) or an actor.
+
+Composes the rooms and owns their lifetimes; requests pass through `router.api`, not through here.
+"""
 
 from __future__ import annotations
 
@@ -10,47 +13,70 @@ import time
 from dataclasses import dataclass
 
 import uvicorn
+from fastapi import FastAPI
 
 from penstock.config import RouterConfig
 from penstock.errors import ConfigError
-from penstock.grpc_server import GrpcServer
-from penstock.secret import read_private
-from penstock.trust import Trust, server_credentials
+from penstock.process import raise_file_limit
+from penstock.rpc.server import GrpcServer
+from penstock.rpc.tls import ServerCertificate
+from penstock.rpc.trust import Trust
 from penstock.v1 import admin_pb2
-from router.demand_report import report_demand
-from router.generation import Generator
-from router.http import make_app
-from router.http_tls import uvicorn_settings
-from router.membership import Fleet, follow_admin
-from router.metrics import RouterMetrics
-from router.model_card import ModelCard
-from router.service import SERVICE, InferenceService
-from router.tokenizer import Tokenizer
+from router.api.grpc_service import SERVICE, InferenceService
+from router.api.http.app import make_app, make_operations_app
+from router.api.http.connections import ConnectionCounts, bound_unread, connections_for, http_protocol
+from router.api.http.tls import tls_settings
+from router.api.identity import Tenants
+from router.api.key_files import watch_metrics_token, watch_tenants
+from router.api.prepare import RequestPreparer
+from router.dispatch.context import make_context
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.lookaside import Lookaside
+from router.fair_threads import FairThreads
+from router.fleet.worker_fleet import WorkerFleet, follow_admin
+from router.metrics.demand_report import report_demand
+from router.metrics.metrics import RouterMetrics
+from router.text.model_card import ModelCard
+from router.text.tokenizer import Tokenizer
 
 _HTTP_STOP_S = 1.0
 _LISTEN_BACKLOG = 2048
+_NUM_PARSING = 2  # large bodies parsed at a time; the others wait as bytes
 _LOOPBACK = "127.0.0.1"
+_MAX_MS = (1 << 31) - 2  # 2^31 - 1 turns gRPC's limits off
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
     grpc: int
     http: int
-    control: int  # gRPC for whoever supervises this router; the same as `grpc` but with TLS
+    control: int  # gRPC for the process that supervises this router; equals `grpc` unless TLS is on or ports are shared
+    metrics: int | None = None  # HTTP with this router's metrics and health, if it was asked for
 
 
 class _HttpServer(uvicorn.Server):
-    """Leaves signals to whoever runs the process."""
+    """Serves at one socket from its making on. Leaves signals to the process that runs it."""
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+        super().__init__(config)
+        self.port: int = listener.getsockname()[1]
+        self.task = asyncio.create_task(self.serve(sockets=[listener]), name="http")
+
+    async def leave(self, drain_s: float, timeout_s: float) -> None:
+        """Takes no new connections; returns once the open ones have ended, after `timeout_s` at the latest."""
+        self.config.timeout_graceful_shutdown = math.ceil(drain_s)
+        self.should_exit = True
+        await asyncio.wait([self.task], timeout=timeout_s)
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
 
 
 class RouterServer:
-    """`start` once and `stop` once, on the same event loop."""
+    """A router to `start` once and `stop` once, on the same event loop."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Reads the model's folder. Raises CheckpointError, or ConfigError where there is nobody to route to."""
+        """Reads the model's folder. Raises CheckpointError, or ConfigError if the configuration names no workers."""
         if bool(config.admin) == bool(config.workers):
             raise ConfigError(
                 f"admin = {config.admin!r}, workers = {config.workers!r}: give exactly one of them, the address of the "
@@ -58,152 +84,205 @@ class RouterServer:
             )
         self._config = config
         card = ModelCard.load(config)
-        self._tokenizer = Tokenizer.load(config.model)
+        self._tokenizer = Tokenizer.load(config.model, config.limits.text_queue_characters)
         self._metrics = RouterMetrics(card.name)
         self._tasks: list[asyncio.Task[None]] = []
         self._trust = Trust(config.security)
-        self.fleet = Fleet(self._trust, config.index)
-        self.generator = Generator(config, card, self._tokenizer, self.fleet, self._metrics)
-        path = config.metrics_token_file
-        self._metrics_token = read_private(path, "metrics_token_file") if path else ""
+        self.fleet = WorkerFleet(self._trust, config.index)
+        watcher = self._trust.watcher
+        tenants = Tenants(watch_tenants(config, watcher), lambda: self._trust.secrets)
+        self.context = make_context(config, self.fleet, self._metrics, tenants.limits_of(config.admission.tenant))
+        self.preparer = RequestPreparer(card, self._tokenizer, tenants, self.context)
+        self._parsing = FairThreads("parser", _NUM_PARSING, config.limits.text_queue_characters)
+        lookaside = Lookaside(self.context, card.name, lambda: self._trust.secrets)
+        self._dispatcher = Dispatcher(self.context, lookaside, self._tokenizer.spelling)
+        self._metrics_token = watch_metrics_token(config, watcher)
+        self._certificate = ServerCertificate(config.tls, "tls", watcher) if config.tls else None
         self._watch_metrics()
         self.ports = Ports(0, 0, 0)
 
     async def start(self) -> None:
-        """Listens on both ports and begins to follow the workers. Raises ConfigError where a port is taken.
+        """Listens on both ports and begins to follow the workers. Raises ConfigError if a port is taken.
 
-        Health turns SERVING with the first decode worker, which this does not wait for.
+        Health turns SERVING with the first decode worker; this does not wait for it.
         """
+        limits = self._config.limits
+        self._max_connections = connections_for(raise_file_limit(), limits)
+        self.connections = ConnectionCounts(limits, self._max_connections, self._metrics)
         self._tokenizer.start()
-        http_socket = _listen(self._config.host, self._config.http_port)
+        self._metrics.loop_lag.start()
+        config = self._config
+        sockets = [_listen(config.host, config.http_port, "http_port", shared=config.shares_ports)]
         self._grpc = self._make_grpc()
         try:
-            await self._start(http_socket)
+            if config.metrics_port is not None:
+                sockets.append(_listen(config.host, config.metrics_port, "metrics_port"))
+            await self._start(*sockets)
         except BaseException:
-            http_socket.close()
+            for each in sockets:
+                each.close()
             await self._grpc.stop()
             raise
 
     def _make_grpc(self) -> GrpcServer:
-        limits, tls = self._config.limits, self._config.tls
+        limits = self._config.limits
         return GrpcServer(
             [SERVICE],
             keepalive=False,
-            credentials=server_credentials(tls, "tls") if tls else None,
+            shares_port=self._config.shares_ports,
+            credentials=self._certificate.grpc_credentials() if self._certificate else None,
             limits={
                 "grpc.max_receive_message_length": limits.request_bytes,
                 "grpc.max_metadata_size": limits.header_bytes,
                 "grpc.absolute_max_metadata_size": limits.header_bytes,
                 "grpc.max_concurrent_streams": limits.streams_per_connection,
+                "grpc.max_allowed_incoming_connections": self._max_connections,
+                "grpc.server_handshake_timeout_ms": _milliseconds(limits.header_timeout_s),
+                "grpc.max_connection_idle_ms": _milliseconds(limits.idle_timeout_s),
+                "grpc.max_connection_age_ms": _milliseconds(limits.connection_age_s),
+                "grpc.max_connection_age_grace_ms": _milliseconds(self._config.max_timeout_s + limits.read_grace_s),
+                "grpc.http2.max_ping_strikes": limits.ping_strikes,
             },
+            max_calls=limits.calls,
         )
 
-    async def _start(self, http_socket: socket.socket) -> None:
+    async def _start(self, http_socket: socket.socket, metrics_socket: socket.socket | None = None) -> None:
         tls = self._config.tls
-        InferenceService(self.generator, self.fleet, wants_tls=tls is not None).add_to(self._grpc.server)
-        # Supervised by processes that know the cluster secret, whatever certificates the public port demands.
-        control = self._grpc.add_control_port(_LOOPBACK) if tls and self._trust.secret else 0
+        service = InferenceService(
+            self.preparer, self._dispatcher, self.fleet, self._metrics, wants_tls=tls is not None
+        )
+        service.add_to(self._grpc.server)
+        control = self._grpc.add_control_port(_LOOPBACK) if self._needs_control_port else 0
         grpc_port = await self._grpc.start(self._config.host, self._config.grpc_port, "grpc_port")
-        app = make_app(self.generator, self.fleet, self._metrics, self._metrics_token)
+        app = make_app(self.preparer, self._dispatcher, self.fleet, self._metrics, self._parsing, self._metrics_token)
+        self._https = [self._serve_http(app, http_socket, self.connections, asks_for_certificate=True)]
+        if metrics_socket is not None:
+            operations = make_operations_app(self.preparer, self._metrics, self._metrics_token)
+            counts = ConnectionCounts(self._config.limits, self._max_connections, self._metrics)
+            self._https.append(self._serve_http(operations, metrics_socket, counts, asks_for_certificate=False))
+        http_port, *metrics_port = [server.port for server in self._https]
+        self.ports = Ports(grpc_port, http_port, control or grpc_port, *metrics_port)
+        await self.fleet.peers.start(self._config.peer_host, self._config.peer_port)
+        self._tasks.append(asyncio.create_task(self._follow_health(), name="health"))
+        self._tasks.append(asyncio.create_task(self._trust.watcher.follow(), name="key files"))
+        if self._config.admin:
+            self._tasks.append(asyncio.create_task(follow_admin(self._config.admin, self.fleet), name="admin"))
+            reporting = report_demand(self._config.admin, self._trust.channel, self._demand)
+            self._tasks.append(asyncio.create_task(reporting, name="demand"))
+        else:
+            self.fleet.set_addresses(self._config.workers)
+            self.fleet.peers.set_addresses(self._config.peers)
+
+    def _serve_http(
+        self, app: FastAPI, listener: socket.socket, counts: ConnectionCounts, *, asks_for_certificate: bool
+    ) -> _HttpServer:
+        limits = self._config.limits
+        bound_unread(listener, limits)
         settings = uvicorn.Config(
             app,
             log_config=None,
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=2 * self._config.limits.header_bytes,  # beyond this, unread
-            **uvicorn_settings(tls),
+            timeout_keep_alive=math.ceil(limits.idle_timeout_s),
+            http=http_protocol(counts),
+            h11_max_incomplete_event_size=2 * limits.header_bytes,  # beyond this, headers are not read
+            **tls_settings(self._certificate, asks_for_certificate=asks_for_certificate),
         )
-        self._http = _HttpServer(settings)
-        self._http_task = asyncio.create_task(self._http.serve(sockets=[http_socket]), name="http")
-        self.ports = Ports(grpc_port, http_socket.getsockname()[1], control or grpc_port)
-        await self.fleet.peers.start(self._config.peer_host, self._config.peer_port)
-        self._tasks.append(asyncio.create_task(self._follow_health(), name="health"))
-        if self._config.admin:
-            self._tasks.append(asyncio.create_task(follow_admin(self._config.admin, self.fleet), name="admin"))
-            telling = report_demand(self._config.admin, self._trust.channel, self._demand)
-            self._tasks.append(asyncio.create_task(telling, name="demand"))
-        else:
-            self.fleet.set_addresses(self._config.workers)
-            self.fleet.peers.set_addresses(self._config.peers)
+        return _HttpServer(settings, listener)
+
+    @property
+    def _needs_control_port(self) -> bool:
+        """Whether a supervisor must not use the public port: another router may answer there, or it demands
+        certificates. Supervisors of encrypted routers know the cluster secret instead."""
+        if self._config.tls:
+            return bool(self._trust.secrets)
+        return self._config.shares_ports
 
     def _demand(self) -> admin_pb2.DemandReport:
-        num_waiting = self.generator.gate.admission.num_waiting
-        return self.generator.demand.report(self.fleet.peers.address, self.fleet.peers.epoch, num_waiting)
+        admission, peers = self.context.gate.admission, self.fleet.peers
+        return self.context.demand.report(peers.address, peers.epoch, admission.num_waiting, admission.waiting_tokens)
 
     async def wait_ready(self, timeout_s: float | None = None) -> bool:
-        """Whether a request would be served, within this time."""
+        """Returns whether a request would be served, as soon as it would or once time is up."""
         return await self.fleet.wait_for(self.fleet.group, timeout_s) is not None
 
     async def leave(self, drain_s: float) -> None:
-        """Takes no new request, and returns once those under way have ended or time is up. `stop` must follow."""
-        self.generator.leaving = True
+        """Takes no new requests; returns once those in flight have ended or time is up. `stop` must follow."""
+        self.preparer.leaving = True
         await self._grpc.set_serving(False)
-        self._http.config.timeout_graceful_shutdown = math.ceil(drain_s)
-        self._http.should_exit = True
-        await asyncio.gather(self._grpc.stop(drain_s), asyncio.wait([self._http_task], timeout=drain_s))
+        await asyncio.gather(self._grpc.stop(drain_s), *(each.leave(drain_s, drain_s) for each in self._https))
 
     async def stop(self) -> None:
-        """Ends both fronts and lets go of every worker; requests under way are cut off."""
+        """Ends both APIs and leaves every worker; requests in flight are cut off."""
         await self._grpc.set_serving(False)
-        self._http.config.timeout_graceful_shutdown = math.ceil(_HTTP_STOP_S)
-        self._http.should_exit = True
-        await asyncio.gather(self._grpc.stop(), asyncio.wait([self._http_task], timeout=2 * _HTTP_STOP_S))
-        for task in (*self._tasks, self._http_task):
+        await asyncio.gather(self._grpc.stop(), *(each.leave(_HTTP_STOP_S, 2 * _HTTP_STOP_S) for each in self._https))
+        tasks = [*self._tasks, *(each.task for each in self._https)]
+        for task in tasks:
             task.cancel()
-        await asyncio.wait([*self._tasks, self._http_task])
-        self.generator.gate.close()
+        await asyncio.wait(tasks)
+        self._metrics.loop_lag.stop()
+        self.context.gate.close()
         await self.fleet.stop()
-        self._tokenizer.close()
+        for threads in (self._tokenizer, self._parsing):
+            threads.close()
 
     async def _follow_health(self) -> None:
         while True:
-            await self._grpc.set_serving(self.generator.ready)
+            await self._grpc.set_serving(self.preparer.ready)
             await self.fleet.wait_change()
 
     def _watch_metrics(self) -> None:
-        fleet = self.fleet
+        fleet, gate = self.fleet, self.context.gate
 
-        gate = self.generator.gate
-
-        def loads() -> list[tuple[int, int]]:
-            return [(one.load.free_pages, one.load.total_pages) for one in fleet.followers if one.link is not None]
-
-        def usage() -> float:
-            total = sum(pages for _, pages in loads())
-            return 1.0 - sum(free for free, _ in loads()) / total if total else 0.0
+        def cache_usage() -> float:
+            loads = [worker.load for worker in fleet.followers if worker.link is not None]
+            total = sum(load.total_pages for load in loads)
+            return 1.0 - sum(load.free_pages for load in loads) / total if total else 0.0
 
         self._metrics.watch(
-            num_running=lambda: sum(one.load.num_running for one in fleet.followers),
-            num_waiting=lambda: sum(one.load.num_waiting for one in fleet.followers),
-            cache_usage=usage,
+            num_running=lambda: sum(worker.load.num_running for worker in fleet.followers),
+            num_waiting=lambda: gate.admission.num_waiting + sum(worker.load.num_waiting for worker in fleet.followers),
+            cache_usage=cache_usage,
             open_circuits=lambda: fleet.health.num_open(time.monotonic()),
-            tier_hits=lambda tier: sum(getattr(one.load.cache, f"{tier}_hits") for one in fleet.followers),
-            num_workers=lambda role: sum(one.takes_work and one.description.role == role for one in fleet.followers),
+            tier_hits=lambda tier: sum(getattr(worker.load.cache, f"{tier}_hits") for worker in fleet.followers),
+            num_workers=lambda role: sum(
+                worker.takes_work and worker.description.role == role for worker in fleet.followers
+            ),
         )
+        self._metrics.watch_workers(lambda: {worker.worker_id: worker.load for worker in fleet.followers})
         self._metrics.watch_spares(lambda pool: fleet.spares.get(pool, 0))
-        self._metrics.watch_index(fleet.index, lambda: sum(one.is_mute for one in fleet.followers))
+        self._metrics.watch_ends(lambda end: fleet.ends.get(end, 0))
+        self._metrics.watch_index(fleet.index, lambda: sum(worker.is_mute for worker in fleet.followers))
+        self._metrics.watch_credentials(lambda: self._trust.watcher.files)
         self._metrics.admission.watch(
             num_waiting=gate.admission.num_waiting_in,
-            num_out=lambda: gate.admission.out.num_requests,
+            queue_bytes=gate.admission.queue_bytes,
+            num_out=lambda: gate.admission.outstanding.num_requests,
             saturation=gate.saturation,
             level=lambda: gate.admission.level,
             retries_left=lambda: gate.retries.balance,
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Raises ConfigError where somebody else listens there already."""
+def _milliseconds(seconds: float) -> int:
+    return max(1, min(int(seconds * 1e3), _MAX_MS))
+
+
+def _listen(host: str, port: int, key: str, *, shared: bool = False) -> socket.socket:
+    """Raises ConfigError if another process listens there already; if it is `shared`, only if that one does not share
+    it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio turns Nagle's algorithm off: a delayed ACK would cost 40 ms an answer.
+    # With the protocol named, asyncio turns Nagle's algorithm off: a delayed ACK would cost 40 ms a response.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
     try:
         listener.bind((host, port))
         listener.listen(_LISTEN_BACKLOG)
     except OSError as error:
         listener.close()
-        problem = f"http_port = {port}: cannot listen on {host}:{port} ({error.strerror}); free it or choose another"
+        problem = f"{key} = {port}: cannot listen on {host}:{port} ({error.strerror}); free it or choose another"
         raise ConfigError(problem) from error
     listener.setblocking(False)
     return listener

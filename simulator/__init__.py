@@ -1,1 +1,6 @@
-"""The router's, schedulers' and autoscaler's own decision code in virtual time. Not built yet."""
+"""Whole deployments in virtual time, around the real decisions of routers, workers and the autoscaler.
+
+`fleet.SimulatedFleet` builds a deployment from workers, links and a router; `replay`, `overload` and `check` run it.
+`world/` has time, network and costs, `workers/` and `routers/` the shells around the real decision code. Nothing here
+reads a clock, opens a socket or imports torch or ray; the same seed gives the same run to the last bit.
+"""

@@ -1,4 +1,4 @@
-"""Runs small deployments with faults, one a seed, and checks invariants: `python -m simulator.check --seeds 2000`."""
+"""Runs a small deployment with faults for each seed and checks invariants: `python -m simulator.check --seeds 2000`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.admission_config import AdmissionConfig
 from penstock.config import DecodeConfig, PrefillConfig
+from penstock.config.admission import AdmissionConfig, OverloadConfig
 from simulator import invariants
-from simulator.costs import DecodeCosts, LinkCosts, PrefillCosts
-from simulator.faults import FaultRates, schedule_faults
-from simulator.fleet import Fleet, FleetSpec
+from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.request import TraceRequest
+from simulator.world.costs import DecodeCosts, LinkCosts, PrefillCosts
+from simulator.world.faults import FaultRates, schedule_faults
 
 _FAULTS_UNTIL_S = 8.0
 _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CheckedRun:
+    """The result of one seed."""
+
     seed: int
     faults: list[str]
     problems: list[str]
@@ -29,8 +31,8 @@ class Run:
     num_events: int
 
 
-def draw_spec(rng: random.Random) -> FleetSpec:
-    """Few workers, small pools, slow links: what is rare in a large deployment happens all the time."""
+def random_spec(rng: random.Random) -> FleetSpec:
+    """Returns few workers, small pools and slow links, so that rare events of large deployments happen all the time."""
     page_size = rng.choice((4, 16))
     max_sequences = rng.choice((4, 16))
     return FleetSpec(
@@ -45,13 +47,15 @@ def draw_spec(rng: random.Random) -> FleetSpec:
         prefill=PrefillConfig(max_batch_tokens=rng.choice((32, 256)), max_batch_sequences=rng.choice((1, 8))),
         decode=DecodeConfig(max_batch_sequences=max_sequences, max_batch_tokens=rng.choice((32, 256))),
         policy=rng.choice(("kv-aware", "least-loaded", "round-robin", "random", "consistent-hash")),
-        admission=rng.choice((None, AdmissionConfig())),
+        admission=rng.choice(
+            (None, AdmissionConfig(), AdmissionConfig(overload=OverloadConfig(shed=True, max_tokens=32)))
+        ),
         timeout_s=_TIMEOUT_S,
     )
 
 
-def draw_requests(rng: random.Random) -> list[TraceRequest]:
-    """Prompts that share beginnings, within a few seconds."""
+def random_requests(rng: random.Random) -> list[TraceRequest]:
+    """Returns prompts with shared prefixes that arrive within a few seconds."""
     block_tokens = 16
     requests = []
     for number in range(rng.randint(5, 40)):
@@ -64,11 +68,11 @@ def draw_requests(rng: random.Random) -> list[TraceRequest]:
     return requests
 
 
-def run_seed(seed: int, rates: FaultRates | None = None, *, check_each: bool = True) -> Run:
-    """One deployment's life. The same seed gives the same run."""
+def run_seed(seed: int, rates: FaultRates | None = None, *, check_each: bool = True) -> CheckedRun:
+    """Runs one deployment. The same seed gives the same run."""
     rng = random.Random(seed)
-    fleet = Fleet(draw_spec(rng), seed)
-    for request in draw_requests(rng):
+    fleet = SimulatedFleet(random_spec(rng), seed)
+    for request in random_requests(rng):
         fleet.submit(request)
     faults = schedule_faults(fleet, rng, _FAULTS_UNTIL_S, rates or FaultRates())
     problems: list[str] = []
@@ -80,7 +84,7 @@ def run_seed(seed: int, rates: FaultRates | None = None, *, check_each: bool = T
     except AssertionError as error:
         problems = [f"at {fleet.sim.now_s:.6f} s: {error!r}"]
     complete = sum(outcome.is_complete for outcome in fleet.outcomes)
-    return Run(seed, faults, problems, len(fleet.outcomes), complete, fleet.sim.num_events)
+    return CheckedRun(seed, faults, problems, len(fleet.outcomes), complete, fleet.sim.num_events)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

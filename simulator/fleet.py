@@ -1,7 +1,6 @@
 """A whole deployment in virtual time: workers, links and a router, built from one description.
 
-What builds on the simulator (replays, faults, scaling) talks to `Fleet`: start, stop and break workers, submit
-requests.
+Replays, faults and scaling use `SimulatedFleet` to start, stop and break workers and to submit requests.
 """
 
 from __future__ import annotations
@@ -9,26 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.admission_config import AdmissionConfig
 from penstock.config import DecodeConfig, PrefillConfig
+from penstock.config.admission import AdmissionConfig
 from penstock.types import Epoch, Role
-from router.policies import make_policy
-from router.views import Limits, Policy
-from simulator.costs import DecodeCosts, LinkCosts, PrefillCosts
-from simulator.decode_model import DecodeModel
-from simulator.event_feed import Deliver, EventFaults, EventFeed
-from simulator.events import Simulation
-from simulator.follower_model import Worker
-from simulator.kv_links import KvLinks
-from simulator.network import Call, Network, State
-from simulator.prefill_model import PrefillModel
+from router.routing.policy.interface import PlacementPolicy, WorkerLimits
+from router.routing.policy.policies import make_policy
 from simulator.request import Outcome, TraceRequest
-from simulator.router_model import RouterModel
+from simulator.routers.follower_model import Worker
+from simulator.routers.router_model import RouterModel
+from simulator.workers.decode_model import DecodeModel
+from simulator.workers.event_feed import Deliver, EventFaults, EventFeed
+from simulator.workers.prefill_model import PrefillModel
+from simulator.world.costs import DecodeCosts, LinkCosts, PrefillCosts
+from simulator.world.kv_links import KvLinks
+from simulator.world.network import Call, Network, State
+from simulator.world.virtual_time import Simulation
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """`num_prefill` may be 0: decode workers then compute prompts themselves, between their steps."""
+    """A deployment. With `num_prefill` = 0 the decode workers compute prompts themselves, between their steps."""
 
     num_prefill: int = 8
     num_decode: int = 8
@@ -48,12 +47,12 @@ class FleetSpec:
     timeout_s: float = 600.0  # of a request
 
     @property
-    def limits(self) -> dict[Role, Limits]:
-        """As workers describe themselves to routers."""
+    def limits(self) -> dict[Role, WorkerLimits]:
+        """The limits that workers report to routers."""
         here = self.decode.max_local_tokens if self.num_prefill else None
         return {
-            Role.PREFILL: Limits(self.prefill.max_batch_tokens or 2048, self.prefill.max_batch_sequences),
-            Role.DECODE: Limits(self.decode.max_batch_tokens, self.decode.max_batch_sequences, here),
+            Role.PREFILL: WorkerLimits(self.prefill.max_batch_tokens or 2048, self.prefill.max_batch_sequences),
+            Role.DECODE: WorkerLimits(self.decode.max_batch_tokens, self.decode.max_batch_sequences, here),
         }
 
     @property
@@ -62,10 +61,10 @@ class FleetSpec:
         return prefill | {f"decode-{index}": Role.DECODE for index in range(self.num_decode)}
 
 
-class Fleet:
-    """Owns every model of one run. A worker that comes back has its name, another epoch and an empty cache."""
+class SimulatedFleet:
+    """Owns every model of one run. A restarted worker keeps its name and has another epoch and an empty cache."""
 
-    def __init__(self, spec: FleetSpec, seed: int, make: Callable[[str], Policy] = make_policy) -> None:
+    def __init__(self, spec: FleetSpec, seed: int, make: Callable[[str], PlacementPolicy] = make_policy) -> None:
         self.spec = spec
         self.sim = Simulation(seed)
         self.network = Network(self.sim, spec.link_costs.latency_s, spec.link_costs.jitter_s)
@@ -98,7 +97,7 @@ class Fleet:
     # Requests.
 
     def submit(self, request: TraceRequest) -> Outcome:
-        """Arrives when its time has come."""
+        """Schedules a request for its arrival time and returns its outcome, which fills up as the run proceeds."""
         outcome = Outcome(request)
         self.outcomes.append(outcome)
         self.sim.at(request.arrival_s, lambda: self.router.submit(outcome, self.spec.timeout_s))
@@ -142,14 +141,14 @@ class Fleet:
         return worker
 
     def add_worker(self, name: str, role: Role) -> Worker:
-        """One that was not there at the start; it takes work as soon as the router has heard of it."""
+        """Starts a further worker, which gets work as soon as the router has connected to it."""
         self.roles[name] = role
         worker = self.start_worker(name)
         self.router.follow(name, role)
         return worker
 
     def remove_worker(self, name: str) -> None:
-        """Whatever it has is lost with it; `router.retire` comes first where nothing should be."""
+        """Kills a worker with everything that it holds; call `router.retire` first to lose nothing."""
         self.kill(name)
         del self.workers[name], self.roles[name]
 
@@ -183,5 +182,5 @@ class Fleet:
         return worker if isinstance(worker, PrefillModel) else None
 
     def run(self, until_s: float = float("inf"), on_event: Callable[[], None] | None = None) -> None:
-        """Until every request submitted so far has ended."""
+        """Runs until every request submitted so far has ended."""
         self.sim.run(lambda: self.all_ended, until_s, on_event)

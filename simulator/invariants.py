@@ -1,21 +1,21 @@
-"""What must hold of every run, whatever broke in it. Each check returns what is wrong, in words; nothing is good."""
+"""Invariants of every run, whatever faults it had. A check returns descriptions of violations; none is good."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from penstock.errors import DeadlineExceeded, Unavailable
-from router.inflight import NO_WORK
-from simulator.decode_model import DecodeModel
-from simulator.fleet import Fleet
-from simulator.follower_model import Worker
+from router.routing.costs.inflight import NO_WORK
+from simulator.fleet import SimulatedFleet
 from simulator.request import Outcome
+from simulator.routers.follower_model import Worker
+from simulator.workers.decode_model import DecodeModel
 
-SETTLE_S = 60.0  # after the last request: reconnects, fences of lost senders, heartbeats
+SETTLE_S = 60.0  # after the last request, for reconnects, fences of lost senders and heartbeats
 
 
-def after_event(fleet: Fleet) -> None:
-    """Cheap enough for each event. Raises AssertionError."""
+def after_event(fleet: SimulatedFleet) -> None:
+    """Checks what is cheap enough for each event. Raises AssertionError."""
     for worker in fleet.workers.values():
         if isinstance(worker, DecodeModel):
             assert not worker.transfers.num_bad_writes, f"{worker.worker_id}: a page was written that was not fenced"
@@ -23,35 +23,35 @@ def after_event(fleet: Fleet) -> None:
     assert fleet.links.bytes_in_flight >= 0
 
 
-def at_the_end(fleet: Fleet) -> list[str]:
-    """Once every request has ended and faults have been over for `SETTLE_S`."""
-    wrong = [problem for outcome in fleet.outcomes for problem in _of_outcome(outcome)]
-    wrong += [problem for worker in fleet.workers.values() for problem in _of_worker(worker)]
-    wrong += _of_router(fleet)
-    return wrong
+def at_the_end(fleet: SimulatedFleet) -> list[str]:
+    """Checks a run in which every request has ended and faults have been over for `SETTLE_S`."""
+    violations = [problem for outcome in fleet.outcomes for problem in _check_outcome(outcome)]
+    violations += [problem for worker in fleet.workers.values() for problem in _check_worker(worker)]
+    violations += _check_router(fleet)
+    return violations
 
 
-def _of_outcome(outcome: Outcome) -> Iterator[str]:
+def _check_outcome(outcome: Outcome) -> Iterator[str]:
     request, error = outcome.request, outcome.error
     name = f"request {request.number}"
     if outcome.num_ends != 1:
         yield f"{name} ended {outcome.num_ends} times"
     if outcome.num_wrong_tokens:
-        yield f"{name} got {outcome.num_wrong_tokens} tokens that are not its own"
+        yield f"{name} got {outcome.num_wrong_tokens} tokens of other requests"
     if outcome.num_tokens > request.num_output_tokens:
         yield f"{name} got {outcome.num_tokens} tokens of {request.num_output_tokens}"
     if error is None:
         if outcome.num_tokens < (outcome.granted_tokens or 0) and not outcome.abandoned:
-            yield f"{name} ended well after {outcome.num_tokens} tokens of {request.num_output_tokens}"
+            yield f"{name} ended without error after {outcome.num_tokens} tokens of {request.num_output_tokens}"
     elif isinstance(error, DeadlineExceeded):
-        yield f"{name} starved: {error}"  # deadlines are far beyond every fault
+        yield f"{name} starved: {error}"  # deadlines are far longer than every fault
     elif not isinstance(error, Unavailable):
         yield f"{name} ended with {error!r}"
     elif not error.retry_after_s:
         yield f"{name} was refused without a hint: {error}"
 
 
-def _of_worker(worker: Worker) -> Iterator[str]:
+def _check_worker(worker: Worker) -> Iterator[str]:
     name, pool = worker.worker_id, worker.pool
     try:
         worker.cache.check_integrity()
@@ -68,7 +68,7 @@ def _of_worker(worker: Worker) -> Iterator[str]:
         yield f"{name}: {worker.num_open} jobs are open"
 
 
-def _of_router(fleet: Fleet) -> Iterator[str]:
+def _check_router(fleet: SimulatedFleet) -> Iterator[str]:
     router = fleet.router
     router.index.check_integrity()
     if router.gate is not None and router.gate.admission.num_inside:
@@ -78,11 +78,11 @@ def _of_router(fleet: Fleet) -> Iterator[str]:
     for name, worker in fleet.workers.items():
         worker_id = worker.worker_id
         if router.ledger.sent_to(worker_id) != NO_WORK:
-            yield f"the router believes {router.ledger.sent_to(worker_id)} on its way to {name}"
+            yield f"the router's ledger still has {router.ledger.sent_to(worker_id)} in flight to {name}"
         cached = [page for event in worker.events.read(0).events for page in event.hashes]
         known, held = router.index.pages_of(worker_id), worker.cache.num_cached
         missing = sum(worker_id not in router.index.match([page]) for page in cached)
         if known != held or missing:
             yield f"the index knows {known} of {held} pages of {name}, and lacks {missing}"
     if not all(follower.takes_work for follower in router.followers):
-        yield f"out of reach: {[one.worker_id for one in router.followers if not one.takes_work]}"
+        yield f"out of reach: {[follower.worker_id for follower in router.followers if not follower.takes_work]}"

@@ -1,4 +1,4 @@
-"""Replays a trace against a simulated deployment and prints what came of it: `python -m simulator.replay --help`."""
+"""Replays a trace against a simulated deployment and prints the results: `python -m simulator.replay --help`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import InvalidInput
-from simulator.fleet import Fleet, FleetSpec
+from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.report import Slo, Summary, failures, offered_load, single_cache_hit_rate, summarize
 from simulator.request import TraceRequest
 from simulator.traces import SharedPrefixMix, drop_longer, load_trace, scale_arrivals
@@ -18,16 +18,16 @@ UNLIMITED = 0
 
 
 def read_requests(trace: str, seed: int, limit: int | None) -> list[TraceRequest]:
-    """Of a file, or the generated mix."""
+    """Reads a trace file, or generates the shared-prefix mix."""
     if trace == GENERATED:
         return SharedPrefixMix(num_requests=limit or 1000).make(seed)
     return load_trace(trace, seed, limit)
 
 
 def fit(requests: Sequence[TraceRequest], spec: FleetSpec, load: float | None) -> tuple[list[TraceRequest], float]:
-    """Without requests that a decode pool cannot hold, at `load` times what the workers could do without any cache.
+    """Drops requests that no pool can hold and scales arrivals to `load` times the workers' capacity without caches.
 
-    Also how many times faster than recorded they arrive.
+    Returns the requests and how many times faster than recorded they arrive.
     """
     kept = drop_longer(requests, min(spec.decode_pages, spec.prefill_pages) * spec.page_size)
     if load is None:
@@ -37,15 +37,16 @@ def fit(requests: Sequence[TraceRequest], spec: FleetSpec, load: float | None) -
 
 
 def with_pages(spec: FleetSpec, cache_pages: int, requests: Sequence[TraceRequest]) -> FleetSpec:
-    """`UNLIMITED` holds every page of every request."""
+    """Returns the spec with pools of `cache_pages`; UNLIMITED holds every page of every request."""
     if cache_pages == UNLIMITED:
         tokens = sum(request.num_input_tokens + request.num_output_tokens for request in requests)
         cache_pages = tokens // spec.page_size + 2 * len(requests)
     return replace(spec, prefill_pages=cache_pages, decode_pages=cache_pages)
 
 
-def replay(requests: Sequence[TraceRequest], spec: FleetSpec, seed: int, slo: Slo) -> tuple[Summary, Fleet]:
-    fleet = Fleet(spec, seed)
+def replay(requests: Sequence[TraceRequest], spec: FleetSpec, seed: int, slo: Slo) -> tuple[Summary, SimulatedFleet]:
+    """Runs all requests to their end."""
+    fleet = SimulatedFleet(spec, seed)
     for request in requests:
         fleet.submit(request)
     fleet.run()

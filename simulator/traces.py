@@ -1,10 +1,10 @@
-"""Recorded and generated traffic as requests of one form.
+"""Reads recorded traffic and generates synthetic traffic, as `TraceRequest`s.
 
 A trace file has a JSON object a line: `timestamp` (ms), `input_length`, `output_length`, and where known `hash_ids`
 (one id for each 512-token block of the input; equal ids are equal prefixes) and `tenant`. In this form Mooncake
 published its traces (https://github.com/kvcache-ai/Mooncake, FAST'25); the Azure LLM inference traces
-(https://github.com/Azure/AzurePublicDataset) and what ServeGen draws (https://github.com/alibaba/ServeGen) take it with
-a line of code each. `.gz` is read as it is.
+(https://github.com/Azure/AzurePublicDataset) and ServeGen workloads (https://github.com/alibaba/ServeGen) convert to it
+with a line of code each. `.gz` files are decompressed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from simulator.request import TraceRequest
 
 FOLDER_VARIABLE = "PENSTOCK_TRACES"
 _BLOCK_TOKENS = 512
-_UNIQUE = 1 << 30  # ids of blocks that nobody shares
-_TICK_GAP_S = 1.0  # recorded times that lie at least so far apart, with several requests each, are ticks
+_UNIQUE = 1 << 30  # ids of blocks without sharers
+_TICK_GAP_S = 1.0  # recorded times at least this far apart, with several requests each, are ticks
 
 
 def load_trace(file: str | Path, seed: int = 0, limit: int | None = None) -> list[TraceRequest]:
-    """Requests by arrival, the first at 0. Raises InvalidInput that names the line.
+    """Returns requests by arrival, the first at 0. Raises InvalidInput that names the line.
 
-    A recorder that rounds its times to ticks makes bursts that never were: requests of one tick are spread over it,
-    by the seed.
+    A recorder that rounds times to ticks creates artificial bursts, so requests of one tick are spread over it.
     """
     path = find_trace(file)
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
@@ -43,7 +42,7 @@ def load_trace(file: str | Path, seed: int = 0, limit: int | None = None) -> lis
 
 
 def find_trace(file: str | Path) -> Path:
-    """As named, else in the folder that the environment names."""
+    """Returns the path as given, else inside the folder that PENSTOCK_TRACES names."""
     path = Path(file)
     folder = os.environ.get(FOLDER_VARIABLE)
     if not path.exists() and folder and (Path(folder) / path).exists():
@@ -81,7 +80,7 @@ def _request(number: int, arrival_s: float, row: dict[str, object]) -> TraceRequ
 
 
 def _spread_ticks(times_s: Sequence[float], rng: random.Random) -> list[float]:
-    """Recorded times, those of one tick spread evenly over the time to the next."""
+    """Returns the times with those of one tick spread evenly over the time to the next."""
     distinct = sorted(set(times_s))
     gaps = sorted(later - earlier for earlier, later in pairwise(distinct))
     if not gaps or gaps[len(gaps) // 2] < _TICK_GAP_S or len(times_s) < 2 * len(distinct):
@@ -90,6 +89,7 @@ def _spread_ticks(times_s: Sequence[float], rng: random.Random) -> list[float]:
 
 
 def in_order(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
+    """Sorts by arrival and renumbers, with the first arrival at 0."""
     ordered = sorted(requests, key=lambda request: request.arrival_s)
     start_s = ordered[0].arrival_s if ordered else 0.0
     return [
@@ -98,37 +98,37 @@ def in_order(requests: Iterable[TraceRequest]) -> list[TraceRequest]:
 
 
 def scale_arrivals(requests: Sequence[TraceRequest], factor: float) -> list[TraceRequest]:
-    """Twice the factor is twice the rate."""
+    """Multiplies the arrival rate by `factor`."""
     return [replace(request, arrival_s=request.arrival_s / factor) for request in requests]
 
 
 def vary_rate(requests: Sequence[TraceRequest], period_s: float, depth: float) -> list[TraceRequest]:
-    """The same requests over the same time, their rate swinging around the mean: by `depth` of it, from the low on."""
+    """Keeps the requests and the duration, with a rate that oscillates around the mean by `depth`, starting low."""
     wave = period_s / (2 * math.pi)
-    moved = []
+    varied = []
     for request in requests:
         low, high = 0.0, request.arrival_s + depth * 2 * wave
-        while high - low > 1e-3:  # the time by which as many have come as came before at the even rate
+        while high - low > 1e-3:  # the time by which as many arrivals are expected as at the even rate
             middle = (low + high) / 2
             if middle - depth * wave * math.sin(middle / wave) < request.arrival_s:
                 low = middle
             else:
                 high = middle
-        moved.append(replace(request, arrival_s=high))
-    return moved
+        varied.append(replace(request, arrival_s=high))
+    return varied
 
 
 def drop_longer(requests: Sequence[TraceRequest], max_tokens: int) -> list[TraceRequest]:
-    """Without those that no worker can hold."""
+    """Drops requests longer than any worker can hold."""
     kept = [request for request in requests if request.num_input_tokens + request.num_output_tokens <= max_tokens]
     return in_order(kept)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixMix:
-    """Conversations over a few long system prompts, some far more popular than others, beside single requests.
+    """Conversations over a few long system prompts of uneven popularity, mixed with single requests.
 
-    Each turn's prompt is the one before with an answer and a question more, so that most of what arrives was seen.
+    Each turn's prompt extends the previous one by an answer and a question, so that most arriving tokens were seen.
     """
 
     num_requests: int = 1000
@@ -138,11 +138,12 @@ class SharedPrefixMix:
     turn_tokens: int = 512  # of question and answer, mean
     turns: int = 6  # of a conversation, mean
     think_s: float = 20.0  # between two turns, mean
-    single_share: float = 0.15  # of requests that share nothing
+    single_share: float = 0.15  # share of requests without a shared prefix
     output_tokens: int = 200  # mean
     block_tokens: int = 64
 
     def make(self, seed: int) -> list[TraceRequest]:
+        """Generates the requests."""
         rng = random.Random(f"{seed}/shared prefixes")
         next_block = self.num_systems * self._system_blocks
         requests: list[TraceRequest] = []

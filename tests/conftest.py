@@ -1,11 +1,58 @@
-"""What must be settled before any test module is imported."""
+"""What must be settled before any test module is imported, the order of tests, and who may start processes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Generator
 from pathlib import Path
+
+import pytest
+
+from tests.support.suite import costs, own_processes
 
 if not Path("/dev/nvidiactl").exists():
     # Triton reads this when it is first imported, which any library may do: without a GPU its kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else each call that ends with its process is a line of the output
+
+own_processes.install()
+
+with contextlib.suppress(ImportError):  # a GPU machine may lack it
+    import hypothesis
+
+    # The same examples in every run, and as long as they take: neither luck nor a busy machine fails a test.
+    hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+    hypothesis.settings.register_profile("explore", deadline=None)
+    hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(costs.OPTION, action="store_true", help="record what each test file costs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption(costs.OPTION) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(costs.CostRecorder())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    recorded = costs.recorded()
+    costs.mark_slow(items, recorded)
+    costs.dearest_first(items, recorded)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from tests.support.suite.one_ray import make_scheduler  # a GPU machine may lack xdist
+
+    return make_scheduler(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    own_processes.enter(item)
+    try:
+        return (yield)
+    finally:
+        own_processes.leave()

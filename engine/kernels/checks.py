@@ -1,4 +1,4 @@
-"""What the wrappers of the paged kernels demand of their tensors, so that a wrong call fails by name, not in memory.
+"""Checks that kernel wrappers make on their tensors, so that a wrong call raises a named error and corrupts no memory.
 
 Shapes: `T` tokens, `N` query heads, `K` KV heads, `H` head dim, `P` pages, `S` page size, `B` sequences.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from engine.upload import PageList
+from engine.kernels.upload import PageList
 
 MAX_HEAD_DIM = 256
+MAX_LATENT_HALF = 512  # of a latent vector of 1024, whose halves pages hold: what registers hold of one row's sum
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 
 
 def check_pool_layer(operation: str, pool_layer: torch.Tensor, max_head_dim: int = MAX_HEAD_DIM) -> None:
-    """[P, 2, K, S, H], any strides between heads, tokens and pages; a head's values are neighbours."""
+    """Checks [P, 2, K, S, H] with any strides between heads, tokens and pages; a head's values are contiguous."""
     if pool_layer.dim() != 5 or pool_layer.shape[1] != 2:
         raise ValueError(f"{operation}: pool_layer has shape {tuple(pool_layer.shape)}; expected [P, 2, K, S, H]")
     if pool_layer.stride(4) != 1:
@@ -27,11 +28,11 @@ def check_pool_layer(operation: str, pool_layer: torch.Tensor, max_head_dim: int
 
 
 def check_scales(operation: str, scales: torch.Tensor | None, pool_layer: torch.Tensor) -> None:
-    """float32 [P, 2, K, S], a head's side by side, where the pool is in 8 bits and nowhere else."""
+    """Checks that an 8-bit pool has float32 scales [P, 2, K, S], contiguous within a head, and any other pool none."""
     if (scales is not None) != (pool_layer.dtype in _QUANTIZED):
-        have = "none" if scales is None else f"some of shape {tuple(scales.shape)}"
+        given = "none" if scales is None else f"shape {tuple(scales.shape)}"
         raise ValueError(
-            f"{operation}: pool_layer is {pool_layer.dtype}, scales: {have}; 8 bits have scales, others none"
+            f"{operation}: pool_layer is {pool_layer.dtype}, scales: {given}; only 8-bit pools have scales"
         )
     if scales is None:
         return
@@ -39,7 +40,7 @@ def check_scales(operation: str, scales: torch.Tensor | None, pool_layer: torch.
     if scales.shape != wanted or scales.stride(3) != 1 or (scales.dtype, scales.device) != like:
         raise ValueError(
             f"{operation}: scales is {scales.dtype} {tuple(scales.shape)}, strides {scales.stride()}, on "
-            f"{scales.device}; expected torch.float32 {tuple(wanted)}, the last dense, on {pool_layer.device}"
+            f"{scales.device}; expected torch.float32 {tuple(wanted)}, the last dimension dense, on {pool_layer.device}"
         )
 
 
@@ -50,7 +51,8 @@ def check_queries(
     pool_layer: torch.Tensor,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """[T, N, H] like the pool in device, head dim and, where that has no scales, dtype; N a multiple of K."""
+    """Checks queries and outputs [T, N, H] with the pool's device and head dim, the dtype of an unquantized pool, and N
+    a multiple of K."""
     check_pool_layer(operation, pool_layer)
     check_scales(operation, scales, pool_layer)
     num_kv_heads, head_dim = pool_layer.shape[2], pool_layer.shape[4]
@@ -75,7 +77,7 @@ def check_like_pool(operation: str, name: str, tensor: torch.Tensor, pool_layer:
 
 
 def check_index(operation: str, name: str, index: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Dense along its last dimension; a `-1` in `shape` is any size."""
+    """Checks an index tensor that is dense along its last dimension; a `-1` in `shape` allows any size."""
     if index.dtype != dtype or (index.numel() and index.stride(-1) != 1):
         raise ValueError(f"{operation}: {name} is {index.dtype} with strides {index.stride()}; expected {dtype}, dense")
     if index.shape == shape:
@@ -88,11 +90,11 @@ def check_index(operation: str, name: str, index: torch.Tensor, dtype: torch.dty
 
 
 def check_page_rows(to: torch.Tensor, source: torch.Tensor, to_pages: PageList, source_pages: PageList) -> None:
-    """Of a copy of pages: kernels trust their arguments. Numbers that are on a device are not looked at."""
-    assert to.is_contiguous(), "rows lie one after the other"
-    assert source.is_contiguous(), "rows lie one after the other"
-    assert (to.shape[1], to.dtype) == (source.shape[1], source.dtype), "pages are of one size"
-    assert len(to_pages) == len(source_pages), "a page goes to a page"
+    """Asserts the arguments of a page copy. Page numbers in device tensors are not checked, because that would wait."""
+    assert to.is_contiguous(), "pools are contiguous"
+    assert source.is_contiguous(), "pools are contiguous"
+    assert (to.shape[1], to.dtype) == (source.shape[1], source.dtype), "pages have the same size"
+    assert len(to_pages) == len(source_pages), "every source page has a destination"
     for pool, pages in ((to, to_pages), (source, source_pages)):
         if not isinstance(pages, torch.Tensor) and pages:
             assert min(pages) >= 0, "pages lie in their pool"

@@ -1,6 +1,6 @@
-"""What an attention kernel must know of a batch besides its tensors.
+"""What attention kernels need to know about a batch besides its tensors.
 
-Built once per step by `engine.batch` and read by every layer's kernels, which never change it.
+`engine.step.batch` builds it once per step; every layer's kernels read it and never change it.
 
 Shapes: `T` tokens in the batch, `B` sequences, `P` pages of the pool, `S` page size, `K` KV heads, `H` head dim.
 """
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# How a context is split between programs of a GPU.
-MIN_SPLIT_TOKENS = 256  # below, joining costs more than a program more gains
+# Bounds on splitting a context among the programs of a GPU.
+MIN_SPLIT_TOKENS = 256  # below, joining costs more than another program gains
 MAX_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayer:
-    """What one layer has of every page: views, which the attention backend alone writes through."""
+    """Views of one layer's part of every page. Only the attention backend writes through them."""
 
     pages: torch.Tensor  # [P, 2, K, S, H]; K at index 0, V at 1
-    scales: torch.Tensor | None = None  # float32 [P, 2, K, S] where pages are quantized; see `engine.kernels`
+    scales: torch.Tensor | None = None  # float32 [P, 2, K, S] of quantized pages; see `engine.kernels.backends`
 
 
 @dataclass(frozen=True, slots=True)
 class QkNorms:
-    """Norms of each query's and each key's head, where a family has them."""
+    """The norms of query heads and key heads, in families that have them."""
 
     q_H: torch.Tensor
     k_H: torch.Tensor
@@ -36,34 +36,34 @@ class QkNorms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
-    """What the host knows of a step's sequences, for libraries that plan there."""
+    """The lengths of a step's sequences on the host, for libraries that plan there."""
 
     context_B: np.ndarray  # int64, tokens of KV after this step
     query_start_B1: np.ndarray  # int64
 
-    def of(self, first: int, stop: int) -> Lengths:
-        """Of these sequences alone."""
+    def select(self, first: int, stop: int) -> Lengths:
+        """Returns the lengths of sequences `first` to `stop`."""
         start_B1 = self.query_start_B1[first : stop + 1]
         return Lengths(self.context_B[first:stop], start_B1 - start_B1[0])
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where each sequence's queries and pages stand.
+    """Locates each sequence's queries and pages.
 
-    The tokens of one sequence are neighbours in the batch, and the first `num_decodes` sequences have one query
-    token each. New K/V are written into the pool (`write_kv`) before attention reads it.
+    The tokens of one sequence are adjacent in the batch, and the first `num_decodes` sequences have one query token
+    each. New K and V are written into the pool (`write_kv`) before attention reads it.
     """
 
     page_table_BP: torch.Tensor  # int32 [B, max_pages]; entries past a sequence's last page are 0
-    query_start_B1: torch.Tensor  # int32 [B + 1], cumulative: queries of b stand at [start[b], start[b + 1])
-    context_lens_B: torch.Tensor  # int32 [B], tokens of KV after this step, the new ones included
+    query_start_B1: torch.Tensor  # int32 [B + 1], cumulative: sequence b has queries [start[b], start[b + 1])
+    context_lens_B: torch.Tensor  # int32 [B], tokens of KV after this step, including the new ones
     max_query_len: int  # the longest, or a bound
-    max_context_len: int  # likewise: a CUDA graph is captured with the largest that it may be replayed with
+    max_context_len: int  # the longest, or a bound: a CUDA graph is captured with the largest that it may replay
     num_decodes: int
-    slot_page_T: torch.Tensor  # int64 [T], page that takes the token's K/V
-    slot_offset_T: torch.Tensor  # int64 [T], its place in the page
-    lengths: Lengths | None = None  # None inside a CUDA graph, where the device alone knows them
+    slot_page_T: torch.Tensor  # int64 [T], the page that receives the token's K and V
+    slot_offset_T: torch.Tensor  # int64 [T], the token's place in the page
+    lengths: Lengths | None = None  # None inside a CUDA graph, where only the device knows them
 
     @property
     def num_sequences(self) -> int:

@@ -1,45 +1,41 @@
-"""Paged attention and the experts' products in plain torch: the oracle of every other kernel, and a CPU's path.
+"""Paged attention in plain torch: the reference for every other kernel, and the path of a CPU without C++ kernels.
 
-Attention takes a whole batch at once: pages are gathered, and one scaled dot-product call serves all decodes, another
-all chunks. KV heads stand in the call's batch dimension and the query heads that share one in its row dimension, so K
-and V are copied once and never repeated per query head.
+Attention computes a whole batch at once: pages are gathered, and one scaled dot-product call serves all decodes,
+another all chunks. KV heads are in the call's batch dimension and the query heads that share one are in its row
+dimension, so K and V are copied once and never repeated per query head.
 
 Shapes: `T` tokens, `B` sequences, `Q` queries of the longest, `C` gathered context, `N` query heads, `K` KV heads,
-`G` = N / K, `H` head dim, `P` pages, `S` page size; `E` experts, `X` rows that go to them, `I` in, `O` out.
+`G` = N / K, `H` head dim, `P` pages, `S` page size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.kv_codes import quantize
+from engine.kernels.kv_quantization import quantize
+from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
-
-if TYPE_CHECKING:
-    from engine.layers.ops import LayerOps
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Neighbouring sequences of the batch whose queries are padded to one length."""
+    """Adjacent sequences of the batch whose queries are padded to one length."""
 
     pages_X: torch.Tensor  # int64 [B * pages of the longest]
-    key_rows_X: torch.Tensor  # int64 [K * B * pages of the longest], rows of `_as_rows` that hold the keys
+    key_rows_X: torch.Tensor  # int64 [K * B * pages of the longest], the rows of `_as_rows` that hold the keys
     num_sequences: int
     query_len: int
-    token_rows: torch.Tensor | None  # int64 [B * Q], row of the batch for each padded query; None: as they stand
-    padded_rows: torch.Tensor | None  # int64 [T], place of each token among the padded queries
+    token_rows: torch.Tensor | None  # int64 [B * Q], the batch's row of each padded query; None: in order
+    padded_rows: torch.Tensor | None  # int64 [T], the place of each token among the padded queries
     visible_BQC: torch.Tensor  # bool
 
 
 class TorchAttention:
-    """Keeps the last batch's plan, because every layer of a step asks with the same metadata."""
+    """See `engine.kernels.backends.AttentionBackend`. Keeps the last batch's plan, because every layer of a step passes
+    the same metadata."""
 
     name = "torch"
 
@@ -55,7 +51,15 @@ class TorchAttention:
         meta: AttentionMetadata,
         scales: torch.Tensor | None = None,
     ) -> None:
-        write_kv(k_TKH, v_TKH, pool_layer, meta, scales)
+        if scales is not None:
+            codes = pool_layer.view(torch.uint8)  # not every device can index 8-bit floats
+            for kind, rows_TKH in enumerate((k_TKH, v_TKH)):
+                codes_TKH, scales_TK = quantize(rows_TKH, pool_layer.dtype)
+                codes[meta.slot_page_T, kind, :, meta.slot_offset_T] = codes_TKH.view(torch.uint8)
+                scales[meta.slot_page_T, kind, :, meta.slot_offset_T] = scales_TK
+            return
+        pool_layer[meta.slot_page_T, 0, :, meta.slot_offset_T] = k_TKH
+        pool_layer[meta.slot_page_T, 1, :, meta.slot_offset_T] = v_TKH
 
     def store_qkv(
         self,
@@ -69,8 +73,8 @@ class TorchAttention:
         num_kv_heads = kv.pages.shape[2]
         qk_TXH, v_TKH = qkv_TXH[:, :-num_kv_heads], qkv_TXH[:, -num_kv_heads:]
         if norms is None:
-            turned_TXH = ops.rope(qk_TXH, cos_sin_T2H)
-            q_TNH, k_TKH = turned_TXH[:, :-num_kv_heads], turned_TXH[:, -num_kv_heads:]
+            rotated_TXH = ops.rope(qk_TXH, cos_sin_T2H)
+            q_TNH, k_TKH = rotated_TXH[:, :-num_kv_heads], rotated_TXH[:, -num_kv_heads:]
         else:
             q_TNH = ops.rope(ops.rms_norm(qk_TXH[:, :-num_kv_heads], norms.q_H, norms.eps), cos_sin_T2H)
             k_TKH = ops.rope(ops.rms_norm(qk_TXH[:, -num_kv_heads:], norms.k_H, norms.eps), cos_sin_T2H)
@@ -107,66 +111,6 @@ class TorchAttention:
         if window not in self._plans:
             self._plans[window] = _plan(meta, pool_layer, window)
         return self._plans[window]
-
-
-def write_kv(
-    k_TKH: torch.Tensor,
-    v_TKH: torch.Tensor,
-    pool_layer: torch.Tensor,
-    meta: AttentionMetadata,
-    scales: torch.Tensor | None = None,
-) -> None:
-    """Stores each token's K and V at its slot, in a quantized pool as codes and their scales."""
-    if scales is not None:
-        codes = pool_layer.view(torch.uint8)  # no dtype of 8-bit floats is indexed on every device
-        for kind, rows_TKH in enumerate((k_TKH, v_TKH)):
-            codes_TKH, scales_TK = quantize(rows_TKH, pool_layer.dtype)
-            codes[meta.slot_page_T, kind, :, meta.slot_offset_T] = codes_TKH.view(torch.uint8)
-            scales[meta.slot_page_T, kind, :, meta.slot_offset_T] = scales_TK
-        return
-    pool_layer[meta.slot_page_T, 0, :, meta.slot_offset_T] = k_TKH
-    pool_layer[meta.slot_page_T, 1, :, meta.slot_offset_T] = v_TKH
-
-
-def paged_attention(
-    q_TNH: torch.Tensor,
-    pool_layer: torch.Tensor,
-    meta: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    softcap: float | None = None,
-    scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Causal attention over the paged context, [T, N, H]; the new K/V must be in the pool already."""
-    return _attend(q_TNH, pool_layer, _plan(meta, pool_layer, window), scale, softcap=softcap, scales=scales)
-
-
-def latent_attention(
-    q_TNH: torch.Tensor,
-    pool_layer: torch.Tensor,
-    meta: AttentionMetadata,
-    scale: float,
-    rank: int,
-    scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Causal attention over paged latents, [T, N, rank]: see `AttentionBackend`."""
-    return _attend(q_TNH, pool_layer, _plan(meta, pool_layer, None), scale, rank=rank, scales=scales)
-
-
-def grouped_gemm(
-    x_RI: torch.Tensor,
-    products: Sequence[Callable[[torch.Tensor], torch.Tensor]],
-    start_E1: torch.Tensor,
-    rows_X: torch.Tensor | None,
-) -> torch.Tensor:
-    """[X, O]: places start[e] to start[e + 1] go through `products[e]`, one call for each expert that has any.
-    Place i is row `rows_X[i]` of `x_RI`, or row i. Waits for the device."""
-    x_XI = x_RI if rows_X is None else x_RI.index_select(0, rows_X)
-    starts = start_E1.tolist()
-    parts = [
-        products[expert](x_XI[start:stop]) for expert, (start, stop) in enumerate(pairwise(starts)) if start < stop
-    ]
-    return torch.cat(parts) if parts else products[0](x_XI)
 
 
 def _plan(meta: AttentionMetadata, pool_layer: torch.Tensor, window: int | None) -> list[_Part]:
@@ -243,7 +187,7 @@ def _attend_part(
     q_XNH = q_TNH[rows] if part.token_rows is None else q_TNH[part.token_rows]
     q_BQKGH = q_XNH.reshape(batch, query_len, num_kv_heads, groups, head_dim)
     q_KBXH = q_BQKGH.permute(2, 0, 3, 1, 4).reshape(num_kv_heads, batch, groups * query_len, head_dim)
-    if rank is not None:  # of latents: two halves of one vector
+    if rank is not None:  # a latent is one vector in two halves
         keys = torch.cat((keys, values), dim=-1)
         values = keys[..., :rank]
     visible_BGQC = part.visible_BQC[:, None].expand(-1, groups, -1, -1)
@@ -260,7 +204,7 @@ def _attend_part(
 
 
 def _gather(pool_layer: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the part's pages, [K, B, C, H] each."""
+    """Gathers keys and values of the part's pages, [K, B, C, H] each."""
     num_kv_heads, _, head_dim = pool_layer.shape[2:]
     rows = _as_rows(pool_layer)
     keys, values = (
@@ -273,9 +217,9 @@ def _gather(pool_layer: torch.Tensor, part: _Part) -> tuple[torch.Tensor, torch.
 def _dequantize(
     pool_layer: torch.Tensor, part: _Part, scales: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of a quantized pool."""
+    """Gathers as `_gather` does from a quantized pool."""
     num_kv_heads, _, head_dim = pool_layer.shape[2:]
-    stored = pool_layer.view(torch.uint8)  # no dtype of 8-bit floats is indexed on every device
+    stored = pool_layer.view(torch.uint8)  # not every device can index 8-bit floats
     keys, values = (
         (stored[part.pages_X, kind].view(pool_layer.dtype).float() * scales[part.pages_X, kind, ..., None])
         .to(dtype)
@@ -288,9 +232,9 @@ def _dequantize(
 
 
 def _as_rows(pool_layer: torch.Tensor) -> torch.Tensor:
-    """The pool as contiguous rows, one for each page, layer, kind and KV head, the first being this layer's.
+    """Views the pool as contiguous rows, one for each page, layer, kind and KV head, beginning with this layer's first.
 
-    A gather from the strided view itself would copy the whole pool first (index_select) or go element by element.
+    Gathering from the strided view itself would copy the whole pool first (index_select) or go element by element.
     """
     num_pages, _, num_kv_heads, page_size, head_dim = pool_layer.shape
     row = page_size * head_dim

@@ -1,7 +1,7 @@
-"""The two kinds of attention of a layer: heads that store their K and V, and heads that share one latent vector.
+"""The two kinds of attention layer: heads that store their K and V, and heads that share one latent vector.
 
-Shapes: `T` tokens, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `A` of all heads side by side; of latents
-`C` rank, `P` the part of a head that is not rotated, `R` the part that is, `V` value dim.
+Shapes: `T` tokens, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `A` all heads concatenated; for latents `C`
+rank, `P` the part of a head that is not rotated, `R` the part that is, `V` value dim.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Protocol
 
 import torch
 
-from engine.kernels import AttentionBackend
+from engine.kernels.backends import AttentionBackend
+from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
-from engine.latent_config import LatentConfig
 from engine.layers.linear import LayerTensors, Linear, fuse
-from engine.layers.ops import LayerOps
-from engine.layers.quantized import join
-from engine.model_config import ModelConfig
+from engine.models.config import ModelConfig
+from engine.models.latent_config import LatentConfig
+from engine.weights.quantized_weight import join
 
-_LATENT_EPS = 1e-6  # of the norms inside; config.json's is for those between blocks
+_LATENT_EPS = 1e-6  # of the norms inside; the one in config.json is for the norms between blocks
 
 
 class Attention(Protocol):
@@ -33,15 +33,14 @@ class Attention(Protocol):
         attention: AttentionBackend,
         ops: LayerOps,
     ) -> torch.Tensor:
-        """The heads' outputs side by side, [T, A]; writes the tokens' KV. `out` is what they go through next."""
+        """Returns the heads' outputs, concatenated, [T, A], and writes the tokens' KV. `out` is the next product."""
         ...
 
 
 class GroupedAttention:
-    """Query heads in groups, each with a head of K and V (Ainslie et al. 2023, arXiv:2305.13245)."""
+    """Query heads in groups that share a head of K and V (Ainslie et al. 2023, arXiv:2305.13245)."""
 
     def __init__(self, config: ModelConfig, layer: int, read: LayerTensors) -> None:
-        """`read` gives a tensor of this layer by name."""
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim, self.window = config.head_dim, config.windows[layer]
         self._scale = config.head_dim**-0.5
@@ -67,14 +66,14 @@ class GroupedAttention:
 
 
 class LatentAttention:
-    """DeepSeek-V2's. What makes keys and values of a latent is drawn into the query and the output, so that attention
-    runs over the latents themselves and nothing is made of them for each token of the context.
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). The projections from latents to keys and values are
+    absorbed into the query and the output, so attention runs over the latents themselves and nothing is computed for
+    each token of the context.
 
-    Where the checkpoint rotates neighbours, `LayerOps.rope` halves: rows of weights are put in that order once.
+    A checkpoint may rotate adjacent values, while `LayerOps.rope` rotates halves: the weights' rows are reordered once.
     """
 
     def __init__(self, config: ModelConfig, latent: LatentConfig, read: LayerTensors) -> None:
-        """`read` gives a tensor of this layer by name."""
         self._latent, self._num_heads = latent, config.num_heads
         self._q_down: Linear | None = None
         if latent.q_rank is not None:
@@ -84,8 +83,8 @@ class LatentAttention:
         q_NHI = read(q_name).unflatten(0, (config.num_heads, latent.query_dim))
         kv_XI = read("self_attn.kv_a_proj_with_mqa.weight")
         if latent.interleaved:
-            q_NHI = _halves_last(q_NHI, latent.rope_dim)
-            kv_XI = _halves_last(kv_XI[None], latent.rope_dim)[0]
+            q_NHI = _deinterleave(q_NHI, latent.rope_dim)
+            kv_XI = _deinterleave(kv_XI[None], latent.rope_dim)[0]
         self._q, self._kv_down = Linear(q_NHI.flatten(0, 1)), Linear(kv_XI)
         self._kv_norm_C = read("self_attn.kv_a_layernorm.weight")
         kv_NXC = read("self_attn.kv_b_proj.weight").unflatten(0, (config.num_heads, latent.nope_dim + latent.v_dim))
@@ -117,7 +116,7 @@ class LatentAttention:
         return torch.bmm(mixed_TNC.transpose(0, 1), self._value_NCV).transpose(0, 1).flatten(1)
 
 
-def _halves_last(weight_NOI: torch.Tensor, rope_dim: int) -> torch.Tensor:
-    """The last `rope_dim` rows with the first of each pair of neighbours before all the second ones."""
+def _deinterleave(weight_NOI: torch.Tensor, rope_dim: int) -> torch.Tensor:
+    """Reorders the last `rope_dim` rows: the first row of each adjacent pair, then the second of each."""
     kept, rotated = weight_NOI[:, :-rope_dim], weight_NOI[:, -rope_dim:]
     return join((kept, rotated[:, 0::2], rotated[:, 1::2]), dim=1)

@@ -1,9 +1,9 @@
-"""The two feed-forward blocks of a layer: one dense product, or a few of many experts for each token.
+"""The two kinds of feed-forward block: dense, or a mixture of experts of which each token takes a few.
 
-Experts (Shazeer et al. 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088): a router gives each token the `C` experts
-of the highest probability, and their outputs are added up by those. No expert has a capacity, so none drops a token,
-and whom a token goes to is for its own values alone to say, as is the order in which its experts' outputs are added:
-who else is in the batch changes a token's result by no more than the rounding of a matrix product.
+Experts (Shazeer et al. 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088): a router gives each token the `C` experts of
+highest probability, and their outputs are summed with those weights. Experts have no capacity, so no token is dropped.
+A token's experts, and the order in which their outputs are added, depend only on its own values: the rest of the batch
+changes a token's result by no more than the rounding of a matrix product.
 
 Shapes: `T` tokens, `D` hidden, `F` intermediate, `E` experts, `C` experts of a token, `X` = T * C pairs of the two.
 """
@@ -14,10 +14,10 @@ from typing import Protocol
 
 import torch
 
-from engine.expert_config import ExpertConfig
+from engine.kernels.layer_ops import LayerOps
 from engine.layers.linear import GroupedLinear, LayerTensors, Linear, fuse
-from engine.layers.ops import LayerOps
-from engine.layers.quantized import Weight, stack_rows
+from engine.models.expert_config import ExpertConfig
+from engine.weights.quantized_weight import Weight, stack_rows
 
 
 class FeedForward(Protocol):
@@ -25,10 +25,9 @@ class FeedForward(Protocol):
 
 
 class DenseFeedForward:
-    """`down(silu(gate(x)) * up(x))`, gate and up in one product."""
+    """Computes `down(silu(gate(x)) * up(x))`, with gate and up in one product."""
 
     def __init__(self, read: LayerTensors, block: str, has_bias: bool) -> None:
-        """`read` gives a tensor of this layer by name."""
         self.gate_up = fuse(read, [f"{block}.gate_proj", f"{block}.up_proj"], has_bias)
         self.down = fuse(read, [f"{block}.down_proj"], has_bias)
 
@@ -37,10 +36,9 @@ class DenseFeedForward:
 
 
 class ExpertFeedForward:
-    """The same with weights of each token's own choice."""
+    """Computes the same block with the weights of each token's experts, and sums the results."""
 
     def __init__(self, config: ExpertConfig, read: LayerTensors) -> None:
-        """`read` gives a tensor of this layer by name."""
         self._config = config
         names = config.names
         router_ED = read(names.router)
@@ -75,15 +73,15 @@ class ExpertFeedForward:
 def choose_experts(
     logits_TE: torch.Tensor, num_chosen: int, normalize: bool, groups: tuple[int, int] = (1, 1)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's experts [T, C], the likeliest first, and what their outputs count, float32 [T, C].
+    """Returns each token's experts [T, C], the likeliest first, and the weights of their outputs, float32 [T, C].
 
-    Of `groups` = (n, m) equal groups of experts only the m with the likeliest single expert are chosen from
+    With `groups` = (n, m), experts are chosen only from the m of n equal groups that have the likeliest single expert
     (arXiv:2405.04434, section 2.2.2).
     """
     scores_TE = logits_TE.float().softmax(dim=-1)
     if groups[1] < groups[0]:
         scores_TGE = scores_TE.unflatten(1, (groups[0], -1))
-        scores_TE = _of_best_groups(scores_TGE, scores_TGE.amax(dim=2), groups[1], 0.0)
+        scores_TE = _mask_groups(scores_TGE, scores_TGE.amax(dim=2), groups[1], 0.0)
     weight_TC, chosen_TC = scores_TE.topk(num_chosen, dim=-1)
     if normalize:
         weight_TC = weight_TC / weight_TC.sum(dim=-1, keepdim=True)
@@ -93,14 +91,15 @@ def choose_experts(
 def choose_biased(
     logits_TE: torch.Tensor, bias_E: torch.Tensor, num_chosen: int, normalize: bool, groups: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by sigmoids, with a bias that keeps experts evenly busy: it decides who is chosen and not what they
-    count. A group is judged by its two best (DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and 4.2: "noaux_tc")."""
+    """Returns what `choose_experts` does, scored by sigmoids, with a bias that balances the load: it affects the choice
+    but not the weights. A group is ranked by its two best experts (DeepSeek-V3, arXiv:2412.19437, sections 2.1.2 and
+    4.2: "noaux_tc")."""
     scores_TE = logits_TE.float().sigmoid()
     biased_TE = scores_TE + bias_E
     if groups[1] < groups[0]:
         biased_TGE = biased_TE.unflatten(1, (groups[0], -1))
         group_TG = biased_TGE.topk(2, dim=2).values.sum(dim=2)
-        biased_TE = _of_best_groups(biased_TGE, group_TG, groups[1], float("-inf"))
+        biased_TE = _mask_groups(biased_TGE, group_TG, groups[1], float("-inf"))
     chosen_TC = biased_TE.topk(num_chosen, dim=-1).indices
     weight_TC = scores_TE.gather(1, chosen_TC)
     if normalize:
@@ -108,16 +107,16 @@ def choose_biased(
     return chosen_TC, weight_TC
 
 
-def _of_best_groups(scores_TGE: torch.Tensor, group_TG: torch.Tensor, num_best: int, closed: float) -> torch.Tensor:
-    """[T, experts], with `closed` for those of groups that are not among the best."""
+def _mask_groups(scores_TGE: torch.Tensor, group_TG: torch.Tensor, num_best: int, masked: float) -> torch.Tensor:
+    """Returns the scores [T, experts], with `masked` for experts of all but the best groups."""
     best_TM = group_TG.topk(num_best, dim=1).indices
-    open_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, best_TM, True)
-    return scores_TGE.masked_fill(~open_TG[:, :, None], closed).flatten(1)
+    is_best_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, best_TM, True)
+    return scores_TGE.masked_fill(~is_best_TG[:, :, None], masked).flatten(1)
 
 
 def group_by_expert(chosen_TC: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pairs (token * C + choice) with those of one expert side by side, int64 [X], and where each expert's
-    begin, int32 [E + 1]. Nothing waits for the device."""
+    """Returns the pairs (token * C + choice) sorted by expert, int64 [X], and where each expert's pairs begin, int32
+    [E + 1]. Does not wait for the device."""
     expert_X, pair_X = chosen_TC.flatten().sort(stable=True)
     bounds_E1 = torch.arange(num_experts + 1, device=expert_X.device)
     return pair_X, torch.searchsorted(expert_X, bounds_E1, out_int32=True)

@@ -1,8 +1,8 @@
-"""Linear layers whose weights are laid out for the machine they run on: one, and one for each of many experts.
+"""Linear layers whose weights are laid out for the machine they run on, single or one for each expert.
 
-On a CPU with AMX tiles a bf16 weight is packed for the kernel of `engine.kernels.cpu_linear`, on others once for oneDNN
-(a third faster than a plain product at batch 1-64 on AVX-512, measured 2026-11); everywhere else it is an ordinary
-matrix product.
+On a CPU with AMX tiles a bf16 weight is packed for the kernels of `engine.cpu.linear`; on other CPUs it is packed once
+for oneDNN (a third faster than a plain product at batch 1-64 on AVX-512, measured 2026-11). Everywhere else the layer
+is an ordinary matrix product.
 
 Shapes: `T` tokens, `I` in, `O` out, `E` experts.
 """
@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.cpu_linear import CodesLayout, can_pack_codes, pack_for_tiles
-from engine.kernels.kv_codes import reads_e4m3
-from engine.layers.quantized import QuantizedWeight, Weight, as_plain, join, stack_rows
+from engine.cpu.linear import CodesLayout, can_pack_codes, pack_for_tiles
+from engine.kernels.kv_quantization import reads_e4m3
+from engine.weights.quantized_weight import QuantizedWeight, Weight, as_plain, join, stack_rows
 
 
 class LayerTensors(Protocol):
@@ -27,7 +27,7 @@ class LayerTensors(Protocol):
     def __call__(self, name: str) -> torch.Tensor: ...
 
     def weight(self, name: str, is_expert: bool = False) -> Weight:
-        """Of a product; quantized where it can be computed with so."""
+        """Returns the weight of a matrix product, quantized where `can_multiply` holds for it."""
         ...
 
 
@@ -41,7 +41,7 @@ class Linear:
     """`y_TO = x_TI @ weight_OI.T + bias_O`."""
 
     def __init__(self, weight_OI: Weight, bias_O: torch.Tensor | None = None) -> None:
-        """A quantized weight is one of which `can_multiply` is true."""
+        """Lays out the weight. `can_multiply` must hold for a quantized one."""
         self.tiles = pack_for_tiles(weight_OI, bias_O) if weight_OI.device.type == "cpu" else None
         self._bias_O = bias_O if self.tiles is None else None
         self._packed: torch.Tensor | None = None
@@ -55,18 +55,14 @@ class Linear:
             self._weight_OI = weight_OI.contiguous() if self._packed is None else None
 
     @property
-    def kind(self) -> str:
-        """How its weight is laid out."""
-        return "tiles" if self.tiles is not None else "packed" if self._packed is not None else "plain"
-
-    @property
     def layout(self) -> dict[str, Any]:
-        """How its weight is laid out, as `become` takes it and JSON has it."""
+        """The layout of the weight, as JSON values that `apply_layout` takes."""
+        kind = "tiles" if self.tiles is not None else "packed" if self._packed is not None else "plain"
         codes = self.tiles.codes if self.tiles is not None else None
-        return {"kind": self.kind} | ({} if codes is None else {"codes": asdict(codes)})
+        return {"kind": kind} | ({} if codes is None else {"codes": asdict(codes)})
 
-    def become(self, layout: Mapping[str, Any]) -> None:
-        """Of one that was made of a weight without values: laid out as another replica's, whose values it is given."""
+    def apply_layout(self, layout: Mapping[str, Any]) -> None:
+        """Lays out a layer made from a meta tensor as another replica's layer, whose tensors it will get."""
         weight_OI = self._weight_OI
         assert weight_OI is not None
         assert weight_OI.is_meta
@@ -89,30 +85,31 @@ class Linear:
 
 
 def can_multiply(weight: QuantizedWeight, dtype: torch.dtype, is_expert: bool = False) -> bool:
-    """Whether `Linear` takes this weight as it is; else it takes what `dequantize` gives. On CPUs that needs tiles:
-    torch's own kernels for codes gain 1.3 to 1.9 times at one row and are 5 to 15 times slower than bf16 from 16 rows
-    on (2026-11, torch 2.13)."""
+    """Returns whether `Linear` takes this weight quantized; otherwise it must be dequantized first.
+
+    CPUs need AMX tiles: torch's own kernels for quantized weights are 1.3 to 1.9 times faster than bf16 at one row, but
+    5 to 15 times slower from 16 rows on (2026-11, torch 2.13)."""
     if weight.device.type == "cpu":
         return dtype == torch.bfloat16 and can_pack_codes(weight)
-    if is_expert or dtype == torch.float32:  # all experts are one launch, of plain weights
+    if is_expert or dtype == torch.float32:  # the experts of a layer are one launch, over plain weights
         return False
     if weight.kind == "fp8" and not reads_e4m3(weight.device):
         return False
     try:
-        from engine.kernels.quantized_gemm import fits
+        from engine.kernels.triton.quantized_gemm import fits
     except ImportError:  # no Triton
         return False
     return fits(weight)
 
 
 def _quantized_product(weight: QuantizedWeight, bias_O: torch.Tensor | None) -> QuantizedProduct:
-    from engine.kernels.quantized_gemm import make_product
+    from engine.kernels.triton.quantized_gemm import make_product
 
     return make_product(weight, bias_O)
 
 
 def fuse(read: LayerTensors, paths: Sequence[str], has_bias: bool) -> Linear:
-    """Products that share an input, as one."""
+    """Returns one layer for several products with the same input, their outputs concatenated."""
     weights = [read.weight(f"{path}.weight") for path in paths]
     plain = next((weight.dtype for weight in weights if isinstance(weight, torch.Tensor)), torch.bfloat16)
     weight = stack_rows(weights, plain)
@@ -120,16 +117,16 @@ def fuse(read: LayerTensors, paths: Sequence[str], has_bias: bool) -> Linear:
 
 
 class GroupedLinear:
-    """A weight for each expert, all of one shape; `LayerOps.grouped_gemm` multiplies with it."""
+    """One weight for each expert, all of the same shape; `LayerOps.grouped_gemm` multiplies with them."""
 
     def __init__(self, num_experts: int, read: Callable[[int], Weight]) -> None:
-        """`read` gives an expert's weight, [O, I]; at most one stands in memory twice."""
+        """`read` returns an expert's weight, [O, I]; at most one weight is in memory twice."""
         first_OI = read(0)
-        if first_OI.device.type in ("cpu", "meta"):  # each packed by itself
+        if first_OI.device.type in ("cpu", "meta"):  # each is packed on its own
             self.weight_EOI: torch.Tensor | None = None
             self.experts = (Linear(first_OI), *(Linear(read(expert)) for expert in range(1, num_experts)))
             return
-        assert isinstance(first_OI, torch.Tensor), "experts on a GPU are plain"
+        assert isinstance(first_OI, torch.Tensor), "experts on a GPU are not quantized"
         self.weight_EOI = first_OI.new_empty((num_experts, *first_OI.shape))
         for expert in range(num_experts):
             self.weight_EOI[expert] = first_OI if expert == 0 else as_plain(read(expert), first_OI.dtype)
@@ -137,7 +134,7 @@ class GroupedLinear:
 
 
 def _pack(weight_OI: torch.Tensor) -> torch.Tensor | None:
-    """oneDNN's own layout, or None where it has none for this device and dtype."""
+    """Returns the weight in oneDNN's own layout, or None where it has none for this device and dtype."""
     if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
     if weight_OI.dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():

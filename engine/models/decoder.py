@@ -1,10 +1,10 @@
 """The decoder of every family, dense or with experts, with KV heads or latents, parametrised by `ModelConfig`.
 
-Runs in the middle of a step: `engine.runner` gives token ids and metadata and takes logits. It owns the weights; the KV
-pages are the engine's, and only the attention backend writes them.
+`engine.step.model_runner` passes token ids and metadata in each step and takes logits. The decoder owns the weights;
+the engine owns the KV pages, and only the attention backend writes them.
 
-Shapes: `T` tokens of the batch, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `V` vocabulary,
-`R` rows that draw.
+Shapes: `T` tokens of the batch, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `V` vocabulary, `R` sampled
+rows.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import AttentionBackend
-from engine.kernels.cpu_stack import DenseLayer, DenseShape, DenseStack, make_stack
+from engine.cpu.decoder_stack import DenseLayer, DenseShape, DenseStack, make_stack
+from engine.kernels.backends import AttentionBackend
+from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer
 from engine.layers.attention import Attention, GroupedAttention, LatentAttention
 from engine.layers.feed_forward import DenseFeedForward, ExpertFeedForward, FeedForward
 from engine.layers.linear import Linear
-from engine.layers.ops import LayerOps
 from engine.layers.rope import build_rope_table
-from engine.model_config import ModelConfig
+from engine.models.config import ModelConfig
 from engine.models.shapes import EMBEDDING, FINAL_NORM, HEAD, LAYERS_PREFIX
-from engine.parallel import ALONE, ParallelGroup
-from engine.shard import shard_model
-from engine.weights import WeightReader
+from engine.parallel.collectives import SINGLE_RANK, ParallelGroup
+from engine.parallel.shard import shard_model
+from engine.weights.reader import WeightReader
 
 
 class Decoder:
-    """Token embedding, layers, final norm, output head."""
+    """Token embedding, layers, final norm and output head."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Decoder:
         reader: WeightReader,
         max_context: int,
         device: torch.device,
-        group: ParallelGroup = ALONE,
+        group: ParallelGroup = SINGLE_RANK,
     ) -> None:
-        """`config` is of the whole model, whatever this rank has of it."""
+        """Reads this rank's part of the weights. `config` describes the whole model; `max_context` bounds positions."""
         self._eps = config.rms_norm_eps
         self._group = group
         self._vocab_size = config.vocab_size
@@ -56,7 +56,8 @@ class Decoder:
         self._rope_C2H = build_rope_table(config.rope, config.rope_dim, max_context).to(device)
 
     def fuse(self, layer_pools: Sequence[KvLayer], attention: AttentionBackend) -> DenseStack | None:
-        """The layers as one call, where they can be had so; ranks meet within a layer."""
+        """Returns the layers as one call, or None where that is not supported: ranks, for instance, must exchange sums
+        within each layer."""
         if self._group.shard.num_ranks > 1:
             return None
         layers = [layer.dense() for layer in self._layers]
@@ -68,7 +69,7 @@ class Decoder:
         self,
         token_ids_T: torch.Tensor,
         positions_T: torch.Tensor,
-        draw_rows_R: torch.Tensor,
+        sampled_rows_R: torch.Tensor,
         meta: AttentionMetadata,
         layer_pools: Sequence[KvLayer],
         attention: AttentionBackend,
@@ -76,21 +77,23 @@ class Decoder:
         on_layer: Callable[[int], None] | None = None,
         stack: DenseStack | None = None,
     ) -> torch.Tensor:
-        """Logits [R, V] of the tokens at `draw_rows_R`; writes the batch's K/V into `layer_pools`. `on_layer(n)` is
-        called when the K/V of the first n layers are written, on a GPU: launched. `stack` is what `fuse` made."""
+        """Returns logits [R, V] of the tokens at `sampled_rows_R`, and writes the batch's K and V into `layer_pools`.
+
+        Calls `on_layer(n)` when the K and V of the first n layers are written (on a GPU: when the writes are launched).
+        `stack` is the result of `fuse`."""
         cos_sin_T2H = self._rope_C2H[positions_T]
         residual_TD = self._embed(token_ids_T)
         if stack is not None:
-            return self._head(stack.forward(residual_TD, cos_sin_T2H, draw_rows_R, meta, on_layer))
+            return self._head(stack.forward(residual_TD, cos_sin_T2H, sampled_rows_R, meta, on_layer))
         x_TD = ops.rms_norm(residual_TD, self._layers[0].input_norm_D, self._eps)
         for index, layer in enumerate(self._layers):
             mixed_TA = layer.attention.attend(x_TD, cos_sin_T2H, meta, layer_pools[index], attention, ops)
             if on_layer is not None:
                 on_layer(index + 1)
-            if index + 1 == len(self._layers):  # from here on only the rows that draw matter
-                if not len(draw_rows_R):
+            if index + 1 == len(self._layers):  # from here on only the sampled rows matter
+                if not len(sampled_rows_R):
                     return residual_TD.new_empty((0, self._vocab_size))
-                mixed_TA, residual_TD = mixed_TA[draw_rows_R], residual_TD[draw_rows_R]
+                mixed_TA, residual_TD = mixed_TA[sampled_rows_R], residual_TD[sampled_rows_R]
                 next_norm_D = self._norm_D
             else:
                 next_norm_D = self._layers[index + 1].input_norm_D
@@ -102,7 +105,7 @@ class Decoder:
         return self._join_logits(self._head(x_TD))
 
     def _embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Each rank looks up the tokens of its part of the vocabulary."""
+        """Embeds tokens; each rank looks up those of its part of the vocabulary."""
         if self._group.shard.num_ranks == 1:
             return F.embedding(token_ids_T, self._embedding_VD)
         local_T = token_ids_T - self._own_vocab.start
@@ -111,7 +114,7 @@ class Decoder:
         return self._group.sum(x_TD.masked_fill_(elsewhere_T[:, None], 0.0))
 
     def _join_logits(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """Of the whole vocabulary on rank 0, of its own part on any other."""
+        """Returns the logits of the whole vocabulary on rank 0, and an unspecified part on other ranks."""
         shard = self._group.shard
         if shard.num_ranks == 1:
             return logits_RV
@@ -121,7 +124,7 @@ class Decoder:
 
 
 class _Layer:
-    """Weights of one layer: attention, feed-forward, and the norm before each."""
+    """One layer: attention, feed-forward, and the norm before each."""
 
     def __init__(self, config: ModelConfig, reader: WeightReader, layer: int) -> None:
         read = reader.within(f"{LAYERS_PREFIX}{layer}.")
@@ -139,7 +142,7 @@ class _Layer:
             self.feed_forward = DenseFeedForward(read, "mlp", config.mlp_bias)
 
     def dense(self) -> DenseLayer | None:
-        """What one kernel for all layers needs of it, or None where it is of another kind."""
+        """Returns the weights for the kernel that runs all layers, or None for a layer that it does not support."""
         attention, mlp = self.attention, self.feed_forward
         if not isinstance(attention, GroupedAttention) or not isinstance(mlp, DenseFeedForward):
             return None

@@ -1,12 +1,12 @@
 """Name and shape of every tensor of a model, as its checkpoint must store them. Torch-free.
 
-Read by whoever loads the weights (`engine.models.registry`) and by who only counts them (`engine.memory_plan`).
+`engine.models.loader` reads the tensors, `engine.memory.plan` only counts them.
 """
 
 from __future__ import annotations
 
-from engine.latent_config import LatentConfig
-from engine.model_config import ModelConfig
+from engine.models.config import ModelConfig
+from engine.models.latent_config import LatentConfig
 
 LAYERS_PREFIX = "model.layers."
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -15,11 +15,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """Every tensor that the weights must hold."""
-    shapes: Shapes = {
-        EMBEDDING: (config.vocab_size, config.hidden_size),
-        FINAL_NORM: (config.hidden_size,),
-    }
+    """Returns the shape of every tensor that the checkpoint must hold, by name."""
+    shapes: Shapes = {EMBEDDING: (config.vocab_size, config.hidden_size), FINAL_NORM: (config.hidden_size,)}
     if not config.tie_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
@@ -29,12 +26,13 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
 
 
 def product_shapes(config: ModelConfig, with_experts: bool = True) -> dict[str, tuple[int, int]]:
-    """Of the products whose weights may stay quantized: not what latents draw together, routers and the head."""
-    drawn = ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *(("self_attn.q_proj",) if config.latent else ()))
+    """Returns the shapes of weights that may stay quantized: not those that latent attention rearranges, routers and
+    the head."""
+    rearranged = ("q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *(("self_attn.q_proj",) if config.latent else ()))
     found: dict[str, tuple[int, int]] = {}
     for name, shape in tensor_shapes(config).items():
         is_expert = ".experts." in name
-        if len(shape) != 2 or not name.startswith(LAYERS_PREFIX) or any(f"{part}." in name for part in drawn):
+        if len(shape) != 2 or not name.startswith(LAYERS_PREFIX) or any(f"{part}." in name for part in rearranged):
             continue
         if (is_expert and with_experts) or (name.endswith("_proj.weight") and not is_expert):
             found[name] = (shape[0], shape[1])
@@ -42,8 +40,8 @@ def product_shapes(config: ModelConfig, with_experts: bool = True) -> dict[str, 
 
 
 def optional_tensors(config: ModelConfig) -> frozenset[str]:
-    """Tensors that may be stored and are not read, by name or, with a dot at its end, by what their names begin with:
-    a tied head is the embedding, whatever the file repeats, and layers after the last predict further tokens."""
+    """Returns tensors that may be stored but are not read: a tied head, because it is the embedding, and layers after
+    the last, because they predict further tokens. Entries are names or, with a dot at the end, prefixes of names."""
     further = range(config.num_layers, config.num_layers + config.num_prediction_layers)
     return frozenset({HEAD} if config.tie_embeddings else ()) | {f"{LAYERS_PREFIX}{layer}." for layer in further}
 

@@ -22,7 +22,7 @@ class Member(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., cohort: _Optional[str] = ...) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("version", "members", "routers", "shares", "spares")
+    __slots__ = ("version", "members", "routers", "shares", "spares", "ends")
     class SharesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -37,17 +37,26 @@ class Membership(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class EndsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
     SPARES_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
     version: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     routers: _containers.RepeatedScalarFieldContainer[str]
     shares: _containers.ScalarMap[str, float]
     spares: _containers.ScalarMap[str, int]
-    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ..., shares: _Optional[_Mapping[str, float]] = ..., spares: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    ends: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ..., shares: _Optional[_Mapping[str, float]] = ..., spares: _Optional[_Mapping[str, int]] = ..., ends: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class WatchMembershipRequest(_message.Message):
     __slots__ = ("router",)
@@ -112,18 +121,18 @@ class SpareStatus(_message.Message):
     def __init__(self, pool: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class BalanceStatus(_message.Message):
-    __slots__ = ("enabled", "rounds", "moved", "failed", "last_reason")
+    __slots__ = ("enabled", "rounds", "migrated", "failed", "last_reason")
     ENABLED_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
-    MOVED_FIELD_NUMBER: _ClassVar[int]
+    MIGRATED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     LAST_REASON_FIELD_NUMBER: _ClassVar[int]
     enabled: bool
     rounds: int
-    moved: int
+    migrated: int
     failed: int
     last_reason: str
-    def __init__(self, enabled: _Optional[bool] = ..., rounds: _Optional[int] = ..., moved: _Optional[int] = ..., failed: _Optional[int] = ..., last_reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, enabled: _Optional[bool] = ..., rounds: _Optional[int] = ..., migrated: _Optional[int] = ..., failed: _Optional[int] = ..., last_reason: _Optional[str] = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ()
@@ -152,12 +161,12 @@ class DrainNodeRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., within_s: _Optional[float] = ...) -> None: ...
 
 class DrainProgress(_message.Message):
-    __slots__ = ("worker_id", "stage", "num_left", "num_moved", "num_failed_moves", "num_cut_short", "elapsed_s", "detail", "num_pages_handed")
+    __slots__ = ("worker_id", "stage", "num_left", "num_migrated", "num_failed_migrations", "num_cut_short", "elapsed_s", "detail", "num_pages_handed")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
     NUM_LEFT_FIELD_NUMBER: _ClassVar[int]
-    NUM_MOVED_FIELD_NUMBER: _ClassVar[int]
-    NUM_FAILED_MOVES_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_CUT_SHORT_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
@@ -165,25 +174,27 @@ class DrainProgress(_message.Message):
     worker_id: str
     stage: str
     num_left: int
-    num_moved: int
-    num_failed_moves: int
+    num_migrated: int
+    num_failed_migrations: int
     num_cut_short: int
     elapsed_s: float
     detail: str
     num_pages_handed: int
-    def __init__(self, worker_id: _Optional[str] = ..., stage: _Optional[str] = ..., num_left: _Optional[int] = ..., num_moved: _Optional[int] = ..., num_failed_moves: _Optional[int] = ..., num_cut_short: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ..., num_pages_handed: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., stage: _Optional[str] = ..., num_left: _Optional[int] = ..., num_migrated: _Optional[int] = ..., num_failed_migrations: _Optional[int] = ..., num_cut_short: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ..., num_pages_handed: _Optional[int] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("pool", "replicas", "timeout_s", "hold_s")
+    __slots__ = ("pool", "replicas", "timeout_s", "hold_s", "force")
     POOL_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     HOLD_S_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     pool: str
     replicas: int
     timeout_s: float
     hold_s: float
-    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., timeout_s: _Optional[float] = ..., hold_s: _Optional[float] = ...) -> None: ...
+    force: bool
+    def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., timeout_s: _Optional[float] = ..., hold_s: _Optional[float] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
     __slots__ = ("replicas_before", "replicas", "draining")
@@ -240,14 +251,16 @@ class Finding(_message.Message):
     def __init__(self, check: _Optional[str] = ..., subject: _Optional[str] = ..., verdict: _Optional[str] = ..., text: _Optional[str] = ..., advice: _Optional[str] = ...) -> None: ...
 
 class FlipRequest(_message.Message):
-    __slots__ = ("worker_id", "role", "timeout_s")
+    __slots__ = ("worker_id", "role", "timeout_s", "force")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     timeout_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    force: bool
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., timeout_s: _Optional[float] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class FlipProgress(_message.Message):
     __slots__ = ("worker_id", "stage", "drain", "flip_s", "detail")
@@ -264,7 +277,7 @@ class FlipProgress(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., stage: _Optional[str] = ..., drain: _Optional[_Union[DrainProgress, _Mapping]] = ..., flip_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class UpgradeRequest(_message.Message):
-    __slots__ = ("model", "share", "window_s", "min_requests", "max_error_rate", "max_slowdown", "ttft_s", "itl_s", "drain_timeout_s", "abort")
+    __slots__ = ("model", "share", "window_s", "min_requests", "max_error_rate", "max_slowdown", "ttft_s", "itl_s", "drain_timeout_s", "abort", "force", "without_evidence")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
     WINDOW_S_FIELD_NUMBER: _ClassVar[int]
@@ -275,6 +288,8 @@ class UpgradeRequest(_message.Message):
     ITL_S_FIELD_NUMBER: _ClassVar[int]
     DRAIN_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     model: str
     share: float
     window_s: float
@@ -285,7 +300,9 @@ class UpgradeRequest(_message.Message):
     itl_s: float
     drain_timeout_s: float
     abort: bool
-    def __init__(self, model: _Optional[str] = ..., share: _Optional[float] = ..., window_s: _Optional[float] = ..., min_requests: _Optional[int] = ..., max_error_rate: _Optional[float] = ..., max_slowdown: _Optional[float] = ..., ttft_s: _Optional[float] = ..., itl_s: _Optional[float] = ..., drain_timeout_s: _Optional[float] = ..., abort: _Optional[bool] = ...) -> None: ...
+    force: bool
+    without_evidence: bool
+    def __init__(self, model: _Optional[str] = ..., share: _Optional[float] = ..., window_s: _Optional[float] = ..., min_requests: _Optional[int] = ..., max_error_rate: _Optional[float] = ..., max_slowdown: _Optional[float] = ..., ttft_s: _Optional[float] = ..., itl_s: _Optional[float] = ..., drain_timeout_s: _Optional[float] = ..., abort: _Optional[bool] = ..., force: _Optional[bool] = ..., without_evidence: _Optional[bool] = ...) -> None: ...
 
 class UpgradeProgress(_message.Message):
     __slots__ = ("stage", "num_old", "num_new", "elapsed_s", "detail")

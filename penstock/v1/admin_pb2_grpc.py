@@ -106,7 +106,7 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchMembership(self, request, context):
-        """The first message is the whole membership, each later one replaces it.
+        """Streams the whole membership, now and after each change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,67 +119,71 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Empties a worker and ends it: it gets no new requests, running sequences move to other decode workers, the rest
-        ends where it is. Tells how far it is until the worker has ended; goes on without a caller. A second call joins in.
+        """Drains a worker and ends it: it gets no new requests, running sequences migrate to other decode workers, the rest
+        ends where it is. Streams the progress until the worker has ended; continues without a caller. A second call for
+        the same worker follows the same drain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DrainNode(self, request, context):
-        """A node goes: its workers get successors elsewhere, are emptied and end, by the deadline if there is one. Ray is told,
-        and places nothing there any more. Tells how far each is until all have ended; goes on without a caller.
+        """Relocates the workers of a node: each gets a successor elsewhere, is drained and ends, by the deadline if there is
+        one. Ray places nothing on the node any more. Streams each worker's progress until all have ended; continues
+        without a caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """Changes how many workers a pool should have; workers too many are drained. Answers at once; Events tells the rest.
+        """Changes how many workers a pool should have; surplus workers are drained. Returns at once; Events reports the rest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Events(self, request, context):
-        """What happened, oldest first: the last few thousand transitions, then, if asked, each new one as it comes.
+        """Streams the last few thousand transitions, oldest first, then, with `follow`, each new one as it comes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Doctor(self, request, context):
-        """Looks at every worker and every way between two of them. Sends a finding as soon as it is made.
+        """Checks every worker and the path between every two of them. Streams each finding as soon as it is made.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Flip(self, request, context):
-        """Empties a worker and lets it serve in the other role, over the same weights and cached pages: one replica moves from
-        pool to pool. Tells how far it is until the worker serves again; goes on without a caller. A second call joins in.
+        """Flips a worker: drains it and lets it serve in the other role, over the same weights and cached pages; one replica
+        changes pools. Streams the progress until the worker serves again; continues without a caller. A second call for
+        the same worker follows the same flip.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Upgrade(self, request, context):
-        """Replaces every worker by one that loads another folder, or the same one anew: new ones beside the old, a gate, then
-        one by one; or back. Tells how far it is until the end; goes on without a caller. A second call joins in.
+        """Replaces every worker by one that loads another folder, or reloads the same one: first some new ones beside the
+        old, then a gate, then one by one, or a rollback. Streams the progress until the end; continues without a caller. A
+        second call for the same model follows the same upgrade.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportDemand(self, request_iterator, context):
-        """What one router sees of its traffic, as long as the call lasts. Each message is whole: a lost one does no harm.
+        """Takes what one router sees of its traffic. Each message holds totals, so a lost one does no harm.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why the autoscaler left the pools as they are, or changed them: the newest records, oldest first.
+        """Returns why the autoscaler changed the pools or left them alone: the newest records, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

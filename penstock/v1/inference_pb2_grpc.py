@@ -60,16 +60,16 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams tokens as they are made. The last message of each completion carries finish_reason, the last of
-        the stream usage and timing. Cancelling the call frees everything that the request holds.
+        """Streams tokens as they are generated. The last message of each completion has finish_reason and timing, the last
+        one of the stream has usage. Cancelling the call frees everything that the request holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Route(self, request, context):
-        """For clients that read their tokens at the decode worker: all that Generate does before the first token, then a
-        ticket. FAILED_PRECONDITION where the deployment has no lookaside: call Generate.
+        """Admits and places a request as Generate does, then answers with a ticket for streaming it from the decode worker.
+        FAILED_PRECONDITION means that the deployment has no lookaside: call Generate.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -231,7 +231,7 @@ class Inference:
 
 
 class LookasideStub:
-    """Served by decode workers where lookaside is on, at a port of its own.
+    """Served by decode workers at a port of its own, if lookaside is on.
     """
 
     def __init__(self, channel):
@@ -248,11 +248,11 @@ class LookasideStub:
 
 
 class LookasideServicer:
-    """Served by decode workers where lookaside is on, at a port of its own.
+    """Served by decode workers at a port of its own, if lookaside is on.
     """
 
     def Stream(self, request, context):
-        """What Generate would have answered. UNAVAILABLE, with tokens out or without, means: go on with Route and `emitted`.
+        """Streams what Generate would have streamed. After UNAVAILABLE, at any point, go on with Route and `emitted`.
         Cancelling the call frees everything that the request holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -276,7 +276,7 @@ def add_LookasideServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Lookaside:
-    """Served by decode workers where lookaside is on, at a port of its own.
+    """Served by decode workers at a port of its own, if lookaside is on.
     """
 
     @staticmethod

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16penstock/v1/peer.proto\x12\x0bpenstock.v1\"\x16\n\x14WatchInflightRequest\"]\n\x0eInflightReport\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12,\n\x07workers\x18\x03 \x03(\x0b\x32\x1b.penstock.v1.WorkerInflight\"d\n\x0eWorkerInflight\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\x12\x11\n\tnum_pages\x18\x03 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\r2_\n\nRouterPeer\x12Q\n\rWatchInflight\x12!.penstock.v1.WatchInflightRequest\x1a\x1b.penstock.v1.InflightReport0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16penstock/v1/peer.proto\x12\x0bpenstock.v1\"\x16\n\x14WatchInflightRequest\"\x87\x01\n\x0eInflightReport\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12,\n\x07workers\x18\x03 \x03(\x0b\x32\x1b.penstock.v1.WorkerInflight\x12(\n\x07tenants\x18\x04 \x01(\x0b\x32\x17.penstock.v1.TenantUses\"5\n\nTenantUses\x12\'\n\x07tenants\x18\x01 \x03(\x0b\x32\x16.penstock.v1.TenantUse\"`\n\tTenantUse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\x12\x17\n\x0finflight_tokens\x18\x03 \x01(\x04\x12\x14\n\x0cspent_tokens\x18\x04 \x01(\x12\"d\n\x0eWorkerInflight\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x14\n\x0cnum_requests\x18\x02 \x01(\r\x12\x11\n\tnum_pages\x18\x03 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\r2_\n\nRouterPeer\x12Q\n\rWatchInflight\x12!.penstock.v1.WatchInflightRequest\x1a\x1b.penstock.v1.InflightReport0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WATCHINFLIGHTREQUEST']._serialized_start=39
   _globals['_WATCHINFLIGHTREQUEST']._serialized_end=61
-  _globals['_INFLIGHTREPORT']._serialized_start=63
-  _globals['_INFLIGHTREPORT']._serialized_end=156
-  _globals['_WORKERINFLIGHT']._serialized_start=158
-  _globals['_WORKERINFLIGHT']._serialized_end=258
-  _globals['_ROUTERPEER']._serialized_start=260
-  _globals['_ROUTERPEER']._serialized_end=355
+  _globals['_INFLIGHTREPORT']._serialized_start=64
+  _globals['_INFLIGHTREPORT']._serialized_end=199
+  _globals['_TENANTUSES']._serialized_start=201
+  _globals['_TENANTUSES']._serialized_end=254
+  _globals['_TENANTUSE']._serialized_start=256
+  _globals['_TENANTUSE']._serialized_end=352
+  _globals['_WORKERINFLIGHT']._serialized_start=354
+  _globals['_WORKERINFLIGHT']._serialized_end=454
+  _globals['_ROUTERPEER']._serialized_start=456
+  _globals['_ROUTERPEER']._serialized_end=551
 # @@protoc_insertion_point(module_scope)

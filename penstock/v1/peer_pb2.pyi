@@ -11,14 +11,34 @@ class WatchInflightRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InflightReport(_message.Message):
-    __slots__ = ("epoch", "number", "workers")
+    __slots__ = ("epoch", "number", "workers", "tenants")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     number: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerInflight]
-    def __init__(self, epoch: _Optional[int] = ..., number: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInflight, _Mapping]]] = ...) -> None: ...
+    tenants: TenantUses
+    def __init__(self, epoch: _Optional[int] = ..., number: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInflight, _Mapping]]] = ..., tenants: _Optional[_Union[TenantUses, _Mapping]] = ...) -> None: ...
+
+class TenantUses(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantUse]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ...) -> None: ...
+
+class TenantUse(_message.Message):
+    __slots__ = ("tenant", "num_requests", "inflight_tokens", "spent_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    INFLIGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    num_requests: int
+    inflight_tokens: int
+    spent_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., num_requests: _Optional[int] = ..., inflight_tokens: _Optional[int] = ..., spent_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerInflight(_message.Message):
     __slots__ = ("worker_id", "num_requests", "num_pages", "prefill_tokens")

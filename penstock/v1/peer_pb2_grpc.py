@@ -45,7 +45,7 @@ class RouterPeerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def WatchInflight(self, request, context):
-        """The first message comes at once, each later one replaces it; one comes at least every half second.
+        """Streams reports, each of which replaces the one before: the first at once, then at least one every half second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,6 +34,16 @@ class HostFlipResponse(_message.Message):
     address: str
     def __init__(self, epoch: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
+class NoteGoneRequest(_message.Message):
+    __slots__ = ("epochs",)
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    epochs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epochs: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class NoteGoneResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -101,7 +111,14 @@ class WatchEventsRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ..., router: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open", "requests", "leaving")
+    __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open", "requests", "metrics", "leaving")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +131,7 @@ class Load(_message.Message):
     DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_OPEN_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
@@ -127,8 +145,9 @@ class Load(_message.Message):
     decode_steps: StepTotals
     num_open: int
     requests: RequestTotals
+    metrics: _containers.ScalarMap[str, float]
     leaving: bool
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., num_open: _Optional[int] = ..., requests: _Optional[_Union[RequestTotals, _Mapping]] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., num_open: _Optional[int] = ..., requests: _Optional[_Union[RequestTotals, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class RequestTotals(_message.Message):
     __slots__ = ("ended", "failed", "first_token_s", "decode_s", "decode_tokens")
@@ -205,7 +224,7 @@ class EventBatch(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., first_seq: _Optional[int] = ..., num_events: _Optional[int] = ..., snapshot: _Optional[bool] = ..., payload: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., more: _Optional[bool] = ..., num_strays: _Optional[int] = ..., part: _Optional[int] = ..., tickets: _Optional[_Iterable[_Union[TicketState, _Mapping]]] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("id", "router", "worker_id", "epoch", "issued_unix_ms", "lifetime_ms", "timeout_ms", "request_id", "model", "model_revision", "cache_scope", "token_ids", "sampling", "completions", "lane", "waited_ms")
+    __slots__ = ("id", "router", "worker_id", "epoch", "issued_unix_ms", "lifetime_ms", "timeout_ms", "request_id", "model", "model_revision", "cache_scope", "token_ids", "sampling", "completions", "lane", "waited_ms", "granted_max_tokens")
     ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +241,7 @@ class Ticket(_message.Message):
     COMPLETIONS_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     WAITED_MS_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     id: str
     router: int
     worker_id: str
@@ -238,7 +258,8 @@ class Ticket(_message.Message):
     completions: _containers.RepeatedCompositeFieldContainer[TicketCompletion]
     lane: _common_pb2.Lane
     waited_ms: float
-    def __init__(self, id: _Optional[str] = ..., router: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., issued_unix_ms: _Optional[int] = ..., lifetime_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., cache_scope: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., completions: _Optional[_Iterable[_Union[TicketCompletion, _Mapping]]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., waited_ms: _Optional[float] = ...) -> None: ...
+    granted_max_tokens: int
+    def __init__(self, id: _Optional[str] = ..., router: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., issued_unix_ms: _Optional[int] = ..., lifetime_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., cache_scope: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., completions: _Optional[_Iterable[_Union[TicketCompletion, _Mapping]]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., waited_ms: _Optional[float] = ..., granted_max_tokens: _Optional[int] = ...) -> None: ...
 
 class TicketCompletion(_message.Message):
     __slots__ = ("index", "token_ids", "finished", "prefill_candidates")
@@ -463,14 +484,14 @@ class DecodeCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[DecodeSubmit, _Mapping]] = ..., cancel: _Optional[_Union[DecodeCancel, _Mapping]] = ...) -> None: ...
 
 class StepDelta(_message.Message):
-    __slots__ = ("stream_id", "token_ids", "logprobs", "finish_reason", "error", "timing", "moved", "prefill")
+    __slots__ = ("stream_id", "token_ids", "logprobs", "finish_reason", "error", "timing", "migrated", "prefill")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
-    MOVED_FIELD_NUMBER: _ClassVar[int]
+    MIGRATED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -478,9 +499,9 @@ class StepDelta(_message.Message):
     finish_reason: _common_pb2.FinishReason
     error: _status_pb2.Status
     timing: _common_pb2.Timing
-    moved: Moved
+    migrated: Migrated
     prefill: PrefillOutcome
-    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ..., prefill: _Optional[_Union[PrefillOutcome, _Mapping]] = ...) -> None: ...
+    def __init__(self, stream_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., migrated: _Optional[_Union[Migrated, _Mapping]] = ..., prefill: _Optional[_Union[PrefillOutcome, _Mapping]] = ...) -> None: ...
 
 class PrefillOutcome(_message.Message):
     __slots__ = ("worker_id", "epoch", "fault")
@@ -492,7 +513,7 @@ class PrefillOutcome(_message.Message):
     fault: PrefillFault
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., fault: _Optional[_Union[PrefillFault, str]] = ...) -> None: ...
 
-class Moved(_message.Message):
+class Migrated(_message.Message):
     __slots__ = ("worker_id", "epoch", "address", "ticket")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -557,19 +578,19 @@ class MigrateFailure(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class MigrateResponse(_message.Message):
-    __slots__ = ("moved", "failed", "num_left")
-    MOVED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("migrated", "failed", "num_left")
+    MIGRATED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     NUM_LEFT_FIELD_NUMBER: _ClassVar[int]
-    moved: _containers.RepeatedScalarFieldContainer[str]
+    migrated: _containers.RepeatedScalarFieldContainer[str]
     failed: _containers.RepeatedCompositeFieldContainer[MigrateFailure]
     num_left: int
-    def __init__(self, moved: _Optional[_Iterable[str]] = ..., failed: _Optional[_Iterable[_Union[MigrateFailure, _Mapping]]] = ..., num_left: _Optional[int] = ...) -> None: ...
+    def __init__(self, migrated: _Optional[_Iterable[str]] = ..., failed: _Optional[_Iterable[_Union[MigrateFailure, _Mapping]]] = ..., num_left: _Optional[int] = ...) -> None: ...
 
 class SequenceState(_message.Message):
-    __slots__ = ("request_id", "num_told", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "timing", "lane")
+    __slots__ = ("request_id", "num_known", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "timing", "lane")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOLD_FIELD_NUMBER: _ClassVar[int]
+    NUM_KNOWN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -578,7 +599,7 @@ class SequenceState(_message.Message):
     TIMING_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    num_told: int
+    num_known: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling: _common_pb2.SamplingParams
@@ -586,9 +607,9 @@ class SequenceState(_message.Message):
     timeout_ms: int
     timing: _common_pb2.Timing
     lane: _common_pb2.Lane
-    def __init__(self, request_id: _Optional[str] = ..., num_told: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., num_known: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ...) -> None: ...
 
-class AdoptStart(_message.Message):
+class MigrationStart(_message.Message):
     __slots__ = ("transfer", "state", "num_tokens", "worker_id", "address", "num_ranks")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -604,7 +625,7 @@ class AdoptStart(_message.Message):
     num_ranks: int
     def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., num_tokens: _Optional[int] = ..., worker_id: _Optional[str] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
-class AdoptFinish(_message.Message):
+class MigrationFinish(_message.Message):
     __slots__ = ("state", "manifest", "paused_ms")
     STATE_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
@@ -614,25 +635,25 @@ class AdoptFinish(_message.Message):
     paused_ms: float
     def __init__(self, state: _Optional[_Union[SequenceState, _Mapping]] = ..., manifest: _Optional[_Union[PrefillPushed, _Mapping]] = ..., paused_ms: _Optional[float] = ...) -> None: ...
 
-class AdoptClosed(_message.Message):
+class MigrationClosed(_message.Message):
     __slots__ = ("error",)
     ERROR_FIELD_NUMBER: _ClassVar[int]
     error: _status_pb2.Status
     def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
-class AdoptCommand(_message.Message):
+class MigrationCommand(_message.Message):
     __slots__ = ("start", "finish", "closed", "heartbeat")
     START_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    start: AdoptStart
-    finish: AdoptFinish
-    closed: AdoptClosed
+    start: MigrationStart
+    finish: MigrationFinish
+    closed: MigrationClosed
     heartbeat: Heartbeat
-    def __init__(self, start: _Optional[_Union[AdoptStart, _Mapping]] = ..., finish: _Optional[_Union[AdoptFinish, _Mapping]] = ..., closed: _Optional[_Union[AdoptClosed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    def __init__(self, start: _Optional[_Union[MigrationStart, _Mapping]] = ..., finish: _Optional[_Union[MigrationFinish, _Mapping]] = ..., closed: _Optional[_Union[MigrationClosed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
-class AdoptDestination(_message.Message):
+class MigrationDestination(_message.Message):
     __slots__ = ("num_pages_held", "pages", "offer")
     NUM_PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -642,35 +663,35 @@ class AdoptDestination(_message.Message):
     offer: bytes
     def __init__(self, num_pages_held: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., offer: _Optional[bytes] = ...) -> None: ...
 
-class AdoptLanded(_message.Message):
+class MigrationLanded(_message.Message):
     __slots__ = ("num_pages",)
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     num_pages: int
     def __init__(self, num_pages: _Optional[int] = ...) -> None: ...
 
-class AdoptAdopted(_message.Message):
+class MigrationAccepted(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class AdoptRefused(_message.Message):
+class MigrationRefused(_message.Message):
     __slots__ = ("error",)
     ERROR_FIELD_NUMBER: _ClassVar[int]
     error: _status_pb2.Status
     def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
-class AdoptEvent(_message.Message):
-    __slots__ = ("destination", "landed", "adopted", "refused", "heartbeat")
+class MigrationEvent(_message.Message):
+    __slots__ = ("destination", "landed", "accepted", "refused", "heartbeat")
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     LANDED_FIELD_NUMBER: _ClassVar[int]
-    ADOPTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    destination: AdoptDestination
-    landed: AdoptLanded
-    adopted: AdoptAdopted
-    refused: AdoptRefused
+    destination: MigrationDestination
+    landed: MigrationLanded
+    accepted: MigrationAccepted
+    refused: MigrationRefused
     heartbeat: Heartbeat
-    def __init__(self, destination: _Optional[_Union[AdoptDestination, _Mapping]] = ..., landed: _Optional[_Union[AdoptLanded, _Mapping]] = ..., adopted: _Optional[_Union[AdoptAdopted, _Mapping]] = ..., refused: _Optional[_Union[AdoptRefused, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    def __init__(self, destination: _Optional[_Union[MigrationDestination, _Mapping]] = ..., landed: _Optional[_Union[MigrationLanded, _Mapping]] = ..., accepted: _Optional[_Union[MigrationAccepted, _Mapping]] = ..., refused: _Optional[_Union[MigrationRefused, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class CheckupRequest(_message.Message):
     __slots__ = ()
@@ -756,7 +777,7 @@ class CachedPage(_message.Message):
     parent: bytes
     def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
 
-class TakeStart(_message.Message):
+class ReceivePagesStart(_message.Message):
     __slots__ = ("transfer", "pages", "layout_digest", "worker_id", "address", "num_ranks")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -772,23 +793,23 @@ class TakeStart(_message.Message):
     num_ranks: int
     def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., pages: _Optional[_Iterable[_Union[CachedPage, _Mapping]]] = ..., layout_digest: _Optional[str] = ..., worker_id: _Optional[str] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ...) -> None: ...
 
-class TakeClosed(_message.Message):
+class ReceivePagesClosed(_message.Message):
     __slots__ = ("error",)
     ERROR_FIELD_NUMBER: _ClassVar[int]
     error: _status_pb2.Status
     def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
-class TakeCommand(_message.Message):
+class ReceivePagesCommand(_message.Message):
     __slots__ = ("start", "finish", "closed")
     START_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
-    start: TakeStart
+    start: ReceivePagesStart
     finish: PrefillPushed
-    closed: TakeClosed
-    def __init__(self, start: _Optional[_Union[TakeStart, _Mapping]] = ..., finish: _Optional[_Union[PrefillPushed, _Mapping]] = ..., closed: _Optional[_Union[TakeClosed, _Mapping]] = ...) -> None: ...
+    closed: ReceivePagesClosed
+    def __init__(self, start: _Optional[_Union[ReceivePagesStart, _Mapping]] = ..., finish: _Optional[_Union[PrefillPushed, _Mapping]] = ..., closed: _Optional[_Union[ReceivePagesClosed, _Mapping]] = ...) -> None: ...
 
-class TakeDestination(_message.Message):
+class ReceivePagesDestination(_message.Message):
     __slots__ = ("wanted", "pages", "offer")
     WANTED_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -798,24 +819,24 @@ class TakeDestination(_message.Message):
     offer: bytes
     def __init__(self, wanted: _Optional[_Iterable[int]] = ..., pages: _Optional[_Iterable[int]] = ..., offer: _Optional[bytes] = ...) -> None: ...
 
-class TakeTaken(_message.Message):
+class PagesCached(_message.Message):
     __slots__ = ("num_pages",)
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     num_pages: int
     def __init__(self, num_pages: _Optional[int] = ...) -> None: ...
 
-class TakeRefused(_message.Message):
+class ReceivePagesRefused(_message.Message):
     __slots__ = ("error",)
     ERROR_FIELD_NUMBER: _ClassVar[int]
     error: _status_pb2.Status
     def __init__(self, error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
-class TakeEvent(_message.Message):
-    __slots__ = ("destination", "taken", "refused")
+class ReceivePagesEvent(_message.Message):
+    __slots__ = ("destination", "cached", "refused")
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
-    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
-    destination: TakeDestination
-    taken: TakeTaken
-    refused: TakeRefused
-    def __init__(self, destination: _Optional[_Union[TakeDestination, _Mapping]] = ..., taken: _Optional[_Union[TakeTaken, _Mapping]] = ..., refused: _Optional[_Union[TakeRefused, _Mapping]] = ...) -> None: ...
+    destination: ReceivePagesDestination
+    cached: PagesCached
+    refused: ReceivePagesRefused
+    def __init__(self, destination: _Optional[_Union[ReceivePagesDestination, _Mapping]] = ..., cached: _Optional[_Union[PagesCached, _Mapping]] = ..., refused: _Optional[_Union[ReceivePagesRefused, _Mapping]] = ...) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """Every worker, whatever its role.
+    """Served by every worker, whatever its role.
     """
 
     def __init__(self, channel):
@@ -50,6 +50,11 @@ class WorkerStub:
                 request_serializer=penstock_dot_v1_dot_worker__pb2.TransferStateRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_worker__pb2.TransferStateResponse.FromString,
                 _registered_method=True)
+        self.NoteGone = channel.unary_unary(
+                '/penstock.v1.Worker/NoteGone',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.NoteGoneRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.NoteGoneResponse.FromString,
+                _registered_method=True)
         self.Checkup = channel.unary_unary(
                 '/penstock.v1.Worker/Checkup',
                 request_serializer=penstock_dot_v1_dot_worker__pb2.CheckupRequest.SerializeToString,
@@ -58,7 +63,7 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Every worker, whatever its role.
+    """Served by every worker, whatever its role.
     """
 
     def Describe(self, request, context):
@@ -68,21 +73,28 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """KV events and load. Starts with a snapshot unless the worker still holds every event from next_seq on.
+        """Streams KV events and load. Starts with a snapshot unless the worker still holds every event from next_seq on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TransferState(self, request, context):
-        """Whether a transfer may still write: how a receiver learns that it may lift a fence after a broken call.
+        """Returns whether a transfer may still write: how a receiver learns that it may lift a fence after a broken call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def NoteGone(self, request, context):
+        """Called by controllers: the machines of these incarnations are dead. It helps to prove that they no longer write.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Checkup(self, request, context):
-        """What `penstock doctor` asks: the state of the machine that the worker runs on.
+        """Returns the state of the machine that the worker runs on, for `penstock doctor`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,6 +118,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_worker__pb2.TransferStateRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_worker__pb2.TransferStateResponse.SerializeToString,
             ),
+            'NoteGone': grpc.unary_unary_rpc_method_handler(
+                    servicer.NoteGone,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.NoteGoneRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.NoteGoneResponse.SerializeToString,
+            ),
             'Checkup': grpc.unary_unary_rpc_method_handler(
                     servicer.Checkup,
                     request_deserializer=penstock_dot_v1_dot_worker__pb2.CheckupRequest.FromString,
@@ -120,7 +137,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Every worker, whatever its role.
+    """Served by every worker, whatever its role.
     """
 
     @staticmethod
@@ -205,6 +222,33 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
+    def NoteGone(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.Worker/NoteGone',
+            penstock_dot_v1_dot_worker__pb2.NoteGoneRequest.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.NoteGoneResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Checkup(request,
             target,
             options=(),
@@ -254,8 +298,8 @@ class PrefillWorkerServicer:
     """
 
     def Prefill(self, request_iterator, context):
-        """One call a prefill. Commands: start, then destination, perhaps cancel. Events: reserve, first_token,
-        pushed, closed; closed is always the last and says that nothing will be written any more.
+        """Computes one prefill. Commands: start, then destination, perhaps cancel. Events: reserve, first_token, pushed,
+        closed; closed is always the last and says that nothing will be written any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -310,7 +354,7 @@ class PrefillWorker:
 
 
 class DecodeWorkerStub:
-    """Serve is called by routers, Migrate by whoever drains or balances workers, Adopt by other decode workers.
+    """Serve is called by routers, Migrate and ListSequences by controllers, ReceiveSequence by other decode workers.
     """
 
     def __init__(self, channel):
@@ -334,41 +378,41 @@ class DecodeWorkerStub:
                 request_serializer=penstock_dot_v1_dot_worker__pb2.ListSequencesRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_worker__pb2.ListSequencesResponse.FromString,
                 _registered_method=True)
-        self.Adopt = channel.stream_stream(
-                '/penstock.v1.DecodeWorker/Adopt',
-                request_serializer=penstock_dot_v1_dot_worker__pb2.AdoptCommand.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_worker__pb2.AdoptEvent.FromString,
+        self.ReceiveSequence = channel.stream_stream(
+                '/penstock.v1.DecodeWorker/ReceiveSequence',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.MigrationCommand.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.MigrationEvent.FromString,
                 _registered_method=True)
 
 
 class DecodeWorkerServicer:
-    """Serve is called by routers, Migrate by whoever drains or balances workers, Adopt by other decode workers.
+    """Serve is called by routers, Migrate and ListSequences by controllers, ReceiveSequence by other decode workers.
     """
 
     def Serve(self, request_iterator, context):
-        """One call a router, the lease of every request on it: when the call ends, all of them are released.
+        """Serves all requests of one router. The call is their lease: when it ends, all of them are released.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Migrate(self, request, context):
-        """Moves running sequences to another decode worker; answers once each has moved, or goes on here.
+        """Migrates running sequences to another decode worker; returns once each has migrated, or goes on here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListSequences(self, request, context):
-        """Those that could move now.
+        """Lists the sequences that could migrate now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Adopt(self, request_iterator, context):
-        """One call a sequence that moves here. Commands: start, then finish; closed is always the last and says that nothing
-        will be written any more. Events: destination, landed, then adopted; or refused, at any point.
+    def ReceiveSequence(self, request_iterator, context):
+        """Receives one migrating sequence. Commands: start, then finish; closed is always the last and says that nothing will
+        be written any more. Events: destination, landed, then accepted; or refused, at any point.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -392,10 +436,10 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_worker__pb2.ListSequencesRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_worker__pb2.ListSequencesResponse.SerializeToString,
             ),
-            'Adopt': grpc.stream_stream_rpc_method_handler(
-                    servicer.Adopt,
-                    request_deserializer=penstock_dot_v1_dot_worker__pb2.AdoptCommand.FromString,
-                    response_serializer=penstock_dot_v1_dot_worker__pb2.AdoptEvent.SerializeToString,
+            'ReceiveSequence': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReceiveSequence,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.MigrationCommand.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.MigrationEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -406,7 +450,7 @@ def add_DecodeWorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DecodeWorker:
-    """Serve is called by routers, Migrate by whoever drains or balances workers, Adopt by other decode workers.
+    """Serve is called by routers, Migrate and ListSequences by controllers, ReceiveSequence by other decode workers.
     """
 
     @staticmethod
@@ -491,7 +535,7 @@ class DecodeWorker:
             _registered_method=True)
 
     @staticmethod
-    def Adopt(request_iterator,
+    def ReceiveSequence(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -504,9 +548,9 @@ class DecodeWorker:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/penstock.v1.DecodeWorker/Adopt',
-            penstock_dot_v1_dot_worker__pb2.AdoptCommand.SerializeToString,
-            penstock_dot_v1_dot_worker__pb2.AdoptEvent.FromString,
+            '/penstock.v1.DecodeWorker/ReceiveSequence',
+            penstock_dot_v1_dot_worker__pb2.MigrationCommand.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.MigrationEvent.FromString,
             options,
             channel_credentials,
             insecure,
@@ -519,7 +563,7 @@ class DecodeWorker:
 
 
 class PageHandoverStub:
-    """Every worker, whatever its role: cached pages that outlive the worker that computed them.
+    """Served by every worker, whatever its role: hands cached pages of a worker that drains over to other workers.
     """
 
     def __init__(self, channel):
@@ -533,27 +577,27 @@ class PageHandoverStub:
                 request_serializer=penstock_dot_v1_dot_worker__pb2.HandOverRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_worker__pb2.HandOverResponse.FromString,
                 _registered_method=True)
-        self.Take = channel.stream_stream(
-                '/penstock.v1.PageHandover/Take',
-                request_serializer=penstock_dot_v1_dot_worker__pb2.TakeCommand.SerializeToString,
-                response_deserializer=penstock_dot_v1_dot_worker__pb2.TakeEvent.FromString,
+        self.ReceivePages = channel.stream_stream(
+                '/penstock.v1.PageHandover/ReceivePages',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.ReceivePagesCommand.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.ReceivePagesEvent.FromString,
                 _registered_method=True)
 
 
 class PageHandoverServicer:
-    """Every worker, whatever its role: cached pages that outlive the worker that computed them.
+    """Served by every worker, whatever its role: hands cached pages of a worker that drains over to other workers.
     """
 
     def HandOver(self, request, context):
-        """Called by whoever drains: copies the hottest cached pages to other workers' caches; answers once that is over.
+        """Called by controllers: copies the hottest cached pages to other workers' caches; returns once that is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Take(self, request_iterator, context):
-        """Called by other workers, one call a batch. Commands: start, then finish; closed is always the last and says that
-        nothing will be written any more. Events: destination, then taken; or refused, at any point.
+    def ReceivePages(self, request_iterator, context):
+        """Receives one batch from another worker. Commands: start, then finish; closed is always the last and says that
+        nothing will be written any more. Events: destination, then cached; or refused, at any point.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -567,10 +611,10 @@ def add_PageHandoverServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_worker__pb2.HandOverRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_worker__pb2.HandOverResponse.SerializeToString,
             ),
-            'Take': grpc.stream_stream_rpc_method_handler(
-                    servicer.Take,
-                    request_deserializer=penstock_dot_v1_dot_worker__pb2.TakeCommand.FromString,
-                    response_serializer=penstock_dot_v1_dot_worker__pb2.TakeEvent.SerializeToString,
+            'ReceivePages': grpc.stream_stream_rpc_method_handler(
+                    servicer.ReceivePages,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.ReceivePagesCommand.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.ReceivePagesEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -581,7 +625,7 @@ def add_PageHandoverServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PageHandover:
-    """Every worker, whatever its role: cached pages that outlive the worker that computed them.
+    """Served by every worker, whatever its role: hands cached pages of a worker that drains over to other workers.
     """
 
     @staticmethod
@@ -612,7 +656,7 @@ class PageHandover:
             _registered_method=True)
 
     @staticmethod
-    def Take(request_iterator,
+    def ReceivePages(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -625,9 +669,9 @@ class PageHandover:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/penstock.v1.PageHandover/Take',
-            penstock_dot_v1_dot_worker__pb2.TakeCommand.SerializeToString,
-            penstock_dot_v1_dot_worker__pb2.TakeEvent.FromString,
+            '/penstock.v1.PageHandover/ReceivePages',
+            penstock_dot_v1_dot_worker__pb2.ReceivePagesCommand.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.ReceivePagesEvent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,7 +7,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
 {{- define "penstock.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag }}
+{{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ .Values.image.tag }}{{ end }}
 {{- end }}
 
 {{- /* The Secret with serve.json. */}}
@@ -39,9 +39,11 @@ readOnlyRootFilesystem: true
 
 {{- define "penstock.scratchVolumes" -}}
 - name: tmp
-  emptyDir: {}
+  emptyDir:
+    sizeLimit: {{ .Values.scratch.tmpSize }}
 - name: home
-  emptyDir: {}
+  emptyDir:
+    sizeLimit: {{ .Values.scratch.homeSize }}
 {{- end }}
 
 {{- define "penstock.modelMounts" -}}
@@ -67,6 +69,92 @@ readOnlyRootFilesystem: true
   emptyDir:
     sizeLimit: {{ .Values.model.download.diskSize }}
 {{- end }}
+{{- end }}
+
+{{- /* What every process of the deployment shows the others: the secret, and the pod's own certificate. */}}
+{{- define "penstock.keyMounts" -}}
+- name: secret
+  mountPath: /etc/penstock/secret
+  readOnly: true
+{{- if .Values.security.tls.caSecret }}
+- name: pod-tls
+  mountPath: /etc/penstock/pod-tls
+  readOnly: true
+{{- end }}
+{{- end }}
+
+{{- /* 288 is 0440: Penstock takes no secret that everybody may read. The authority's key is in no running container. */}}
+{{- define "penstock.keyVolumes" -}}
+- name: secret
+  secret:
+    secretName: {{ .Values.security.secretName }}
+    defaultMode: 288
+{{- if .Values.security.tls.caSecret }}
+- name: pod-tls
+  emptyDir:
+    medium: Memory
+    sizeLimit: 1Mi
+- name: authority
+  secret:
+    secretName: {{ .Values.security.tls.caSecret }}
+    defaultMode: 288
+{{- end }}
+{{- end }}
+
+{{- /* Ray's own TLS, with the pod's certificate. */}}
+{{- define "penstock.rayTls" -}}
+- name: RAY_USE_TLS
+  value: "1"
+- name: RAY_TLS_SERVER_CERT
+  value: /etc/penstock/pod-tls/tls.crt
+- name: RAY_TLS_SERVER_KEY
+  value: /etc/penstock/pod-tls/tls.key
+- name: RAY_TLS_CA_CERT
+  value: /etc/penstock/pod-tls/ca.crt
+{{- end }}
+
+{{- define "penstock.initContainers" -}}
+{{- if .Values.security.tls.caSecret }}
+initContainers:
+  {{- include "penstock.certify" . | nindent 2 }}
+  {{- if .Values.model.claim }}
+  {{- else if .Values.model.download.repo }}
+  {{- include "penstock.download" . | nindent 2 }}
+  {{- end }}
+{{- else if .Values.model.claim }}
+{{- else if .Values.model.download.repo }}
+initContainers:
+  {{- include "penstock.download" . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* Makes the pod's certificate before Ray starts, for its address and for the names of the head's services. */}}
+{{- define "penstock.certify" -}}
+- name: certify
+  image: {{ include "penstock.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: ["penstock-certify", "/etc/penstock/authority", "/etc/penstock/pod-tls"]
+  args: ["{{ .Release.Name }}-head-svc", "{{ .Release.Name }}-head-svc.{{ .Release.Namespace }}.svc", "{{ .Release.Name }}-head-svc.{{ .Release.Namespace }}.svc.cluster.local"]
+  env:
+    - name: PENSTOCK_POD_IP
+      valueFrom:
+        fieldRef:
+          fieldPath: status.podIP
+    - name: PENSTOCK_CERTIFICATE_DAYS
+      value: {{ .Values.security.tls.days | quote }}
+  resources:
+    requests: {cpu: 100m, memory: 64Mi}
+    limits: {cpu: "1", memory: 64Mi}
+  securityContext:
+    {{- include "penstock.containerSecurity" . | nindent 4 }}
+    capabilities: {drop: [ALL]}
+  volumeMounts:
+    - name: authority
+      mountPath: /etc/penstock/authority
+      readOnly: true
+    - name: pod-tls
+      mountPath: /etc/penstock/pod-tls
+    {{- include "penstock.scratchMounts" . | nindent 4 }}
 {{- end }}
 
 {{- /* Fetches the model before Ray starts, where it is not on a volume. */}}
@@ -127,9 +215,14 @@ pod offers as many times as much as a worker has ranks: it holds all ranks of on
 {{- end }}
 {{- end }}
 
-{{- /* One router's metrics; of its port's name and the root. */}}
+{{- /* Asks every router at its metrics port, where no client certificate is demanded; one that is ready is enough. */}}
+{{- define "penstock.readyCommand" -}}
+["penstock-health", "ready"{{ range $index, $port := .Values.ports.metrics }}, "http{{ if $.Values.tls.secretName }}s{{ end }}://127.0.0.1:{{ $port }}/health"{{ end }}]
+{{- end }}
+
+{{- /* One router's metrics; of its port and the root. */}}
 {{- define "penstock.endpoint" -}}
-- port: {{ .port }}
+- targetPort: {{ .port }}
   path: /metrics
   interval: {{ .root.Values.metrics.serviceMonitor.interval }}
   {{- if .root.Values.tls.secretName }}

@@ -1,0 +1,161 @@
+"""Connections of an attacker: plain sockets from an address of its own, which read and write as it suits them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterable
+
+from benchmarks.attack import http2_frames as h2
+
+ATTACKER = "127.0.0.66"  # loopback has 16 million addresses, and limits by peer see this one
+OWN = "127.0.0.1"  # the harness's
+CONNECT_TIMEOUT_S = 5.0
+_READ_BYTES = 65536
+
+
+async def connect(
+    address: str, receive_buffer: int | None = None, peer: str = ATTACKER
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connects from the address `peer`; a small receive buffer makes a slow reader felt at once."""
+    host, _, port = address.rpartition(":")
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.bind((peer, 0))
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await asyncio.get_running_loop().sock_connect(connection, (host, int(port)))
+        limit = receive_buffer or _READ_BYTES
+        return await asyncio.open_connection(sock=connection, limit=limit)
+    except BaseException:
+        connection.close()
+        raise
+
+
+@contextlib.asynccontextmanager
+async def connection(
+    address: str, peer: str = ATTACKER
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await connect(address, peer=peer)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def is_closed(reader: asyncio.StreamReader, within_s: float) -> bool:
+    """Reads whatever comes; returns whether the other side closes the connection in time."""
+    try:
+        async with asyncio.timeout(within_s):
+            while await reader.read(_READ_BYTES):
+                pass
+            return True
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+async def http_request(
+    address: str,
+    head: bytes,
+    body: bytes = b"",
+    timeout_s: float = 60.0,
+    peer: str = ATTACKER,
+) -> tuple[int, bytes]:
+    """Sends a request of any bytes and returns the status, 0 if there is none, and what came with it.
+
+    The head has no end: `Connection: close` and the body's length are added.
+    """
+    async with connection(address, peer) as (reader, writer):
+        writer.write(head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body))
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(timeout_s):
+                for start in range(0, len(body), _READ_BYTES):
+                    writer.write(body[start : start + _READ_BYTES])
+                    await writer.drain()
+        return await read_answer(reader, timeout_s)
+
+
+async def read_answer(reader: asyncio.StreamReader, timeout_s: float) -> tuple[int, bytes]:
+    answer = b""
+    with contextlib.suppress(OSError):
+        async with asyncio.timeout(timeout_s):
+            while piece := await reader.read(_READ_BYTES):
+                answer += piece
+    status = answer.split(b" ", 2)[1:2]
+    return (int(status[0]) if status and status[0].isdigit() else 0), answer
+
+
+def post(path: str, key: str = "", more: Iterable[tuple[str, str]] = ()) -> bytes:
+    """Returns the head of a JSON request, without its end."""
+    headers = [("Host", "penstock"), ("Content-Type", "application/json"), *more]
+    if key:
+        headers.append(("Authorization", f"Bearer {key}"))
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers)]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n"
+
+
+class Http2:
+    """An HTTP/2 connection that sends any frame and counts what comes back."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, reads: bool) -> None:
+        self._reader = reader
+        self.writer = writer
+        self.counts: dict[int, int] = {}
+        self.closed = asyncio.Event()
+        self._task = asyncio.create_task(self._read()) if reads else None
+
+    @classmethod
+    async def open(
+        cls,
+        address: str,
+        values: Iterable[tuple[int, int]] = (),
+        *,
+        reads: bool = True,
+        receive_buffer: int | None = None,
+    ) -> Http2:
+        """Without `reads`, nothing that comes is ever read."""
+        made = cls(*await connect(address, receive_buffer), reads=reads)
+        made.writer.write(h2.PREFACE + h2.settings(values))
+        return made
+
+    async def send(self, data: bytes, timeout_s: float = 10.0) -> bool:
+        """Returns False once the other side has closed the connection, or does not take the bytes in time."""
+        if self.closed.is_set() or self.writer.is_closing():
+            return False
+        try:
+            self.writer.write(data)
+            async with asyncio.timeout(timeout_s):
+                await self.writer.drain()
+        except (OSError, TimeoutError):
+            self.closed.set()
+            return False
+        return True
+
+    async def _read(self) -> None:
+        """Counts frames, and acknowledges settings and pings as a client must."""
+        try:
+            while True:
+                length, kind, flags, stream = h2.parse_head(await self._reader.readexactly(h2.HEAD_BYTES))
+                payload = await self._reader.readexactly(length)
+                self.counts[kind] = self.counts.get(kind, 0) + 1
+                if kind == h2.SETTINGS and not flags & h2.ACK:
+                    self.writer.write(h2.frame(h2.SETTINGS, h2.ACK, 0))
+                elif kind == h2.PING and not flags & h2.ACK:
+                    self.writer.write(h2.frame(h2.PING, h2.ACK, 0, payload))
+                elif kind == h2.DATA and length:
+                    update = length.to_bytes(4, "big")
+                    self.writer.write(h2.frame(h2.WINDOW_UPDATE, 0, 0, update))
+                    self.writer.write(h2.frame(h2.WINDOW_UPDATE, 0, stream, update))
+        except (OSError, asyncio.IncompleteReadError):
+            self.closed.set()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self.writer.transport.abort()  # does not wait for what was never read

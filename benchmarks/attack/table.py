@@ -1,0 +1,19 @@
+"""The attacks in the order in which they run. `docs/security.md` has the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from benchmarks.attack import connections, messages, operators, quotas, readers, storms
+from benchmarks.attack.target import AttackTarget
+
+AttackFunction = Callable[[AttackTarget], Awaitable[None]]
+
+ROOMS = (operators, messages, quotas, connections, readers, storms)
+ATTACKS: Mapping[str, AttackFunction] = {attack.__name__: attack for room in ROOMS for attack in room.ATTACKS}
+
+
+def describe(attack: AttackFunction) -> str:
+    """Returns what an attack does, in one sentence."""
+    assert attack.__doc__ is not None
+    return attack.__doc__.strip().split("\n")[0]

@@ -1,0 +1,144 @@
+"""Decides whether an attack was held, by what the witness and the router showed before and during it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MIB = 1 << 20
+
+
+class Breach(Exception):
+    """The deployment answered an attack as it must not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What the witness saw in one stretch of time."""
+
+    pause_s: float  # longest answer to a probe, less what the witness itself was held up
+    itl_s: float  # mean time between two tokens of a stream, open gaps included
+    worst_gap_s: float
+    num_tokens: int
+    num_probes: int
+    failures: tuple[str, ...] = ()  # of its streams and probes
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Resident bytes of a router's process."""
+
+    before: int
+    peak: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits of a held attack."""
+
+    pause_s: float = 0.25  # the router's, on cores that it shares with the attacker; a healthy one takes 10 to 50 ms
+    itl_ratio: float = 2.0
+    peak_bytes: int = 384 * MIB  # above what the router held before
+    kept_bytes: int = 96 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class AttackOutcome:
+    """One attack and what it did."""
+
+    name: str
+    took_s: float
+    before: Window
+    during: Window
+    memory: Memory
+    breach: str = ""
+    replaced: tuple[str, ...] = ()  # processes that ended meanwhile
+
+    @property
+    def itl_ratio(self) -> float:
+        return self.during.itl_s / self.before.itl_s if self.before.itl_s else 0.0
+
+    def faults(self, bounds: Bounds) -> list[str]:
+        """Lists why the attack was not held; nothing if it was."""
+        found = []
+        if self.breach:
+            found.append(self.breach)
+        if self.replaced:
+            found.append(f"ended: {', '.join(self.replaced)}")
+        if self.during.failures:
+            found.append(f"{len(self.during.failures)} failures of others, such as: {self.during.failures[0]}")
+        if not self.during.num_tokens:
+            found.append("the streams beside it got no token")
+        elif self.itl_ratio > bounds.itl_ratio:
+            found.append(f"ITL beside it {self.itl_ratio:.1f} times")
+        pause_limit_s = max(bounds.pause_s, 2 * self.before.pause_s)  # a machine that is busy anyway shows before it
+        if self.during.pause_s > pause_limit_s:
+            found.append(f"router silent for {self.during.pause_s:.2f} s")
+        if self.memory.peak - self.memory.before > bounds.peak_bytes:
+            found.append(f"router's memory grew by {(self.memory.peak - self.memory.before) // MIB} MiB")
+        elif self.memory.after - self.memory.before > bounds.kept_bytes:
+            found.append(f"router kept {(self.memory.after - self.memory.before) // MIB} MiB")
+        return found
+
+
+@dataclass(slots=True)
+class StreamGaps:
+    """Collects the gaps between the tokens of one stream, in seconds of any clock."""
+
+    last_s: float | None = None
+    total_s: float = 0.0
+    worst_s: float = 0.0
+    num_tokens: int = 0
+
+    def on_tokens(self, count: int, now_s: float) -> None:
+        """Counts tokens that arrived together; a stream's first ones open its first gap."""
+        if self.last_s is not None:
+            self._add(now_s - self.last_s)
+            self.num_tokens += count
+        self.last_s = now_s
+
+    def on_end(self) -> None:
+        self.last_s = None
+
+    def cut(self, now_s: float) -> None:
+        """Closes the window: a gap that is open counts up to now."""
+        if self.last_s is not None:
+            self._add(now_s - self.last_s)
+            self.last_s = now_s
+
+    def _add(self, gap_s: float) -> None:
+        self.total_s += gap_s
+        self.worst_s = max(self.worst_s, gap_s)
+
+
+@dataclass(slots=True)
+class WindowSums:
+    """Builds a window from several streams and the probes."""
+
+    gaps: list[StreamGaps]
+    pause_s: float = 0.0
+    num_probes: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def close(self, now_s: float) -> Window:
+        """Returns the window up to now and begins the next one."""
+        for each in self.gaps:
+            each.cut(now_s)
+        total_s, num_tokens = sum(each.total_s for each in self.gaps), sum(each.num_tokens for each in self.gaps)
+        window = Window(
+            pause_s=self.pause_s,
+            itl_s=total_s / num_tokens if num_tokens else 0.0,
+            worst_gap_s=max((each.worst_s for each in self.gaps), default=0.0),
+            num_tokens=num_tokens,
+            num_probes=self.num_probes,
+            failures=tuple(self.failures),
+        )
+        for each in self.gaps:
+            each.total_s, each.worst_s, each.num_tokens = 0.0, 0.0, 0
+        self.pause_s, self.num_probes, self.failures = 0.0, 0, []
+        return window
+
+
+def is_held(outcomes: Sequence[AttackOutcome], bounds: Bounds) -> bool:
+    return not any(outcome.faults(bounds) for outcome in outcomes)

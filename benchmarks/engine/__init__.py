@@ -1,0 +1,5 @@
+"""Benchmarks of one engine in one process: steps, prompts, start, weights, quantization and cache tiers.
+
+`python -m benchmarks.engine` compares it with the bare-torch floor, eager torch, transformers and vLLM; the modules
+`quality`, `quantized_cpu`, `tiers` and `weights` are run by themselves. No router, no RPC and no Ray.
+"""

@@ -1,0 +1,240 @@
+"""Compares one engine in one process with what bounds it and with what people would run instead.
+
+It measures decode steps of 1, 16 and 64 sequences at 512 tokens of context, prompts of 512 and 2048 tokens, 16 requests
+from prompt to last token, and the start of a process to its first token; 135M shape, bf16, greedy. Steps are compared
+with the bare-torch floor, plain eager torch and `transformers`. A "whole loop" includes scheduling: requests are
+submitted all at once to this engine's worker loop and to vLLM's `LLM.generate`, which runs in its own process if its
+interpreter is named (`benchmarks/common/vllm_process.py`).
+
+Subjects alternate round by round, and the quickest call of each counts, since other work on the machine only adds time.
+While one is measured, the others are idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.floor import FloorStep, elapsed_s
+from benchmarks.common.process_group import PipedProcess
+from benchmarks.common.report import Row, publish
+from benchmarks.common.shapes import random_llama
+from benchmarks.common.vllm_process import Vllm, VllmEngine, parse_with_vllm
+from benchmarks.engine.aims import BATCHING, COLD, FLOOR, OURS, VLLM, WARM, aim_rows, rows_of
+from benchmarks.engine.loop import EngineLoop
+from benchmarks.engine.peers import EagerTorch, Transformers
+from benchmarks.engine.workload import (
+    BATCHES,
+    CONTEXT,
+    KV_TOKENS,
+    PROMPTS,
+    REQUESTS_NAME,
+    Answer,
+    LoopWorkload,
+    ask_in_turns,
+    loop_workloads,
+)
+from engine.engine import Engine
+from engine.models.config import ModelConfig
+from engine.step.sequence import ScheduledSequence, Sequence
+from penstock.config import EngineConfig
+from penstock.types import RequestId, SamplingParams
+
+_SHORT_S = 0.2  # shorter calls are timed four times a round, others once
+_FIRST_TOKEN_TIMEOUT_S = 300.0
+
+Call = Callable[[], object]
+
+
+class OwnEngine:
+    """Calls this engine; a step is all that `Engine.step` does, from the work list to tokens."""
+
+    def __init__(self, folder: Path, num_threads: int) -> None:
+        config = EngineConfig(model=str(folder), num_threads=num_threads, num_pages=KV_TOKENS // 16)
+        self._engine = Engine.load(config)
+        self._engine.kv_pages.normal_()
+        self.loop = EngineLoop(self._engine)
+
+    def decode(self, batch: int, context: int) -> Call:
+        work = [ScheduledSequence(self._sequence(context + 1, context), 1) for _ in range(batch)]
+        return self._holding(work, lambda: self._engine.step(work))
+
+    def prefill(self, num_tokens: int) -> Call:
+        sequence = self._sequence(num_tokens, 0)
+        return self._holding([ScheduledSequence(sequence, 1)], lambda: self._compute(sequence))
+
+    def _compute(self, sequence: Sequence) -> None:
+        """Computes the prompt chunk by chunk, as a prefill worker does for a single prompt."""
+        sequence.num_computed_tokens = 0
+        while count := min(sequence.num_uncomputed_tokens, self._engine.saturating_tokens):
+            self._engine.step([ScheduledSequence(sequence, count)])
+            sequence.num_computed_tokens += count
+
+    def _sequence(self, num_tokens: int, num_computed: int) -> Sequence:
+        pages = self._engine.pool.allocate(-(-num_tokens // self._engine.layout.page_size))
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        sequence = Sequence(RequestId("bench"), [5] * num_tokens, num_tokens, sampling, b"", pages)
+        sequence.num_computed_tokens = num_computed
+        return sequence
+
+    def _holding(self, work: list[ScheduledSequence], call: Call) -> Call:
+        """Returns `call` after releasing its pages: nothing else runs until the next call is prepared."""
+        for item in work:
+            self._engine.pool.release(item.sequence.pages)
+        return call
+
+
+@dataclass(frozen=True, slots=True)
+class StepWorkload:
+    """The calls that compute the same step, by subject."""
+
+    name: str
+    calls: Mapping[str, Call]
+
+
+def in_turns(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
+    """Returns the seconds of each subject's quickest call.
+
+    The first call of each turn does not count: it brings back what other subjects have evicted from the CPU cache.
+    """
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            for _ in range(4 if elapsed_s(call) < _SHORT_S else 1):
+                best[name] = min(best[name], elapsed_s(call))
+    return best
+
+
+def workloads(
+    own: OwnEngine, eager: EagerTorch, hf: Transformers, model: ModelConfig
+) -> list[Callable[[], StepWorkload]]:
+    """Returns functions that prepare each workload in its turn: the KV of all would not fit into memory."""
+
+    def decode(batch: int) -> StepWorkload:
+        calls: dict[str, Call] = {
+            OURS: own.decode(batch, CONTEXT),
+            FLOOR: FloorStep(model, batch, batch, batch * CONTEXT, torch.bfloat16),
+            "eager torch": eager.decode(batch, CONTEXT),
+            "transformers, static cache": hf.decode(batch, CONTEXT),
+        }
+        return StepWorkload(f"decode step, {batch} at {CONTEXT}", calls)
+
+    def prefill(num_tokens: int) -> StepWorkload:
+        calls: dict[str, Call] = {
+            OURS: own.prefill(num_tokens),
+            FLOOR: FloorStep(model, num_tokens, 1, 0, torch.bfloat16),
+            "eager torch": eager.prefill(num_tokens),
+            "transformers, static cache": hf.prefill(num_tokens),
+        }
+        return StepWorkload(f"prompt of {num_tokens}", calls)
+
+    return [
+        *(lambda batch=batch: decode(batch) for batch in BATCHES),  # type: ignore[misc]
+        *(lambda num_tokens=num_tokens: prefill(num_tokens) for num_tokens in PROMPTS),  # type: ignore[misc]
+    ]
+
+
+def starts(folder: Path, num_threads: int) -> dict[str, dict[str, float]]:
+    """Returns the seconds from process start to first token; cold means that nothing is built or compiled yet.
+
+    It must run before this process loads the model, since replicas of a host share weights.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        cold_s = first_token_s("penstock", folder, num_threads, Path(cache))
+        warm_s = min(first_token_s("penstock", folder, num_threads, Path(cache)) for _ in range(2))
+    hf_s = min(first_token_s("transformers", folder, num_threads) for _ in range(2))
+    return {COLD: {OURS: cold_s}, WARM: {OURS: warm_s, "transformers": hf_s}}
+
+
+def first_token_s(subject: str, folder: Path, num_threads: int, cache: Path | None = None) -> float:
+    """Returns the seconds from the start of a process to its first token; `subject` is penstock or transformers."""
+    command = [sys.executable, "-m", "benchmarks.engine.first_token", subject, str(folder), str(num_threads)]
+    environment = {**os.environ, **({} if cache is None else {"XDG_CACHE_HOME": str(cache)})}
+    started_s = time.perf_counter()
+    with PipedProcess(command, environment) as process:
+        process.read_line(_FIRST_TOKEN_TIMEOUT_S)
+        return time.perf_counter() - started_s
+
+
+@contextmanager
+def beside(vllm: Vllm | None, folder: Path, num_threads: int) -> Iterator[tuple[VllmEngine | None, float, float]]:
+    """Yields a paused vLLM, or None, and the seconds of its first and its second start."""
+    if vllm is None:
+        yield None, 0.0, 0.0
+        return
+    with tempfile.TemporaryDirectory() as cache:
+        with VllmEngine(vllm, folder, num_threads, Path(cache)) as first:
+            cold_s = first.start_s
+        with VllmEngine(vllm, folder, num_threads, Path(cache)) as second:
+            yield second, cold_s, second.start_s
+
+
+def whole_loop(
+    workload: LoopWorkload, own: EngineLoop, hf: Transformers, peer: VllmEngine | None, rounds: int
+) -> dict[str, float]:
+    answers: dict[str, Answer] = {OURS: own.answer}
+    if peer is not None:
+        answers[VLLM] = peer.answer
+    if workload.name == REQUESTS_NAME:
+        answers[BATCHING] = hf.answer
+        rounds = min(2, rounds)
+    return ask_in_turns(workload, answers, rounds)
+
+
+def measure(
+    folder: Path, peer: VllmEngine | None, num_threads: int, rounds: int, only: str
+) -> dict[str, dict[str, float]]:
+    """Returns seconds by workload and subject."""
+    own, eager, hf = OwnEngine(folder, num_threads), EagerTorch(folder), Transformers(folder)
+    found: dict[str, dict[str, float]] = {}
+
+    def keep(name: str, seconds: dict[str, float]) -> None:
+        found[name] = seconds
+        print(*(f"{row.metric}: {row.value:.1f} {row.unit}" for row in rows_of(name, seconds)), sep="\n", flush=True)
+
+    for make in workloads(own, eager, hf, ModelConfig.from_folder(str(folder))):
+        workload = make()
+        if only in workload.name:
+            keep(workload.name, in_turns(workload.calls, rounds))
+    for loop_workload in loop_workloads():
+        if only in loop_workload.name:
+            keep(loop_workload.name, whole_loop(loop_workload, own.loop, hf, peer, rounds))
+    own.loop.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds in which all subjects are measured")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of every subject")
+    parser.add_argument("--only", default="", help="workloads whose name contains this; writes no result")
+    arguments, vllm, vllm_description = parse_with_vllm(parser)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(arguments.threads)
+    began_s, folder = time.perf_counter(), random_llama()
+    found = {} if arguments.only else starts(folder, arguments.threads)
+    with beside(vllm, folder, arguments.threads) as (peer, cold_s, warm_s):
+        if peer is not None and not arguments.only:
+            found[COLD][VLLM], found[WARM][VLLM] = cold_s, warm_s
+        found |= measure(folder, peer, arguments.threads, arguments.rounds, arguments.only)
+    if arguments.only:
+        return
+    rows: list[Row] = [row for name, seconds in found.items() for row in rows_of(name, seconds)]
+    publish(
+        "engine", f"135M shape, bf16, {arguments.threads} threads; beside {vllm_description}", rows + aim_rows(found)
+    )
+    print(f"took {time.perf_counter() - began_s:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

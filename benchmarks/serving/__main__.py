@@ -1,0 +1,123 @@
+"""Disaggregated serving beside colocated serving, and both beside vLLM, on two cores.
+
+Disaggregated is one prefill and one decode worker with a core each, colocated is one worker with both cores; vLLM runs
+in the same two arrangements if its interpreter is named (`benchmarks/common/vllm_process.py`).
+
+64 requests arrive as a Poisson process; prompts are 64 to 1024 random tokens, outputs 16 to 96 with end-of-sequence
+ignored, greedy, on the 135M shape in bf16, as streams of OpenAI's HTTP API. The client, the router and the workers
+share the machine's two cores. The deployments run one after the other with the same prompts at the same times; each
+first answers three requests that do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from benchmarks.common.report import Row, publish
+from benchmarks.common.shapes import LLAMA_135M, random_llama
+from benchmarks.common.vllm_process import Vllm, own_cores, parse_with_vllm
+from benchmarks.serving.deployments import SERVED_MODEL, serving_router
+from benchmarks.serving.load import ServingLatencies, make_plans, run_http
+from benchmarks.serving.vllm_server import VllmServer
+from penstock.config import DecodeConfig
+
+NUM_REQUESTS = 64
+RATES = (2.0, 4.0)  # requests a second
+MAX_SEQUENCES, MAX_CONTEXT = 64, 2048
+SPLIT, COLOCATED, VLLM, VLLM_SPLIT = "1P+1D", "colocated", "vLLM colocated", "vLLM 1P+1D"
+METRICS = (("TTFT p50", "ms"), ("TTFT p99", "ms"), ("ITL p50", "ms"), ("ITL p99", "ms"), ("output", "tokens/s"))
+
+Figures = Mapping[str, Mapping[float, tuple[float, ...]]]  # as METRICS, by deployment and rate
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The address that requests are sent to."""
+
+    address: str
+    vllm_prefill: str = ""  # vLLM's prefill server, which gets prompts first
+
+
+@contextmanager
+def penstock_server(is_colocated: bool, transport: str) -> Iterator[Server]:
+    decode = DecodeConfig(max_batch_sequences=MAX_SEQUENCES, placement="local" if is_colocated else "auto")
+    with serving_router(random_llama(), decode, {"num_pages": 6000}, transport, is_colocated) as router:
+        yield Server(router.http)
+
+
+@contextmanager
+def vllm_server(vllm: Vllm) -> Iterator[Server]:
+    with VllmServer(vllm, random_llama(), own_cores(2), MAX_SEQUENCES, MAX_CONTEXT) as server:
+        yield Server(server.address)
+
+
+@contextmanager
+def vllm_pair(vllm: Vllm) -> Iterator[Server]:
+    """Starts the two servers one after the other, so that the second finds what the first has compiled."""
+    first, second = ([core] for core in own_cores(2))
+    with (
+        VllmServer(vllm, random_llama(), first, MAX_SEQUENCES, MAX_CONTEXT, is_paired=True) as prefill,
+        VllmServer(vllm, random_llama(), second, MAX_SEQUENCES, MAX_CONTEXT, is_paired=True) as decode,
+    ):
+        yield Server(decode.address, prefill.address)
+
+
+def measure(
+    name: str, serving: AbstractContextManager[Server], rates: Sequence[float], num_requests: int
+) -> dict[float, tuple[float, ...]]:
+    """Starts a deployment, measures each rate with prompts of its own, which are never cached, and stops it."""
+
+    def load(server: Server, rate: float, count: int, seed: int) -> ServingLatencies:
+        plans = make_plans(rate, count, LLAMA_135M["vocab_size"], seed)
+        return asyncio.run(run_http(server.address, SERVED_MODEL, plans, server.vllm_prefill))
+
+    with serving as server:
+        load(server, 1e9, 3, seed=1000)
+        figures: dict[float, tuple[float, ...]] = {
+            rate: load(server, rate, num_requests, seed).figures() for seed, rate in enumerate(rates)
+        }
+    print(name, {rate: [round(figure, 1) for figure in of_rate] for rate, of_rate in figures.items()}, flush=True)
+    return figures
+
+
+def peers(vllm: Vllm | None) -> dict[str, AbstractContextManager[Server]]:
+    if vllm is None:
+        return {}
+    return {VLLM: vllm_server(vllm), **({VLLM_SPLIT: vllm_pair(vllm)} if vllm.has_nixl else {})}
+
+
+def rows_of(found: Figures) -> list[Row]:
+    """Compares Penstock's deployments with each other, and with those of vLLM that were measured."""
+    pairs = [(SPLIT, COLOCATED), (COLOCATED, VLLM), (SPLIT, VLLM), (SPLIT, VLLM_SPLIT)]
+    return [
+        Row(f"{metric} at {rate:g}/s, {own}", found[own][rate][index], unit, other, found[other][rate][index])
+        for rate in found[SPLIT]
+        for index, (metric, unit) in enumerate(METRICS)
+        for own, other in pairs
+        if other in found
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
+    parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    options, vllm, beside = parse_with_vllm(parser)
+    servers = {COLOCATED: penstock_server(True, options.transport), SPLIT: penstock_server(False, options.transport)}
+    found = {name: measure(name, server, options.rates, options.requests) for name, server in servers.items()}
+    for name, peer in peers(vllm).items():
+        try:
+            found[name] = measure(name, peer, options.rates, options.requests)
+        except (RuntimeError, TimeoutError) as error:  # our figures stand without it
+            print(f"{name} is left out: {error!r}", flush=True)
+    workload = f"{options.requests} requests, 135M Llama shape, bf16, transport {options.transport}; beside {beside}"
+    publish("serving", workload, rows_of(found))
+
+
+if __name__ == "__main__":
+    main()

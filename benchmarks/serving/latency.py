@@ -1,0 +1,88 @@
+"""TTFT, ITL and tokens/s of the whole path at 1, 16 and 64 concurrent requests, beside the bare-torch floor.
+
+One prefill worker, one decode worker (a core each) and the router, as processes; greedy, end-of-sequence ignored. Every
+request of a round is sent at once: TTFT at 64 is that of a burst. The floor of ITL is one decode step's matrix products
+and KV read on one core, that of TTFT the prompt's matrix products, that of tokens/s the batch over the step's floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.floor import step_floor_s
+from benchmarks.common.report import Row, percentile, publish
+from benchmarks.common.shapes import BUNDLED, random_llama
+from benchmarks.serving.deployments import serving_router
+from benchmarks.serving.load import RequestPlan, ServingLatencies, run
+from engine.models.config import ModelConfig
+from penstock.config import DecodeConfig
+
+CONCURRENCY = (1, 16, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyCase:
+    """A model and the shape of the requests that it gets."""
+
+    name: str
+    model: Path
+    prompt_tokens: int
+    output_tokens: int
+
+
+def measure(case: LatencyCase, vocab_size: int) -> dict[int, ServingLatencies]:
+    """Returns the latencies at each concurrency, all measured on one deployment."""
+    rng = random.Random(0)
+
+    def burst(count: int) -> list[RequestPlan]:
+        prompts = (rng.choices(range(3, vocab_size), k=case.prompt_tokens) for _ in range(count))
+        return [RequestPlan(0.0, prompt, case.output_tokens) for prompt in prompts]
+
+    with serving_router(case.model, DecodeConfig(max_batch_sequences=64), {"num_pages": 2048}) as router:
+        asyncio.run(run(router.address, burst(3)))
+        return {count: asyncio.run(run(router.address, burst(count))) for count in CONCURRENCY}
+
+
+def rows_of(case: LatencyCase) -> list[Row]:
+    config = ModelConfig.from_folder(str(case.model))
+    measured = measure(case, config.vocab_size)
+    torch.set_num_threads(1)
+    dtype = getattr(torch, config.dtype)
+    context = case.prompt_tokens + case.output_tokens // 2
+    prefill_s = step_floor_s(config, case.prompt_tokens, 1, 0, dtype)
+    rows = []
+    for count, found in measured.items():
+        step_s = step_floor_s(config, count, count, count * context, dtype)
+        at = f"{case.name}, {count} at once"
+        queue_s = prefill_s * (count + 1) / 2  # a burst's median prompt waits for half of the others
+        rows += [
+            Row(f"TTFT p50, {at}", percentile(found.ttft, 0.5) * 1e3, "ms", "bare-torch prefill", queue_s * 1e3),
+            Row(f"ITL p50, {at}", percentile(found.itl, 0.5) * 1e3, "ms", "bare-torch step", step_s * 1e3),
+            Row(f"ITL p99, {at}", percentile(found.itl, 0.99) * 1e3, "ms", "bare-torch step", step_s * 1e3),
+            Row(f"output, {at}", found.num_tokens / found.elapsed_s, "tokens/s", "bare-torch step", count / step_s),
+        ]
+    return rows
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    started_s = time.perf_counter()
+    cases = [
+        LatencyCase("bundled", BUNDLED, prompt_tokens=128, output_tokens=64),
+        LatencyCase("135M", random_llama(), prompt_tokens=256, output_tokens=32),
+    ]
+    rows = [row for case in cases for row in rows_of(case)]
+    workload = "; ".join(f"{case.name}: {case.prompt_tokens} tokens in, {case.output_tokens} out" for case in cases)
+    publish("latency", f"{workload}; 1 prefill + 1 decode worker, a core each", rows)
+    print(f"took {time.perf_counter() - started_s:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Calls to the Admin service: connection, token, errors in an operator's terms, and waiting for a state."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from cluster.cli.admin_token import find_token
+from cluster.cli.options import client_tls
+from penstock.client.auth import auth_metadata
+from penstock.errors import (
+    STATUS_DETAILS,
+    DeadlineExceeded,
+    PenstockError,
+    Unauthenticated,
+    Unavailable,
+    from_rpc_error,
+)
+from penstock.rpc.secret import ClusterSecrets
+from penstock.rpc.trust import ADMIN
+from penstock.v1 import admin_pb2, admin_pb2_grpc
+
+CALL_TIMEOUT_S = 10.0
+
+Condition = Callable[[admin_pb2.StatusResponse], bool]
+
+
+def admin_call(arguments: Namespace, method: str, request: Message, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    """Makes one unary call and returns its response."""
+    with admin_stub(arguments) as (stub, metadata):
+        return getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
+
+
+@contextlib.contextmanager
+def admin_stub(arguments: Namespace) -> Iterator[tuple[admin_pb2_grpc.AdminStub, Any]]:
+    """Yields a stub and the call metadata, which hold the token left for this account or made from --secret-file.
+
+    Raises Unavailable or Unauthenticated with what to do about it.
+    """
+    address = arguments.admin
+    if arguments.secret_file:
+        token = ClusterSecrets.read(arguments.secret_file, "--secret-file").current.token(ADMIN)
+    else:
+        token = find_token(address)
+    tls = client_tls(arguments)
+    options = tls.options() if tls else None
+    with grpc.secure_channel(address, tls.credentials(), options) if tls else grpc.insecure_channel(address) as channel:
+        try:
+            yield admin_pb2_grpc.AdminStub(channel), auth_metadata(token)
+        except grpc.RpcError as error:
+            answered = any(key == STATUS_DETAILS for key, _ in error.trailing_metadata() or ())  # type: ignore[attr-defined]
+            typed = from_rpc_error(error)
+            raise (typed if answered and type(typed) is Unavailable else _with_advice(typed, address)) from error
+
+
+def _with_advice(error: PenstockError, address: str) -> PenstockError:
+    if type(error) is Unavailable:
+        return Unavailable(
+            f"no deployment answers at {address}; start one with `penstock serve`, or give its --admin address"
+        )
+    if isinstance(error, Unauthenticated):
+        return Unauthenticated(
+            f"{address} wants another token; call from the account that runs the deployment, or give its --secret-file"
+        )
+    return error
+
+
+def to_json(message: Message, indent: int | None = None) -> str:
+    """Returns a message as JSON under the names of the .proto file, fields at their defaults included."""
+    fields = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return json.dumps(fields, indent=indent)
+
+
+def all_ready(status: admin_pb2.StatusResponse) -> bool:
+    """Whether the deployment answers and every worker is ready."""
+    return status.ready and all(worker.state == "ready" for worker in status.workers)
+
+
+def pool_has_size(pool: str, replicas: int) -> Condition:
+    """Returns the condition that `pool` has exactly `replicas` workers, all of them ready."""
+
+    def condition(status: admin_pb2.StatusResponse) -> bool:
+        return [worker.state for worker in status.workers if worker.member.role == pool] == ["ready"] * replicas
+
+    return condition
+
+
+def wait_until(
+    stub: admin_pb2_grpc.AdminStub, metadata: Any, condition: Condition, timeout_s: float
+) -> admin_pb2.StatusResponse:
+    """Checks the status now and after each cluster event, and returns the first that meets `condition`.
+
+    Raises DeadlineExceeded that names the workers that are not ready.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    past = list(stub.Events(admin_pb2.EventsRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata))
+    last_number = past[-1].number if past else 0
+    status = admin_pb2.StatusResponse()
+    for _ in _now_and_after_each_event(stub, metadata, last_number, deadline_s):
+        status = stub.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata)
+        if condition(status):
+            return status
+    missing = [
+        f"{worker.member.worker_id} is {worker.state} {worker.detail}".strip()
+        for worker in status.workers
+        if worker.state != "ready"
+    ]
+    reason = "; ".join(missing) or "every worker is ready, but the pools do not have the size asked for"
+    raise DeadlineExceeded(f"not within {timeout_s:g} s: {reason}")
+
+
+def _now_and_after_each_event(
+    stub: admin_pb2_grpc.AdminStub, metadata: Any, last_number: int, deadline_s: float
+) -> Iterator[None]:
+    yield
+    request = admin_pb2.EventsRequest(after=last_number, follow=True)
+    call = stub.Events(request, timeout=max(0.1, deadline_s - time.monotonic()), metadata=metadata)
+    try:
+        for _ in call:
+            yield
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise
+    finally:
+        call.cancel()

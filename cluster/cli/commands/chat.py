@@ -1,0 +1,50 @@
+"""`penstock chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+
+from cluster.cli.commands.generate import print_stream
+from cluster.cli.options import add_client_options, make_client, sampling_fields
+from penstock.client.results import ChatMessage
+from penstock.client.sync_client import Client
+from penstock.errors import PenstockError
+
+HELP = "talk with the model"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    add_client_options(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Reads a line, streams the answer, keeps both as history. Ctrl-C ends the answer, Ctrl-D the conversation."""
+    messages: list[ChatMessage] = []
+    if arguments.system:
+        messages.append({"role": "system", "content": arguments.system})
+    with make_client(arguments) as client:
+        while True:
+            try:
+                line = input("> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return 0
+            if not line:
+                continue
+            messages.append({"role": "user", "content": line})
+            answer = _answer(client, arguments, messages)
+            if answer is None:
+                messages.pop()  # a turn that failed is not part of the conversation
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+
+def _answer(client: Client, arguments: Namespace, messages: list[ChatMessage]) -> str | None:
+    try:
+        with client.generate(messages, lane=arguments.lane, **sampling_fields(arguments)) as stream:
+            return print_stream(stream).text
+    except PenstockError as error:
+        print(error.message, file=sys.stderr)
+        return None

@@ -1,0 +1,100 @@
+"""`penstock generate`: streams one answer to the terminal, and shows where its time went and why its workers."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.cli.options import add_client_options, make_client, sampling_fields
+from cluster.cli.table import TIMING_HEADER, format_table, timing_row
+from penstock.client.results import Chunk
+from penstock.client.sync_client import GenerateStream
+from penstock.errors import Unavailable
+
+HELP = "stream an answer to the terminal"
+_INTERRUPTED = 130
+_STAGES = ("queue", "prefill", "transfer", "admission", "decode", "harm", "bonus", "total")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompt", help="the prompt; - reads it from standard input")
+    add("--timing", action="store_true", help="print where the time went")
+    add("--explain", action="store_true", help="print why its workers were chosen, with predicted and actual times")
+    add_client_options(parser)
+
+
+def run(arguments: Namespace) -> int:
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    with make_client(arguments) as client:
+        try:
+            sampling = sampling_fields(arguments)
+            with client.generate(prompt, lane=arguments.lane, explain=arguments.explain, **sampling) as stream:
+                printed = print_stream(stream)
+                decision = stream.decision if arguments.explain and not printed.interrupted else None
+        except Unavailable as error:
+            raise Unavailable(f"{arguments.server}: {error.message}") from error
+    if printed.interrupted:
+        return _INTERRUPTED
+    last = printed.last
+    if arguments.timing and last is not None and last.timing is not None and last.usage is not None:
+        row = timing_row(last.timing, last.usage.completion_tokens)
+        print("\n" + format_table(TIMING_HEADER, [row]), file=sys.stderr)
+    if decision is not None:
+        print("\n" + format_decision(decision), file=sys.stderr)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrintedStream:
+    """The text of a stream that was printed, and its last chunk."""
+
+    text: str
+    last: Chunk | None
+    interrupted: bool  # by Ctrl-C, which cancelled the call
+
+
+def print_stream(stream: GenerateStream) -> PrintedStream:
+    """Prints text as it arrives. Ctrl-C cancels the call."""
+    texts: list[str] = []
+    last, interrupted = None, False
+    try:
+        for chunk in stream:
+            last = chunk
+            texts.append(chunk.text)
+            print(chunk.text, end="", flush=True)
+    except KeyboardInterrupt:
+        stream.close()
+        interrupted = True
+    print()
+    return PrintedStream("".join(texts), last, interrupted)
+
+
+def format_decision(decision: Mapping[str, Any]) -> str:
+    """Formats a decision record: for each completion the pairs considered, cheapest first, and the actual times."""
+    parts = [f"policy {decision['policy']}; milliseconds; * is the pair chosen, = what it took"]
+    for completion in decision["completions"]:
+        rows = []
+        for attempt in completion["attempts"]:
+            chosen = attempt["predicted"]
+            rows.append(_score_row(chosen, "*"))
+            rows += [_score_row(score, " ") for score in attempt["considered"] if score != chosen]
+        if "actual" in completion:  # absent in a lookaside stream, whose record is made before it starts
+            rows.append(_actual_row(completion["actual"]))
+        parts.append(format_table(["", "pair", *_STAGES, "cached"], rows))
+    return "\n".join(parts)
+
+
+def _score_row(score: Mapping[str, Any], mark: str) -> list[str]:
+    stages = [f"{score[f'{stage}_ms']:.1f}" for stage in _STAGES]
+    cached = f"{score['prefill_cached_tokens']}/{score['decode_cached_tokens']}"
+    return [mark, f"{score['prefill']} > {score['decode']}", *stages, cached]
+
+
+def _actual_row(actual: Mapping[str, Any]) -> list[str]:
+    times = [f"{actual[f'{stage}_ms']:.1f}" if f"{stage}_ms" in actual else "-" for stage in _STAGES]
+    cached = f"{actual['prefill_cached_tokens']}/{actual['decode_cached_tokens']}"
+    return ["=", f"{actual['prefill_worker']} > {actual['decode_worker']}", *times, cached]

@@ -1,0 +1,167 @@
+"""`penstock serve`: starts a deployment and keeps it up until Ctrl-C, SIGTERM or `penstock stop`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cluster.cli.restart_policy import may_restart
+from cluster.cli.start_progress import StartProgress
+from cluster.cli.table import state_changes
+from penstock.config import ServeConfig, parse, read
+from penstock.errors import ConfigError, Unavailable
+from penstock.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from cluster.ray.launch import RayDeployment
+
+HELP = "start a deployment and keep it up"
+_INTERRUPTED = 130
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="a Hugging Face checkpoint folder")
+    add("--config", metavar="FILE", help="TOML or JSON with more settings; flags override it")
+    add("--prefill", type=int, metavar="N", help="prefill workers; default 1")
+    add("--decode", type=int, metavar="M", help="decode workers; default 1")
+    add("--prefill-tp", type=int, metavar="N", help="ranks (processes or GPUs) of each prefill worker; default 1")
+    add("--decode-tp", type=int, metavar="N", help="ranks of each decode worker; default 1")
+    add("--colocated", action="store_true", help="no prefill workers: decode workers prefill too")
+    add("--host", help="address of the HTTP and gRPC ports; default 127.0.0.1")
+    add("--http-port", type=int, metavar="PORT", help="default 8000; 0 takes a free one")
+    add("--grpc-port", type=int, metavar="PORT", help="default 50051; 0 takes a free one")
+    add("--admin-port", type=int, metavar="PORT", help="default 50052; 0 takes a free one; always on loopback")
+    add("--address", help="a Ray cluster to join, such as auto; default: start one here")
+    add("--attach", action="store_true", help="follow the deployment that the Ray cluster has already, if it has one")
+    add("--secret-file", metavar="FILE", help="the cluster secret, at this path on every node; needed with --address")
+    add("--lookaside", action="store_true", default=None, help="decode workers stream to clients that ask for it")
+    add("--dtype", help="auto, bfloat16, float16 or float32")
+    add("--transport", help="how KV pages travel: auto, cuda_ipc or shm (one host), nixl or torch")
+
+
+def run(arguments: Namespace) -> int:
+    config = serve_config(arguments)
+    if arguments.attach and not config.address:
+        raise ConfigError("--attach: a Ray that is started here has no deployment yet; give --address too")
+    launch = _import_launch()
+    signals: list[int] = []  # after SIGTERM streams may finish; Ctrl-C and a second SIGTERM end them
+
+    def on_sigterm(number: int, frame: object) -> None:
+        signals.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    losses_s: list[float] = []
+    while True:
+        try:
+            with StartProgress() as progress:
+                deployment = launch(config, progress.show, attach=arguments.attach)
+        except (KeyboardInterrupt, SystemExit):  # Ray raises SystemExit for a SIGTERM while it starts
+            return _INTERRUPTED
+        grace_s = 0.0
+        try:
+            _print_ready(deployment)
+            if config.address:
+                deployment.leave()
+                print("It runs in the Ray cluster from now on; `penstock stop` ends it.")
+                return 0
+            print("Ctrl-C stops it.", flush=True)
+            states = {worker.member.worker_id: worker.state for worker in deployment.status().workers}
+            lost = deployment.wait_until_stopped(partial(_print_changes, states))
+            if not lost:
+                return 0
+            losses_s.append(time.monotonic())
+            grace_s = config.drain_s
+            print(f"Ray is lost: {lost}. Running requests have {grace_s:g} s to end.", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            print("stopping", file=sys.stderr)
+            return 0
+        finally:
+            deployment.stop(config.drain_s if signals else grace_s)
+        if not may_restart(losses_s, time.monotonic()):
+            raise Unavailable(f"Ray was lost {len(losses_s)} times in a row, the last time: {lost}; see its logs")
+        # Its ports are the ones that callers know. A secret that it made for itself has ended with it.
+        config = deployment.config.model_copy(update={"security": config.security})
+        print("starting again, at the same ports", file=sys.stderr, flush=True)
+
+
+def serve_config(arguments: Namespace) -> ServeConfig:
+    """Returns the config file's values overridden by the flags. Raises ConfigError."""
+    data = read(arguments.config) if arguments.config else {}
+    for key in ("model", "host", "http_port", "grpc_port", "admin_port", "address", "lookaside"):
+        _set(data, (key,), getattr(arguments, key))
+    _set(data, ("security", "secret_file"), arguments.secret_file)
+    _set(data, ("engine", "dtype"), arguments.dtype)
+    _set(data, ("transfer", "transport"), arguments.transport)
+    if arguments.colocated and arguments.prefill:
+        raise ConfigError(f"--colocated with --prefill {arguments.prefill}: it has no prefill workers; leave one out")
+    _set(data, ("prefill_pool", "replicas"), 0 if arguments.colocated else arguments.prefill)
+    _set(data, ("decode_pool", "replicas"), arguments.decode)
+    _set(data, ("prefill_pool", "engine", "tensor_parallel"), arguments.prefill_tp)
+    _set(data, ("decode_pool", "engine", "tensor_parallel"), arguments.decode_tp)
+    _set(data, ("decode", "placement"), "local" if arguments.colocated else None)
+    if "model" not in data:
+        raise ConfigError("model is missing: give --model DIR, a Hugging Face checkpoint folder")
+    return parse(ServeConfig, data, source=arguments.config or "penstock serve")
+
+
+def _set(data: dict[str, object], path: tuple[str, ...], value: object) -> None:
+    if value is None:
+        return
+    table = data
+    for key in path[:-1]:
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            return  # the file is wrong here; validation reports it
+        table = inner
+    table[path[-1]] = value
+
+
+def _import_launch() -> Callable[..., RayDeployment]:
+    """Imports Ray and the workers' libraries, which the other commands do without."""
+    try:
+        from cluster.ray.launch import launch
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed; run: pip install 'penstock[serve]'") from error
+    return launch
+
+
+def _print_ready(deployment: RayDeployment) -> None:
+    config = deployment.config
+    endpoints = {"http": deployment.http_address, "grpc": deployment.grpc_address, "admin": deployment.admin_address}
+    pools = f"{config.prefill_pool.replicas} prefill + {config.decode_pool.replicas} decode workers"
+    keyed = bool(config.tenants or config.tenants_file)
+    usage = how_to_call(config.model_name, endpoints, encrypted=config.tls is not None, keyed=keyed)
+    print(f"ready: {config.model_name}, {pools}\n\n{usage}\n", flush=True)
+
+
+def _print_changes(states: dict[str, str], status: admin_pb2.StatusResponse) -> None:
+    for line in state_changes(states, status):
+        print(line, file=sys.stderr, flush=True)
+
+
+def how_to_call(model: str, endpoints: Mapping[str, str], *, encrypted: bool = False, keyed: bool = False) -> str:
+    """Returns commands that a person can type next. `endpoints` holds host:port of http, grpc and admin.
+
+    Callers with API keys (`keyed`) have theirs in PENSTOCK_API_KEY, which the clients read themselves.
+    """
+    url, tls = f"http{'s' * encrypted}://{endpoints['http']}", "--tls " * encrypted
+    client = f'"{endpoints["grpc"]}"' + ", tls=ClientTls()" * encrypted
+    imports = "from penstock import Client" + "; from penstock.client.auth import ClientTls" * encrypted
+    header = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' * keyed
+    body = f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 40}}'
+    return f"""\
+  HTTP   {url}/v1   (OpenAI's API)
+  gRPC   {endpoints["grpc"]}   (penstock.v1.Inference, with reflection)
+  admin  {endpoints["admin"]}
+
+  penstock generate {tls}--server {endpoints["grpc"]} "Once upon a time"
+  penstock status --admin {endpoints["admin"]}
+  python -c '{imports}; print(Client({client}).complete("Once upon a time").text)'
+  curl {url}/v1/completions{header} -H 'Content-Type: application/json' -d '{body}'"""

@@ -1,0 +1,60 @@
+"""`penstock status`: the workers, their states and their load."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from cluster.cli.admin import admin_call, admin_stub, all_ready, to_json, wait_until
+from cluster.cli.options import add_admin_options
+from cluster.cli.table import format_table
+from penstock.v1 import admin_pb2
+
+HELP = "show the workers and their load"
+_HEADER = ("worker", "state", "pid", "restarts", "running", "waiting", "free pages", "address", "")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the whole response as JSON")
+    parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait until every worker is ready")
+    add_admin_options(parser)
+
+
+def run(arguments: Namespace) -> int:
+    if arguments.wait is not None:
+        with admin_stub(arguments) as (stub, metadata):
+            status = wait_until(stub, metadata, all_ready, arguments.wait)
+    else:
+        status = admin_call(arguments, "Status", admin_pb2.StatusRequest())
+    print(to_json(status, indent=2) if arguments.json else format_status(status))
+    return 0
+
+
+def format_status(status: admin_pb2.StatusResponse) -> str:
+    """Formats the deployment's state, a table of workers and spares, and the latest rebalance."""
+    state = "ready" if status.ready else "not ready"
+    public = [endpoint for endpoint in status.endpoints if not endpoint.endswith("/metrics")]
+    head = f"{status.model}: {state}, up {status.uptime_s:.0f} s, at {', '.join(public) or 'no address yet'}"
+    workers = [_worker_row(worker) for worker in status.workers]
+    spares = [[spare.name, spare.state, str(spare.pid or "-"), *["-"] * 5, spare.detail] for spare in status.spares]
+    text = f"{head}\n\n{format_table(_HEADER, workers + spares)}"
+    balance = status.balance
+    if balance.rounds:
+        text += (
+            f"\n\nrebalanced: {balance.migrated} sequences in {balance.rounds} rounds; latest: {balance.last_reason}"
+        )
+    return text
+
+
+def _worker_row(worker: admin_pb2.WorkerStatus) -> list[str]:
+    load = worker.load if worker.HasField("load") else None
+    return [
+        worker.member.worker_id,
+        worker.state,
+        str(worker.pid or "-"),
+        str(worker.num_restarts),
+        str(load.num_running) if load else "-",
+        str(load.num_waiting) if load else "-",
+        f"{load.free_pages}/{load.total_pages}" if load else "-",
+        worker.member.address or "-",
+        worker.detail or (f"{worker.num_ranks} ranks" if worker.num_ranks > 1 else ""),
+    ]

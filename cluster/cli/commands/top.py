@@ -1,0 +1,150 @@
+"""`penstock top`: pools and workers, refreshed: a live view on a terminal, else a block of text for each view."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import ssl
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
+from cluster.cli.options import add_admin_options, require_positive
+from cluster.cli.rates import DeploymentRates, DeploymentSnapshot, RouterCounts, WorkerRates, compute_rates, read_counts
+from cluster.cli.table import format_table
+from penstock.rpc.secret import read_private
+from penstock.v1 import admin_pb2
+
+HELP = "watch pools, workers, pages, tokens/s and latencies"
+_SCRAPE_TIMEOUT_S = 3.0
+_HEADER = ("worker", "state", "running", "waiting", "pages", "prefill t/s", "decode t/s", "step ms", "cache hits", "")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--interval", type=float, default=2.0, metavar="SECONDS", help="between two views; default: %(default)s")
+    add("-n", "--count", type=int, metavar="N", help="number of views; default: until Ctrl-C")
+    add("--metrics-token-file", metavar="FILE", help="token for the routers' /metrics, which TTFT and ITL come from")
+    add("--json", action="store_true", help="print a line of JSON for each view")
+    add_admin_options(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Prints views until Ctrl-C or `--count`; each covers the time since the previous one."""
+    require_positive("interval", arguments.interval)
+    token = read_private(arguments.metrics_token_file, "--metrics-token-file") if arguments.metrics_token_file else ""
+    with admin_stub(arguments) as (stub, metadata):
+
+        def take_snapshot() -> DeploymentSnapshot:
+            status = stub.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata)
+            return DeploymentSnapshot(time.monotonic(), status, scrape(status, token, arguments.ca))
+
+        views = itertools.islice(_views(take_snapshot, arguments.interval), arguments.count)
+        if arguments.json:
+            for status, view in views:
+                print(json.dumps({"model": status.model, **asdict(view)}), flush=True)
+        else:
+            _show(views)
+    return 0
+
+
+def _views(
+    take_snapshot: Callable[[], DeploymentSnapshot], interval_s: float
+) -> Iterator[tuple[admin_pb2.StatusResponse, DeploymentRates]]:
+    never = threading.Event()
+    before = take_snapshot()
+    while True:
+        never.wait(interval_s)  # Ctrl-C ends the wait
+        now = take_snapshot()
+        yield now.status, compute_rates(before, now)
+        before = now
+
+
+def scrape(status: admin_pb2.StatusResponse, token: str, authority: str | None) -> dict[str, RouterCounts]:
+    """Returns the counts of each router that can be reached and accepts the token, by the URL of its metrics."""
+    found = {}
+    urls = [endpoint for endpoint in status.endpoints if endpoint.endswith("/metrics")]
+    for endpoint in urls or [f"{endpoint}/metrics" for endpoint in status.endpoints if endpoint.startswith("http")]:
+        request = urllib.request.Request(endpoint)
+        if token:
+            request.add_header("Authorization", f"Bearer {token}")
+        context = ssl.create_default_context(cafile=authority) if endpoint.startswith("https") else None
+        with contextlib.suppress(urllib.error.URLError, TimeoutError):
+            with urllib.request.urlopen(request, timeout=_SCRAPE_TIMEOUT_S, context=context) as answer:
+                found[endpoint] = read_counts(answer.read().decode())
+    return found
+
+
+def _show(views: Iterator[tuple[admin_pb2.StatusResponse, DeploymentRates]]) -> None:
+    if not sys.stdout.isatty():
+        for status, view in views:
+            print(format_rates(status.model, view), end="\n\n", flush=True)
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    live: Any = Live(Text("collecting ..."), screen=True, auto_refresh=False)
+    with live:
+        for status, view in views:
+            live.update(Text(format_rates(status.model, view)), refresh=True)
+
+
+def format_rates(model: str, view: DeploymentRates) -> str:
+    """Formats one view: the deployment, a line a pool, a table of workers."""
+    head = (
+        f"{model}: {'ready' if view.ready else 'not ready'}   {_number(view.tokens_per_s)} tokens/s   "
+        f"TTFT {_pair_ms(view.ttft_s)} ms   ITL {_pair_ms(view.itl_s)} ms (p50/p99)   "
+        f"prompts cached {_percent(view.hit_rate)}   queued {_number(view.num_queued)}"
+    )
+    pools = [
+        _pool_line(role, [worker for worker in view.workers if worker.role == role]) for role in ("prefill", "decode")
+    ]
+    return "\n".join([head, *pools, "", format_table(_HEADER, [_row(worker) for worker in view.workers])])
+
+
+def _pool_line(role: str, workers: list[WorkerRates]) -> str:
+    num_ready = sum(worker.state == "ready" for worker in workers)
+    name = "prefill_tokens_per_s" if role == "prefill" else "decode_tokens_per_s"
+    token_rates = [rate for worker in workers if (rate := getattr(worker, name)) is not None]
+    used = [worker.pages_used for worker in workers if worker.pages_used is not None]
+    pages = _percent(sum(used) / len(used) if used else None)
+    num_running, num_waiting = sum(w.num_running for w in workers), sum(w.num_waiting for w in workers)
+    return (
+        f"{role}: {num_ready} of {len(workers)} ready, {num_running} running, {num_waiting} waiting, "
+        f"pages {pages}, {_number(sum(token_rates) if token_rates else None)} tokens/s"
+    )
+
+
+def _row(worker: WorkerRates) -> list[str]:
+    return [
+        worker.worker_id,
+        worker.state,
+        str(worker.num_running),
+        str(worker.num_waiting),
+        _percent(worker.pages_used),
+        _number(worker.prefill_tokens_per_s),
+        _number(worker.decode_tokens_per_s),
+        "-" if worker.step_s is None else f"{worker.step_s * 1e3:.1f}",
+        _percent(worker.hit_rate),
+        worker.detail,
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _pair_ms(pair: tuple[float | None, float | None] | None) -> str:
+    return "-" if pair is None else "/".join("beyond" if value is None else f"{value * 1e3:.3g}" for value in pair)

@@ -1,0 +1,64 @@
+"""`penstock upgrade`: replaces every worker, by another revision of the model or by new code."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from cluster.cli.admin import admin_stub, to_json
+from cluster.cli.options import add_admin_options
+from penstock.errors import InvalidInput
+from penstock.v1 import admin_pb2
+
+HELP = "replace every worker, by another revision or by new code"
+_FAILED = 1
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="", metavar="DIR", help="folder that new workers load; default: the one that is served")
+    add("--share", type=float, default=0.1, metavar="PART", help="of requests, for new workers at first; %(default)s")
+    add("--window", type=float, default=60.0, metavar="SECONDS", help="of comparing both; default: %(default)s")
+    add("--min-requests", type=int, default=20, metavar="N", help="at new workers in the window; default: %(default)s")
+    add("--max-error-rate", type=float, default=0.01, metavar="RATE", help="at new workers; default: %(default)s")
+    add("--max-slowdown", type=float, default=1.5, metavar="RATIO", help="of mean times; default: %(default)s")
+    add("--ttft", type=float, default=0.0, metavar="SECONDS", help="bound on the mean, instead of the ratio")
+    add("--itl", type=float, default=0.0, metavar="SECONDS", help="bound on the mean, instead of the ratio")
+    add("--without-evidence", action="store_true", help="replace old workers although new ones served no request")
+    add("--force", action="store_true", help="also where the machines cannot hold new workers beside the old ones")
+    add("--abort", action="store_true", help="roll back the upgrade in flight")
+    add("--json", action="store_true", help="print each step as a line of JSON")
+    add_admin_options(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Prints the progress. Ctrl-C ends the command; the upgrade continues."""
+    if arguments.min_requests < 0:
+        raise InvalidInput("min_requests", f"is {arguments.min_requests}; give 0 or more")
+    request = admin_pb2.UpgradeRequest(
+        model=str(Path(arguments.model).resolve()) if arguments.model else "",
+        share=arguments.share,
+        window_s=arguments.window,
+        min_requests=arguments.min_requests,
+        max_error_rate=arguments.max_error_rate,
+        max_slowdown=arguments.max_slowdown,
+        ttft_s=arguments.ttft,
+        itl_s=arguments.itl,
+        abort=arguments.abort,
+        force=arguments.force,
+        without_evidence=arguments.without_evidence,
+    )
+    stage = ""
+    with admin_stub(arguments) as (stub, metadata):
+        for progress in stub.Upgrade(request, metadata=metadata):  # no deadline: it ends with the upgrade or Ctrl-C
+            print(to_json(progress) if arguments.json else format_upgrade(progress), flush=True)
+            stage = progress.stage
+    rolled_back = stage == "rolled back"
+    return 0 if rolled_back is arguments.abort else _FAILED
+
+
+def format_upgrade(progress: admin_pb2.UpgradeProgress) -> str:
+    """Formats one progress message as a line."""
+    detail = f" ({progress.detail})" if progress.detail else ""
+    workers = f"{progress.num_old} old and {progress.num_new} new workers serve"
+    return f"{progress.elapsed_s:6.1f} s  {progress.stage}: {workers}{detail}"

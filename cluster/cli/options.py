@@ -1,0 +1,89 @@
+"""Flags that several commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import os
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from penstock.client.auth import ClientTls
+from penstock.client.retry import RetryPolicy
+from penstock.client.sync_client import Client
+from penstock.errors import InvalidInput
+from penstock.types import Lane
+
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+_RETRY = RetryPolicy(connect_s=5.0)  # a person waits, perhaps at a wrong address
+
+
+def add_admin_options(parser: ArgumentParser) -> None:
+    """Adds the flags of commands that call the Admin service."""
+    add = parser.add_argument
+    admin = os.environ.get("PENSTOCK_ADMIN", "localhost:50052")
+    add("--admin", default=admin, metavar="HOST:PORT", help="default: $PENSTOCK_ADMIN, else port 50052")
+    add("--secret-file", metavar="FILE", help="the deployment's secret, if another account runs it")
+    _add_tls_options(parser, "PENSTOCK_ADMIN_")
+
+
+def add_client_options(parser: ArgumentParser) -> None:
+    """Adds the flags of commands that call the model."""
+    add = parser.add_argument
+    server = os.environ.get("PENSTOCK_SERVER", "localhost:50051")
+    add("--server", default=server, metavar="HOST:PORT", help="or $PENSTOCK_SERVER; default: %(default)s")
+    add("--api-key", metavar="KEY", help="default: $PENSTOCK_API_KEY, which other users of the machine cannot read")
+    _add_tls_options(parser)
+    add("--lookaside", action="store_true", help="stream from the decode worker itself, if the deployment allows it")
+    add("--timeout", type=float, metavar="SECONDS", help="deadline of each answer")
+    add("--lane", choices=[lane.value for lane in Lane], help="priority class; default: the caller's own")
+    add("--max-tokens", type=int, metavar="N")
+    add("--temperature", type=float, metavar="T", help="0 is greedy")
+    add("--top-p", type=float, metavar="P")
+    add("--top-k", type=int, metavar="K")
+    add("--seed", type=int)
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+
+
+def _add_tls_options(parser: ArgumentParser, variables: str = "") -> None:
+    """Adds the flags of TLS, which default to variables of the environment that begin with `variables`."""
+    add = parser.add_argument
+    found = {name: os.environ.get(f"{variables}{name}") for name in ("CA", "CERT", "CERT_KEY")} if variables else {}
+    add("--tls", action="store_true", help="encrypt, and trust gRPC's default certificate authorities")
+    add("--ca", metavar="FILE", default=found.get("CA"), help="encrypt, and trust this certificate authority (PEM)")
+    add(
+        "--cert",
+        metavar="FILE",
+        default=found.get("CERT"),
+        help="a client certificate to show (PEM), with --cert-key",
+    )
+    add("--cert-key", metavar="FILE", default=found.get("CERT_KEY"), help="its private key (PEM)")
+    add("--server-name", metavar="NAME", help="name in the server's certificate, if it differs from the host")
+
+
+def client_tls(arguments: Namespace) -> ClientTls | None:
+    """Returns the TLS settings of the call, or None for plain text."""
+    if not (arguments.tls or arguments.ca or arguments.cert):
+        return None
+    return ClientTls(arguments.ca, arguments.cert, arguments.cert_key, arguments.server_name)
+
+
+def make_client(arguments: Namespace) -> Client:
+    """Returns a client for the flags of `add_client_options`."""
+    return Client(
+        arguments.server,
+        timeout_s=arguments.timeout,
+        retry=_RETRY,
+        api_key=arguments.api_key,
+        tls=client_tls(arguments),
+        lookaside=arguments.lookaside,
+    )
+
+
+def sampling_fields(arguments: Namespace) -> dict[str, Any]:
+    """Returns the sampling fields that were given; the server has defaults for the others."""
+    return {name: value for name in _SAMPLING if (value := getattr(arguments, name)) is not None}
+
+
+def require_positive(name: str, seconds: float) -> None:
+    """Raises InvalidInput unless `seconds` is above 0."""
+    if seconds <= 0:
+        raise InvalidInput(name, f"is {seconds:g}; give a number of seconds above 0")

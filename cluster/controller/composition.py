@@ -1,0 +1,125 @@
+"""Makes a controller out of its parts.
+
+The order follows the dependencies: state first, then what publishes it, then what acts. No part is changed afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+
+from cluster.controller.controller import Controller
+from cluster.controller.event_log import EventLog
+from cluster.controller.load_reports import LoadReportStore
+from cluster.controller.membership import MembershipPublisher
+from cluster.controller.record import FIRST_RECORD, ControllerRecord, RecordKeeper, SaveRecord
+from cluster.controller.status import StatusReporter
+from cluster.controller.supervised_process import Spawn, SupervisedProcess
+from cluster.controller.supervisor import Supervisor
+from cluster.health.canary_check import CanaryRunner, ChecksCanary
+from cluster.health.gone_workers import GoneWorkers
+from cluster.health.readiness import Readiness, SendFirstRequest
+from cluster.lifecycle.capacity_check import CapacityCheck, Machines
+from cluster.lifecycle.drain_service import DrainService
+from cluster.lifecycle.migrate.rebalance_runner import RebalanceRunner
+from cluster.lifecycle.pool_service import PoolService
+from cluster.lifecycle.relocation_service import LeavingNodes, NodeWatch, RelocationService
+from cluster.lifecycle.upgrade.served_models import ServedModels, with_model
+from cluster.lifecycle.upgrade.upgrade_service import UpgradeService
+from cluster.pools.pool import Incarnation, Pools
+from cluster.pools.spares import Spares
+from cluster.scaling.runner import AutoscalerRunner
+from penstock.config import ServeConfig
+from penstock.rpc.server import Dial, make_channel
+from penstock.types import Role
+
+
+def make_controller(
+    config: ServeConfig,
+    spawn: Spawn,
+    send_first_request: SendFirstRequest,
+    dial: Dial = make_channel,
+    record: ControllerRecord = FIRST_RECORD,
+    save: SaveRecord = lambda record: None,
+    canary_check: ChecksCanary | None = None,
+    nodes: NodeWatch | None = None,
+    machines: Machines | None = None,
+) -> Controller:
+    """Returns a controller that is not started yet.
+
+    `spawn` makes processes and `dial` opens channels to workers. `record` is what the controller before this one left,
+    one generation up; `save` gets each later one. `canary_check` is None where workers' answers are not checked,
+    `nodes` where there is one machine alone, `machines` where nothing is known of them and nothing bounded by them.
+    """
+    config = with_model(config, record.model) if record.model else config
+    pools = Pools(config, record.replicas, record.last_numbers)
+    served = ServedModels(config)
+    reports = LoadReportStore(pools)
+    events = EventLog(time.time)
+    leaving_nodes = LeavingNodes()
+    readiness = Readiness(pools, send_first_request, config.start_timeout_s, was_ready=record.was_ready)
+    judge = canary_check.judge if canary_check is not None else None
+    keeper = RecordKeeper(record, save, pools, served, readiness, judge)
+
+    def on_change() -> None:
+        events.observe(pools.slots, readiness.is_ready)
+        membership.note_ends({end.value: count for end, count in events.ends.items()})
+        keeper.keep()
+
+    def spawn_served(incarnation: Incarnation) -> SupervisedProcess:
+        return spawn(incarnation, served.config_of(incarnation))
+
+    membership = MembershipPublisher(pools, served, record.first_version, on_change)
+    spare_counts = {role: config.pool(role).spares for role in Role}
+    spares = Spares(
+        spare_counts, pools, spawn_served, config.start_timeout_s, events, publish=membership.publish_spares
+    )
+
+    def obtain(incarnation: Incarnation) -> SupervisedProcess:
+        # Spares run the old code and model during an upgrade, and may be on a node that leaves.
+        may_take = served.upgrade is None and not leaving_nodes.notices
+        taken = spares.take(incarnation, spawn_served) if may_take else None
+        return taken or spawn_served(incarnation)
+
+    status = StatusReporter(pools, reports, spares, served)
+    canary = None
+    if canary_check is not None:
+        canary = CanaryRunner(canary_check, pools, membership, keeper.keep, config.canary_interval_s)
+    gone = GoneWorkers(nodes, pools, dial)
+    supervisor = Supervisor(
+        pools, reports, status, readiness, spares, membership, canary, gone, obtain, config.start_timeout_s
+    )
+    draining = DrainService(config, pools, reports, supervisor, dial, membership.publish)
+    capacity = CapacityCheck(pools, machines)
+    upgrading = UpgradeService(served, pools, reports, supervisor, draining, membership, capacity)
+    can_flip = config.engine_config(Role.PREFILL) == config.engine_config(Role.DECODE)
+    pool_service = PoolService(
+        pools, reports, supervisor, draining, upgrading, membership, events, capacity, can_flip=can_flip
+    )
+    relocation = RelocationService(
+        nodes, leaving_nodes, pools, reports, supervisor, draining, membership, events, config.start_timeout_s
+    )
+
+    def is_migrating() -> bool:
+        """Returns whether a drain or an upgrade migrates sequences, which balancing must not disturb."""
+        return draining.is_active or served.upgrade is not None
+
+    return Controller(
+        pools=pools,
+        events=events,
+        reports=reports,
+        membership=membership,
+        readiness=readiness,
+        keeper=keeper,
+        spares=spares,
+        status_reporter=status,
+        supervisor=supervisor,
+        draining=draining,
+        upgrading=upgrading,
+        pool_service=pool_service,
+        relocation=relocation,
+        gone=gone,
+        scaling=AutoscalerRunner(config, pool_service),
+        balancing=RebalanceRunner(config, reports, is_migrating, events.note, dial),
+        machines=machines,
+        dial=dial,
+    )

@@ -1,0 +1,7 @@
+"""Verdicts on workers and routers: do they live, do they answer rightly, and can the deployment serve a request?
+
+Others take `follow_worker` and `follow_router` from `liveness`, `CanaryCheck` and `CanaryRunner` from `canary_check`,
+`CanaryJudge` from `canary_policy`, `Readiness` from `readiness`, `GoneWorkers` from `gone_workers` and the count of a
+silence from `silence_policy`.
+This room must not start, replace or end a process, and must not know Ray.
+"""

@@ -1,0 +1,151 @@
+"""Hosts one engine and one role at a time: a prefill or a decode worker that can become the other over the same engine.
+
+Weights and cached pages stay where they are; the pages' events go on under the new epoch. The two roles never know each
+other and are put together here. A Ray actor or a plain process (`python -m cluster.local.worker`) holds one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from penstock.config import WorkerConfig
+from penstock.errors import InvalidInput, Unavailable
+from penstock.types import Epoch, Role, WorkerId
+from worker.start_progress import StartReporter
+
+if TYPE_CHECKING:
+    from decode_worker.server import DecodeServer
+    from engine.parallel.leader import Launch
+    from engine.replica import Replica
+    from prefill_worker.server import PrefillServer
+
+log = logging.getLogger(__name__)
+
+IDLE_TIMEOUT_S = 5.0  # a drained worker's last transfers end long before
+_NO_EPOCH = Epoch(0)
+
+
+class RoleHost:
+    """A worker server whose role can change. After a failed flip only `stop` may be called."""
+
+    def __init__(self, config: WorkerConfig, *, is_spare: bool = False, launch: Launch | None = None) -> None:
+        """A spare loads what `config` names and serves only once `flip` has given it a name and a role. `launch` starts
+        the processes of other ranks, by default plain ones."""
+        self._config = config
+        self._launch = launch
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._replica: Replica | None = None
+        self._warming = threading.Thread(target=_warm_up_transport, args=(config,), name="warm up", daemon=True)
+        self._warming.start()
+        self._serving: PrefillServer | DecodeServer | None = None if is_spare else self._make(config, None)
+
+    def _make(self, config: WorkerConfig, replica: Replica | None) -> PrefillServer | DecodeServer:
+        # Imported here: only a worker's process loads torch, after its thread bounds are set.
+        server: PrefillServer | DecodeServer
+        if config.role is Role.PREFILL:
+            from prefill_worker.server import PrefillServer
+
+            server = PrefillServer(config, replica, self._launch)
+        else:
+            from decode_worker.server import DecodeServer
+
+            server = DecodeServer(config, replica, self._launch)
+        server.failed.add_done_callback(self._on_failed)
+        return server
+
+    def _on_failed(self, failed: asyncio.Future[None]) -> None:
+        error = None if failed.cancelled() else failed.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    @property
+    def worker_id(self) -> str:
+        return self._config.worker_id
+
+    @property
+    def role(self) -> Role:
+        return self._config.role
+
+    @property
+    def epoch(self) -> Epoch:
+        return self._serving.epoch if self._serving is not None else _NO_EPOCH
+
+    @property
+    def address(self) -> str:
+        return self._serving.address if self._serving is not None else ""
+
+    @property
+    def server(self) -> PrefillServer | DecodeServer:
+        assert self._serving is not None, "a spare has no server"
+        return self._serving
+
+    async def start(self, stages: StartReporter | None = None) -> None:
+        """Loads the model and serves, unless this is a spare; reports progress to `stages`. Raises CheckpointError or
+        ConfigError."""
+        stages = stages or StartReporter()
+        await asyncio.to_thread(self._warming.join)
+        if self._serving is not None:
+            await self._serving.start(stages)
+            return
+        from engine.replica import Replica
+        from kv_transfer.ranks.rank_main import launch_ranks
+
+        self._make(self._config, None)  # imports what it will serve with
+        launch = self._launch or launch_ranks
+        self._replica = await asyncio.to_thread(Replica.load, self._config.engine, stages.on_weights, launch)
+        if self._config.role is Role.DECODE:  # the first thing a decode server would do
+            largest = self._config.decode.max_batch_sequences
+            await asyncio.to_thread(self._replica.engine.capture_graphs, stages.on_graphs, largest)
+        loop = asyncio.get_running_loop()
+
+        def on_lost(error: BaseException) -> None:
+            loop.call_soon_threadsafe(self._fail, error)
+
+        self._replica.engine.when_lost(on_lost)  # while it is a spare; once it serves, its server is notified too
+
+    async def flip(self, worker_id: WorkerId, role: Role) -> None:
+        """Changes the role, or gives a spare its first one, under this name and a new epoch.
+
+        The worker must have been drained: requests that are left end. Raises InvalidInput for the role that it has, and
+        Unavailable if a peer may still write into its pages, which cannot be used then.
+        """
+        before, replica = self.worker_id, self._replica
+        if self._serving is not None:
+            if role is self.role:
+                raise InvalidInput("role", f"is {role.value}, which {before} has already")
+            await self._serving.wait_idle(IDLE_TIMEOUT_S)
+            await self._serving.stop()
+            replica = self._serving.replica
+        assert replica is not None, "start first"
+        if num_pinned := replica.num_pinned_pages:
+            raise Unavailable(f"{before} cannot change its role: {num_pinned} of its pages may still be written")
+        self._config = self._config.model_copy(update={"role": role, "worker_id": worker_id})
+        self._serving = self._make(self._config, replica)
+        await self._serving.start()
+        log.info("%s is %s, epoch %d", before, worker_id, self.epoch)
+
+    async def leave(self) -> None:
+        if self._serving is not None:
+            await self._serving.leave()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        return self._serving is None or await self._serving.wait_idle(timeout_s)
+
+    async def stop(self) -> None:
+        if self._serving is not None:
+            await self._serving.stop()
+        elif self._replica is not None:
+            await asyncio.to_thread(self._replica.engine.close)
+
+
+def _warm_up_transport(config: WorkerConfig) -> None:
+    from kv_transfer.transports.nixl_agent import NixlAgent
+
+    NixlAgent.warm_up(config.transfer)

@@ -1,0 +1,94 @@
+"""`python -m cluster.local.worker --config FILE`: a worker as a plain process that can change its role.
+
+Like `python -m prefill_worker` and `python -m decode_worker`, with one more service, `WorkerHost`, at `host` of the
+ready line: the process's supervisor calls it to change the role.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+
+import grpc.aio
+import uvloop
+
+from cluster.local.role_host import RoleHost
+from penstock.config import WorkerConfig, load_process
+from penstock.errors import InvalidInput, PenstockError
+from penstock.process import Shutdown, set_up_logging
+from penstock.rpc.server import GrpcServer, typed_errors
+from penstock.rpc.trust import Trust
+from penstock.types import Role, WorkerId
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from worker.main import drain_server, ready_line, wait_done, wait_first
+from worker.start_progress import StartReporter, progress_bar
+
+
+class WorkerHostService(worker_pb2_grpc.WorkerHostServicer):
+    """Changes the role of the process's worker, one flip at a time."""
+
+    def __init__(self, host: RoleHost) -> None:
+        self._host = host
+        self._flipping = asyncio.Lock()
+
+    async def Flip(
+        self, request: worker_pb2.HostFlipRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.HostFlipResponse:
+        async with typed_errors(context), self._flipping:
+            if request.role not in list(Role):
+                raise InvalidInput("role", f"is {request.role!r}; give {' or '.join(Role)}")
+            await self._host.flip(WorkerId(request.worker_id), Role(request.role))
+            return worker_pb2.HostFlipResponse(epoch=self._host.epoch, address=self._host.address)
+
+
+def main() -> int:
+    """Runs the worker and returns the exit status, as `worker.main.main` does."""
+    parser = argparse.ArgumentParser(prog="python -m cluster.local.worker", description=__doc__)
+    parser.add_argument("--config", required=True, help="a WorkerConfig, TOML or JSON")
+    parser.add_argument(
+        "--spare", action="store_true", help="serve only once WorkerHost has given it a name and a role"
+    )
+    parser.add_argument("--secret-file", help="security.secret_file, where the configuration does not say")
+    try:
+        arguments = parser.parse_args()
+        config = load_process(WorkerConfig, arguments.config, arguments.secret_file)
+        set_up_logging(config.worker_id)
+        return uvloop.run(_serve(config, is_spare=arguments.spare))
+    except PenstockError as error:
+        print(error.message, file=sys.stderr)
+        return 2
+
+
+async def _serve(config: WorkerConfig, *, is_spare: bool) -> int:
+    host, shutdown = RoleHost(config, is_spare=is_spare), Shutdown()
+    with progress_bar(config.worker_id) as report_progress:
+        await host.start(StartReporter(report_progress))
+    trust = Trust(config.security)
+    watching = asyncio.create_task(trust.watcher.follow(), name="key files")
+    control = await _start_host_service(config, host, trust)
+    ready = {**ready_line(host.worker_id, host), "host": f"{config.host}:{control.port}"}
+    print(json.dumps(ready), flush=True)
+    await wait_first(shutdown.requested.wait(), wait_done(host.failed))
+    if not host.failed.done():
+        await wait_first(drain_server(host, config.drain_s), shutdown.immediate.wait(), wait_done(host.failed))
+    if host.failed.done():
+        os._exit(1)  # as in `worker.main`
+    watching.cancel()
+    await control.stop()
+    await host.stop()
+    return 0
+
+
+async def _start_host_service(config: WorkerConfig, host: RoleHost, trust: Trust) -> GrpcServer:
+    server = trust.server([worker_pb2.DESCRIPTOR.services_by_name["WorkerHost"]])
+    worker_pb2_grpc.add_WorkerHostServicer_to_server(WorkerHostService(host), server.server)
+    await server.start(config.host, 0)
+    await server.set_serving(True)
+    return server
+
+
+if __name__ == "__main__":
+    sys.exit(main())

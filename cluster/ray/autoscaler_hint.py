@@ -1,0 +1,50 @@
+"""Sends Ray's autoscaler what the deployment needs of a cluster that grows and shrinks.
+
+Pending placement groups ask for missing nodes. The hint sent here keeps the nodes of workers that are being replaced.
+It is one global, persistent setting of the cluster: nothing else may write it, and it must be withdrawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from ray.autoscaler.sdk import request_resources
+
+from cluster.pools.resources import ResourceShare
+
+log = logging.getLogger(__name__)
+
+
+class AutoscalerHint:
+    def __init__(self) -> None:
+        self._wanted: list[ResourceShare] = []
+        self._sending: asyncio.Task[None] | None = None
+
+    def request(self, shares: Sequence[ResourceShare]) -> None:
+        """Asks for one share for each desired rank. Returns at once."""
+        if list(shares) != self._wanted:
+            self._wanted = list(shares)
+            if self._sending is None or self._sending.done():
+                self._sending = asyncio.create_task(self._send())
+
+    async def withdraw(self) -> None:
+        self.request([])
+        if self._sending is not None:
+            await self._sending
+
+    async def _send(self) -> None:
+        sent: list[ResourceShare] | None = None
+        while sent != self._wanted:
+            sent = list(self._wanted)
+            await asyncio.to_thread(_request, sent)
+
+
+def _request(shares: Sequence[ResourceShare]) -> None:
+    bundles = [share.bundle() for share in shares]
+    labels = [dict(share.node_labels) for share in shares]
+    try:
+        request_resources(bundles=bundles, bundle_label_selectors=labels if any(labels) else None)
+    except Exception as error:  # whatever Ray raises while its head is away
+        log.warning("the request for %d workers did not reach Ray's autoscaler: %s", len(bundles), type(error).__name__)

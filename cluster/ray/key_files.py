@@ -1,0 +1,72 @@
+"""Files of keys that a deployment's processes read: where its own secret lies, and paths that hold in every process.
+
+Ray stores and logs what actors are made with, so that configurations name these files and no key is an argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from penstock.config import ServeConfig
+from penstock.config.security import TlsConfig
+from penstock.errors import ConfigError
+from penstock.rpc.secret import ClusterSecret, write_private
+
+
+def secret_file(port: int, environment: Mapping[str, str] = os.environ) -> Path:
+    """Returns the path of the secret of the deployment whose Admin service listens on `port`.
+
+    It must outlast a login: replaced workers read it for as long as the deployment runs.
+    """
+    base = environment.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base, "penstock", f"secret-{port}")
+
+
+def leave_secret(port: int) -> Path:
+    """Makes a secret and writes it where its owner alone reads it. Raises ConfigError."""
+    path = secret_file(port)
+    try:
+        write_private(path, ClusterSecret.make().reveal())
+    except OSError as error:
+        raise ConfigError(
+            f"security.secret_file is missing, and {path} cannot be written ({error.strerror}); set XDG_STATE_HOME, or "
+            "make a secret with `openssl rand -hex 32` and name its file"
+        ) from error
+    return path
+
+
+def remove_secret(path: Path) -> None:
+    with contextlib.suppress(OSError):  # it opens nothing any more
+        path.unlink(missing_ok=True)
+
+
+def with_absolute_paths(config: ServeConfig) -> ServeConfig:
+    """Returns `config` with absolute paths of key files, "~" being this account's home: actors have working directories
+    of their own.
+
+    Symbolic links stay, since mounted secrets change by them.
+    """
+    security = config.security
+    security = security.model_copy(
+        update={"secret_file": _absolute(security.secret_file), "tls": _absolute_tls(security.tls)}
+    )
+    router = dict(config.router)
+    if token := router.get("metrics_token_file"):
+        router["metrics_token_file"] = _absolute(str(token))
+    tenants_file = _absolute(config.tenants_file)
+    update = {"security": security, "tls": _absolute_tls(config.tls), "tenants_file": tenants_file, "router": router}
+    return config.model_copy(update=update)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
+
+
+def _absolute_tls(tls: TlsConfig | None) -> TlsConfig | None:
+    if tls is None:
+        return None
+    paths = {name: _absolute(getattr(tls, name)) for name in ("cert_file", "key_file", "ca_file")}
+    return tls.model_copy(update=paths)

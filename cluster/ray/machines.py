@@ -1,0 +1,85 @@
+"""Reads what Ray's nodes have, what a growing cluster may have, and the memory of a single machine.
+
+Implements `capacity_check.Machines`. Calls to Ray block on its head and run on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import psutil
+import ray
+
+from cluster.pools.capacity_policy import Capacity, MemoryRoom, WorkerNeed
+from cluster.pools.resources import NodeResources
+from penstock.errors import Unavailable
+from penstock.types import Role
+
+log = logging.getLogger(__name__)
+
+_READ_TIMEOUT_S = 5.0
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class RayMachines:
+    def __init__(self, needs: Mapping[Role, WorkerNeed], *, embedded: bool) -> None:
+        """`embedded`: Ray is ours, and on this machine alone."""
+        self.needs = needs
+        self.num_cores = float(len(os.sched_getaffinity(0)))
+        self._embedded = embedded
+
+    async def read(self, pids: Iterable[int]) -> Capacity:
+        try:
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                nodes, growth = await asyncio.to_thread(_read_ray)
+        except Exception as error:  # whatever Ray raises while its head is away
+            raise Unavailable(f"Ray's head does not say what the nodes have: {type(error).__name__}") from error
+        if not self._embedded:
+            self.num_cores = sum(node.resources.get("CPU", 0.0) for node in nodes.values())
+            return Capacity(nodes, growth)
+        return Capacity(nodes, memory=await asyncio.to_thread(_read_memory, list(pids)))
+
+
+def _read_ray() -> tuple[dict[str, NodeResources], dict[str, float] | None]:
+    nodes = {
+        str(node["NodeID"]): NodeResources(node["Resources"], node["Labels"] or {})
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    return nodes, _read_growth()
+
+
+def _read_growth() -> dict[str, float] | None:
+    """Returns the totals that Ray's autoscaler may grow the cluster to; None without one."""
+    try:
+        most = ray._private.state.state.get_max_resources_from_cluster_config()
+    except AttributeError:  # an older Ray does not say it: the nodes alone count
+        return None
+    return {str(name): float(amount) for name, amount in most.items()} if most else None
+
+
+def _read_memory(pids: list[int]) -> MemoryRoom | None:
+    """Returns the free memory and what the largest of these processes has to itself; None if none of them runs."""
+    taken = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            taken.append(psutil.Process(pid).memory_full_info().uss)
+    if not any(taken):
+        return None
+    return MemoryRoom(min(psutil.virtual_memory().available, _free_in_cgroup()), max(taken))
+
+
+def _free_in_cgroup() -> float:
+    """Returns what the container may still take, page cache counted as free; infinite without a limit."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return float("inf")
+    return float("inf") if limit == "max" else int(limit) - used + int(stat.get("inactive_file", 0))

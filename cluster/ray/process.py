@@ -1,0 +1,261 @@
+"""Runs one supervised process as a Ray actor: makes it or takes it over, watches it and removes it. Decides nothing.
+
+Actors and their reservations are detached: they outlive the controller that made them, and its successor finds them by
+name. Calls that block on Ray's head run on threads, so that leases are watched while the head is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from google.rpc import status_pb2
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from cluster.controller.supervised_process import OnUnplaced, Started
+from cluster.health.liveness import OnDoubt, follow_router, follow_worker
+from cluster.pools.pool import ROUTER, Incarnation
+from cluster.pools.resources import ResourceShare
+from cluster.ray import placement
+from penstock.errors import Unavailable, from_status
+from penstock.rpc.server import Dial
+from penstock.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "penstock"
+# Of memory, for actors that belong on their maker's node. Ray lets a random node place an actor that asks for nothing,
+# and a node that has just joined and does not know the maker's node yet keeps it.
+ONE_BYTE = 1
+_REMOVE_TIMEOUT_S = 5.0  # until Ray has confirmed that a killed router is gone
+_WORKER_REMOVE_TIMEOUT_S = 2.0
+_KILL_TIMEOUT_S = 3.0  # of a signal sent through Ray to another node
+_LEAVE_MARGIN_S = 5.0  # beyond its streams' time, for a router that was asked to end
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """Everything that decides how one incarnation's actor is made."""
+
+    kind: str  # prefill, decode, router or spare
+    incarnation: Incarnation
+    config: Mapping[str, object]  # of the worker or router, plain data
+    share: ResourceShare
+    node_id: str | None = None  # a node that it must run on, without a reservation
+    use_node_address: bool = False  # listen on the node's address instead of loopback
+    num_ranks: int = 1  # processes that hold a part of the model each; each gets a share
+
+    @property
+    def name(self) -> str:
+        """A name of its own for each incarnation: the previous one's may still be taken when its successor is made."""
+        return f"{self.incarnation.worker_id}.{self.incarnation.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class StartReport:
+    """An actor's answer to `start`. Errors travel as google.rpc.Status, as everywhere else."""
+
+    started: Started | None
+    node_id: str
+    error: bytes = b""
+    incarnation: Incarnation | None = None  # which it serves as; after a flip not the one that it is named after
+
+
+@dataclass(frozen=True, slots=True)
+class ActorContext:
+    """What all actors of a deployment share."""
+
+    actor_class: Any
+    python_path: str
+    controller: ActorHandle
+    dial: Dial
+
+
+def actor_options(spec: ActorSpec, python_path: str) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": spec.share.num_cpus,
+        "num_gpus": spec.share.num_gpus,
+        "resources": dict(spec.share.resources),
+        "max_restarts": 0,  # the controller replaces it, with a new epoch
+        "runtime_env": {"env_vars": {**spec.share.environment(), "PYTHONPATH": python_path}},
+    }
+
+
+class RayProcess:
+    """Implements `SupervisedProcess`. Runs on the controller's event loop."""
+
+    def __init__(self, spec: ActorSpec, context: ActorContext, found: ActorHandle | None = None) -> None:
+        """`found` is the actor of an incarnation that an earlier controller made."""
+        self._spec = spec
+        self._context = context
+        self._actor = found
+        self._life: Any = found.live.remote() if found is not None else None  # ends when the server or its process does
+        self._report: StartReport | None = None
+        self._stopped = False  # in order
+
+    async def place(self, on_unplaced: OnUnplaced) -> None:
+        if self._actor is not None:
+            return
+        spec, options = self._spec, actor_options(self._spec, self._context.python_path)
+        if spec.node_id:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(spec.node_id, soft=False)
+            options["memory"] = ONE_BYTE
+        else:
+            group = await placement.place(spec.name, spec.share, on_unplaced, spec.num_ranks)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        self._actor = await asyncio.to_thread(self._make, options)
+        self._life = self._actor.live.remote()
+
+    def _make(self, options: Mapping[str, Any]) -> ActorHandle:
+        spec = self._spec
+        made = self._context.actor_class.options(**options)
+        return made.remote(spec.kind, spec.incarnation.worker_id, dict(spec.config), spec.use_node_address)
+
+    async def start(self) -> Started:
+        """Starts the server. A found actor repeats its report, or goes on starting."""
+        assert self._actor is not None, "place first"
+        try:
+            report: StartReport = await self._actor.start.remote(self._context.controller, self._spec.incarnation)
+        except RayError as error:
+            raise Unavailable(f"its process died while starting: {_first_line(error)}") from error
+        self._report = report
+        return _started(report)
+
+    async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
+        assert self._report is not None
+        assert self._report.started is not None
+        started = self._report.started
+        if not started.address:  # a spare listens nowhere
+            return await self._outlive()
+        if self._is_router:
+            following = follow_router(started.address, on_doubt, started.pid, _drain_s(self._spec))
+        else:
+            following = follow_worker(started.address, started.epoch, on_load, on_doubt, self._context.dial)
+        ends = [asyncio.create_task(self._outlive()), asyncio.create_task(following)]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in ends:
+                task.cancel()
+
+    @property
+    def serves_as(self) -> Incarnation:
+        """The incarnation that the actor says it is; before it has answered, the one that it was made for."""
+        reported = self._report.incarnation if self._report is not None else None
+        return reported or self._spec.incarnation
+
+    async def _outlive(self) -> str:
+        try:
+            return str(await self._life)
+        except RayError as error:
+            return f"its process died: {_first_line(error)}"
+
+    async def flip(self, incarnation: Incarnation) -> Started:
+        assert self._actor is not None, "place first"
+        try:
+            report: StartReport = await self._actor.flip.remote(incarnation)
+        except RayError as error:
+            raise Unavailable(f"its process died while changing its role: {_first_line(error)}") from error
+        started = _started(report)
+        self._report = report
+        return started
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        if self._actor is None:
+            return
+        try:
+            await self._actor.stop.remote(grace_s)
+            self._stopped = True
+        except RayError as error:
+            raise Unavailable(f"its process died while stopping: {_first_line(error)}") from error
+
+    async def kill(self) -> None:
+        if self._actor is not None:
+            await self._kill_actor(self._actor)
+        if self._spec.node_id is None:
+            await asyncio.to_thread(placement.release, self._spec.name)
+
+    async def _kill_actor(self, actor: ActorHandle) -> None:
+        """Kills the actor, first by SIGKILL: Ray asks a process to end, which a stopped (SIGSTOP) process cannot hear.
+        After an orderly stop there is no signal, since Ray would report a process that died unexpectedly.
+
+        A router's successor needs its ports, so a router must be gone. A worker's successor may start as soon as the
+        process is certain to end, and soon even if nothing is certain (its node does not answer): epochs tell the two
+        apart.
+        """
+        gone: set[asyncio.Task[Any]] = {asyncio.create_task(self._outlive())}
+        report = self._report
+        if report is not None and report.started is not None and not self._stopped:
+            if self._is_router:
+                await kill_process(report.node_id, report.started.pid)
+            else:
+                gone.add(asyncio.create_task(kill_process(report.node_id, report.started.pid)))
+        await asyncio.to_thread(ray.kill, actor, no_restart=True)
+        patience_s = _REMOVE_TIMEOUT_S if self._is_router else _WORKER_REMOVE_TIMEOUT_S
+        done, pending = await asyncio.wait(gone, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            log.info("%s: nothing confirmed its end within %g s", self._spec.name, patience_s)
+        for task in pending:
+            task.cancel()
+
+    @property
+    def _is_router(self) -> bool:
+        return self._spec.kind == ROUTER
+
+
+def _started(report: StartReport) -> Started:
+    if report.started is None:
+        raise from_status(status_pb2.Status.FromString(report.error))
+    return replace(report.started, node=report.node_id)
+
+
+def _drain_s(spec: ActorSpec) -> float:
+    value = spec.config["drain_s"]
+    assert isinstance(value, int | float)
+    return value + _LEAVE_MARGIN_S
+
+
+def _first_line(error: RayError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+async def kill_process(node_id: str, pid: int) -> bool:
+    """Sends SIGKILL to a process of ours on any node; a stopped process cannot put it off.
+
+    Returns whether the process is certain to end, which nothing is on a node that is gone.
+    """
+    if node_id == ray.get_runtime_context().get_node_id():
+        _kill(pid)
+        return True
+    try:
+        async with asyncio.timeout(_KILL_TIMEOUT_S):
+            await (await asyncio.to_thread(_kill_on_node, node_id, pid))
+    except (RayError, TimeoutError) as error:
+        log.info("process %d of node %s was not signalled: %s", pid, node_id, type(error).__name__)
+        return False
+    return True
+
+
+def _kill_on_node(node_id: str, pid: int) -> Any:
+    """Starts a Ray task on the node. Blocks on Ray's head, which may be away."""
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

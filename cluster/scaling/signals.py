@@ -1,0 +1,109 @@
+"""Inputs and outputs of the autoscaler. Plain data.
+
+None stands for unknown: a worker without a report is not an idle worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.types import Role, WorkerId, WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSignal:
+    """A ready worker and its latest report."""
+
+    worker_id: WorkerId
+    load: WorkerLoad | None
+    age_s: float = 0.0  # of the load
+    epoch: int = 0  # of the incarnation: its totals start at zero
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSignal:
+    """The workers of one pool."""
+
+    desired: int
+    ready: tuple[WorkerSignal, ...] = ()
+    starting_s: tuple[float, ...] = ()  # start time of each worker that is starting
+    unplaceable: str = ""  # why workers of this pool cannot be placed, or ""
+    fitting: int | None = None  # workers that the machines can hold beside the other pools; None: unknown
+
+
+@dataclass(frozen=True, slots=True)
+class DemandSignal:
+    """Totals of all routers since they started, and what waits in them now."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    squared_prompt_tokens: int = 0  # each prompt's tokens squared
+    cached_tokens: int = 0  # of prompts of ended requests
+    ended_prompt_tokens: int = 0
+    first_tokens: int = 0  # requests that received one
+    first_tokens_in_time: int = 0
+    ended: int = 0  # completions with more than one token
+    ended_in_time: int = 0  # of these, within the ITL target
+    waiting: int = 0  # requests
+    waiting_tokens: int = 0  # of their prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """Everything that one decision rests on."""
+
+    pools: Mapping[Role, PoolSignal]
+    demand: DemandSignal | None  # None: a router does not report
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBounds:
+    """The sizes that a pool may have."""
+
+    lowest: int
+    highest: int
+
+    def clip(self, replicas: int) -> int:
+        return min(max(replicas, self.lowest), self.highest)
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """A pool gets another size."""
+
+    role: Role
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """A worker of `from_role` changes its role; both pools' sizes follow."""
+
+    from_role: Role
+    to_role: Role
+
+
+Change = Resize | Flip
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingRecord:
+    """Why a pool was changed or left alone at one moment."""
+
+    time_s: float
+    role: Role
+    current: int
+    wanted: int  # before cool-downs and bounds
+    decided: int
+    verdict: str  # hold, up, down, flip, override or missing
+    reason: str
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingDecision:
+    """Changes to make, and a record for each pool."""
+
+    changes: tuple[Change, ...]
+    records: tuple[ScalingRecord, ...]

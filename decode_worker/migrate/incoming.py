@@ -1,0 +1,215 @@
+"""Receives sequences that migrate here from other decode workers, and keeps them for their routers. On the step loop.
+
+A sequence gets pages reserved, arrives page by page like a prompt's KV (`TransferTable`), and runs as soon as its last
+page is verified. Its tokens are held back until a router brings the ticket, which the source gave it. No other router
+learns the ticket, so a sequence that its source took back has no reader here, and its lease ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from decode_worker.migrate import sequence_state
+from decode_worker.prefill.transfer_table import TransferTable
+from decode_worker.request import DecodeRequest, Delta, TokenDelta, split_plain
+from decode_worker.worker import DecodeWorker
+from kv_transfer.session.lease import Lease, Sweeper
+from kv_transfer.session.transfer_session import Manifest
+from penstock.errors import Cancelled, InvalidInput, Overloaded, PenstockError
+from penstock.types import PageId, TransferId, TransferKey
+from penstock.v1 import worker_pb2
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 5.0  # from its last page to its router: a round trip, unless the source or the router has died
+_RETRY_AFTER_S = 1.0
+
+
+class SourceCall(Protocol):
+    """Sends events to the source; `decode_worker.migrate.service.SourceStream`."""
+
+    def destination(self, num_pages_held: int, pages: list[PageId]) -> None: ...
+
+    def landed(self, num_pages: int) -> None: ...
+
+    def accepted(self) -> None: ...
+
+    def refused(self, error: PenstockError) -> None: ...
+
+    def heartbeat(self) -> None: ...
+
+
+@dataclass(eq=False)
+class IncomingMigration:
+    """One sequence until its router attaches: translates the worker's events for the source, and holds tokens back.
+
+    It is the request's `PendingMigration`, its `DeltaStream` until a router attaches, and its transfer's `SenderCalls`.
+    """
+
+    key: TransferKey
+    call: SourceCall
+    on_running: Callable[[IncomingMigration], None]  # called when every page is verified
+    num_tokens: int = 0  # when it began to run here: those that its router has
+    request: DecodeRequest | None = None
+    lease: Lease | None = None  # of its router, from the moment that the sequence runs here
+    is_refused: bool = False
+    held: list[TokenDelta] = field(default_factory=list)
+    reader: DecodeRequest | None = None  # its router's request, once attached
+
+    def send(self, deltas: list[Delta]) -> None:
+        """Holds the deltas back, or passes on those that were in flight when the router attached."""
+        self.held += split_plain(deltas)
+        if self.reader is not None:
+            self.pass_on(self.reader)
+
+    def pass_on(self, reader: DecodeRequest) -> None:
+        self.reader = reader
+        deltas, self.held = self.held, []
+        if deltas:
+            reader.stream.send([replace(delta, stream_id=reader.stream_id) for delta in deltas])
+
+    def confirm(self) -> None:
+        self.on_running(self)
+        self.call.accepted()
+
+    def refuse(self, error: PenstockError) -> None:
+        if not self.is_refused:
+            self.is_refused = True
+            self.call.refused(error)
+
+    def send_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None:
+        self.call.destination(num_pages_held, pages)
+
+    def cancel(self, key: TransferKey) -> None:
+        self.refuse(Cancelled("the target gave the migration up"))
+
+    def heartbeat(self, key: TransferKey) -> None:
+        self.call.heartbeat()
+
+
+class IncomingMigrations:
+    """Owns the sequences that have no router yet."""
+
+    def __init__(
+        self,
+        worker: DecodeWorker,
+        transfers: TransferTable,
+        lease_s: float = LEASE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._worker = worker
+        self._transfers = transfers
+        self._lease_s = lease_s
+        self._clock = clock
+        self._sweeper = Sweeper(lease_s)
+        self._unanswered: dict[TransferKey, tuple[IncomingMigration, worker_pb2.MigrationStart]] = {}  # by arrival
+        self._kept: dict[TransferId, IncomingMigration] = {}
+        worker.after_step.append(self._answer)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    def on_start(self, key: TransferKey, start: worker_pb2.MigrationStart, call: SourceCall) -> None:
+        """Notes a source's request to send a sequence; after the next step it gets a destination or a refusal."""
+        self._unanswered[key] = IncomingMigration(key, call, self._keep), start
+
+    def _answer(self) -> None:
+        # After the step, those that still wait to be computed here wait for room, and go first.
+        unanswered, self._unanswered = self._unanswered, {}
+        for migration, start in unanswered.values():
+            try:
+                self._reserve(migration, start)
+            except PenstockError as error:
+                log.info("%s is refused: %s", start.state.request_id, error)
+                migration.refuse(error)
+
+    def _reserve(self, migration: IncomingMigration, start: worker_pb2.MigrationStart) -> None:
+        worker, key = self._worker, migration.key
+        if self._transfers.owns(key) or key.transfer_id in self._kept:
+            raise InvalidInput("transfer", f"{key.transfer_id} is known already; give each attempt its own id")
+        request = sequence_state.from_wire(start.state, migration, time.monotonic())
+        request.migration, request.transfer = migration, key
+        worker.accept(request)
+        migration.request = request
+        landed = migration.call.landed
+        try:
+            if not self._transfers.receive(key, request, start.num_tokens, worker.scheduler, migration, landed):
+                raise Overloaded(f"no room for one more sequence of {start.num_tokens} tokens now", _RETRY_AFTER_S)
+        except PenstockError:
+            worker.cancel(request)
+            raise
+
+    def on_finish(self, key: TransferKey, state: worker_pb2.SequenceState, manifest: Manifest, paused_s: float) -> None:
+        """Takes the last state and the manifest of a sequence that has paused at its source."""
+        request = self._transfers.request_of(key)
+        if request is None:
+            return
+        now_s = time.monotonic()
+        try:
+            sequence_state.extend(request, state, now_s)
+        except InvalidInput as error:
+            self._worker.on_lost(key, error)
+            return
+        request.paused_since_s = now_s - paused_s
+        self._transfers.set_num_tokens(key, len(request.sequence.token_ids) - 1)
+        self._worker.on_manifest(key, manifest)
+
+    def on_heartbeat(self, key: TransferKey) -> None:
+        """Renews the source's lease."""
+        self._transfers.on_heartbeat(key)
+
+    def on_closed(self, key: TransferKey, error: PenstockError | None) -> None:
+        """Ends the transfer: the source writes no more, and without an error the sequence is this worker's."""
+        self._unanswered.pop(key, None)
+        self._worker.on_closed(key, error)
+        if error is not None:
+            self._drop(key.transfer_id, error)
+
+    def on_lost(self, key: TransferKey, error: PenstockError) -> None:
+        """Ends the wait for a source whose call broke. A sequence that already runs here may have been given up by its
+        source, so it waits for its router."""
+        self._unanswered.pop(key, None)
+        self._worker.on_lost(key, error)
+
+    # Sequences that run without a router.
+
+    def _keep(self, migration: IncomingMigration) -> None:
+        assert migration.request is not None
+        migration.num_tokens = len(migration.request.sequence.token_ids)
+        self._kept[migration.key.transfer_id] = migration
+        migration.lease = Lease(self._lease_s, self._clock())
+
+    def attach(self, ticket: TransferId, request: DecodeRequest) -> bool:
+        """Gives a kept sequence, and its tokens held back, to the router's `request`; False if there is none."""
+        migration = self._kept.get(ticket)
+        if migration is None:
+            return False
+        assert migration.request is not None
+        if len(request.sequence.token_ids) != migration.num_tokens:
+            self._drop(ticket, InvalidInput("token_ids", f"the sequence came with {migration.num_tokens} tokens"))
+            return False
+        del self._kept[ticket]
+        self._worker.replace(migration.request, request)
+        migration.pass_on(request)
+        return True
+
+    def sweep(self, now_s: float) -> float | None:
+        """Drops sequences whose router has not come in time; returns when to sweep again."""
+        if self._sweeper.is_due(now_s, bool(self._kept)):
+            leases = {ticket: kept.lease for ticket, kept in self._kept.items() if kept.lease is not None}
+            for ticket in [ticket for ticket, lease in leases.items() if lease.is_over(now_s)]:
+                self._drop(ticket, Cancelled(f"no router came for it within {self._lease_s:g} s"))
+                del leases[ticket]
+            self._sweeper.looked(now_s, (lease.deadline_s for lease in leases.values()))
+        return self._sweeper.next_s
+
+    def _drop(self, ticket: TransferId, error: PenstockError) -> None:
+        migration = self._kept.pop(ticket, None)
+        if migration is not None and migration.request is not None:
+            log.info("%s is dropped: %s", migration.request.sequence.request_id, error)
+            self._worker.cancel(migration.request)

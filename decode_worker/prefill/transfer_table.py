@@ -1,0 +1,376 @@
+"""Owns the transfers into this worker's page pool: reservation, arrival, verification, fences. Runs on the step loop.
+
+A transfer brings a prompt's pages from a prefill worker, or those of a running sequence from another decode worker. The
+first begins when a prefill worker is asked, and holds pages only from the moment that worker begins to compute; the
+second holds them from its beginning. Either is forgotten once nothing of it can be written any more. Two lifetimes are
+kept apart: the request's interest (it may fall back or be cancelled at any moment, and gives up a sender that is silent
+for its lease) and the sender's right to write, which alone decides when a fence is lifted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from decode_worker.prefill.client import PrefillCandidate, PrefillClient, RemotePrefill, TransferEvents
+from decode_worker.request import DecodeRequest
+from decode_worker.schedule.scheduler import DecodeScheduler
+from engine.engine import Engine
+from kv_transfer.endpoints import KvReceiver
+from kv_transfer.session.lease import Lease, Sweeper, heartbeat_s
+from kv_transfer.session.transfer_session import ENDED, Effect, Manifest, TransferSession
+from penstock.config import TransferConfig
+from penstock.errors import PenstockError, TransferError
+from penstock.types import Epoch, PageId, TransferId, TransferKey
+
+log = logging.getLogger(__name__)
+
+
+class SenderCalls(Protocol):
+    """Sends commands to a transfer's sender."""
+
+    def send_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None: ...
+
+    def cancel(self, key: TransferKey) -> None: ...
+
+    def heartbeat(self, key: TransferKey) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LandedTransfer:
+    """A verified hand-off: the KV of the first `num_tokens` tokens is in the sequence's pages."""
+
+    key: TransferKey
+    request: DecodeRequest
+    num_tokens: int
+    num_pages: int  # that crossed the wire
+
+
+@dataclass(frozen=True, slots=True)
+class FailedTransfer:
+    """A transfer that contradicts its manifest, or whose sender is silent: its request must be served another way."""
+
+    key: TransferKey
+    request: DecodeRequest
+    error: TransferError
+
+
+@dataclass(slots=True, eq=False)
+class TransferAttempt:
+    """One transfer. `request` becomes None once it is served another way, or has ended."""
+
+    session: TransferSession
+    request: DecodeRequest | None
+    sender: SenderCalls
+    num_tokens: int  # whose KV the transfer brings
+    on_landed: Callable[[int], None] = lambda num_pages: None  # called with the number of pages that have landed
+    num_held: int = 0  # leading pages that were cached here already
+    has_begun: bool = False  # whether the sender has asked for its destination
+
+    def mismatch(self, page_size: int, checks: KvReceiver | None) -> str | None:
+        """Returns how the manifest contradicts the request or the pages that arrived; None if everything fits.
+
+        `checks` computes the checksums of arrived pages; None skips the comparison.
+        """
+        request, manifest = self.request, self.session.manifest
+        assert request is not None
+        assert manifest is not None
+        num_pages = -(-self.num_tokens // page_size) - self.num_held
+        pages = self.session.pages[:num_pages]
+        if manifest.num_tokens != self.num_tokens or not manifest.num_pages == num_pages == len(pages):
+            return (
+                f"{manifest.num_tokens} tokens in {manifest.num_pages} pages; expected {self.num_tokens} in {num_pages}"
+            )
+        num_full = self.num_tokens // page_size
+        if list(manifest.page_hashes) != request.sequence.hash_full_pages(page_size)[self.num_held : num_full]:
+            return "the page hashes differ from those of the prompt"
+        if checks is not None and list(manifest.checksums) != checks.checksums(self.session.key, pages):
+            return "the pages' checksums differ from the sender's"
+        return None
+
+
+class TransferTable:
+    """Owns the transfers and their fences."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        receiver: KvReceiver,
+        calls: PrefillClient,
+        epoch: Epoch,
+        config: TransferConfig,
+        post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`post` runs a call on the step loop."""
+        self._engine = engine
+        self._page_size = engine.layout.page_size
+        self._receiver = receiver
+        self._calls = calls
+        self._epoch = epoch
+        self._config = config
+        self._post = post
+        self._clock = clock
+        self._num_settling = 0  # fences of transfers that are over while their last bytes may still be in flight
+        self._sweeper = Sweeper(heartbeat_s(config.timeout_s))
+        self._transfers: dict[TransferKey, TransferAttempt] = {}
+        self._unreserved: list[TransferAttempt] = []  # whose senders wait for a destination
+        self.num_mismatches = 0  # hand-offs that contradicted their manifest: recomputed, never decoded
+
+    @property
+    def num_open(self) -> int:
+        return len(self._transfers) + self._num_settling
+
+    # Beginnings.
+
+    def begin(
+        self,
+        request: DecodeRequest,
+        candidate: PrefillCandidate,
+        events: TransferEvents,
+        patience_s: float | None = None,
+    ) -> TransferKey:
+        """Requests a remote prefill, which reserves nothing yet; `on_slow` follows if it has not begun in time."""
+        sequence = request.sequence
+        key = TransferKey(TransferId(uuid.uuid4().hex), candidate.epoch, self._epoch)
+        self._transfers[key] = TransferAttempt(self._session(key), request, self._calls, len(sequence.token_ids))
+        self._calls.start(
+            RemotePrefill(
+                key=key,
+                candidate=candidate,
+                request_id=sequence.request_id,
+                token_ids=tuple(sequence.token_ids),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                sampling=sequence.sampling,
+                salt=sequence.salt,
+                lane=sequence.lane,
+                timeout_s=max(0.001, request.deadline_s - time.monotonic()),
+                patience_s=patience_s,
+            ),
+            events,
+        )
+        return key
+
+    def receive(
+        self,
+        key: TransferKey,
+        request: DecodeRequest,
+        num_tokens: int,
+        scheduler: DecodeScheduler,
+        sender: SenderCalls,
+        on_landed: Callable[[int], None],
+    ) -> bool:
+        """Reserves pages for a migrating sequence, which may grow to `num_tokens` before it pauses at its source.
+
+        Returns False, without a transfer, if there are too few pages now. Raises TransferError, likewise without one,
+        for a source that was forgotten. `sender` and `on_landed` reach the source.
+        """
+        transfer = TransferAttempt(self._session(key), request, sender, num_tokens, on_landed)
+        self._transfers[key] = transfer
+        is_granted = False
+        try:
+            is_granted = self._grant(transfer, request, scheduler)
+        finally:
+            if not is_granted:
+                del self._transfers[key]
+        return is_granted
+
+    def _session(self, key: TransferKey) -> TransferSession:
+        return TransferSession(key, Lease(self._config.timeout_s, self._clock()))
+
+    def set_num_tokens(self, key: TransferKey, num_tokens: int) -> None:
+        """Sets the final number of tokens whose KV arrives for a migrating sequence: it has paused at its source."""
+        self._transfers[key].num_tokens = num_tokens
+
+    def owns(self, key: TransferKey) -> bool:
+        return key in self._transfers
+
+    def num_tokens(self, key: TransferKey) -> int:
+        """Returns how many tokens' KV the transfer brings."""
+        return self._transfers[key].num_tokens
+
+    def has_begun(self, key: TransferKey) -> bool:
+        """Returns whether the sender has asked for its destination."""
+        return key in self._transfers and self._transfers[key].has_begun
+
+    def request_of(self, key: TransferKey) -> DecodeRequest | None:
+        transfer = self._transfers.get(key)
+        return transfer.request if transfer else None
+
+    # Reservation.
+
+    def on_reserve(self, key: TransferKey) -> None:
+        transfer = self._transfers.get(key)
+        if transfer is not None and transfer.request is not None and not transfer.has_begun:
+            transfer.has_begun = True
+            self._unreserved.append(transfer)
+
+    def grant_reservations(self, scheduler: DecodeScheduler) -> list[FailedTransfer]:
+        """Reserves pages for waiting senders, in the scheduler's order, as long as there are any. Returns the transfers
+        whose senders have been forgotten meanwhile."""
+        failed: list[FailedTransfer] = []
+        waiting = [(transfer, transfer.request) for transfer in self._unreserved if transfer.request is not None]
+        waiting.sort(key=lambda pair: scheduler.rank(pair[1].sequence))
+        num_granted = 0
+        for transfer, request in waiting:
+            try:
+                if not self._grant(transfer, request, scheduler):
+                    break
+            except TransferError as error:
+                failed.append(FailedTransfer(transfer.session.key, request, error))
+                self._give_up(transfer)
+            num_granted += 1
+        self._unreserved = [transfer for transfer, _ in waiting[num_granted:]]
+        return failed
+
+    def _grant(self, transfer: TransferAttempt, request: DecodeRequest, scheduler: DecodeScheduler) -> bool:
+        """Fences the pages and sends them as the destination; returns False if there are too few now. Raises
+        TransferError for an unknown sender, and then leaves the pages to the request, unfenced."""
+        reservation = scheduler.reserve(request.sequence, transfer.num_tokens)
+        if reservation is None:
+            return False
+        key, fresh = transfer.session.key, reservation.fresh
+        request.sequence.pages = [*reservation.held, *fresh]
+        transfer.num_held = len(reservation.held)
+        self._engine.pool.fence(fresh, key)
+        try:
+            self._receiver.open(key, fresh, timeout_s=math.inf)  # the session's lease bounds it
+        except TransferError:
+            self._engine.pool.lift(key)
+            raise
+        transfer.session.on_reserved(fresh, self._clock())
+        transfer.sender.send_destination(key, transfer.num_held, fresh)
+        return True
+
+    # Arrival.
+
+    def on_arrival(self, key: TransferKey, first_index: int, num_pages: int) -> LandedTransfer | FailedTransfer | None:
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            return None
+        effects = transfer.session.on_arrival(first_index, num_pages, self._clock())
+        transfer.on_landed(transfer.session.num_landed)
+        return self._apply(transfer, effects)
+
+    def on_manifest(self, key: TransferKey, manifest: Manifest) -> LandedTransfer | FailedTransfer | None:
+        transfer = self._transfers.get(key)
+        return self._apply(transfer, transfer.session.on_manifest(manifest)) if transfer else None
+
+    def _verify(self, transfer: TransferAttempt) -> LandedTransfer | FailedTransfer | None:
+        """Answers the session's VERIFY with the outcome of the transfer."""
+        session, request = transfer.session, transfer.request
+        assert request is not None
+        try:
+            problem = transfer.mismatch(self._page_size, self._receiver if self._config.checksums else None)
+        except TransferError as forgotten:  # its sender, meanwhile
+            problem = f"its pages cannot be verified: {forgotten}"
+        transfer.request = None
+        effects = [*session.on_verified(problem is None), *session.on_admitted()]
+        self._apply(transfer, effects)
+        if problem is None:
+            assert session.manifest is not None
+            return LandedTransfer(session.key, request, transfer.num_tokens, session.manifest.num_pages)
+        self.num_mismatches += 1
+        error = TransferError(f"transfer {session.key.transfer_id}: {problem}")
+        log.error("%s: %s", request.sequence.request_id, error)
+        return FailedTransfer(session.key, request, error)
+
+    # Leases.
+
+    def on_heartbeat(self, key: TransferKey) -> None:
+        """Renews the sender's lease."""
+        transfer = self._transfers.get(key)
+        if transfer is not None:
+            transfer.session.on_heartbeat(self._clock())
+
+    def sweep(self, now_s: float) -> list[FailedTransfer]:
+        """Sends heartbeats, and gives up transfers whose sender is silent; their fences stay."""
+        expired: list[FailedTransfer] = []
+        if not self._sweeper.is_due(now_s, bool(self._transfers)):
+            return expired
+        for transfer in list(self._transfers.values()):
+            key = transfer.session.key
+            effects = transfer.session.expire(now_s)
+            if transfer.session.phase not in ENDED:
+                transfer.sender.heartbeat(key)
+            elif transfer.request is not None:
+                silent = f"no page and no sign of life for {transfer.session.lease.length_s:g} s"
+                error = TransferError(f"transfer {key.transfer_id}: {silent}")
+                expired.append(FailedTransfer(key, transfer.request, error))
+                self._give_up(transfer, effects)
+        deadlines = (transfer.session.deadline_s for transfer in self._transfers.values())
+        self._sweeper.looked(now_s, (deadline_s for deadline_s in deadlines if deadline_s is not None))
+        return expired
+
+    @property
+    def next_sweep_s(self) -> float | None:
+        return self._sweeper.next_s
+
+    # Ends.
+
+    def on_closed(self, key: TransferKey, error: PenstockError | None) -> DecodeRequest | None:
+        """Notes that the sender writes no more. Returns the request if it must be served another way."""
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            return None
+        effects = transfer.session.on_closed()
+        if error is None and transfer.session.phase not in ENDED:
+            # Its last pages are in flight: completion and arrival travel apart. Its lease is not renewed any more.
+            self._apply(transfer, effects)
+            return None
+        return self._give_up(transfer, effects)
+
+    def give_up(self, key: TransferKey) -> DecodeRequest | None:
+        """Ends the request's interest, though the sender may still write: the call broke, the transport failed or pages
+        never came. Returns the request, if it still waits, to be served another way."""
+        transfer = self._transfers.get(key)
+        return self._give_up(transfer) if transfer else None
+
+    def on_quiesced(self, key: TransferKey) -> None:
+        """Ends the transfer: the sender's incarnation is over, or has announced that it writes no more."""
+        transfer = self._transfers.get(key)
+        if transfer is not None:
+            self._apply(transfer, transfer.session.on_sender_dead())
+
+    def abandon(self, request: DecodeRequest) -> None:
+        """Cancels the transfers of a request that has ended, if any are in flight."""
+        for key in (request.transfer, request.hedge.key if request.hedge else None):
+            transfer = self._transfers.get(key) if key else None
+            if transfer is not None and transfer.request is request:
+                self._give_up(transfer)
+
+    def _lift(self, key: TransferKey) -> None:
+        self._num_settling -= 1
+        self._engine.pool.lift(key)
+
+    def _give_up(self, transfer: TransferAttempt, effects: Iterable[Effect] = ()) -> DecodeRequest | None:
+        request, transfer.request = transfer.request, None
+        self._apply(transfer, [*effects, *transfer.session.on_abort()])
+        return request
+
+    def _apply(self, transfer: TransferAttempt, effects: Iterable[Effect]) -> LandedTransfer | FailedTransfer | None:
+        key, verify = transfer.session.key, False
+        for effect in effects:
+            match effect:
+                case Effect.VERIFY:
+                    verify = (
+                        True  # after the others: the sequence may use the pages at once, so their fence must be lifted
+                    )
+                case Effect.CANCEL:
+                    transfer.sender.cancel(key)
+                case Effect.CLOSE:
+                    # Not before the sender is over: some transports need the receiver to finish.
+                    self._receiver.close(key)
+                    del self._transfers[key]
+                case Effect.LIFT if transfer.session.landed:
+                    self._engine.pool.lift(key)
+                case Effect.LIFT:
+                    # The sender is over, but its last writes may still be in flight.
+                    self._num_settling += 1
+                    self._receiver.after_stray_writes(lambda: self._post(lambda: self._lift(key)))
+        return self._verify(transfer) if verify else None

@@ -1,0 +1,6 @@
+"""Schedules decode steps: who runs, who waits, which pages they get, and which step may be computed ahead.
+
+The worker takes `DecodeScheduler`, `Pace` and `StepDriver` from here; the simulator takes the first two. All but the
+driver are pure: they read no clock and do no I/O. Nothing here knows requests, routers or transfers; a sequence whose
+pages come from elsewhere joins once they have landed.
+"""

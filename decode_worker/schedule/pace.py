@@ -1,0 +1,39 @@
+"""Measures how fast this worker computes: running means and totals over its steps. Pure."""
+
+from __future__ import annotations
+
+from penstock.types import StepTotals
+
+_SMOOTHING = 0.2  # weight of the newest measurement
+_LEAST_CHUNK_TOKENS = 16
+
+
+class Pace:
+    """Owns the measurements. A mean is zero until a step of its kind has been measured."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0  # of a step in which each sequence gets one token
+        self.chunk_tokens_per_s = 0.0  # of a step that contains chunks of prompts
+        self.decode_steps = StepTotals()
+        self.prefill_steps = StepTotals()
+
+    def chunk_tokens_within(self, itl_s: float | None) -> int | None:
+        """Returns how many prompt tokens a step may compute beside decoding to end within `itl_s`; None: no limit.
+
+        Always at least a few, or prompts would never progress on a worker whose decoding alone takes that long.
+        """
+        if itl_s is None or not self.chunk_tokens_per_s:
+            return None
+        return max(_LEAST_CHUNK_TOKENS, int((itl_s - self.step_s) * self.chunk_tokens_per_s))
+
+    def on_step(self, num_sequences: int, num_tokens: int, contexts: float, elapsed_s: float) -> None:
+        if num_tokens == num_sequences:
+            self.decode_steps = self.decode_steps.plus(num_tokens, contexts, elapsed_s)
+            self.step_s = _smooth(self.step_s, elapsed_s)
+        else:
+            self.prefill_steps = self.prefill_steps.plus(num_tokens, contexts, elapsed_s)
+            self.chunk_tokens_per_s = _smooth(self.chunk_tokens_per_s, num_tokens / max(elapsed_s, 1e-6))
+
+
+def _smooth(mean: float, value: float) -> float:
+    return mean + (value - mean) * (_SMOOTHING if mean else 1.0)

@@ -1,0 +1,337 @@
+"""Decides which sequences a decode step computes: admission, continuous batching, preemption, page reservations. Pure.
+
+Sequences that decode have a row in a table (`engine.step.row_table`), and a step that changes nothing but tokens costs
+a few vector operations; only sequences that join, leave or need a page are looked at. `run_queues` decides who has a
+row, `steps_in_flight` where a row stands, and `sequence_pages` which pages it has.
+
+A step is in flight from `schedule` until it is recorded, and meanwhile anything may be asked of the scheduler: requests
+come and end, pages land, sequences pause (`steps_in_flight` keeps that safe). One more step may be scheduled ahead,
+if all tokens that it needs can stay on the device.
+
+Every running sequence gets its next token first; what is left of the step's token budget goes to chunks of prompts that
+are computed here. A sequence that needs a page when none is left preempts one that ranks behind it, bulk first and then
+the one with the least work to lose; its tokens are kept and its KV is recomputed later. So the first in rank always
+progresses, every sequence comes to be first, and none starves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+
+from decode_worker.schedule.run_ahead import assign_rows_ahead
+from decode_worker.schedule.run_queues import RunQueues, TrackedSequence
+from decode_worker.schedule.sequence_pages import SequencePages
+from decode_worker.schedule.steps_in_flight import StepsInFlight
+from engine.cache.page_pool import OutOfPages, PagePool
+from engine.cache.prefix_cache import PrefixCache
+from engine.step.plan import StepPlan
+from engine.step.row_table import RowTable
+from engine.step.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
+from penstock.config import DecodeConfig
+from penstock.errors import InternalError
+from penstock.types import Lane, PageId
+from penstock.worker_metrics import PREEMPTED_TOKENS, PREEMPTIONS, WorkerMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Pages for a prompt that is computed elsewhere: leading ones that are cached here, and those to be written."""
+
+    held: list[PageId]
+    fresh: list[PageId]
+
+
+class DecodeScheduler:
+    """Owns the queues, the row table and the steps in flight. Every scheduled step is recorded, in order."""
+
+    def __init__(
+        self, pool: PagePool, cache: PrefixCache, page_size: int, config: DecodeConfig, rows: RowTable
+    ) -> None:
+        """`rows` is empty, and this scheduler's alone."""
+        self.metrics = WorkerMetrics()
+        self._pool = pool
+        self._page_size = page_size
+        self._config = config
+        self._pages = SequencePages(pool, cache, page_size, rows)
+        self._watermark_pages = int(config.watermark * pool.num_pages)
+        self._table = rows
+        self._queues = RunQueues(rows)
+        self._steps = StepsInFlight(pool, self._pages, rows)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._queues.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queues.waiting)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens of prompts and of preempted sequences that this worker has yet to compute."""
+        return self._queues.num_uncomputed_tokens
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are scheduled and not recorded yet."""
+        return len(self._steps)
+
+    # Sequences.
+
+    def track(self, sequence: Sequence) -> None:
+        """Gives the sequence its rank."""
+        self._queues.track(sequence)
+
+    def rank(self, sequence: Sequence) -> tuple[float, int]:
+        """Returns a tracked sequence's rank; lower goes first."""
+        return self._queues[sequence].rank
+
+    def compute_here(self, sequence: Sequence) -> None:
+        """Queues a tracked sequence that holds no pages: this worker computes all its tokens."""
+        if sequence.pages or sequence.num_computed_tokens:
+            held = f"{len(sequence.pages)} pages and {sequence.num_computed_tokens} computed tokens"
+            raise InternalError(f"{sequence.request_id} is to be computed here and holds {held}")
+        self._queues.wait(self._queues[sequence])
+
+    def join(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """Runs a tracked sequence whose pages hold the KV of its first `num_computed_tokens` tokens."""
+        sequence.num_computed_tokens = num_computed_tokens
+        self._pages.share_full(sequence)
+        self._queues.run(self._queues[sequence])
+
+    def is_running(self, sequence: Sequence) -> bool:
+        """Returns whether it gets a token in every step: it runs, and all but its last token have their KV here."""
+        return self._queues.is_running(sequence)
+
+    def is_at_rest(self, sequence: Sequence) -> bool:
+        """Returns whether no step in flight computes it, so that its tokens and its KV are final."""
+        return not self._steps.computes(sequence)
+
+    def pause(self, sequence: Sequence) -> None:
+        """Stops a running sequence, which keeps its pages; a step in flight may still compute it."""
+        self._queues.stop(self._queues[sequence])
+
+    def resume(self, sequence: Sequence) -> None:
+        """Runs a paused sequence again."""
+        self._queues.run(self._queues[sequence])
+
+    def extend(self, sequence: Sequence, token_ids: Collection[int]) -> None:
+        """Appends tokens to a running sequence that were not sampled in a step; their KV is computed next."""
+        if token_ids:
+            sequence.append_uncomputed(token_ids)
+            self._queues.withdraw_row(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Ends the sequence here and gives back its pages; does nothing if it is not tracked."""
+        if self._queues.forget(sequence):
+            self.drop_pages(sequence)
+
+    def drop_pages(self, sequence: Sequence) -> None:
+        """Gives back the pages of a sequence that does not run."""
+        self._steps.give_back(sequence)
+        self._pages.drop(sequence)
+
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        return self._queues[sequence].num_cached_tokens
+
+    def num_preemptions(self, sequence: Sequence) -> int:
+        return self._queues[sequence].num_preemptions
+
+    def peek_cached_tokens(self, sequence: Sequence) -> int:
+        """Returns how many tokens at the start of the sequence need no computing here."""
+        return self._pages.peek(sequence) * self._page_size
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> Reservation | None:
+        """Returns pages for a tracked sequence's first `num_tokens`, cached ones first; None if there are too few now.
+
+        The sequence may have fewer tokens yet. The caller owns the references. Sequences that wait to be computed here
+        go first, or they would starve.
+        """
+        if self._queues.waiting and self._queues.waiting[0].rank < self._queues[sequence].rank:
+            return None
+        if self._is_full:
+            return None
+        allocated = self._pages.allocate(sequence, num_tokens, self._num_kept_back)
+        if allocated is None:
+            return None
+        num_held, pages = allocated
+        self._queues[sequence].num_cached_tokens = num_held * self._page_size
+        return Reservation(pages[:num_held], pages[num_held:])
+
+    @property
+    def _is_full(self) -> bool:
+        return self._queues.num_holding >= self._config.max_batch_sequences
+
+    @property
+    def _num_kept_back(self) -> int:
+        """Pages that new sequences leave to running ones; with none running there is nothing to keep back for."""
+        return self._watermark_pages if self._queues.running else 0
+
+    # Steps.
+
+    def schedule(self, max_chunk_tokens: int | None = None) -> StepPlan:
+        """Returns the next step: each running sequence's next token, then chunks of prompts within the token budget.
+
+        The chunks have at most `max_chunk_tokens` in all. No step may be in flight.
+        """
+        assert not self._steps, "a step is in flight"
+        num_waiting = len(self._queues.waiting)
+        self._queues.assign_rows([entry for entry in self._queues.rowless if entry.sequence.num_uncomputed_tokens == 1])
+        # One token each first (decode), then chunks: a long prompt must not delay those already streaming.
+        without_room = self._table.without_room()
+        if len(without_room) <= self._pool.num_available:
+            self._pages.extend_rows(without_room)
+        else:
+            for entry in self._queues.by_rank(without_room):
+                if entry.sequence in self._table:  # not preempted for the sake of an earlier one
+                    self._make_room(entry, 1)
+        budget = self._chunk_budget(max_chunk_tokens)
+        chunks = self._schedule_chunks(budget)
+        budget -= sum(chunk.num_tokens for chunk in chunks)
+        if (
+            len(self._queues.waiting) <= num_waiting
+        ):  # else a sequence was just preempted and must not come straight back
+            chunks += self._admit_waiting(budget)
+        return self._steps.launch(chunks)
+
+    def schedule_ahead(self, max_chunk_tokens: int | None = None) -> StepPlan | None:
+        """Returns the step after the one in flight, before that has sampled its tokens: one more token for every
+        sequence that decodes or gets its first token there, and chunks of prompts as in `schedule`.
+
+        Returns None if it has to wait: pages are too few, or sampling depends on the text. Never preempts.
+        """
+        if len(self._steps) != 1:
+            return None
+        prompts = assign_rows_ahead(self._queues, self._steps)
+        without_room = self._table.without_room()
+        if prompts is None or self._table.needs_text():
+            return None
+        budget = self._chunk_budget(max_chunk_tokens)
+        chunks, num_pages = [], len(without_room)
+        for prompt in prompts:
+            if budget > 0:
+                chunks.append(replace(prompt, num_tokens=min(budget, prompt.num_tokens)))
+                budget -= chunks[-1].num_tokens
+                num_pages += self._pages.num_missing(chunks[-1])
+        samples_by_text = any(chunk.is_sampled and chunk.sequence.sampling_needs_text for chunk in chunks)
+        if num_pages > self._pool.num_available or samples_by_text or self._first_waiting_needs_text():
+            return None
+        self._pages.extend_rows(without_room)
+        for chunk in chunks:
+            self._pages.extend(chunk)
+        return self._steps.launch([*chunks, *self._admit_waiting(budget, is_ahead=True)]) or None
+
+    def _first_waiting_needs_text(self) -> bool:
+        """Returns whether the first waiting sequence could be admitted but samples by its text, so that it needs a step
+        that follows no other."""
+        waiting = self._queues.waiting
+        return bool(waiting) and not self._is_full and waiting[0].sequence.sampling_needs_text
+
+    def _chunk_budget(self, max_chunk_tokens: int | None) -> int:
+        budget = self._config.max_batch_tokens - len(self._table)
+        return budget if max_chunk_tokens is None else min(budget, max_chunk_tokens)
+
+    def _schedule_chunks(self, budget: int) -> list[ScheduledSequence]:
+        chunks: list[ScheduledSequence] = []
+        for entry in self._queues.rowless.copy():
+            num_tokens = min(budget, entry.sequence.num_uncomputed_tokens)
+            if num_tokens <= 0:
+                break
+            if entry not in self._queues.running or not self._make_room(entry, num_tokens):
+                continue
+            chunks.append(ScheduledSequence(entry.sequence, num_tokens))
+            budget -= num_tokens
+        # A preemption may have hit a sequence that was scheduled earlier in this very step.
+        return [chunk for chunk in chunks if chunk.sequence.pages]
+
+    def _admit_waiting(self, budget: int, is_ahead: bool = False) -> list[ScheduledSequence]:
+        chunks: list[ScheduledSequence] = []
+        while self._queues.waiting and budget > 0:
+            entry = self._queues.waiting[0]
+            if is_ahead and entry.sequence.sampling_needs_text:
+                break
+            if self._is_full or not self._admit(entry):
+                break
+            chunks.append(ScheduledSequence(entry.sequence, min(budget, entry.sequence.num_uncomputed_tokens)))
+            budget -= chunks[-1].num_tokens
+        return chunks
+
+    def _admit(self, entry: TrackedSequence) -> bool:
+        allocated = self._pages.allocate(entry.sequence, len(entry.sequence.token_ids), self._num_kept_back)
+        if allocated is None:
+            return False
+        self._pages.hold(entry.sequence, *allocated)
+        if entry.num_preemptions == 0:
+            entry.num_cached_tokens = entry.sequence.num_computed_tokens
+        self._queues.admit(entry)
+        return True
+
+    def _make_room(self, entry: TrackedSequence, num_tokens: int) -> bool:
+        """Allocates pages for the next `num_tokens`, preempting others if necessary; False if it preempted itself."""
+        chunk = ScheduledSequence(entry.sequence, num_tokens)
+        while True:
+            try:
+                self._pages.extend(chunk)
+                return True
+            except OutOfPages:
+                victim = self._choose_victim(entry)
+                self._preempt(victim)
+                if victim is entry:
+                    return False
+
+    def _choose_victim(self, entry: TrackedSequence) -> TrackedSequence:
+        """Returns the running sequence to preempt for `entry`: one that ranks behind it, or itself if there is none."""
+
+        def cost(victim: TrackedSequence) -> tuple[bool, int, float]:
+            return victim.sequence.lane is not Lane.BULK, victim.sequence.num_computed_tokens, -victim.rank[1]
+
+        return min(self._queues.behind(entry), key=cost, default=entry)
+
+    def _preempt(self, entry: TrackedSequence) -> None:
+        self._queues.stop(entry)
+        self.metrics.add(PREEMPTIONS)
+        self.metrics.add(PREEMPTED_TOKENS, entry.sequence.num_computed_tokens)
+        self.drop_pages(entry.sequence)
+        entry.num_preemptions += 1
+        self._queues.wait(entry)
+
+    # Ends of steps.
+
+    def cancel_ahead(self) -> None:
+        """Cancels the step scheduled after the one in flight, which has failed."""
+        self._steps.cancel_ahead()
+
+    def record(
+        self, plan: StepPlan, tokens_R: Seq[int] | np.ndarray, chunk_tokens: Seq[int | None]
+    ) -> Collection[Sequence]:
+        """Ends the oldest step in flight and appends its tokens: one for each row, one or None for each chunk.
+
+        Returns the sequences whose tokens are discarded.
+        """
+        return self._steps.record(plan, tokens_R, chunk_tokens)
+
+    def record_some(self, work: Seq[ScheduledSequence], token_ids: Seq[int | None]) -> Collection[Sequence]:
+        """Ends the only step in flight like `record`, with the part of it that did not fail."""
+        return self._steps.record_some(work, token_ids)
+
+    def commit(self, work: Seq[ScheduledSequence], output: StepOutput) -> list[tuple[Sequence, SampledToken]]:
+        """Calls `record` for a plan, `record_some` for anything else; returns each sampled token that was appended."""
+        token_ids = [None if token is None else token.token_id for token in output.tokens]
+        if isinstance(work, StepPlan):
+            num_rows = len(work.rows)
+            discarded = self.record(work, cast(list[int], token_ids[:num_rows]), token_ids[num_rows:])
+        else:
+            discarded = self.record_some(work, token_ids)
+        pairs = zip(work, output.tokens, strict=True)
+        return [(item.sequence, token) for item, token in pairs if token is not None and item.sequence not in discarded]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every sequence and page is where it belongs; no step may be in flight."""
+        self._table.check_integrity()
+        self._queues.check_integrity()
+        self._steps.check_integrity()

@@ -1,0 +1,117 @@
+"""Allocates the pages of sequences, and offers full ones to the prefix cache. Pure.
+
+The decode scheduler calls it. It owns how much of each sequence the prefix cache has been offered; the pages themselves
+are the pool's, and `decode_worker.schedule.steps_in_flight` decides when they go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.cache.page_pool import OutOfPages, PagePool
+from engine.cache.prefix_cache import PrefixCache
+from engine.step.row_table import RowTable
+from engine.step.sequence import ScheduledSequence, Sequence, hash_one_more_page
+from penstock.types import PageHash, PageId
+
+
+class SequencePages:
+    """Counts pages of `page_size` tokens. Adds every page that a row gets to `rows`."""
+
+    def __init__(self, pool: PagePool, cache: PrefixCache, page_size: int, rows: RowTable) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._page_size = page_size
+        self._rows = rows
+        self._num_shared: dict[Sequence, int] = {}  # leading full pages already offered to the prefix cache
+
+    # Prompts.
+
+    def peek(self, sequence: Sequence) -> int:
+        """Returns how many leading pages need no computing here."""
+        return self._cache.peek(self._reusable_hashes(sequence, len(sequence.token_ids)))
+
+    def allocate(self, sequence: Sequence, num_tokens: int, num_kept_back: int) -> tuple[int, list[PageId]] | None:
+        """Returns the number of cached leading pages, and pages for `num_tokens`, each with a reference.
+
+        Returns None, and allocates nothing, if that would leave fewer than `num_kept_back` pages in the pool.
+        """
+        hashes = self._reusable_hashes(sequence, num_tokens)
+        cached = self._cache.match(hashes)
+        num_fresh = -(-num_tokens // self._page_size) - len(cached)
+        if self._pool.num_available - num_fresh >= num_kept_back:
+            try:
+                pages = [*cached, *self._pool.allocate(num_fresh)]
+                return self._cache.promote(hashes, pages, len(cached)), pages
+            except OutOfPages:
+                pass  # the references on `cached` made evictable pages unavailable: same as too few
+        self._pool.release(cached)
+        return None
+
+    def hold(self, sequence: Sequence, num_cached: int, pages: list[PageId]) -> None:
+        """Gives allocated pages to the sequence; the rest of its tokens is computed next."""
+        sequence.pages = pages
+        sequence.num_computed_tokens = num_cached * self._page_size
+        self._num_shared[sequence] = num_cached
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes the sequence's pages from it; the caller gives them back to the pool."""
+        sequence.pages = []
+        sequence.num_computed_tokens = 0
+        self._num_shared.pop(sequence, None)
+
+    # Growth.
+
+    def num_missing(self, chunk: ScheduledSequence) -> int:
+        """Returns how many more pages the sequence needs to compute the chunk."""
+        return max(0, -(-(chunk.start + chunk.num_tokens) // self._page_size) - len(chunk.sequence.pages))
+
+    def extend(self, chunk: ScheduledSequence) -> None:
+        """Allocates the chunk's missing pages. Raises OutOfPages."""
+        missing = self.num_missing(chunk)
+        if missing and chunk.sequence in self._rows:
+            self.extend_rows([chunk.sequence])
+        elif missing:
+            chunk.sequence.pages += self._pool.allocate(missing)
+
+    def extend_rows(self, sequences: list[Sequence]) -> None:
+        """Allocates one page for each row, which needs no more since it gets one token a step. Raises OutOfPages."""
+        if sequences:
+            pages = self._pool.allocate(len(sequences))
+            for sequence, page in zip(sequences, pages, strict=True):
+                sequence.pages.append(page)
+            self._rows.add_pages(sequences, pages)
+
+    # Sharing.
+
+    def share_full(self, sequence: Sequence) -> None:
+        """Offers the sequence's fully computed pages to the prefix cache, if it is enabled."""
+        if not self._cache.enabled:
+            return
+        num_full = sequence.num_computed_tokens // self._page_size
+        num_shared = self._num_shared.get(sequence, 0)
+        if num_full > num_shared:
+            hashes = sequence.hash_full_pages(self._page_size)
+            self._cache.insert(hashes[:num_full], sequence.pages, start=num_shared)
+            self._num_shared[sequence] = num_full
+
+    def share_filled(self, sequences: Iterable[Sequence]) -> None:
+        """Does what `share_full` does, at once for many sequences that have just filled a page."""
+        if not self._cache.enabled:
+            return
+        plain: list[Sequence] = []
+        for sequence in sequences:
+            num_full = sequence.num_computed_tokens // self._page_size
+            if len(sequence.page_hashes) == self._num_shared.get(sequence, 0) == num_full - 1:
+                self._num_shared[sequence] = num_full
+                plain.append(sequence)
+            else:
+                self.share_full(sequence)
+        if plain:
+            hash_one_more_page(plain, self._page_size)
+            self._cache.insert_last([(sequence.page_hashes, sequence.pages) for sequence in plain])
+
+    def _reusable_hashes(self, sequence: Sequence, num_tokens: int) -> list[PageHash]:
+        """Returns the hashes of the full pages before the last token, which is recomputed for its logits."""
+        num_known = min(num_tokens, len(sequence.token_ids))
+        return sequence.hash_full_pages(self._page_size)[: (num_known - 1) // self._page_size]

@@ -1,0 +1,85 @@
+"""Keeps the device busy: takes steps from the worker's core, has them computed, and brings back their tokens.
+
+While a step computes, the step loop takes calls: requests come and end, first tokens go out, pages are reserved and
+land. On a GPU the next step is scheduled and given to the device meanwhile, if possible (`schedule_ahead`). On a CPU it
+is not: scheduling takes a hundredth of a step there, and a request that arrives during a step would miss the next.
+
+A model that is split between ranks announces each step to the others when it is given, so that a rank goes on with the
+next step without waiting for rank 0. They compute every step announced to them: a step that awaits a failed one is
+computed and discarded, and nothing else starts before it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from decode_worker.worker import DecodeWorker
+from engine.engine import Engine
+from engine.step.compute import SampledTokens, StepTokens
+from engine.step.plan import StepPlan
+from engine.step.thread import StepThread
+from penstock.errors import PenstockError
+
+log = logging.getLogger(__name__)
+
+
+class StepDriver:
+    """Owns the steps given to the device. Every method but `stop` runs on the step loop."""
+
+    def __init__(
+        self, worker: DecodeWorker, engine: Engine, name: str, post: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """`post` runs a call on the step loop."""
+        self._worker = worker
+        self._engine = engine
+        self._thread: StepThread[SampledTokens] = StepThread(name, post, is_async=engine.kv_pages.is_cuda)
+        self._runs_ahead = engine.runs_ahead
+        self._in_flight: deque[StepPlan] = deque()
+        self._started_s = 0.0  # when the device began to compute the oldest of them
+
+    def turn(self) -> None:
+        """Gives the device what it can compute now. Called after other calls; the end of a step is such a call too."""
+        if self._in_flight:
+            self._worker.serve_during_step()
+        else:
+            self._started_s = time.monotonic()
+            self._start(self._worker.begin_step())
+        if self._runs_ahead and len(self._in_flight) == 1:
+            plan = self._worker.begin_step_ahead()
+            if plan is not None:
+                self._start(plan)
+
+    def _start(self, plan: StepPlan) -> None:
+        if not plan:
+            return
+        engine, step, is_ahead = self._engine, self._engine.prepare(plan), bool(self._in_flight)
+        self._in_flight.append(plan)
+        engine.announce(step)
+        self._thread.start(
+            lambda before: engine.compute(step, before),
+            lambda outcome: self._on_done(plan, outcome),
+            is_ahead,
+            lambda: engine.compute_discarded(step),
+        )
+
+    def _on_done(self, plan: StepPlan, outcome: StepTokens | PenstockError) -> None:
+        if plan not in self._in_flight:
+            return  # it followed a step that has failed
+        now_s = time.monotonic()
+        if isinstance(outcome, PenstockError):
+            log.warning("a step failed and is recomputed, each sequence by itself if necessary: %s", outcome)
+            self._thread.drain()  # waits for the step after it
+            self._in_flight.clear()
+            self._worker.scheduler.cancel_ahead()
+            self._worker.recompute_step(plan)
+            return
+        self._in_flight.popleft()
+        self._worker.finish_step(plan, outcome, now_s - self._started_s)
+        self._started_s = now_s
+
+    def stop(self) -> None:
+        """Ends the device's thread; call it once the step loop has ended. Blocks."""
+        self._thread.stop()

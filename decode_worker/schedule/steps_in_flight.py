@@ -1,0 +1,129 @@
+"""Owns decode steps from the moment they are scheduled until their tokens are recorded. Pure.
+
+A step in flight may still write the pages of every sequence that it computes. One rule makes it safe to ask anything of
+the scheduler meanwhile: pages that are given back while a step is in flight become free only when it is over. Tokens
+that a step samples for a sequence that has lost its pages meanwhile are discarded.
+
+The scheduler decides who has a row; only this module changes how far rows are in their texts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from decode_worker.schedule.sequence_pages import SequencePages
+from engine.cache.page_pool import PagePool
+from engine.step.plan import StepPlan
+from engine.step.row_table import RowTable
+from engine.step.sequence import ScheduledSequence, Sequence
+from penstock.errors import InternalError
+from penstock.types import PageId
+
+
+class StepsInFlight:
+    """Owns the steps' plans, and pages parked until they are over."""
+
+    def __init__(self, pool: PagePool, pages: SequencePages, rows: RowTable) -> None:
+        self._pool = pool
+        self._pages = pages
+        self._rows = rows
+        self._plans: deque[StepPlan] = deque()
+        self._num_steps = 0
+        self._dropped: dict[Sequence, int] = {}  # lost their pages: tokens of steps up to this one are discarded
+        self._parked: deque[tuple[int, list[PageId]]] = deque()  # free once that step is over
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @property
+    def newest(self) -> StepPlan:
+        """The last step scheduled; at least one must be in flight."""
+        return self._plans[-1]
+
+    def places(self, sequences: Collection[Sequence]) -> dict[Sequence, int]:
+        """Returns the places in the newest plan of those sequences whose tokens it will not discard."""
+        if not sequences:
+            return {}
+        wanted = set(sequences) - self._dropped.keys()
+        return {item.sequence: place for place, item in enumerate(self.newest) if item.sequence in wanted}
+
+    def computes(self, sequence: Sequence) -> bool:
+        return any(item.sequence is sequence for plan in self._plans for item in plan)
+
+    def launch(self, chunks: list[ScheduledSequence]) -> StepPlan:
+        """Returns the next step: a token for each row, and `chunks`. An empty step is not in flight."""
+        self._num_steps += 1
+        plan = StepPlan(self._rows.launch(self._num_steps), chunks)
+        if plan:
+            self._plans.append(plan)
+        return plan
+
+    def cancel_ahead(self) -> None:
+        """Cancels the step scheduled after the oldest one, if there is one: the oldest has failed."""
+        if len(self._plans) > 1:
+            self._plans.pop()
+            self._rows.rewind()
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Returns the sequence's pages to the pool once no step can write them any more."""
+        if not self._plans:
+            self._pool.release(sequence.pages)
+            return
+        self._dropped[sequence] = self._num_steps
+        if sequence.pages:
+            self._parked.append((self._num_steps, sequence.pages))
+
+    def record(
+        self, plan: StepPlan, tokens_R: Seq[int] | np.ndarray, chunk_tokens: Seq[int | None]
+    ) -> Collection[Sequence]:
+        """See `DecodeScheduler.record`."""
+        if not plan:
+            return ()
+        if self._plans.popleft() is not plan:  # pages that a later step writes would be given back
+            raise InternalError("steps are recorded in another order than they were scheduled")
+        discarded = self._discarded(plan)
+        self._record_each(plan.chunks, chunk_tokens, discarded)
+        self._pages.share_filled(self._rows.record(plan.rows, tokens_R, chunk_tokens, discarded))
+        self._free_parked(plan.step if self._plans else self._num_steps)
+        return discarded
+
+    def record_some(self, work: Seq[ScheduledSequence], token_ids: Seq[int | None]) -> Collection[Sequence]:
+        """See `DecodeScheduler.record_some`."""
+        self._plans.popleft()
+        discarded = self._discarded(work)
+        self._record_each(work, token_ids, discarded)
+        self._rows.rewind()
+        self._free_parked(self._num_steps)
+        return discarded
+
+    def _discarded(self, work: Iterable[ScheduledSequence]) -> Collection[Sequence]:
+        return self._dropped.keys() & {item.sequence for item in work} if self._dropped else ()
+
+    def _record_each(
+        self, work: Seq[ScheduledSequence], token_ids: Seq[int | None], discarded: Collection[Sequence]
+    ) -> None:
+        for item, token_id in zip(work, token_ids, strict=True):
+            sequence = item.sequence
+            if sequence in discarded:
+                continue
+            sequence.num_computed_tokens += item.num_tokens
+            self._pages.share_full(sequence)
+            if token_id is not None:
+                sequence.token_ids.append(token_id)
+                if sequence.num_uncomputed_tokens == 1:
+                    sequence.start_decoding()  # it may have its row already
+
+    def _free_parked(self, step: int) -> None:
+        while self._parked and self._parked[0][0] <= step:
+            self._pool.release(self._parked.popleft()[1])
+        if self._dropped:
+            self._dropped = {sequence: last for sequence, last in self._dropped.items() if last > step}
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if pages or sequences wait for a step; none may be in flight."""
+        assert not self._parked, "pages wait for a step that is over"
+        assert not self._dropped

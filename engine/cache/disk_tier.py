@@ -1,0 +1,128 @@
+"""Pages evicted from host memory, kept in one file of a configured folder.
+
+The file has no name (it is unlinked as soon as it is open) and is readable by its owner alone: it holds prompts in
+another form, so nothing of it may outlive the process. Its size is reserved at the start. What is read back must match
+the checksum of what was written, which is kept in memory: a corrupt page is a miss, never KV.
+
+`DiskFile` holds the bytes of one rank's pages, by slot, in a file of its own. `DiskTier` decides which page is in which
+slot, for all ranks at once (`engine.cache.tensor_parallel`).
+
+Reads and writes block the step loop, mostly for as long as the operating system's page cache takes. A failed write ends
+the tier's growth, not the worker: stored pages can still be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import xxhash
+
+from engine.cache.page_slots import PageSlots
+from penstock.errors import ConfigError
+from penstock.types import PageHash
+
+if TYPE_CHECKING:
+    from engine.cache.host_tier import HostTier
+
+log = logging.getLogger(__name__)
+
+
+class SlotFile(Protocol):
+    """`DiskFile`, or `engine.cache.tensor_parallel.AllRanksDiskFile`."""
+
+    def write(self, slot: int, host_slot: int) -> None: ...
+
+    def read(self, slot: int) -> bool: ...
+
+    def clear(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class DiskFile:
+    """Owns the file and the checksum of each slot."""
+
+    def __init__(self, folder: str | Path, num_pages: int, host: HostTier) -> None:
+        """Raises ConfigError if the folder cannot hold the file."""
+        self._host = host
+        self._page_bytes = len(host.bounce)
+        try:
+            self.file = tempfile.TemporaryFile(dir=folder, prefix="penstock-kv-", buffering=0)  # noqa: SIM115
+            os.posix_fallocate(self.file.fileno(), 0, num_pages * self._page_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"engine.disk_path = {str(folder)!r} cannot hold {num_pages * self._page_bytes} bytes "
+                f"({error.strerror}); give a folder with room, or a smaller engine.disk_bytes"
+            ) from error
+        self._checksums = [0] * num_pages
+
+    def write(self, slot: int, host_slot: int) -> None:
+        """Copies a slot of host memory to a slot of the file. Raises OSError."""
+        self._host.settle()
+        content = self._host.content(host_slot)
+        num_written = os.pwrite(self.file.fileno(), content, slot * self._page_bytes)
+        if num_written != self._page_bytes:
+            raise OSError(f"{num_written} of {self._page_bytes} bytes written")
+        self._checksums[slot] = xxhash.xxh3_64_intdigest(content)
+
+    def read(self, slot: int) -> bool:
+        """Reads a slot into the host's bounce buffer; False if it does not read back as written."""
+        buffer = self._host.bounce
+        try:
+            num_read = os.preadv(self.file.fileno(), [buffer], slot * self._page_bytes)
+        except OSError as error:
+            log.error("reading a page from the disk tier failed: %s", error)
+            return False
+        return num_read == self._page_bytes and xxhash.xxh3_64_intdigest(buffer) == self._checksums[slot]
+
+    def clear(self) -> None:
+        """Erases all slots."""
+        os.ftruncate(self.file.fileno(), 0)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class DiskTier:
+    """Decides which page is in which slot, for all ranks at once."""
+
+    def __init__(self, file: SlotFile, num_pages: int) -> None:
+        self._file = file
+        self.slots = PageSlots(num_pages)
+        self._broken = False
+        self.num_spoiled = 0  # pages that did not read back as written
+
+    def store(self, page_hash: PageHash, host_slot: int) -> list[PageHash]:
+        """Stores a new page; returns the pages that are not here now, including this one if writing failed."""
+        if self._broken:
+            return [page_hash]
+        slot, evicted = self.slots.add(page_hash)
+        try:
+            self._file.write(slot, host_slot)
+        except OSError as error:
+            log.error("writing failed; the disk tier takes no more pages: %s", error)
+            self._broken = True
+            self.slots.discard(page_hash)
+            return [page_hash] if evicted is None else [page_hash, evicted]
+        return [] if evicted is None else [evicted]
+
+    def load(self, page_hash: PageHash) -> bool:
+        """Reads a stored page into the bounce buffer; forgets it and returns False if it does not read back."""
+        if self._file.read(self.slots.slot(page_hash)):
+            return True
+        self.num_spoiled += 1
+        log.error("a page of the disk tier is corrupt, %d so far", self.num_spoiled)
+        self.slots.discard(page_hash)
+        return False
+
+    def clear(self) -> list[PageHash]:
+        """Removes every page and its content; returns the pages."""
+        self._file.clear()
+        return self.slots.clear()
+
+    def close(self) -> None:
+        self._file.close()

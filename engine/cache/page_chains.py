@@ -1,0 +1,122 @@
+"""The prefix cache's map from page hash to page, as chains from the first page of a text on.
+
+Only `engine.cache.prefix_cache` changes it, and keeps the pool consistent with it. This module knows nothing of pools,
+tiers or events. A page is in the map only while its parent is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from penstock.types import CachedPage, PageHash, PageId
+
+
+class ChainNode:
+    """One cached page and its place in the chain."""
+
+    __slots__ = ("first_child", "next_sibling", "num_uses", "page", "page_hash", "parent", "previous_sibling")
+
+    def __init__(self, page_hash: PageHash, page: PageId, parent: ChainNode | None) -> None:
+        self.page_hash = page_hash
+        self.page = page
+        self.parent = parent
+        # A linked list of children: most pages have one or none, some have thousands.
+        self.first_child: ChainNode | None = None
+        self.next_sibling: ChainNode | None = None
+        self.previous_sibling: ChainNode | None = None
+        self.num_uses = 0  # by requests after the one that computed it
+
+    def children(self) -> Iterator[ChainNode]:
+        child = self.first_child
+        while child is not None:
+            yield child
+            child = child.next_sibling
+
+
+class PageChains:
+    """Owns the nodes. The prefix cache reads the maps; only this class changes them."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[PageHash, ChainNode] = {}
+        self.by_page: dict[PageId, ChainNode] = {}
+
+    def leading(self, hashes: Sequence[PageHash]) -> list[ChainNode]:
+        """Returns the nodes of the longest prefix that is cached."""
+        found: list[ChainNode] = []
+        for page_hash in hashes:
+            node = self.nodes.get(page_hash)
+            if node is None:
+                break
+            found.append(node)
+        return found
+
+    def roots(self) -> list[ChainNode]:
+        return [node for node in self.nodes.values() if node.parent is None]
+
+    def rooted(self, nodes: Iterable[ChainNode], max_pages: int) -> list[CachedPage]:
+        """Returns at most `max_pages` of these pages and their ancestors, in order, parents before children."""
+        chosen: dict[PageHash, ChainNode] = {}
+        for node in nodes:
+            fresh: list[ChainNode] = []
+            ancestor: ChainNode | None = node
+            while ancestor is not None and ancestor.page_hash not in chosen:
+                fresh.append(ancestor)
+                ancestor = ancestor.parent
+            if len(chosen) + len(fresh) > max_pages:
+                continue
+            chosen.update((added.page_hash, added) for added in reversed(fresh))
+        return [
+            CachedPage(page_hash, node.parent.page_hash if node.parent else None, node.page)
+            for page_hash, node in chosen.items()
+        ]
+
+    def link(self, page_hash: PageHash, page: PageId, parent: ChainNode | None) -> ChainNode:
+        """Makes a page findable, as a child of `parent`."""
+        node = ChainNode(page_hash, page, parent)
+        if parent is not None:
+            sibling = parent.first_child
+            if sibling is not None:
+                node.next_sibling, sibling.previous_sibling = sibling, node
+            parent.first_child = node
+        self.nodes[page_hash] = node
+        self.by_page[page] = node
+        return node
+
+    def unlink(self, root: ChainNode) -> list[ChainNode]:
+        """Makes the subtree unfindable and returns its nodes, children before parents.
+
+        Except in rare cases (see `PagePool.release`) that is the root alone. The pool still counts the pages as cached:
+        the caller has to `forget` them there.
+        """
+        subtree = [root]
+        for node in subtree:  # grows while it is walked: parents come before their children
+            if node.first_child is not None:
+                subtree.extend(node.children())
+        subtree.reverse()
+        for node in subtree:
+            before, after = node.previous_sibling, node.next_sibling
+            if after is not None:
+                after.previous_sibling = before
+            if before is not None:
+                before.next_sibling = after
+            elif node.parent is not None:
+                node.parent.first_child = after
+            del self.nodes[node.page_hash], self.by_page[node.page]
+        return subtree
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless maps and chains agree."""
+        if len(self.nodes) != len(self.by_page):
+            raise AssertionError(f"{len(self.nodes)} hashes for {len(self.by_page)} pages")
+        num_links = 0
+        for page_hash, node in self.nodes.items():
+            if node.page_hash != page_hash or self.by_page.get(node.page) is not node:
+                raise AssertionError(f"page {node.page}: the maps by hash and by page differ")
+            if node.parent is not None and self.nodes.get(node.parent.page_hash) is not node.parent:
+                raise AssertionError(f"page {node.page}: cached, but its parent page {node.parent.page} is not")
+            for child in node.children():
+                if child.parent is not node or self.nodes.get(child.page_hash) is not child:
+                    raise AssertionError(f"page {node.page}: has child page {child.page}, which does not know it")
+                num_links += 1
+        if num_links != sum(node.parent is not None for node in self.nodes.values()):
+            raise AssertionError("a page has a child that is not cached")

@@ -1,0 +1,273 @@
+"""The reference counts, free list and fences of one worker's KV pages.
+
+Stands between the schedulers, which allocate pages for sequences, and the pool tensor, which this module never touches.
+It also owns the order in which unreferenced cached pages are evicted. It must not know what is in a page: hashes and
+chains belong to `engine.cache.prefix_cache`, which the pool asks to evict through the function given to `set_evictor`.
+
+A page is exactly one of: free, owned (one reference), shared (several), evictable (no reference, but the prefix cache
+holds it), or fenced. Fenced wins over all others: a transfer may still write the page, so that nothing but lifting the
+fence makes it available. Not thread-safe: the worker's step loop is the only caller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from enum import StrEnum
+
+from penstock.errors import InternalError
+from penstock.types import PageId
+
+
+class PageState(StrEnum):
+    FREE = "free"
+    OWNED = "owned"
+    SHARED = "shared"
+    EVICTABLE = "evictable"
+    FENCED = "fenced"
+
+
+class OutOfPages(Exception):
+    """More pages were requested than are free or evictable. Nothing was allocated; wait, or preempt a sequence."""
+
+    def __init__(self, num_asked: int, num_available: int) -> None:
+        super().__init__(f"{num_asked} pages asked for, {num_available} available")
+        self.num_asked = num_asked
+        self.num_available = num_available
+
+
+class PageMisuse(InternalError):
+    """A call would break the pool's bookkeeping; it has changed nothing."""
+
+
+class PagePool:
+    """References, fences and the free list of `num_pages` pages. Methods cost O(pages named), never O(pool)."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        on_free: Callable[[Sequence[PageId]], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_free` receives pages that have become free, before they can be allocated again; it may erase them."""
+        self._clock = clock
+        if num_pages < 1:
+            raise ValueError(f"num_pages: {num_pages} given; a pool needs at least 1 page")
+        self.num_pages = num_pages
+        self._free: list[PageId] = [PageId(page) for page in reversed(range(num_pages))]  # a stack: warm pages first
+        self._refs: list[int] = [0] * num_pages
+        self._cached = bytearray(num_pages)  # 1: the prefix cache holds the page
+        self._evictable: OrderedDict[PageId, None] = OrderedDict()  # cached, unreferenced; least recently used first
+        self._fences: dict[PageId, set[Hashable]] = {}  # only pages with at least one fence
+        self._fenced_by: dict[Hashable, list[PageId]] = {}
+        self._fenced_s: dict[Hashable, float] = {}  # when the first pages came under a key; oldest first
+        self._evict: Callable[[int], None] | None = None
+        self._on_free = on_free
+
+    # ---- counts -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_fenced(self) -> int:
+        return len(self._fences)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can hand out now."""
+        return len(self._free) + len(self._evictable)
+
+    def state(self, page: PageId) -> PageState:
+        if page in self._fences:
+            return PageState.FENCED
+        if self._refs[page] > 0:
+            return PageState.OWNED if self._refs[page] == 1 else PageState.SHARED
+        return PageState.EVICTABLE if page in self._evictable else PageState.FREE
+
+    def num_references(self, page: PageId) -> int:
+        return self._refs[page]
+
+    # ---- references ---------------------------------------------------------------------------------------------
+
+    def allocate(self, num_pages: int) -> list[PageId]:
+        """Returns pages with one reference each: free ones first, then evicted from the prefix cache.
+
+        Raises OutOfPages, and then changes nothing.
+        """
+        if num_pages < 0:
+            raise PageMisuse(f"allocate: {num_pages} pages asked for")
+        if num_pages > self.num_available:
+            raise OutOfPages(num_pages, self.num_available)
+        if num_pages == 0:
+            return []
+        missing = num_pages - len(self._free)
+        if missing > 0:
+            if self._evict is None:
+                raise PageMisuse("allocate: cached pages without an evictor")
+            self._evict(missing)
+            if len(self._free) < num_pages:
+                raise PageMisuse(f"allocate: {len(self._free)} pages are free after an eviction, {num_pages} asked for")
+        pages = self._free[-num_pages:]
+        del self._free[-num_pages:]
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[PageId]) -> None:
+        """Adds a reference to each page; all must be referenced or cached."""
+        self._check_pages("share", pages)
+        for page in pages:
+            if self._refs[page] == 0 and not self._cached[page]:
+                raise PageMisuse(f"share: page {page} is {self.state(page)}, nobody holds it")
+        for page in pages:
+            if self._refs[page] == 0:
+                del self._evictable[page]
+            self._refs[page] += 1
+
+    def release(self, pages: Sequence[PageId]) -> None:
+        """Drops a reference from each page. Pass a sequence's pages in order and in one call.
+
+        Pages become evictable last page first, so that within a chain released together the leaf counts as the oldest.
+        """
+        self._check_pages("release", pages)
+        refs, cached, fences, evictable = self._refs, self._cached, self._fences, self._evictable
+        for page in pages:
+            if refs[page] == 0:
+                raise PageMisuse(f"release: page {page} is {self.state(page)} and has no reference")
+        freed: list[PageId] = []
+        for page in reversed(pages):
+            refs[page] -= 1
+            if refs[page] == 0 and page not in fences:
+                if cached[page]:
+                    evictable[page] = None
+                else:
+                    freed.append(page)
+        self._set_free(freed)
+
+    # ---- fences -------------------------------------------------------------------------------------------------
+
+    def fence(self, pages: Sequence[PageId], key: Hashable) -> None:
+        """Marks pages that the transfer `key` may write from now on. More pages may follow under the same key.
+
+        The pages must be referenced and not cached: a page that a peer may write must not be findable.
+        """
+        self._check_pages("fence", pages)
+        for page in pages:
+            if self._refs[page] == 0 or self._cached[page]:
+                raise PageMisuse(f"fence: page {page} is {self.state(page)}; only uncached pages that the caller holds")
+            if key in self._fences.get(page, ()):
+                raise PageMisuse(f"fence: page {page} is already fenced by {key}")
+        self._fenced_by.setdefault(key, []).extend(pages)
+        self._fenced_s.setdefault(key, self._clock())
+        for page in pages:
+            self._fences.setdefault(page, set()).add(key)
+
+    @property
+    def oldest_fence_s(self) -> float | None:
+        """When the oldest fence came, monotonic; None if there is none."""
+        return next(iter(self._fenced_s.values()), None)
+
+    def is_fencing(self, key: Hashable) -> bool:
+        return key in self._fenced_by
+
+    def lift(self, key: Hashable) -> None:
+        """Lifts the fence of transfer `key`, which will write nothing more. Pages without a reference become free."""
+        if key not in self._fenced_by:
+            raise PageMisuse(f"lift: no fence of {key}")
+        freed: list[PageId] = []
+        del self._fenced_s[key]
+        for page in self._fenced_by.pop(key):
+            keys = self._fences[page]
+            keys.discard(key)
+            if not keys:
+                del self._fences[page]
+                if self._refs[page] == 0:
+                    freed.append(page)  # never verified, hence never cached
+        self._set_free(freed)
+
+    # ---- for the prefix cache -----------------------------------------------------------------------------------
+
+    def set_evictor(self, evict: Callable[[int], None]) -> None:
+        """Called once, by the prefix cache. `evict(n)` must `forget` pages until at least n more are free."""
+        if self._evict is not None:
+            raise PageMisuse("set_evictor: this pool already serves a prefix cache")
+        self._evict = evict
+
+    def can_keep(self, page: PageId) -> bool:
+        return self._refs[page] > 0 and not self._cached[page] and page not in self._fences
+
+    def keep(self, page: PageId) -> None:
+        """Marks a page as cached: without a reference it becomes evictable instead of free."""
+        if not self.can_keep(page):
+            raise PageMisuse(f"keep: page {page} is {self.state(page)}; only an uncached page that the caller holds")
+        self._cached[page] = 1
+
+    def forget(self, pages: Sequence[PageId]) -> None:
+        """Marks pages as no longer cached: those without a reference become free."""
+        self._check_pages("forget", pages)
+        for page in pages:
+            if not self._cached[page]:
+                raise PageMisuse(f"forget: page {page} is {self.state(page)} and not cached")
+        freed: list[PageId] = []
+        for page in pages:
+            self._cached[page] = 0
+            if self._refs[page] == 0:
+                del self._evictable[page]
+                freed.append(page)
+        self._set_free(freed)
+
+    def is_cached(self, page: PageId) -> bool:
+        return bool(self._cached[page])
+
+    def touch(self, pages: Sequence[PageId]) -> None:
+        """Makes the evictable ones among the pages the most recently used, the last page the oldest of them."""
+        for page in reversed(pages):
+            if page in self._evictable:
+                self._evictable.move_to_end(page)
+
+    def evictable(self) -> Iterator[PageId]:
+        """Iterates over evictable pages, least recently used first; invalid after a change to the pool."""
+        return iter(self._evictable)
+
+    # ---- invariants ---------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError, naming the page, unless each page is in exactly one state and all counts add up."""
+        free = set(self._free)
+        _demand(len(free) == len(self._free), f"the free list holds a page twice: {sorted(self._free)}")
+        fenced_by_key: dict[PageId, set[Hashable]] = {}
+        for key, pages in self._fenced_by.items():
+            for page in pages:
+                fenced_by_key.setdefault(page, set()).add(key)
+        _demand(fenced_by_key == self._fences, "fences by page and by key differ")
+        num_held = 0
+        for page in map(PageId, range(self.num_pages)):
+            refs, cached, fenced = self._refs[page], bool(self._cached[page]), page in self._fences
+            evictable = page in self._evictable
+            where = f"page {page}: {refs} references, {cached=}, {fenced=}, {evictable=}, free={page in free}"
+            _demand(refs >= 0, f"{where}: negative count")
+            _demand(evictable == (cached and refs == 0), f"{where}: evictable means cached and unreferenced")
+            _demand(not (cached and fenced), f"{where}: a fenced page is findable")
+            _demand((page in free) == (refs == 0 and not cached and not fenced), f"{where}: free means held by nobody")
+            num_held += refs > 0 and not fenced
+        total = len(free) + len(self._evictable) + len(self._fences) + num_held
+        _demand(total == self.num_pages, f"{total} pages accounted for, {self.num_pages} in the pool")
+
+    def _set_free(self, pages: Sequence[PageId]) -> None:
+        if pages and self._on_free is not None:
+            self._on_free(pages)
+        self._free += pages
+
+    def _check_pages(self, operation: str, pages: Collection[PageId]) -> None:
+        if len(set(pages)) != len(pages):
+            raise PageMisuse(f"{operation}: a page is named twice in {list(pages)}")
+        if pages and (min(pages) < 0 or max(pages) >= self.num_pages):
+            raise PageMisuse(f"{operation}: a page outside the pool of {self.num_pages} in {list(pages)}")
+
+
+def _demand(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)

@@ -1,0 +1,384 @@
+// Attention over the paged pool on a CPU, for decodes and prompt chunks, reading pages in place.
+//
+// An item of work is a block of a sequence's queries under one KV head; its rows are (query, head of the group). Keys
+// are read 64 at a time: K is transposed, so that a vector holds 16 keys and a score needs no sum across lanes, and V
+// is interleaved into words. Softmax is computed online (Milakov and Gimelshein 2018, arXiv:1805.02867). An item's
+// result depends only on the item, not on the rest of the batch, its order, or the number of threads.
+//
+// Pool layer: [P, 2, K, S, H], pages `page_stride` bytes apart, each page's layer contiguous. A quantized pool holds
+// codes, with their scales right behind the layer (kv_quantization.h); a key's scale multiplies its scores, a value's
+// scale its weights.
+#pragma once
+
+#include "kv_quantization.h"
+#include "linear.h"
+#include "amx_tiles.h"
+#include "simd.h"
+
+#include <vector>
+
+namespace {
+
+constexpr int kBlock = 64;      // keys
+constexpr int kRowTarget = 64;  // rows of an item: its accumulators stay in L1 beside one block of K and V
+constexpr float kMasked = -2e30f, kInitialMax = -1e30f;
+
+struct Problem {
+  const void* q;       // [T, N, H], tokens `q_stride` values apart
+  const void* pool;
+  void* out;           // [T, N, H], contiguous or as strips of tiles (packed_weight.h)
+  const int32_t* page_table;  // [B, table_width]
+  const int32_t* query_start;  // [B + 1]
+  const int32_t* context_lens;  // [B]
+  int64_t q_stride;     // values
+  int64_t page_stride;  // bytes
+  int32_t num_sequences, table_width, num_heads, num_kv_heads, page_size, head_dim;
+  int32_t window;  // 0: none
+  float scale;
+  bool out_is_tiled;
+  int32_t kv_kind;  // kFp8Kv or kInt8Kv for a quantized pool, else 0
+};
+
+// The queries of an item, and its rows (one per query and head of the group), rounded up to a multiple of a tile's
+// side.
+inline int queries_of_item(int group) { return std::max(1, kRowTarget / group); }
+inline int rows_of_item(int group) {
+  return (queries_of_item(group) * group + tiles::kSide - 1) / tiles::kSide * tiles::kSide;
+}
+
+struct Item {
+  int sequence, kv_head, first_query, num_queries;
+};
+
+// The memory that an item needs while it is computed; one per thread, made once per call.
+struct Scratch {
+  std::vector<uint32_t> queries, keys, values, weights, decoded;  // decoded: keys of a quantized pool, row by row
+  std::vector<float> scores, totals, row_max, sums;  // sums: per lane, added up at the end
+  // `rows` is a multiple of a tile's side: rows past the item's own are computed too, and never read.
+  Scratch(int rows, int words, int head_dim)
+      : queries(rows * words), keys(words * kBlock), values(kBlock * head_dim), weights(rows * kBlock),
+        decoded(kLanes * words),
+        scores(rows * kBlock), totals(rows * head_dim), row_max(rows), sums(rows * kLanes) {}
+};
+
+// T: the dtype of queries and output. Format: the format of the pool, `UnquantizedKv` for T's own dtype.
+template <class T, class Format> struct Attention {
+  typedef typename T::Stored Stored;
+  static constexpr int kStep = T::kPerWord;  // keys that share a word of V
+
+  const Problem& problem;
+  Scratch& scratch;
+  int words, head_dim, group;
+  bool uses_tiles;
+  const char* places[2][kBlock];       // addresses of the keys of even and odd blocks
+  const float* scale_places[2][kBlock];  // addresses of those keys' scales
+  float key_scales[kBlock], value_scales[kBlock];  // of this block, times the factor that `decode` leaves out
+  int tile_rows = 0;  // rows that this thread's tiles are configured for; 0: not configured
+
+  Attention(const Problem& p, Scratch& s)
+      : problem(p), scratch(s), words(p.head_dim / T::kPerWord), head_dim(p.head_dim),
+        group(p.num_heads / p.num_kv_heads), uses_tiles(kStep == 2 && tiles::available()) {}
+  ~Attention() {
+    if (tile_rows) tiles::release();
+  }
+
+  void run(const Item& item) {
+    const int start = problem.query_start[item.sequence], context = problem.context_lens[item.sequence];
+    const int num_tokens = problem.query_start[item.sequence + 1] - start;
+    const int first_position = context - num_tokens + item.first_query, rows = item.num_queries * group;
+    if (uses_tiles && std::min(rows, tiles::kSide) != tile_rows) {
+      tile_rows = std::min(rows, tiles::kSide);
+      tiles::configure(tile_rows);
+    }
+    read_queries(item, start);
+    std::fill_n(scratch.totals.begin(), rows * head_dim, 0.0f);
+    std::fill_n(scratch.row_max.begin(), rows, kInitialMax);
+    std::fill_n(scratch.sums.begin(), rows * kLanes, 0.0f);
+    const int stop = first_position + item.num_queries;  // the last query sees the keys before it and itself
+    int key = problem.window ? std::max(0, first_position - problem.window + 1) : 0;
+    key -= key % kBlock;  // blocks start at the same keys however a prompt is split into chunks
+    find_rows(item, key, stop);
+    for (; key < stop; key += kBlock) {
+      read_block(item, key, stop);
+      score_all(rows);
+      for (int row = 0; row < rows; ++row) update_softmax(row, key, first_position + row / group);
+      accumulate_all(rows);
+    }
+    write_out(item, start, rows);
+  }
+
+ private:
+  void read_queries(const Item& item, int start) {
+    uint32_t* to = scratch.queries.data();
+    for (int query = item.first_query; query < item.first_query + item.num_queries; ++query) {
+      const Stored* token = static_cast<const Stored*>(problem.q) + (start + query) * problem.q_stride;
+      std::memcpy(to, token + item.kv_head * group * head_dim, size_t(group) * words * 4);
+      to += group * words;
+    }
+  }
+
+  static constexpr int row_bytes(int head_dim) { return head_dim * (Format::kQuantized ? 1 : int(sizeof(Stored))); }
+
+  // Finds the addresses of keys [first, first + 64); entries from `stop` on repeat the last key and are masked later.
+  void find_rows(const Item& item, int first, int stop) {
+    const int which = first / kBlock % 2;
+    const char** rows = places[which];
+    const float** scales = scale_places[which];
+    const int32_t* pages = problem.page_table + int64_t(item.sequence) * problem.table_width;
+    const int64_t page_size = problem.page_size, to_head = item.kv_head * page_size;
+    const int64_t to_scales = 2 * int64_t(problem.num_kv_heads) * page_size * row_bytes(head_dim);
+    int64_t index = first / page_size, place = first % page_size;
+    for (int i = 0; i < kBlock; ++i) {
+      if (first + i >= stop) {
+        rows[i] = rows[i - 1], scales[i] = scales[i - 1];
+        continue;
+      }
+      const char* page = static_cast<const char*>(problem.pool) + pages[index] * problem.page_stride;
+      rows[i] = page + (to_head + place) * row_bytes(head_dim);
+      scales[i] = reinterpret_cast<const float*>(page + to_scales) + to_head + place;
+      if (++place == page_size) place = 0, ++index;
+    }
+  }
+
+  // Reads K and V of keys [first, first + 64), and prefetches the next block: pages lie anywhere in memory, so the
+  // hardware cannot predict their addresses.
+  void read_block(const Item& item, int first, int stop) {
+    const int64_t num_rows = int64_t(problem.num_kv_heads) * problem.page_size;
+    const int64_t to_value = num_rows * row_bytes(head_dim);
+    const int which = first / kBlock % 2;
+    const char *const *rows = places[which], *const *next = places[which ^ 1];
+    const bool has_next = first + kBlock < stop;
+    if (has_next) find_rows(item, first + kBlock, stop);
+    if constexpr (Format::kQuantized) {
+      for (int i = 0; i < kBlock; ++i) {
+        key_scales[i] = scale_places[which][i][0] * Format::kDecodeScale;
+        value_scales[i] = scale_places[which][i][num_rows] * Format::kDecodeScale;
+        if (has_next) {
+          __builtin_prefetch(scale_places[which ^ 1][i]);
+          __builtin_prefetch(scale_places[which ^ 1][i] + num_rows);
+        }
+      }
+    }
+    for (int i = 0; i < kBlock; i += kLanes) {
+      for (int lane = 0; has_next && lane < kLanes; ++lane) {
+        for (int byte = 0; byte < row_bytes(head_dim); byte += 64) {
+          __builtin_prefetch(next[i + lane] + byte);
+          __builtin_prefetch(next[i + lane] + to_value + byte);
+        }
+      }
+      const char* keys[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) keys[lane] = decoded(rows[i + lane], lane);
+      for (int word = 0; word < words; word += kLanes) {
+        Words tile[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane)
+          tile[lane] = load<Words>(keys[lane] + word * 4);
+        transpose(tile, scratch.keys.data() + word * kBlock + i, kBlock);
+      }
+    }
+    for (int i = 0; i < kBlock; i += kStep) interleave(rows[i] + to_value, rows[i + kStep - 1] + to_value, i / kStep);
+  }
+
+  // Returns a row of the pool in T's dtype; a quantized row is decoded into the scratch row `lane`.
+  const char* decoded(const char* row, int lane) {
+    if constexpr (!Format::kQuantized) return row;
+    char* to = reinterpret_cast<char*>(scratch.decoded.data() + lane * words);
+    for (int d = 0; d < head_dim; d += kLanes)
+      store_floats(reinterpret_cast<Stored*>(to) + d, decode(row, d), kLanes);
+    return to;
+  }
+
+  static Floats decode(const char* row, int d) {
+    if constexpr (Format::kQuantized) return Format::decode(reinterpret_cast<const uint8_t*>(row) + d);
+    return Floats{};
+  }
+
+  void interleave(const char* first, const char* second, int place) {
+    uint32_t* to = scratch.values.data() + place * head_dim;
+    if (kStep == 1) {
+      std::memcpy(to, decoded(first, 0), head_dim * 4);
+      return;
+    }
+    for (int d = 0; d < head_dim; d += kLanes) {
+      Words low, high;
+      if constexpr (Format::kQuantized) {  // exact in bf16: the upper halves of the floats
+        low = (Words)decode(first, d) >> 16;
+        high = (Words)decode(second, d) & 0xffff0000u;
+      } else {
+        low = __builtin_convertvector(load<Shorts>(first + d * 2), Words);
+        high = __builtin_convertvector(load<Shorts>(second + d * 2), Words) << 16;
+      }
+      store(to + d, low | high);
+    }
+  }
+
+  void score_all(int rows) {
+    if (uses_tiles) {
+      for (int row = 0; row < rows; row += tiles::kSide)
+        tiles::multiply_four<false>(scratch.scores.data() + row * kBlock, kBlock, scratch.queries.data() + row * words,
+                                    words, scratch.keys.data(), kBlock, words / tiles::kSide);
+      return;
+    }
+    for (int row = 0; row < rows;) row += score_rows(row, rows);
+  }
+
+  // Scores up to four rows at a time, which load each vector of K once.
+  int score_rows(int row, int rows) {
+    switch (std::min(rows - row, 4)) {
+      case 1: score<1>(row); return 1;
+      case 2: score<2>(row); return 2;
+      case 3: score<3>(row); return 3;
+      default: score<4>(row); return 4;
+    }
+  }
+
+  template <int R> void score(int row) {
+    constexpr int kVectors = kBlock / kLanes;
+    Floats total[R][kVectors] = {};
+    const uint32_t* keys = scratch.keys.data();
+    const uint32_t* queries = scratch.queries.data() + row * words;
+    for (int word = 0; word < words; ++word, keys += kBlock) {
+      Words key[kVectors];
+      for (int v = 0; v < kVectors; ++v) key[v] = load<Words>(keys + v * kLanes);
+      for (int r = 0; r < R; ++r) {
+        Words query = Words{} + queries[r * words + word];
+        for (int v = 0; v < kVectors; ++v) total[r][v] = multiply_add<T>(total[r][v], query, key[v]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < kVectors; ++v) store(scratch.scores.data() + (row + r) * kBlock + v * kLanes, total[r][v]);
+  }
+
+  // Turns the scores of one row into weights relative to the maximum so far, and rescales what was accumulated before.
+  void update_softmax(int row, int first_key, int position) {
+    constexpr int kVectors = kBlock / kLanes;
+    const int lowest = problem.window ? position - problem.window + 1 : 0;
+    const bool is_whole = first_key >= lowest && first_key + kBlock <= position + 1;
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Floats score[kVectors], best = splat(kMasked);
+    for (int v = 0; v < kVectors; ++v) {
+      score[v] = load<Floats>(scratch.scores.data() + row * kBlock + v * kLanes) * (problem.scale * 1.44269504f);
+      if constexpr (Format::kQuantized) score[v] *= load<Floats>(key_scales + v * kLanes);
+      if (!is_whole) {
+        Ints key = lane + (first_key + v * kLanes);
+        score[v] = ((key >= lowest) & (key <= position)) ? score[v] : splat(kMasked);
+      }
+      best = maximum(best, score[v]);
+    }
+    const float before = scratch.row_max[row], now = std::max(before, largest(best));
+    Floats total{};
+    for (int v = 0; v < kVectors; ++v) {
+      Floats weight = exp2(score[v] - now);
+      total += weight;
+      if constexpr (Format::kQuantized) weight *= load<Floats>(value_scales + v * kLanes);
+      store_floats(reinterpret_cast<Stored*>(scratch.weights.data() + row * kBlock) + v * kLanes, weight, kLanes);
+    }
+    const float rescale = before == now ? 1.0f : exp2(splat(before - now))[0];
+    scratch.row_max[row] = now;
+    float* sums = scratch.sums.data() + row * kLanes;
+    store(sums, load<Floats>(sums) * rescale + total);
+    if (rescale != 1.0f) {
+      float* totals = scratch.totals.data() + row * head_dim;
+      for (int d = 0; d < head_dim; d += kLanes) store(totals + d, load<Floats>(totals + d) * rescale);
+    }
+  }
+
+  void accumulate_all(int rows) {
+    if (!uses_tiles) {
+      for (int row = 0; row < rows;) row += accumulate_rows(row, rows);
+      return;
+    }
+    constexpr int kDepth = kBlock / kStep / tiles::kSide;
+    for (int row = 0; row < rows; row += tiles::kSide) {
+      float* totals = scratch.totals.data() + row * head_dim;
+      const uint32_t *weights = scratch.weights.data() + row * kBlock, *values = scratch.values.data();
+      int d = 0;
+      for (; d + 4 * tiles::kSide <= head_dim; d += 4 * tiles::kSide)
+        tiles::multiply_four<true>(totals + d, head_dim, weights, kBlock, values + d, head_dim, kDepth);
+      for (; d < head_dim; d += tiles::kSide)
+        tiles::multiply_one(totals + d, head_dim, weights, kBlock, values + d, head_dim, kDepth);
+    }
+  }
+
+  int accumulate_rows(int row, int rows) {
+    switch (std::min(rows - row, 4)) {
+      case 1: accumulate<1>(row); return 1;
+      case 2: accumulate<2>(row); return 2;
+      case 3: accumulate<3>(row); return 3;
+      default: accumulate<4>(row); return 4;
+    }
+  }
+
+  template <int R> void accumulate(int row) {
+    int d = 0;
+    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) accumulate_columns<R, 4>(row, d);
+    for (; d < head_dim; d += kLanes) accumulate_columns<R, 1>(row, d);
+  }
+
+  template <int R, int C> void accumulate_columns(int row, int d) {
+    Floats total[R][C];
+    float* totals = scratch.totals.data() + row * head_dim + d;
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) total[r][c] = load<Floats>(totals + r * head_dim + c * kLanes);
+    const uint32_t* values = scratch.values.data() + d;
+    const uint32_t* weights = scratch.weights.data() + row * kBlock;
+    for (int place = 0; place < kBlock / kStep; ++place, values += head_dim) {
+      Words value[C];
+      for (int c = 0; c < C; ++c) value[c] = load<Words>(values + c * kLanes);
+      for (int r = 0; r < R; ++r) {
+        Words weight = Words{} + weights[r * kBlock + place];
+        for (int c = 0; c < C; ++c) total[r][c] = multiply_add<T>(total[r][c], weight, value[c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) store(totals + r * head_dim + c * kLanes, total[r][c]);
+  }
+
+  void write_out(const Item& item, int start, int rows) {
+    for (int row = 0; row < rows; ++row) {
+      const int64_t token = start + item.first_query + row / group;
+      const int head = item.kv_head * group + row % group, width = problem.num_heads * head_dim;
+      Stored* to = static_cast<Stored*>(problem.out);
+      const float factor = 1.0f / sum(load<Floats>(scratch.sums.data() + row * kLanes));
+      const float* totals = scratch.totals.data() + row * head_dim;
+      for (int d = 0; d < head_dim; d += kLanes) {
+        const int i = head * head_dim + d;
+        const int64_t at = problem.out_is_tiled ? linear::place(token, i, width) : token * width + i;
+        store_floats(to + at, load<Floats>(totals + d) * factor, kLanes);
+      }
+    }
+  }
+};
+
+std::vector<Item> list_items(const Problem& problem, int queries_per_item) {
+  std::vector<Item> items;
+  for (int b = 0; b < problem.num_sequences; ++b) {
+    const int num_queries = problem.query_start[b + 1] - problem.query_start[b];
+    // The last queries see the most keys: they go first, so that no thread begins a long item at the end.
+    for (int first = (num_queries - 1) / queries_per_item * queries_per_item; first >= 0; first -= queries_per_item)
+      for (int k = 0; k < problem.num_kv_heads; ++k)
+        items.push_back({b, k, first, std::min(queries_per_item, num_queries - first)});
+  }
+  return items;
+}
+
+template <class T, class Format>
+inline void attend_over(const Problem& problem, const std::vector<Item>& items, int num_threads) {
+  thread_team::parallel_for(num_threads, items.size(), [&](thread_team::Tasks& tasks) {
+    const int rows = rows_of_item(problem.num_heads / problem.num_kv_heads);
+    Scratch scratch(rows, problem.head_dim / T::kPerWord, problem.head_dim);
+    Attention<T, Format> attention(problem, scratch);
+    for (int i; tasks.take(i);) attention.run(items[i]);
+  });
+}
+
+// Attends without attention_tiles.h, for dtypes without tiles and pages of other sizes.
+template <class T>
+inline void attend_by_vectors(const Problem& problem, const std::vector<Item>& items, int num_threads) {
+  switch (problem.kv_kind) {
+    case kFp8Kv: return attend_over<T, Fp8Kv>(problem, items, num_threads);
+    case kInt8Kv: return attend_over<T, Int8Kv>(problem, items, num_threads);
+    default: return attend_over<T, UnquantizedKv>(problem, items, num_threads);
+  }
+}
+
+}  // namespace

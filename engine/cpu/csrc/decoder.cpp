@@ -1,0 +1,233 @@
+// All layers of a dense decoder in one call: bf16, packed weights, AMX tiles, bf16 or quantized pages. Reference: the
+// same layers operation by operation (engine/models/decoder.py), with the same roundings.
+//
+// One thread runs the operations, and others share the tasks of each (thread_team.h). The input of a matrix product is
+// written as strips of tiles (packed_weight.h) by the operation before it, so that nothing is copied in between.
+//
+// Shapes: T tokens, D hidden, N query heads, K KV heads, H head dim, A = N * H, F intermediate, R sampled rows.
+#include "attention_tiles.h"
+#include "linear.h"
+#include "row_ops.h"
+
+#if defined(PENSTOCK_TILES)
+namespace {
+
+using linear::kSide;
+
+// `_Layer` of engine/cpu/decoder_stack.py has the same fields.
+struct Layer {
+  const uint16_t *input_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
+  linear::PackedWeight qkv, out, gate_up, down;
+  void* pool;      // this layer of the pool's first page
+  int64_t window;  // 0: none
+};
+
+// `_Step` of engine/cpu/decoder_stack.py has the same fields.
+struct Step {
+  const uint16_t* residual;  // [T, D], overwritten
+  const float* cos_sin;      // [T, 2, H / 2]
+  const int32_t *page_table, *query_start, *context_lens;
+  const int64_t *slot_page, *slot_offset;
+  const int64_t* sampled_rows;  // ascending
+  const uint16_t* final_norm;   // the norm after the model's last layer
+  uint16_t* output;             // [R, D]: the residual of the sampled rows, normalised by `final_norm`
+  int64_t page_stride;          // bytes
+  int32_t num_tokens, num_sampled, num_sequences, table_width, page_size;
+  int32_t hidden, num_heads, num_kv_heads, head_dim, intermediate;
+  int32_t kv_kind;  // as in attention.h
+  float eps, scale;
+};
+
+// Results that operations of a step pass on, in memory that all layers share. The memory is kept for the thread's next
+// step, because allocating megabytes again costs a page fault for every 4 KB.
+struct Intermediates {
+  uint16_t *normed, *qkv, *mixed, *inner;
+  explicit Intermediates(const Step& step) {
+    const int64_t rows = linear::padded(step.num_tokens), heads = step.num_heads * step.head_dim;
+    const int64_t sizes[] = {rows * step.hidden, rows * (heads + 2 * step.num_kv_heads * step.head_dim), rows * heads,
+                             rows * step.intermediate};
+    static thread_local Lines<uint16_t> memory;
+    const size_t all = sizes[0] + sizes[1] + sizes[2] + sizes[3];  // each a multiple of a cache line
+    if (memory.size() < all) memory.resize(all);
+    normed = memory.data();
+    qkv = normed + sizes[0];
+    mixed = qkv + sizes[1];
+    inner = mixed + sizes[2];
+  }
+};
+
+class Decoder {
+ public:
+  Decoder(const Step& step, int num_threads)
+      : step(step), intermediates(step), num_threads(num_threads), residual(const_cast<uint16_t*>(step.residual)),
+        num_rows(step.num_tokens) {
+    Problem shape{};
+    shape.query_start = step.query_start;
+    shape.num_sequences = step.num_sequences;
+    shape.num_kv_heads = step.num_kv_heads;
+    shape.num_heads = step.num_heads;
+    shape.page_size = step.page_size;
+    items = list_items_of_bf16(shape, num_threads);
+  }
+
+  void normalise_first(const Layer& layer) { normalise_rows(layer.input_norm); }
+
+  // Computes a layer. `next_norm` is null for the last layer of the model, after whose attention only sampled rows go
+  // on.
+  void run(const Layer& layer, const uint16_t* next_norm) {
+    uint16_t* const qkv = intermediates.qkv;
+    multiply(layer.qkv, intermediates.normed, [&](int row, int panel, Floats sums) {
+      store_rounded(qkv + int64_t(row) * layer.qkv.outputs + panel * kSide, sums, layer.qkv, panel);
+    });
+    rotate_and_store(layer);
+    attend(layer);
+    if (!next_norm && !keep_sampled_rows()) return;
+    add_to_residual(layer.out, intermediates.mixed);
+    normalise_rows(layer.mlp_norm);
+    activate(layer.gate_up);
+    add_to_residual(layer.down, intermediates.inner);
+    if (next_norm) {
+      normalise_rows(next_norm);
+      return;
+    }
+    for_rows(kSide, [&](int64_t row) {
+      normalise(step.output + row * step.hidden, residual + row * step.hidden, step.final_norm, step.hidden, step.eps);
+    });
+  }
+
+ private:
+  const Step& step;
+  const Intermediates intermediates;
+  const int num_threads;
+  std::vector<Item> items;
+  uint16_t* const residual;
+  int num_rows;
+
+  static Floats with_bias(Floats sums, const linear::PackedWeight& weight, int panel) {
+    return weight.bias ? sums + load_floats(weight.bias + panel * kSide, kLanes) : sums;
+  }
+
+  static void store_rounded(uint16_t* to, Floats sums, const linear::PackedWeight& weight, int panel) {
+    store_floats(to, with_bias(sums, weight, panel), kLanes);
+  }
+
+  // Calls take(row) for each row; `per_task` rows should take some microseconds.
+  template <class Take> void for_rows(int per_task, const Take& take) const {
+    thread_team::parallel_for(num_threads, (num_rows + per_task - 1) / per_task, [&](thread_team::Tasks& tasks) {
+      for (int task; tasks.take(task);)
+        for (int64_t row = task * per_task; row < std::min(num_rows, (task + 1) * per_task); ++row) take(row);
+    });
+  }
+
+  // Calls take(row, panel, sums) for each row and panel of the product.
+  template <class Take>
+  void multiply(const linear::PackedWeight& weight, const uint16_t* strips, const Take& take) const {
+    linear::for_outputs(num_threads, weight, strips, num_rows, 1,
+                        [&](int row, int panel, Floats first, bool is_pair, Floats second) {
+                          take(row, panel, first);
+                          if (is_pair) take(row, panel + 1, second);
+                        });
+  }
+
+  void add_to_residual(const linear::PackedWeight& weight, const uint16_t* strips) const {
+    multiply(weight, strips, [&](int row, int panel, Floats sums) {
+      uint16_t* total = residual + int64_t(row) * step.hidden + panel * kSide;
+      const Floats out = widen(narrow(with_bias(sums, weight, panel)));
+      store_floats(total, load_floats(total, kLanes) + out, kLanes);
+    });
+  }
+
+  void activate(const linear::PackedWeight& gate_up) const {
+    uint16_t* const inner = intermediates.inner;
+    const int panels = step.intermediate / kSide;
+    linear::for_outputs(num_threads, gate_up, intermediates.normed, num_rows, panels,
+                        [&](int row, int panel, Floats gate, bool, Floats up) {
+                          gate = widen(narrow(with_bias(gate, gate_up, panel)));
+                          up = widen(narrow(with_bias(up, gate_up, panel + panels)));
+                          store_floats(inner + linear::place(row, panel * kSide, step.intermediate), silu(gate) * up,
+                                       kLanes);
+                        });
+  }
+
+  // Writes the normalised rows of the residual as strips of tiles.
+  void normalise_rows(const uint16_t* weight) const {
+    const int width = step.hidden;
+    uint16_t* const normed = intermediates.normed;
+    for_rows(kSide, [&](int64_t row) {
+      const uint16_t* from = residual + row * width;
+      const float factor = root_mean_square_factor(from, width, step.eps);
+      for (int i = 0; i < width; i += kLanes)
+        store_floats(normed + linear::place(row, i, width),
+                     load_floats(from + i, kLanes) * factor * load_floats(weight + i, kLanes), kLanes);
+    });
+  }
+
+  // Rotates Q and K, and writes K and V to their slots.
+  void rotate_and_store(const Layer& layer) const {
+    constexpr int kTokens = 4;
+    const int head_dim = step.head_dim, num_heads = step.num_heads, num_kv_heads = step.num_kv_heads;
+    for_rows(kTokens, [&](int64_t t) {
+      uint16_t* const token = intermediates.qkv + t * layer.qkv.outputs;
+      const float* cosine = step.cos_sin + t * head_dim;
+      for (int head = 0; head < num_heads + num_kv_heads; ++head) {
+        uint16_t* at = token + head * head_dim;
+        if (layer.q_norm) normalise(at, at, head < num_heads ? layer.q_norm : layer.k_norm, head_dim, step.eps);
+        rotate(at, at, cosine, head_dim / 2);
+      }
+      for (int head = 0; head < num_kv_heads; ++head)
+        write_kv_head(static_cast<uint8_t*>(layer.pool) + step.slot_page[t] * step.page_stride,
+                   token + (num_heads + head) * head_dim, token + (num_heads + num_kv_heads + head) * head_dim,
+                   int64_t(head) * step.page_size + step.slot_offset[t]);
+    });
+  }
+
+  // Writes K and V of a token's head to a row of a page.
+  void write_kv_head(uint8_t* page, const uint16_t* k, const uint16_t* v, int64_t row) const {
+    const int64_t num_rows = int64_t(step.num_kv_heads) * step.page_size, row_bytes = step.head_dim * 2;
+    switch (step.kv_kind) {
+      case kFp8Kv: return encode_token<Fp8Kv>(page, k, v, row, num_rows, step.head_dim);
+      case kInt8Kv: return encode_token<Int8Kv>(page, k, v, row, num_rows, step.head_dim);
+      default:
+        std::memcpy(page + row * row_bytes, k, row_bytes);
+        std::memcpy(page + (num_rows + row) * row_bytes, v, row_bytes);
+    }
+  }
+
+  void attend(const Layer& layer) const {
+    const Problem problem{intermediates.qkv, layer.pool,        intermediates.mixed, step.page_table,
+                          step.query_start,  step.context_lens, layer.qkv.outputs,   step.page_stride,
+                          step.num_sequences, step.table_width, step.num_heads,      step.num_kv_heads,
+                          step.page_size,    step.head_dim,     int32_t(layer.window), step.scale, true, step.kv_kind};
+    attend_in_bf16(problem, items, num_threads);
+  }
+
+  // Moves the sampled rows to the front; returns false if there are none.
+  bool keep_sampled_rows() {
+    num_rows = step.num_sampled;
+    const int width = step.num_heads * step.head_dim;
+    uint16_t* const mixed = intermediates.mixed;
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const int64_t from = step.sampled_rows[row];
+      if (from == row) continue;
+      std::memcpy(residual + row * step.hidden, residual + from * step.hidden, step.hidden * 2);
+      for (int i = 0; i < width; i += kLanes)
+        std::memcpy(mixed + linear::place(row, i, width), mixed + linear::place(from, i, width), kLanes * 2);
+    }
+    return num_rows > 0;
+  }
+};
+
+}  // namespace
+
+// Computes layers [first, last) of `layers`, beginning with the norm of the residual. With `is_model_end` the last of
+// them is the model's last: only sampled rows go through its feed-forward, and `output` is written.
+extern "C" void penstock_decoder(const Layer* layers, int32_t first, int32_t last, const Step* step,
+                                 int32_t is_model_end, int32_t num_threads) {
+  Decoder decoder(*step, num_threads);
+  decoder.normalise_first(layers[first]);
+  for (int layer = first; layer < last; ++layer) {
+    const uint16_t* const last_norm = is_model_end ? nullptr : layers[layer].input_norm;
+    decoder.run(layers[layer], layer + 1 < last ? layers[layer + 1].input_norm : last_norm);
+  }
+}
+#endif

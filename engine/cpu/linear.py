@@ -1,0 +1,182 @@
+"""Linear layers with weights packed for AMX tiles (`engine/cpu/csrc/linear.h`), in bf16 on CPUs that have them.
+
+A row's result depends only on the row, not on the other rows of the batch or the number of threads, which no library
+guarantees. Reference: torch's linear. Quantized weights stay quantized in memory and are multiplied with exactly the
+values they represent (`engine/cpu/csrc/quantized_linear.h`); reference: a product with their float32 values.
+
+Shapes: `T` tokens, `I` in, `O` out, `G` groups of inputs that share a scale.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from engine.cpu.library import INT, POINTER, NativeKernels, load_native
+from engine.weights.quantized_weight import Kind, QuantizedWeight
+
+_OUT_MULTIPLE, _IN_MULTIPLE = 16, 32  # a tile
+_KINDS = {"int4": 1, "int8": 2, "fp8": 3}
+_TILE_BYTES = {"int4": 256, "int8": 512, "fp8": 512}
+
+
+class PackedWeight(ctypes.Structure):
+    """Mirrors `PackedWeight` of packed_weight.h, field by field."""
+
+    _fields_ = (
+        ("values", POINTER),
+        ("bias", POINTER),
+        ("inputs", INT),
+        ("outputs", INT),
+        ("codes", POINTER),
+        ("scales", POINTER),
+        ("zeros", POINTER),
+        ("kind", INT),
+        ("tiles_in_group", INT),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CodesLayout:
+    """Describes a packed quantized weight, apart from its tensors and shape."""
+
+    kind: Kind
+    tiles_in_group: int
+    has_zeros: bool
+
+
+class TileLinear:
+    """A packed weight, and the product with it. Its tensors may be replaced until the first call."""
+
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        weight: torch.Tensor | QuantizedWeight,
+        bias_O: torch.Tensor | None,
+        codes: CodesLayout | None = None,
+    ) -> None:
+        """Packs `weight`. With `codes` the weight is a meta tensor, and the packed tensors are meta tensors in the
+        layout that another replica has given its quantized weight."""
+        assert bias_O is None or bias_O.dtype == torch.bfloat16
+        self.num_outputs, self.num_inputs = weight.shape
+        self.bias_O = None if bias_O is None else bias_O.contiguous()
+        self.scales: torch.Tensor | None = None  # float32 [O / 16, G, 16]
+        self.zeros: torch.Tensor | None = None  # the same
+        self.codes = codes
+        self._kernels = kernels
+        self._described: PackedWeight | None = None
+        if isinstance(weight, QuantizedWeight):
+            self.packed = _pack_codes(weight)
+            self.scales, self.zeros = _by_panel(weight.scales_OG), _by_panel(_zeros(weight))
+            self.codes = CodesLayout(weight.kind, _tiles_in_group(weight), self.zeros is not None)
+            return
+        if codes is not None:
+            assert weight.is_meta
+            panels, tiles = self.num_outputs // _OUT_MULTIPLE, self.num_inputs // _IN_MULTIPLE
+            shape = (panels, -(-tiles // codes.tiles_in_group), _OUT_MULTIPLE)
+            self.packed = torch.empty((panels, tiles, _TILE_BYTES[codes.kind]), dtype=torch.uint8, device=weight.device)
+            self.scales = torch.empty(shape, dtype=torch.float32, device=weight.device)
+            self.zeros = torch.empty_like(self.scales) if codes.has_zeros else None
+            return
+        assert weight.dtype == torch.bfloat16
+        weight = weight.contiguous()
+        self.packed = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        if not weight.is_meta:  # a meta weight has been packed by another replica
+            kernels.pack_linear(
+                self.packed.data_ptr(), weight.data_ptr(), self.num_outputs, self.num_inputs, torch.get_num_threads()
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.packed, self.scales, self.zeros) if tensor is not None)
+
+    def describe(self) -> PackedWeight:
+        """Returns the C structure with the tensors' addresses; they must not move from now on."""
+        if self._described is None:
+            codes = self.codes
+            self._described = PackedWeight(
+                values=self.packed.data_ptr() if codes is None else None,
+                bias=_address(self.bias_O),
+                inputs=self.num_inputs,
+                outputs=self.num_outputs,
+                codes=None if codes is None else self.packed.data_ptr(),
+                scales=_address(self.scales),
+                zeros=_address(self.zeros),
+                kind=0 if codes is None else _KINDS[codes.kind],
+                tiles_in_group=1 if codes is None else codes.tiles_in_group,
+            )
+        return self._described
+
+    def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
+        assert x_TI.dtype == torch.bfloat16
+        assert x_TI.shape[1] == self.num_inputs
+        if x_TI.stride(1) != 1:
+            x_TI = x_TI.contiguous()
+        out_TO = torch.empty((x_TI.shape[0], self.num_outputs), dtype=torch.bfloat16)
+        self._kernels.linear(
+            out_TO.data_ptr(), x_TI.data_ptr(), ctypes.byref(self.describe()), x_TI.shape[0], x_TI.stride(0),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out_TO
+
+
+def pack_for_tiles(
+    weight: torch.Tensor | QuantizedWeight, bias_O: torch.Tensor | None, codes: CodesLayout | None = None
+) -> TileLinear | None:
+    """Packs the weight; returns None where this machine has no tiles or the weight does not fill whole ones. `codes` is
+    passed to `TileLinear`."""
+    if isinstance(weight, QuantizedWeight):
+        fits = can_pack_codes(weight)
+    else:
+        fits = weight.dtype == torch.bfloat16 and not weight.shape[0] % _OUT_MULTIPLE | weight.shape[1] % _IN_MULTIPLE
+    kernels = load_native() if fits else None
+    return TileLinear(kernels, weight, bias_O, codes) if kernels is not None and kernels.has_tiles else None
+
+
+def can_pack_codes(weight: QuantizedWeight) -> bool:
+    """Returns whether the kernels of this machine can multiply with the quantized weight as it is."""
+    outputs, inputs = weight.shape
+    if weight.group_I is not None or outputs % _OUT_MULTIPLE or inputs % _IN_MULTIPLE:
+        return False
+    if weight.scales_OG.shape[1] > 1 and weight.group_size % _IN_MULTIPLE:
+        return False
+    kernels = load_native()
+    return kernels is not None and kernels.has_tiles
+
+
+def _tiles_in_group(weight: QuantizedWeight) -> int:
+    inputs = weight.shape[1] if weight.scales_OG.shape[1] == 1 else weight.group_size
+    return inputs // _IN_MULTIPLE
+
+
+def _pack_codes(weight: QuantizedWeight) -> torch.Tensor:
+    """Arranges the codes in the tiles of `penstock_pack_linear`, [O / 16, I / 32, bytes], ordered as
+    quantized_linear.h reads them."""
+    codes = weight.codes_OI.view(torch.uint8)
+    if weight.kind == "int8":  # to a sign bit and a magnitude less a half: -1 is the largest value below 0
+        codes = codes ^ ((weight.codes_OI >> 7) & 0x7F).view(torch.uint8)
+    tiles = codes.unflatten(1, (-1, _IN_MULTIPLE // 2, 2)).unflatten(0, (-1, _OUT_MULTIPLE)).permute(0, 2, 3, 1, 4)
+    if weight.kind == "int4":
+        four = tiles.reshape(*tiles.shape[:2], 4, 4, 32)  # rows of the tile in fours, each of 32 words
+        pairs = four[..., ::2, :] | four[..., 1::2, :] << 4
+        return pairs.transpose(3, 4).flatten(2)  # the four codes of a word become adjacent
+    return tiles.reshape(*tiles.shape[:2], 8, 2, 4, 8).transpose(3, 4).flatten(2)
+
+
+def _zeros(weight: QuantizedWeight) -> torch.Tensor | None:
+    """Returns the zero points [O, G] relative to the values that the kernel decodes, which differ from the codes."""
+    shift = {"int4": -8.0, "int8": 0.5, "fp8": 0.0}[weight.kind]
+    if weight.zeros_OG is None:
+        return torch.full_like(weight.scales_OG, shift) if shift else None
+    return weight.zeros_OG + shift
+
+
+def _by_panel(values_OG: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the values of each panel of 16 outputs together, [O / 16, G, 16]."""
+    return None if values_OG is None else values_OG.unflatten(0, (-1, _OUT_MULTIPLE)).transpose(1, 2).contiguous()
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

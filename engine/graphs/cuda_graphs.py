@@ -1,0 +1,227 @@
+"""Decode steps replayed from CUDA graphs, one per batch size: one launch by the host instead of hundreds.
+
+Stands between `Engine.compute` and the model runner, and takes steps in which every sequence has one token. All others,
+and batches above the largest bucket, go to the model runner unchanged. A batch is padded to the next bucket; padding
+computes token 0 at position 0 in a page that the pool does not know (`SPARE_PAGES`), so it reads and writes nothing of
+any sequence. A step's inputs are copied into buffers that the graphs were captured over; everything derived from token,
+position and page table is computed inside the graph, on the device. All graphs share one memory pool and one buffer of
+logits; hence only one runs at a time, and its logits are sampled from before the next one runs. With a result of its
+own each graph would keep that many rows of the vocabulary for itself.
+
+Decode steps are captured on every rank of a replica or on none, size by size: the ranks add up their results in
+captured steps as in all others, so whether a step is replayed must not differ between them.
+
+Shapes: `B` sequences of a bucket, `W` pages of a sequence, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from engine.kernels.metadata import AttentionMetadata
+from engine.parallel.leader import RankLeader
+from engine.step.batch import Batch
+
+log = logging.getLogger(__name__)
+
+SPARE_PAGES = 1  # behind the pages of the pool, for padding to write to
+Forward = Callable[[Batch], torch.Tensor]
+
+
+def buckets_up_to(largest: int) -> list[int]:
+    """Returns the batch sizes to capture, up to `largest`.
+
+    Padding costs up to half of a batch below 8 sequences, where a step reads little but weights, and less than a
+    quarter above.
+    """
+    small = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32)]
+    return [*(size for size in small if size < largest), largest]
+
+
+class Capture(Protocol):
+    """`CudaCapture`, or a double in tests."""
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Captures `run` and returns a function that replays it over the same memory."""
+        ...
+
+
+class CudaCapture:
+    """Captures graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
+            run()  # compiles and tunes kernels, which may not happen while a graph is captured
+        torch.cuda.current_stream().wait_stream(side_stream)
+        graph = torch.cuda.CUDAGraph()
+        # Calls that other threads make meanwhile, such as NCCL's watchdog, must not invalidate the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+class GraphRunner:
+    """Owns the graphs and the buffers that they read and write."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        buckets: Sequence[int],
+        max_context: int,
+        page_size: int,
+        spare_page: int,
+        device: torch.device,
+    ) -> None:
+        """`forward` is the model runner's, which takes all other batches. No sequence ever has `spare_page`."""
+        self._forward = forward
+        self._buckets = sorted(buckets)
+        self._max_context = max_context
+        self._page_size = page_size
+        self._spare_page = spare_page
+        largest, num_pages = self._buckets[-1], -(-max_context // page_size)
+        self._token_ids_B = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._positions_B = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._page_table_BW = torch.full((largest, num_pages), spare_page, dtype=torch.int32, device=device)
+        self._logits_BV: torch.Tensor  # for the largest captured size; allocated by the first capture
+        self._capture: Capture
+        self._graphs: dict[int, Callable[[], None]] = {}
+        self.num_replays = 0
+        self.num_eager = 0
+
+    @property
+    def is_captured(self) -> bool:
+        return bool(self._graphs)
+
+    def sizes(self, max_sequences: int | None = None) -> list[int]:
+        """Returns the sizes to capture for batches of up to `max_sequences`, largest first.
+
+        In this order the smaller ones fit into the memory of the largest.
+        """
+        largest = next((size for size in self._buckets if size >= (max_sequences or self._buckets[-1])), None)
+        return [size for size in reversed(self._buckets) if largest is None or size <= largest]
+
+    @torch.inference_mode()
+    def capture(self, size: int, make_capture: Callable[[], Capture]) -> None:
+        """Captures one of `sizes`, to be called in their order. Blocks. Raises RuntimeError if CUDA refuses."""
+        if not self._graphs:
+            self._pad(0, self._buckets[-1])
+            self._logits_BV = torch.empty_like(self._compute(size))
+            self._capture = make_capture()
+        self._graphs[size] = self._capture(functools.partial(self._run, size))
+
+    def drop(self) -> None:
+        """Drops all graphs; every step then goes to the model runner."""
+        self._graphs.clear()
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Returns logits [R, V]; those of a replay are overwritten by the next one."""
+        size = self._bucket_of(batch)
+        if size is None:
+            self.num_eager += 1
+            return self._forward(batch)
+        count, table_BW = batch.meta.num_sequences, batch.meta.page_table_BP
+        self._token_ids_B[:count].copy_(batch.token_ids_T)
+        self._positions_B[:count].copy_(batch.positions_T)
+        self._page_table_BW[:count, : table_BW.shape[1]].copy_(table_BW)
+        if count < size:
+            self._pad(count, size)
+        self._graphs[size]()
+        self.num_replays += 1
+        return self._logits_BV[:count]
+
+    def _bucket_of(self, batch: Batch) -> int | None:
+        meta = batch.meta
+        if not meta.num_sequences == meta.num_decodes == meta.num_tokens == len(batch.sampled_places):
+            return None
+        if meta.max_context_len > self._max_context:
+            return None
+        return next((size for size in self._buckets if size >= meta.num_sequences and size in self._graphs), None)
+
+    def _pad(self, first: int, stop: int) -> None:
+        self._token_ids_B[first:stop] = 0
+        self._positions_B[first:stop] = 0
+        self._page_table_BW[first:stop, 0] = self._spare_page
+
+    def _run(self, size: int) -> None:
+        """Computes one captured step; it may depend on nothing but the buffers and the bucket."""
+        self._logits_BV[:size].copy_(self._compute(size))
+
+    def _compute(self, size: int) -> torch.Tensor:
+        positions_B, table_BW = self._positions_B[:size], self._page_table_BW[:size]
+        rows_B = torch.arange(size, device=positions_B.device)
+        page_B = table_BW.gather(1, (positions_B // self._page_size)[:, None])[:, 0]
+        meta = AttentionMetadata(
+            page_table_BP=table_BW,
+            query_start_B1=torch.arange(size + 1, dtype=torch.int32, device=positions_B.device),
+            context_lens_B=(positions_B + 1).to(torch.int32),
+            max_query_len=1,
+            max_context_len=self._max_context,
+            num_decodes=size,
+            slot_page_T=page_B.to(torch.int64),
+            slot_offset_T=positions_B % self._page_size,
+        )
+        return self._forward(Batch(self._token_ids_B[:size], positions_B, rows_B, tuple(range(size)), meta))
+
+
+def capture_on_all_ranks(
+    graphs: GraphRunner,
+    ranks: RankLeader | None,
+    on_progress: Callable[[int, int], None],
+    max_sequences: int | None = None,
+) -> None:
+    """Captures every size on every rank, or on none if a rank's device refuses. Blocks. Raises RankFailure.
+
+    `on_progress` receives the number of sizes done and their total.
+    """
+    started_s, sizes = time.monotonic(), graphs.sizes(max_sequences)
+    for count, size in enumerate(sizes, start=1):
+        answers = [] if ranks is None else ranks.start_call("capture", size)
+        problems = [_capture(graphs, size), *([] if ranks is None else ranks.wait(answers))]
+        if any(problems):
+            graphs.drop()
+            if ranks is not None:
+                ranks.call_all("drop_graphs")
+            log.warning("decode steps are not captured: %s", next(filter(None, problems)))
+            return
+        on_progress(count, len(sizes))
+    log.info("captured decode steps of up to %d in %.1f s", sizes[0], time.monotonic() - started_s)
+
+
+def _capture(graphs: GraphRunner, size: int) -> str:
+    """Returns CUDA's objection, or an empty string."""
+    try:
+        graphs.capture(size, CudaCapture)
+    except RuntimeError as error:
+        return str(error) or repr(error)
+    return ""
+
+
+class GraphOwner(Protocol):
+    """`engine.parallel.worker_rank.WorkerRank`."""
+
+    graphs: GraphRunner | None
+
+
+def graph_handlers(owner: GraphOwner) -> Mapping[str, Callable[[Any], Any]]:
+    """Returns what another rank does for `capture_on_all_ranks`, by kind of message."""
+
+    def capture(size: int) -> str:
+        return "this rank has no graphs to capture" if owner.graphs is None else _capture(owner.graphs, size)
+
+    def drop(_: None) -> None:
+        if owner.graphs is not None:
+            owner.graphs.drop()
+
+    return {"capture": capture, "drop_graphs": drop}

@@ -1,0 +1,120 @@
+"""The attention backend of a library: the library computes what it supports, the fallback backend everything else.
+
+Chosen by `engine.kernels.backends.select_backend`. Models and pages that a library does not support are refused before
+it is loaded (`engine.kernels.libraries.capabilities`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from engine.kernels.metadata import AttentionMetadata
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.kernels.backends import AttentionBackend
+
+
+class AttentionLibrary(Protocol):
+    takes_decodes: bool
+
+    def attend(
+        self,
+        q_TNH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        o_TNH: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """Writes what `AttentionBackend.paged_attention` returns into `o_TNH`. Without `takes_decodes`, `meta` holds
+        prompt chunks only."""
+        ...
+
+
+class LibraryAttention:
+    """See `engine.kernels.backends.AttentionBackend`. Writing pages is left to `fallback`, and so are decodes where the
+    library does not take them."""
+
+    def __init__(self, name: str, fallback: AttentionBackend, library: AttentionLibrary) -> None:
+        self.name = name
+        self.fallback = fallback
+        self.write_kv, self.store_qkv = fallback.write_kv, fallback.store_qkv
+        self._library = library
+
+    def paged_attention(
+        self,
+        q_TNH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert scales is None, "refused by engine.kernels.libraries.capabilities"
+        if self._library.takes_decodes:
+            o_TNH = torch.empty_like(q_TNH)
+            self._library.attend(q_TNH, pool_layer, meta, o_TNH, scale, window, softcap)
+            return o_TNH
+        decodes = meta.num_decodes
+        if decodes == meta.num_sequences:
+            return self.fallback.paged_attention(q_TNH, pool_layer, meta, scale, window, softcap)
+        o_TNH = torch.empty_like(q_TNH)
+        if decodes:
+            first = _select_sequences(meta, 0, decodes, decodes)
+            o_TNH[:decodes] = self.fallback.paged_attention(q_TNH[:decodes], pool_layer, first, scale, window, softcap)
+        chunks = _select_sequences(meta, decodes, meta.num_sequences, 0)
+        self._library.attend(q_TNH[decodes:], pool_layer, chunks, o_TNH[decodes:], scale, window, softcap)
+        return o_TNH
+
+    def latent_attention(
+        self,
+        q_TNH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        rank: int,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        raise AssertionError("refused by engine.kernels.libraries.capabilities")
+
+
+def _select_sequences(meta: AttentionMetadata, first: int, stop: int, num_decodes: int) -> AttentionMetadata:
+    """Returns the metadata of sequences `first` to `stop`: all decodes, or all chunks. Its slots stay those of the
+    whole batch, because only the write, which is over, needs them."""
+    return replace(
+        meta,
+        page_table_BP=meta.page_table_BP[first:stop],
+        query_start_B1=meta.query_start_B1[first : stop + 1] - first,
+        context_lens_B=meta.context_lens_B[first:stop],
+        max_query_len=1 if num_decodes else meta.max_query_len,
+        num_decodes=num_decodes,
+        lengths=None if meta.lengths is None else meta.lengths.select(first, stop),
+    )
+
+
+def load_attention_library(name: str, device: torch.device) -> AttentionLibrary:
+    """Raises ConfigError where the library is not installed, or the device is not a GPU."""
+    if device.type != "cuda":
+        raise ConfigError(
+            f"engine.attention = {name!r} needs a GPU, and engine.device is {device.type!r}; give engine.attention = "
+            "'auto'"
+        )
+    try:
+        if name == "varlen":
+            from engine.kernels.libraries.varlen import VarlenAttention
+
+            return VarlenAttention.activated()
+        from engine.kernels.libraries.flashinfer import FlashInferAttention
+
+        return FlashInferAttention(device)
+    except ImportError as error:
+        package = {"flashinfer": "flashinfer-python", "varlen": "flash-attn-3 (flash_attn_interface)"}[name]
+        raise ConfigError(
+            f"engine.attention = {name!r}: {error}; install {package}, or choose engine.attention = 'triton'"
+        ) from error

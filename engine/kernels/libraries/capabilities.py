@@ -1,0 +1,33 @@
+"""What each attention library supports, by its name in `engine.attention`.
+
+Torch-free: memory plans ask on machines where the library is not installed.
+"""
+
+from __future__ import annotations
+
+from engine.cache.kv_layout import KVLayout
+from penstock.errors import ConfigError
+
+_DTYPES = ("bfloat16", "float16")
+_HEAD_DIMS = {"flashinfer": (64, 128, 256), "varlen": (64, 96, 128, 192, 256)}  # that they have kernels for
+
+
+def check_library(name: str, layout: KVLayout, *, has_latents: bool) -> None:
+    """Raises ConfigError where `name` is a library that does not support the model's pages. Accepts other backends."""
+    if name not in _HEAD_DIMS:
+        return
+    problem = fix = ""
+    if has_latents:
+        problem, fix = "does not support latent attention", "choose engine.attention = 'triton'"
+    elif layout.is_quantized:
+        problem = f"supports no scale per token, and engine.kv_dtype = {layout.kv_dtype!r} has them"
+        fix = "leave it at 'auto', or choose engine.attention = 'triton'"
+    elif layout.dtype not in _DTYPES:
+        problem = f"computes in {' or '.join(_DTYPES)}, and engine.dtype is {layout.dtype!r}"
+        fix = "give one of those, or choose engine.attention = 'triton'"
+    elif layout.head_dim not in _HEAD_DIMS[name]:
+        sizes = ", ".join(map(str, _HEAD_DIMS[name]))
+        problem = f"has kernels for heads of {sizes} values, and the model's have {layout.head_dim}"
+        fix = "choose engine.attention = 'triton'"
+    if problem:
+        raise ConfigError(f"engine.attention = {name!r} {problem}; {fix}")

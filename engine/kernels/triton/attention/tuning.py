@@ -1,0 +1,87 @@
+"""Tile sizes, warps and pipeline stages of kernels, looked up by device and shape.
+
+Nothing is measured while serving. `python -m benchmarks.gpu.tune` measures on the GPU at hand and stores the fastest
+configurations in a file of the cache folder; files in `engine/kernels/tuned` ship with the package. Other shapes use
+the kernel's default, derived from a Hopper's shared memory and registers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+SHIPPED = Path(__file__).parents[2] / "tuned"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelConfig:
+    rows: int  # of a tile of queries or outputs; fixed in kernels without a choice
+    tile: int  # along the loop: tokens of the context, inputs of a product
+    num_warps: int
+    num_stages: int
+
+
+Tuned = dict[str, dict[str, KernelConfig]]  # by kernel and shape
+
+
+def select_config(kernel: str, shape: str, default: KernelConfig, device: torch.device) -> KernelConfig:
+    """Returns the measured configuration for this kernel, shape and kind of device, or else `default`."""
+    if device.type != "cuda":
+        return default
+    return load_tuned(device_name(device)).get(kernel, {}).get(shape, default)
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device).replace(" ", "_").replace("/", "_")
+
+
+@functools.cache
+def load_tuned(name: str) -> Tuned:
+    """Merges the package's file with this machine's cache folder, which takes precedence."""
+    found: Tuned = {}
+    for file in (SHIPPED / f"{name}.json", tuned_file(name)):
+        for kernel, shapes in _read(file).items():
+            found.setdefault(kernel, {}).update(shapes)
+    return found
+
+
+def tuned_file(name: str) -> Path:
+    """Returns the file for this machine's measurements."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return folder / "penstock" / "tuned" / f"{name}.json"
+
+
+def save_tuned(file: Path, tuned: Tuned) -> None:
+    """Adds to the file's entries, atomically: a reader finds the old file or the new one."""
+    kept = _read(file)
+    for kernel, shapes in tuned.items():
+        kept.setdefault(kernel, {}).update(shapes)
+    plain = {kernel: {shape: asdict(config) for shape, config in shapes.items()} for kernel, shapes in kept.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_suffix(f".{os.getpid()}")
+    scratch.write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n")
+    scratch.replace(file)
+
+
+def _read(file: Path) -> Tuned:
+    """Returns the file's entries; none if it is missing, or if it is invalid, which is logged."""
+    try:
+        plain = json.loads(file.read_text())
+        return {
+            kernel: {shape: KernelConfig(**config) for shape, config in shapes.items()}
+            for kernel, shapes in plain.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        log.warning("%s is invalid, defaults apply: %s; delete it, or run python -m benchmarks.gpu.tune", file, error)
+        return {}

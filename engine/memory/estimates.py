@@ -1,0 +1,188 @@
+"""Estimates of the memory that a model, its KV pages and its steps take, and the choices that follow. Torch-free.
+
+The engine sizes its pool with these functions and what it measures (`engine.parallel.model_part`); `engine.memory.plan`
+calls them with the headers of files alone. So `penstock plan-memory` and a worker cannot disagree in arithmetic, only
+where a measurement differs from an assumption. There are two assumptions: `CUDA_CONTEXT_BYTES`, and `step_bytes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from engine.cache.kv_layout import DTYPE_BYTES, KVLayout
+from engine.memory.device_memory import DeviceType
+from engine.models.config import ModelConfig
+from engine.models.shapes import EMBEDDING, HEAD, product_shapes, tensor_shapes
+from engine.models.sharding import tensor_slices
+from engine.parallel.shard import WHOLE, Shard, shard_model
+from engine.weights.quantization_config import int4_group
+from engine.weights.quantized_layouts import BITS
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+
+CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled kernels; assumed
+_CPU_KV_MEMORY_BYTES = 1 << 30
+_GPU_KV_SHARE = 0.8  # of the memory that the weights leave free
+# CPU: us per token of a prompt of 2048 on one core, 135M shape, in chunks of 64 / 128 / 256 / 512 / 1024 tokens: 416 /
+# 297 / 264 / 258 / 240 (2026-11); longer chunks delay requests that end inside them.
+# GPU: far more operations per byte of weights than any GPU needs to be busy; not tuned.
+_SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
+_FLOAT32_BYTES = 4
+_PAGE_ID_BYTES = 4
+# Rows of partial attention results that split contexts leave to be joined: 132 multiprocessors with 4 programs of 32
+# rows each, and a third more because the number of splits is rounded up.
+_SPLIT_ROWS = 132 * 4 * 32 * 4 // 3
+
+
+def saturating_tokens(device_type: DeviceType) -> int:
+    """Returns the length of a prompt chunk, in tokens, beyond which a step gets no cheaper per token."""
+    return _SATURATING_TOKENS[device_type]
+
+
+def select_context(config: EngineConfig, model: ModelConfig) -> int:
+    """Returns the number of tokens that a sequence may have. Raises ConfigError."""
+    if config.max_context is not None and config.max_context > model.context_length:
+        raise ConfigError(
+            f"engine.max_context = {config.max_context} is more than the {model.context_length} tokens of "
+            f"{config.model}; give at most that"
+        )
+    return config.max_context or model.context_length
+
+
+def serving_revision(config: EngineConfig, model: ModelConfig) -> str:
+    """Returns the revision of the model as it is served.
+
+    Quantizing weights while loading them makes a different model, whose pages must not be mistaken for the original's.
+    Raises ConfigError if the checkpoint is quantized already.
+    """
+    if config.quantization == "none":
+        return model.revision
+    if model.scheme is not None:
+        raise ConfigError(
+            f"engine.quantization = {config.quantization!r}: the weights of {config.model} are quantized already "
+            f"({model.scheme.method}); give engine.quantization = none, or a plain checkpoint"
+        )
+    return f"{model.revision}+{config.quantization}"
+
+
+def make_layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
+    """Returns the page layout of the whole model. Raises ConfigError."""
+    return KVLayout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        page_size=config.page_size,
+        head_dim=model.head_dim,
+        dtype=model.dtype if config.dtype == "auto" else config.dtype,
+        model_revision=serving_revision(config, model),
+        quantization=config.quantization,
+        kv_dtype=config.kv_dtype,
+    )
+
+
+def count_pages(config: EngineConfig, layout: KVLayout, device_type: DeviceType, free_bytes: int) -> int:
+    """Returns the size of the pool, given the `free_bytes` that the weights leave on the device.
+
+    Raises ConfigError if that is fewer than 2 pages.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    budget = config.kv_memory_bytes
+    if budget is None:
+        budget = int(max(free_bytes, 0) * _GPU_KV_SHARE) if device_type == "cuda" else _CPU_KV_MEMORY_BYTES
+    num_pages = budget // layout.page_bytes
+    if num_pages < 2:
+        raise ConfigError(
+            f"engine.kv_memory_bytes = {budget} holds {num_pages} pages of {layout.page_bytes} bytes; "
+            f"give at least {2 * layout.page_bytes}, or a smaller engine.page_size"
+        )
+    return num_pages
+
+
+def weight_bytes(
+    model: ModelConfig, dtype: str, device_type: DeviceType, max_context: int, shard: Shard = WHOLE
+) -> int:
+    """Returns the size of the loaded model or of one rank's part, tables of the rotary embedding included.
+
+    On a CPU a tied head is a second, packed copy of the embedding.
+    """
+    slices = tensor_slices(model, shard)
+    shapes = {
+        name: slices[name].shape(shape) if name in slices else shape for name, shape in tensor_shapes(model).items()
+    }
+    num_values = sum(math.prod(shape) for shape in shapes.values())
+    if model.tie_embeddings and device_type == "cpu":
+        num_values += math.prod(shapes[EMBEDDING])
+    float32_bytes = max_context * model.rope_dim * _FLOAT32_BYTES
+    experts = model.experts
+    if experts is not None and experts.float32_router:
+        routers = len(experts.layers) * experts.num_experts * (model.hidden_size + experts.sigmoid)  # with its bias
+        num_values, float32_bytes = num_values - routers, float32_bytes + routers * _FLOAT32_BYTES
+    return num_values * DTYPE_BYTES[dtype] + float32_bytes
+
+
+def saved_bytes(
+    model: ModelConfig, quantization: str, stored: Collection[str], dtype: str, device_type: DeviceType
+) -> int:
+    """Returns the bytes that quantized weights save compared with plain ones.
+
+    Counts the products in `stored`, which the checkpoint has quantized, or all of them if they are quantized while
+    loading. Assumes that a CPU has tile instructions for them.
+    """
+    scheme = model.scheme
+    kind = scheme.kind if scheme is not None else quantization
+    if kind not in BITS or dtype not in (("bfloat16",) if device_type == "cpu" else ("bfloat16", "float16")):
+        return 0
+    saved = _saved_by_head(model, dtype, device_type) if scheme is None else 0
+    products = product_shapes(model, with_experts=device_type == "cpu")
+    if scheme is not None:
+        products[HEAD] = (model.vocab_size, model.hidden_size)
+    for name, (rows, columns) in products.items():
+        if scheme is not None and name.removesuffix(".weight") not in stored:
+            continue
+        group = scheme.group_of(columns) if scheme is not None else int4_group(columns) if kind == "int4" else columns
+        has_zeros = kind == "int4" or (kind == "int8" and device_type == "cpu")
+        scales = rows * -(-columns // group) * _FLOAT32_BYTES * (1 + has_zeros)
+        saved += rows * columns * DTYPE_BYTES[dtype] - rows * columns * BITS[kind] // 8 - scales
+    return saved
+
+
+def _saved_by_head(model: ModelConfig, dtype: str, device_type: DeviceType) -> int:
+    """Returns the saving by an int8 head, negative if the head would otherwise share the embedding's memory."""
+    is_copy = not model.tie_embeddings or device_type == "cpu"
+    own = model.vocab_size * (model.hidden_size + 2 * _FLOAT32_BYTES)
+    return is_copy * model.vocab_size * model.hidden_size * DTYPE_BYTES[dtype] - own
+
+
+def step_bytes(model: ModelConfig, dtype: str, num_tokens: int, num_rows: int) -> int:
+    """Estimates the tensors alive at the widest point of a step, and float32 logits of `num_rows`, twice, to sample."""
+    attention = (model.num_heads + 2 * model.num_kv_heads + model.num_heads) * model.head_dim
+    if model.latent is not None:  # queries and outputs in the latent space, for every head
+        attention = model.num_heads * (2 * model.latent.query_dim + 2 * model.latent.rank + model.latent.v_dim)
+    inner = 3 * model.intermediate_size
+    if model.experts is not None:
+        chosen = model.experts.num_chosen
+        inner = max(inner, chosen * (3 * model.experts.intermediate_size + 4 * model.hidden_size))
+    widest = 3 * model.hidden_size + max(attention, inner)
+    return num_tokens * widest * DTYPE_BYTES[dtype] + 2 * num_rows * model.vocab_size * _FLOAT32_BYTES
+
+
+def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceType, shard: Shard = WHOLE) -> int:
+    """Estimates what captured decode steps keep: the largest step's tensors, partial results of splits, and inputs."""
+    if not captures_graphs(config, model, device_type):
+        return 0
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    num_pages = -(-select_context(config, model) // config.page_size)
+    table_bytes = config.cuda_graphs * num_pages * _PAGE_ID_BYTES
+    row_values = model.head_dim if model.latent is None else model.latent.rank
+    split_bytes = _SPLIT_ROWS * row_values * _FLOAT32_BYTES
+    own = shard_model(model, shard)  # except the logits: the first rank has those of the whole vocabulary
+    return step_bytes(own, dtype, config.cuda_graphs, config.cuda_graphs) + split_bytes + table_bytes
+
+
+def captures_graphs(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> bool:
+    """Returns whether decode steps are replayed from CUDA graphs.
+
+    That takes attention that neither plans nor waits on the host: Triton's kernels, with torch's for chunks or without.
+    """
+    return device_type == "cuda" and config.cuda_graphs > 0 and config.attention in ("auto", "triton", "varlen")

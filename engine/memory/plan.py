@@ -1,0 +1,169 @@
+"""Plans the memory of a replica without loading it: weights, KV pages, steps, and what fits. Torch-free.
+
+Called by `penstock plan-memory`. It reads `config.json` and the headers of weight files, and takes all sizes from
+`engine.memory.estimates`, as the engine does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.cache.kv_layout import KVLayout
+from engine.kernels.libraries.capabilities import check_library
+from engine.memory import estimates
+from engine.memory.device_memory import DeviceMemory
+from engine.models.config import ModelConfig
+from engine.models.shapes import optional_tensors, tensor_shapes
+from engine.models.sharding import tensor_slices
+from engine.parallel.shard import Shard, shard_layout, shard_model
+from engine.weights.checkpoint import check_tensors
+from engine.weights.tensor_slices import check_slice_groups
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+
+_LIBRARY_BYTES = 128 << 20  # FlashInfer's workspace
+_CONTEXTS = (1024, 4096, 16384, 65536, 262144, 1048576)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """All figures are of one rank."""
+
+    device: DeviceMemory
+    model: ModelConfig
+    layout: KVLayout
+    weight_bytes: int  # tables of the rotary embedding included
+    kv_bytes: int  # of the pool
+    host_tier_bytes: int  # for evicted pages; in the same memory on a CPU, in the host's on a GPU
+    step_bytes: int  # estimate for the largest step
+    graph_bytes: int  # estimate for captured decode steps
+    num_pages: int
+    max_context: int  # tokens that a request may have
+    largest_batch: dict[int, int]  # by context in tokens: how many such sequences the pool holds at once
+    num_ranks: int = 1
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.layout.page_bytes // self.layout.page_size
+
+
+def plan_memory(
+    config: EngineConfig,
+    device: DeviceMemory,
+    *,
+    context: int | None = None,
+    step_tokens: int | None = None,
+    max_sequences: int = 64,
+) -> MemoryPlan:
+    """Plans a replica from the headers of its files, without loading it.
+
+    Raises CheckpointError if the files do not fit together, and ConfigError, with the fix, if the device cannot serve
+    the model so or, with `context`, not even one request of that many tokens.
+    """
+    model = ModelConfig.from_folder(config.model)
+    max_context = estimates.select_context(config, model)
+    if context is not None and not 1 <= context <= max_context:
+        raise ConfigError(
+            f"a context of {context} tokens: {config.model} takes 1 to {max_context}; give a number in that range"
+        )
+    shard = Shard(0, config.tensor_parallel)  # no other rank needs more
+    if device.type == "cpu":  # all ranks share it
+        device = replace(device, total_bytes=device.total_bytes // shard.num_ranks)
+    layout = shard_layout(estimates.make_layout(config, model), shard)
+    weights = _loaded_bytes(config, model, device, layout, shard)
+    reserved = estimates.CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
+    reserved += _LIBRARY_BYTES if config.attention == "flashinfer" else 0
+    graphs = estimates.graph_bytes(config, model, device.type, shard)
+    free = device.total_bytes - reserved - weights - graphs
+    num_tokens = step_tokens or estimates.saturating_tokens(device.type)
+    step = estimates.step_bytes(shard_model(model, shard), layout.dtype, num_tokens, max_sequences)
+    _check_weights(config, device, layout, weights, free - step)
+    num_pages = estimates.count_pages(config, layout, device.type, free)
+    kv_bytes = num_pages * layout.page_bytes
+    host_tier = config.host_memory_bytes // layout.page_bytes * layout.page_bytes
+    left = free - step - (host_tier if device.type == "cpu" else 0)
+    _check_pool(config, device, layout, kv_bytes, left)
+    if context is not None:
+        _check_context(config, context, num_pages, layout, device, left)
+    contexts = sorted({*(size for size in _CONTEXTS if size < max_context), max_context, context or max_context})
+    return MemoryPlan(
+        device,
+        model,
+        layout,
+        weight_bytes=weights,
+        kv_bytes=kv_bytes,
+        host_tier_bytes=host_tier,
+        step_bytes=step,
+        graph_bytes=graphs,
+        num_pages=num_pages,
+        max_context=max_context,
+        largest_batch={tokens: num_pages // -(-tokens // layout.page_size) for tokens in contexts},
+        num_ranks=shard.num_ranks,
+    )
+
+
+def _loaded_bytes(
+    config: EngineConfig, model: ModelConfig, device: DeviceMemory, layout: KVLayout, shard: Shard
+) -> int:
+    """Returns the weights' size on one rank, after the checks that loading makes."""
+    shapes = tensor_shapes(model)
+    _, forms = check_tensors(Path(config.model), shapes, optional_tensors(model), model.scheme)
+    if layout.dtype != "float32":
+        check_slice_groups(tensor_slices(model, shard), shapes, model.scheme, forms, config.quantization)
+    check_library(config.attention, layout, has_latents=model.latent is not None)
+    plain = estimates.weight_bytes(model, layout.dtype, device.type, estimates.select_context(config, model), shard)
+    return (
+        plain
+        - estimates.saved_bytes(model, config.quantization, set(forms), layout.dtype, device.type) // shard.num_ranks
+    )
+
+
+def _check_weights(config: EngineConfig, device: DeviceMemory, layout: KVLayout, weights: int, left: int) -> None:
+    if left >= 2 * layout.page_bytes:
+        return
+    narrower = layout.dtype == "float32"
+    needed = device.total_bytes - left + 2 * layout.page_bytes
+    raise ConfigError(
+        f"the weights of {config.model} take {in_units(weights)} in {layout.dtype}, and {device.name} has "
+        f"{in_units(device.total_bytes)}: no room for two KV pages and a step; give a device with at least "
+        f"{in_units(needed)}{', or engine.dtype = bfloat16, which halves them' if narrower else ''}"
+    )
+
+
+def _check_pool(config: EngineConfig, device: DeviceMemory, layout: KVLayout, kv_bytes: int, left: int) -> None:
+    if kv_bytes <= left:
+        return
+    if left < 2 * layout.page_bytes:  # `_check_weights` found room without the host tier
+        raise ConfigError(
+            f"engine.host_memory_bytes = {config.host_memory_bytes} leaves no room for two KV pages on {device.name}, "
+            f"which has {in_units(device.total_bytes)}; give less"
+        )
+    name, most = ("num_pages", left // layout.page_bytes) if config.num_pages else ("kv_memory_bytes", left)
+    raise ConfigError(
+        f"the KV pages take {in_units(kv_bytes)}, and beside the weights and a step {device.name} has {in_units(left)} "
+        f"left; give engine.{name} = {most} at most, or a larger device"
+    )
+
+
+def _check_context(
+    config: EngineConfig, context: int, num_pages: int, layout: KVLayout, device: DeviceMemory, left: int
+) -> None:
+    needed = -(-context // layout.page_size)
+    if needed <= num_pages:
+        return
+    needed_bytes = needed * layout.page_bytes
+    name, enough = ("num_pages", needed) if config.num_pages else ("kv_memory_bytes", needed_bytes)
+    mend = f"give engine.{name} = {enough}, which it has room for," if needed_bytes <= left else "give a larger device"
+    raise ConfigError(
+        f"a context of {context} tokens takes {needed} pages ({in_units(needed_bytes)}), and the pool on {device.name} "
+        f"has {num_pages}; {mend} or at most {num_pages * layout.page_size} tokens"
+    )
+
+
+def in_units(num_bytes: int) -> str:
+    """Returns a size for people to read, such as `1.50 GiB`."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"

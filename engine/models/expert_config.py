@@ -1,0 +1,176 @@
+"""Parses the mixture of experts in `config.json`: how many experts there are, how many a token takes, in which layers.
+
+`engine.models.config` reads it once while a model loads. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.models.config_fields import positive_int
+from penstock.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """The names that a family gives an expert layer's tensors below `model.layers.N.`."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+    shared: str = ""  # the block that every token also passes, if there is one
+
+    def of(self, expert: int) -> tuple[str, str, str]:
+        prefix = f"{self.block}.experts.{expert}"
+        return f"{prefix}.{self.gate}.weight", f"{prefix}.{self.up}.weight", f"{prefix}.{self.down}.weight"
+
+    @property
+    def router(self) -> str:
+        return f"{self.block}.gate.weight"
+
+    @property
+    def router_bias(self) -> str:
+        return f"{self.block}.gate.e_score_correction_bias"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFamily:
+    """What distinguishes a family's experts. Defaults are those of its published configs."""
+
+    names: ExpertNames
+    num_experts: int
+    num_chosen: int
+    inner_key: str
+    normalize: Literal["always", "configured", "never"]  # whether the chosen experts' weights are scaled to a sum of 1
+    num_shared: int = 0  # experts that every token passes
+    float32_router: bool = False
+    sigmoid: bool = False  # sigmoid scores instead of a softmax, with a bias that affects the choice, not the weights
+    normalizes: bool = False  # the default of "configured"
+
+
+# A Qwen3-MoE's file may have either of the first two: `transformers` writes the first since its version 5.
+_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+_COMMON_KEYS = frozenset({*_COUNT_KEYS, "num_experts_per_tok"})
+# Used only in training: an auxiliary loss, and noise on the router's input.
+_TRAINING_KEYS = frozenset(
+    {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux"}
+)
+EXPERT_KEYS = _COMMON_KEYS | _TRAINING_KEYS
+DEEPSEEK_KEYS = frozenset({
+    "n_shared_experts", "moe_intermediate_size", "first_k_dense_replace", "moe_layer_freq", "routed_scaling_factor",
+    "topk_method", "scoring_func", "n_group", "topk_group", "ep_size",
+})  # fmt: skip
+SPARSITY_KEYS = frozenset({"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob"})
+
+MIXTRAL = ExpertFamily(ExpertNames("block_sparse_moe", "w1", "w3", "w2"), 8, 2, "intermediate_size", "always")
+QWEN3_MOE = ExpertFamily(
+    ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"), 128, 8, "moe_intermediate_size", "configured"
+)
+DEEPSEEK_V2 = ExpertFamily(
+    ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", "mlp.shared_experts"),
+    64,
+    6,
+    "moe_intermediate_size",
+    "never",
+    num_shared=2,
+    float32_router=True,
+)
+DEEPSEEK_V3 = ExpertFamily(
+    DEEPSEEK_V2.names,
+    256,
+    8,
+    "moe_intermediate_size",
+    "configured",
+    num_shared=1,
+    float32_router=True,
+    sigmoid=True,
+    normalizes=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    names: ExpertNames
+    num_experts: int
+    num_chosen: int  # experts of each token
+    intermediate_size: int  # of one expert
+    normalize: bool  # the chosen experts' weights sum to 1
+    layers: frozenset[int]  # the layers with experts; the others have a dense block
+    shared_size: int = 0  # of the block that every token also passes
+    scaling: float = 1.0  # of the chosen experts' weights
+    num_groups: int = 1
+    num_chosen_groups: int = 1  # groups that a token's experts may come from
+    float32_router: bool = False
+    sigmoid: bool = False
+
+
+def parse_experts(data: Mapping[str, Any], family: ExpertFamily, num_layers: int, file: Path) -> ExpertConfig:
+    """Parses the experts. Raises CheckpointError for inconsistent or unsupported values."""
+    counts = {key: data[key] for key in _COUNT_KEYS if data.get(key) is not None}
+    if len(set(counts.values())) > 1:
+        raise CheckpointError(f"{file}: {' and '.join(f'{k} = {v!r}' for k, v in counts.items())} differ; keep one")
+    num_experts = positive_int(data, next(iter(counts), _COUNT_KEYS[0]), file, family.num_experts)
+    num_chosen = positive_int(data, "num_experts_per_tok", file, family.num_chosen)
+    if num_chosen > num_experts:
+        raise CheckpointError(
+            f"{file}: num_experts_per_tok = {num_chosen} is more than the {num_experts} experts; give at most that"
+        )
+    inner = positive_int(data, family.inner_key, file, 768)
+    groups = _groups(data, family, num_experts, num_chosen, file)
+    return ExpertConfig(
+        names=family.names,
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=inner,
+        normalize=family.normalize == "always"
+        or (family.normalize == "configured" and bool(data.get("norm_topk_prob", family.normalizes))),
+        layers=_expert_layers(data, num_layers, file),
+        shared_size=inner * positive_int(data, "n_shared_experts", file, family.num_shared) if family.num_shared else 0,
+        scaling=float(data.get("routed_scaling_factor") or 1.0),
+        num_groups=groups[0],
+        num_chosen_groups=groups[1],
+        float32_router=family.float32_router,
+        sigmoid=family.sigmoid,
+    )
+
+
+def _groups(
+    data: Mapping[str, Any], family: ExpertFamily, num_experts: int, num_chosen: int, file: Path
+) -> tuple[int, int]:
+    """Returns how many groups of experts there are, and from how many a token's experts may come."""
+    for key, known in (("moe_layer_freq", 1), ("scoring_func", "sigmoid" if family.sigmoid else "softmax")):
+        if data.get(key, known) != known:
+            raise CheckpointError(f"{file}: {key} = {data[key]!r} is not supported; only {known!r} is")
+    methods = ("noaux_tc",) if family.sigmoid else ("greedy", "group_limited_greedy")
+    method = data.get("topk_method") or methods[0]
+    if method not in methods:
+        raise CheckpointError(f"{file}: topk_method = {method!r}; give {' or '.join(methods)}")
+    if method == "greedy":
+        return 1, 1
+    defaults = (8, 4) if family.sigmoid else (1, 1)
+    groups, chosen = (
+        positive_int(data, key, file, default) for key, default in zip(("n_group", "topk_group"), defaults, strict=True)
+    )
+    if family.sigmoid and num_experts < 2 * groups:
+        raise CheckpointError(
+            f"{file}: n_group = {groups} of {num_experts} experts: a group is ranked by its two best, give fewer groups"
+        )
+    if num_experts % groups or chosen > groups or chosen * (num_experts // groups) < num_chosen:
+        raise CheckpointError(
+            f"{file}: topk_group = {chosen} of n_group = {groups} of {num_experts} experts do not hold the "
+            f"{num_chosen} that a token takes; give groups of one size, and enough of them"
+        )
+    return groups, chosen
+
+
+def _expert_layers(data: Mapping[str, Any], num_layers: int, file: Path) -> frozenset[int]:
+    dense = data.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in dense):
+        raise CheckpointError(f"{file}: mlp_only_layers = {dense!r}: a list of layers below {num_layers} is needed")
+    step = positive_int(data, "decoder_sparse_step", file, 1)
+    first = data.get("first_k_dense_replace") or 0
+    return frozenset(layer for layer in range(first, num_layers) if (layer + 1) % step == 0 and layer not in dense)

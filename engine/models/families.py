@@ -1,0 +1,144 @@
+"""The decoder families that can be served: how each differs from Llama, and which keys of `config.json` each reads.
+
+`engine.models.config` uses it once while a model loads. Torch-free. Unknown keys are refused, because a model that
+answers slightly wrong is worse than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.models.expert_config import (
+    DEEPSEEK_KEYS,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    EXPERT_KEYS,
+    MIXTRAL,
+    QWEN3_MOE,
+    SPARSITY_KEYS,
+    ExpertFamily,
+)
+from engine.models.latent_config import LATENT_KEYS
+from penstock.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What distinguishes a decoder family from Llama. Defaults are those of its published configs."""
+
+    architecture: str
+    model_type: str
+    qkv_bias: bool = False  # always present, without a key in config.json
+    qk_norm: bool = False
+    num_kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    sliding_window: int | None = None
+    rope_theta: float = 10000.0
+    experts: ExpertFamily | None = None
+    latent: bool = False
+    keys: frozenset[str] = frozenset()  # config keys that only this family reads
+
+
+PREDICTION_KEYS = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
+_WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
+FAMILIES = (
+    Family("LlamaForCausalLM", "llama", keys=frozenset({"attention_bias", "mlp_bias"})),
+    Family("MistralForCausalLM", "mistral", num_kv_heads=8, sliding_window=4096, keys=frozenset({"sliding_window"})),
+    Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True, num_kv_heads=32, sliding_window=4096, keys=_WINDOW_KEYS),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        qk_norm=True,
+        num_kv_heads=32,
+        head_dim=128,
+        sliding_window=4096,
+        keys=_WINDOW_KEYS | {"attention_bias"},
+    ),
+    Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        num_kv_heads=8,
+        rope_theta=1e6,
+        experts=MIXTRAL,
+        keys=EXPERT_KEYS | {"sliding_window"},
+    ),
+    Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        qk_norm=True,
+        num_kv_heads=4,
+        sliding_window=4096,
+        experts=QWEN3_MOE,
+        # Published files contain max_window_layers, but nothing reads it: a window applies to all layers.
+        keys=EXPERT_KEYS | SPARSITY_KEYS | (_WINDOW_KEYS - {"layer_types"}) | {"attention_bias"},
+    ),
+    Family(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        experts=DEEPSEEK_V2,
+        latent=True,
+        keys=EXPERT_KEYS | DEEPSEEK_KEYS | LATENT_KEYS,
+    ),
+    Family(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        experts=DEEPSEEK_V3,
+        latent=True,
+        # Layers that predict further tokens are not run, and their weights are not read.
+        keys=EXPERT_KEYS | DEEPSEEK_KEYS | LATENT_KEYS | PREDICTION_KEYS | {"norm_topk_prob", "rope_interleave"},
+    ),
+)
+
+# fmt: off
+_READ_KEYS = frozenset({
+    "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "hidden_act",
+    "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
+    "eos_token_id", "torch_dtype", "dtype", "quantization_config", "compression_config",
+})
+_KEYS_WITHOUT_EFFECT = frozenset({
+    "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "_commit_hash",
+    "attention_dropout", "attn_implementation", "auto_map", "bos_token_id", "cache_implementation",
+    "chunk_size_feed_forward", "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label",
+    "initializer_range", "is_decoder", "is_llama_config", "label2id", "max_length", "max_new_tokens",
+    "mlp_dropout", "name", "output_attentions", "output_hidden_states", "pad_token_id",
+    "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved",
+    "task_specific_params", "tokenizer_class", "transformers.js_config", "transformers_version",
+    "unsloth_fixed", "unsloth_version", "use_cache",
+})
+# fmt: on
+_NO_EFFECT_ONLY_AS = {"rope_interleaved": False}  # any other value changes results
+
+
+def find_family(data: Mapping[str, Any], file: Path) -> Family:
+    """Returns the family that the checkpoint names. Raises CheckpointError for any other."""
+    architectures = data.get("architectures")
+    for family in FAMILIES:
+        if architectures == [family.architecture] or (
+            not architectures and data.get("model_type") == family.model_type
+        ):
+            return family
+    known = ", ".join(family.architecture for family in FAMILIES)
+    raise CheckpointError(
+        f"{file}: architectures = {architectures!r}, model_type = {data.get('model_type')!r} is not supported; "
+        f"give a checkpoint of one of {known}"
+    )
+
+
+def refuse_unknown(data: Mapping[str, Any], family: Family, file: Path) -> None:
+    """Raises CheckpointError for keys that nothing here reads and that could change results."""
+    if data.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise CheckpointError(f"{file}: hidden_act = {data['hidden_act']!r} is not supported; only 'silu' is")
+    for key, value in data.items():
+        if key in _READ_KEYS or key in family.keys or value in (None, False) or value in ({}, [], ""):
+            continue
+        if key in _KEYS_WITHOUT_EFFECT and _NO_EFFECT_ONLY_AS.get(key, value) == value:
+            continue
+        raise CheckpointError(
+            f"{file}: {key} = {value!r} is unknown for {family.architecture} and could change results; "
+            "remove it if it does not, or give a checkpoint without it"
+        )

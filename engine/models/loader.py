@@ -1,0 +1,67 @@
+"""Builds a model, or one rank's part of it, from a checkpoint folder. Called once while a worker starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine.layers.linear import can_multiply
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.shapes import optional_tensors, tensor_shapes
+from engine.models.sharding import tensor_slices
+from engine.parallel.collectives import SINGLE_RANK, ParallelGroup
+from engine.weights.checkpoint import CONFIG_FILE, checkpoint_revision, checkpoint_writes
+from engine.weights.quantized_weight import Kind
+from engine.weights.reader import WeightReader
+from engine.weights.shared_weights import load_shared
+
+log = logging.getLogger(__name__)
+
+
+def load_model(
+    folder: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_context: int,
+    on_progress: Callable[[float], None],
+    group: ParallelGroup = SINGLE_RANK,
+    share: bool = False,
+    quantization: Kind | None = None,
+) -> Decoder:
+    """Builds the model and reads its weights; blocks. With `share`, all replicas on CPUs of this host use one copy.
+
+    Raises CheckpointError where the weights do not fit the configuration.
+    """
+    expected, optional = tensor_shapes(config), optional_tensors(config)
+    slices = tensor_slices(config, group.shard)
+
+    def build(on: torch.device) -> Decoder:
+        with WeightReader(
+            folder,
+            expected,
+            dtype=dtype,
+            device=on,
+            can_multiply=can_multiply,
+            optional=optional,
+            slices=slices,
+            scheme=config.scheme,
+            quantization=quantization,
+            on_progress=on_progress,
+        ) as reader:
+            return Decoder(config, reader, max_context, on, group)
+
+    if not share or device.type != "cpu":
+        return build(device)
+    files = f"{checkpoint_revision(folder)} {checkpoint_writes(folder)}"
+    key = f"{files} {quantization} {dtype} {max_context} {group.shard} {torch.get_num_threads()}"
+    made, is_shared = load_shared(key, folder / CONFIG_FILE, lambda: build(device), lambda: build(torch.device("meta")))
+    assert isinstance(made, Decoder)
+    if is_shared:
+        log.info("the weights of %s are shared with a replica on this host: nothing was read", folder)
+    return made

@@ -1,0 +1,80 @@
+"""Splits a model's stored tensors among the ranks of a tensor-parallel worker. Torch-free.
+
+Weights that widen (queries, keys, values, gate, up, embedding, head) are split by rows, weights that narrow again
+(output, down) by columns: the outputs of the first are the inputs of the second, so a block needs a single sum over the
+ranks, at its end. Only rank 0 reads a bias that is added to such a sum.
+"""
+
+from __future__ import annotations
+
+from engine.models.config import ModelConfig
+from engine.models.shapes import EMBEDDING, HEAD, LAYERS_PREFIX
+from engine.parallel.shard import Shard, check_degree
+from engine.weights.tensor_slices import TensorSlice, TensorSlices
+
+
+def tensor_slices(config: ModelConfig, shard: Shard) -> TensorSlices:
+    """Returns the slices of this rank by tensor name; tensors without an entry are read whole. `config` describes the
+    whole model. Raises ConfigError for a number of ranks that does not divide it."""
+    if shard.num_ranks == 1:
+        return {}
+    check_degree(config, shard.num_ranks)
+    vocabulary = shard.span(config.vocab_size)
+    slices: TensorSlices = {name: _rows(vocabulary) for name in (EMBEDDING, HEAD)}
+    for layer in range(config.num_layers):
+        of_layer = {**_attention_slices(config, shard), **_feed_forward_slices(config, layer, shard)}
+        slices.update({f"{LAYERS_PREFIX}{layer}.{name}": part for name, part in of_layer.items()})
+    return slices
+
+
+def _attention_slices(config: ModelConfig, shard: Shard) -> TensorSlices:
+    heads = shard.span(config.num_heads)
+    latent = config.latent
+    if latent is not None:
+        query = "q_proj" if latent.q_rank is None else "q_b_proj"
+        return {
+            f"self_attn.{query}.weight": _rows(heads, latent.query_dim),
+            "self_attn.kv_b_proj.weight": _rows(heads, latent.nope_dim + latent.v_dim),
+            "self_attn.o_proj.weight": _columns(heads, latent.v_dim),
+        }
+    kv_heads = shard.kv_heads(config.num_kv_heads)
+    slices: TensorSlices = {}
+    for name, span in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        for kind in ("weight", "bias"):
+            slices[f"self_attn.{name}_proj.{kind}"] = _rows(span, config.head_dim)
+    slices["self_attn.o_proj.weight"] = _columns(heads, config.head_dim)
+    return slices | _summed_bias("self_attn.o_proj", shard)
+
+
+def _feed_forward_slices(config: ModelConfig, layer: int, shard: Shard) -> TensorSlices:
+    experts = config.experts
+    if experts is None or layer not in experts.layers:
+        return _block_slices("mlp", shard.span(config.intermediate_size), shard)
+    slices: TensorSlices = {}
+    if experts.shared_size:
+        slices |= _block_slices(experts.names.shared, shard.span(experts.shared_size), shard)
+    inner = shard.span(experts.intermediate_size)
+    for expert in range(experts.num_experts):
+        gate, up, down = experts.names.of(expert)
+        slices |= {gate: _rows(inner), up: _rows(inner), down: _columns(inner)}
+    return slices
+
+
+def _block_slices(block: str, inner: range, shard: Shard) -> TensorSlices:
+    slices: TensorSlices = {
+        f"{block}.{name}_proj.{kind}": _rows(inner) for name in ("gate", "up") for kind in ("weight", "bias")
+    }
+    slices[f"{block}.down_proj.weight"] = _columns(inner)
+    return slices | _summed_bias(f"{block}.down_proj", shard)
+
+
+def _summed_bias(path: str, shard: Shard) -> TensorSlices:
+    return {f"{path}.bias": TensorSlice(0, 0, 0, zeros=True)} if shard.rank else {}
+
+
+def _rows(span: range, width: int = 1) -> TensorSlice:
+    return TensorSlice(0, span.start * width, span.stop * width)
+
+
+def _columns(span: range, width: int = 1) -> TensorSlice:
+    return TensorSlice(1, span.start * width, span.stop * width)

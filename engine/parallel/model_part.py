@@ -1,0 +1,152 @@
+"""What each rank of a replica holds: its part of the weights, the pages of its heads, and the runner over both.
+
+Rank 0's is inside its `engine.engine.Engine`, that of another rank inside its `engine.parallel.worker_rank.WorkerRank`.
+A replica of one rank has one part, which is the whole model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.cache.kv_layout import KVLayout
+from engine.cache.pool_memory import allocate_pool
+from engine.cpu.cores import bind_to_cores
+from engine.graphs.cuda_graphs import SPARE_PAGES, GraphRunner, buckets_up_to
+from engine.kernels.backends import AttentionBackend, select_backend, select_ops
+from engine.kernels.kv_quantization import layers_of, reads_e4m3
+from engine.kernels.libraries.capabilities import check_library
+from engine.memory.device_memory import DeviceType
+from engine.memory.estimates import captures_graphs, count_pages, graph_bytes, make_layout, select_context
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.loader import load_model
+from engine.parallel.collectives import SINGLE_RANK, ParallelGroup
+from engine.parallel.shard import WHOLE, Shard, shard_layout
+from engine.step.model_runner import ModelRunner
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+JoinGroup = Callable[[torch.device], ParallelGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    config: EngineConfig
+    model: ModelConfig  # of the whole model
+    layout: KVLayout  # of this rank's pages
+    device: torch.device
+    decoder: Decoder
+    attention: AttentionBackend
+    group: ParallelGroup
+
+    @classmethod
+    def load(
+        cls,
+        config: EngineConfig,
+        shard: Shard = WHOLE,
+        join: JoinGroup = lambda device: SINGLE_RANK,
+        on_progress: Callable[[float], None] = lambda _: None,
+    ) -> ModelPart:
+        """Reads this rank's share of the checkpoint. Blocks, also for the other ranks (`join`).
+
+        Raises CheckpointError for a folder that cannot be served, ConfigError for settings that cannot work.
+        """
+        num_cores = bind_to_cores(config.cores) if config.cores is not None else None
+        if num_threads := config.num_threads or num_cores:
+            torch.set_num_threads(num_threads)
+        device = select_device(config.device, shard)
+        check_e4m3(config, device)
+        model = ModelConfig.from_folder(config.model)
+        max_context = select_context(config, model)
+        layout = shard_layout(make_layout(config, model), shard)
+        check_library(config.attention, layout, has_latents=model.latent is not None)
+        attention = select_backend(config.attention, device)
+        group = join(device)
+        decoder = load_model(
+            Path(config.model),
+            model,
+            dtype=getattr(torch, layout.dtype),
+            device=device,
+            max_context=max_context,
+            on_progress=on_progress,
+            group=group,
+            share=config.share_weights,
+            quantization=None if config.quantization == "none" else config.quantization,
+        )
+        return cls(config, model, layout, device, decoder, attention, group)
+
+    def count_pages(self) -> int:
+        """Returns the number of pages that fit into the memory that the loaded weights leave free."""
+        if self.device.type == "cuda":
+            graphs = graph_bytes(self.config, self.model, "cuda", self.group.shard)
+            return count_pages(self.config, self.layout, "cuda", int(torch.cuda.mem_get_info(self.device)[0]) - graphs)
+        return count_pages(self.config, self.layout, "cpu", 0)
+
+    def make_pool(self, num_pages: int) -> torch.Tensor:
+        """Allocates the page tensor, with `SPARE_PAGES` more if graphs are to be captured."""
+        num_pages += SPARE_PAGES if self.captures_graphs else 0
+        return allocate_pool(self.layout.shape(num_pages), getattr(torch, self.layout.storage_dtype), self.device)
+
+    def make_graphs(self, runner: ModelRunner, num_pages: int) -> GraphRunner | None:
+        """Returns graphs to be captured over a pool of `num_pages`, or None if decode steps are not captured."""
+        if not self.captures_graphs:
+            return None
+        buckets, max_context = buckets_up_to(self.config.cuda_graphs), select_context(self.config, self.model)
+        return GraphRunner(runner.forward, buckets, max_context, self.layout.page_size, num_pages, self.device)
+
+    @property
+    def captures_graphs(self) -> bool:
+        device_type: DeviceType = "cuda" if self.device.type == "cuda" else "cpu"
+        return captures_graphs(self.config, self.model, device_type) and self.attention.name in ("triton", "varlen")
+
+    def make_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
+        return ModelRunner(self.decoder, layers_of(kv_pages, self.layout), self.attention, select_ops(self.attention))
+
+
+def check_e4m3(config: EngineConfig, device: torch.device) -> None:
+    """Raises ConfigError if fp8 is asked for on a device whose kernels cannot read it.
+
+    This happens before weights are loaded rather than when the first kernel is compiled. Weights that a checkpoint
+    stores in fp8 are dequantized on such a device.
+    """
+    if reads_e4m3(device):
+        return
+    for name, instead in (("kv_dtype", "int8 or auto"), ("quantization", "int8")):
+        if getattr(config, name) == "fp8":
+            major, minor = torch.cuda.get_device_capability(device)
+            raise ConfigError(
+                f"engine.{name} = 'fp8': {torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, "
+                f"and its kernels read fp8 from 8.9 on (Ada, Hopper); give engine.{name} = {instead}"
+            )
+
+
+def select_device(name: str, shard: Shard = WHOLE) -> torch.device:
+    """Returns the device of one rank: the GPU of its number, or the only one that its process sees.
+
+    Raises ConfigError. On a GPU it also becomes the current device of this thread.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device = {name!r} is no device; give auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"engine.device = {name!r} is not available here; give auto or cpu")
+    if device.type == "cpu" or shard.num_ranks == 1:
+        return device
+    num_devices = torch.cuda.device_count()
+    if num_devices not in (1, *range(shard.num_ranks, num_devices + 1)):
+        raise ConfigError(
+            f"engine.tensor_parallel = {shard.num_ranks} needs a GPU for each rank, and this process sees {num_devices}"
+        )
+    device = torch.device("cuda", shard.rank if num_devices > 1 else 0)
+    torch.cuda.set_device(device)  # for what this thread launches without naming a device
+    return device

@@ -1,0 +1,87 @@
+"""Sampling parameters per row of logits: columns on the host, and the tensors that the sampling kernel reads.
+
+`SamplingRows` is made while a step is laid out and does not read sequences afterwards; `SamplingTensors` is what
+`engine.kernels.triton.sample` takes.
+
+Shapes: `B` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.kernels.upload import upload
+from engine.step.plan import ROW_PARAMS, sampling_records
+from engine.step.sequence import Sequence
+from penstock.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """Parameters of each row on the logits' device, and what at least one row uses, known on the host."""
+
+    temperature_B: torch.Tensor  # float32; 0 takes the likeliest token
+    top_k_B: torch.Tensor  # int32; 0 sets no limit
+    top_p_B: torch.Tensor  # float64; 1 sets no limit
+    min_p_B: torch.Tensor  # float32; 0 sets no limit
+    seed_B: torch.Tensor  # int64, the bits of a uint64
+    position_B: torch.Tensor  # int64, position of the sampled token in its sequence
+    any_random: bool = True  # False: every row takes the likeliest token
+    any_top_k: bool = True
+    any_top_p: bool = True
+
+    @classmethod
+    def of(
+        cls, samplings: SequenceOf[SamplingParams], positions: SequenceOf[int], vocab_size: int, device: torch.device
+    ) -> SamplingTensors:
+        """Copies the parameters to the device without waiting for it."""
+        return SamplingRows(sampling_records(samplings), np.array(positions, np.int64)).on(vocab_size, device)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """What sampling needs of each row if it needs no text: neither edits nor log-probabilities."""
+
+    records: np.ndarray  # of `ROW_PARAMS`, whose sampling fields count
+    positions: np.ndarray  # int64, position of the sampled token in its sequence
+
+    @classmethod
+    def of(cls, sequences: SequenceOf[Sequence]) -> SamplingRows:
+        records = sampling_records([sequence.sampling for sequence in sequences])
+        return cls(records, np.array([len(sequence.token_ids) for sequence in sequences], np.int64))
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __getitem__(self, rows: slice | np.ndarray) -> SamplingRows:
+        return SamplingRows(self.records[rows], self.positions[rows])
+
+    def then(self, others: SamplingRows) -> SamplingRows:
+        """Returns these rows followed by `others`."""
+        records = np.frombuffer(self.records.tobytes() + others.records.tobytes(), ROW_PARAMS)
+        return SamplingRows(records, np.concatenate((self.positions, others.positions)))
+
+    def on(self, vocab_size: int, device: torch.device) -> SamplingTensors:
+        """Copies the parameters to the device without waiting for it."""
+        records, is_random = self.records, ~self.records["is_greedy"]
+        top_k = np.where(records["top_k"] < vocab_size, records["top_k"], 0)
+
+        def column(values: np.ndarray, dtype: type) -> torch.Tensor:
+            return upload(values.astype(dtype), device)
+
+        return SamplingTensors(
+            # No temperature above 0 may become 0 as a float32; 1e-30 is an argmax already.
+            column(np.where(is_random, np.maximum(records["temperature"], 1e-30), 0.0), np.float32),
+            column(top_k, np.int32),
+            column(records["top_p"], np.float64),
+            column(records["min_p"], np.float32),
+            column(records["seed"].copy().view(np.int64), np.int64),
+            column(self.positions, np.int64),
+            any_random=bool(is_random.any()),
+            any_top_k=bool((is_random & (top_k > 0)).any()),
+            any_top_p=bool((is_random & (records["top_p"] < 1.0)).any()),
+        )

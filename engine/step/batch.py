@@ -1,0 +1,172 @@
+"""Turns one step's work into the tensors that the model, the attention kernels and the sampler read.
+
+`build_host_batch` reads sequences and rows, on the step loop, and returns plain arrays; with those, another thread or
+process can compute the step. `to_device` makes tensors of them. Neither changes a sequence. Sequences with one token to
+compute come first in the batch, because attention treats them apart; `sampled_places` leads back to the caller's order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.kernels.metadata import AttentionMetadata, Lengths
+from engine.kernels.upload import upload
+from engine.step.plan import DecodeRows, StepPlan
+from engine.step.sequence import ScheduledSequence
+from penstock.errors import InternalError
+from penstock.types import PageId
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """One step in plain arrays. Shapes: `T` tokens, `B` sequences, `R` sampled sequences, `W` pages of a sequence."""
+
+    token_ids_T: np.ndarray  # int64
+    positions_T: np.ndarray  # int64
+    query_start_B1: np.ndarray  # int64
+    context_B: np.ndarray  # int64, tokens of KV after this step
+    page_table_BW: np.ndarray  # int32
+    slot_page_T: np.ndarray  # int64
+    slot_offset_T: np.ndarray  # int64
+    max_query_len: int
+    num_decodes: int  # sequences with one token, which come first
+    sampled_places: np.ndarray  # int64 [R], place in the caller's list of each sampled sequence
+    logit_rows_R: np.ndarray  # int64, batch row of its last token
+
+    @property
+    def max_context_len(self) -> int:
+        return int(self.context_B.max())
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step on the device. Shapes: `T` tokens in the batch, `R` sampled sequences."""
+
+    token_ids_T: torch.Tensor  # int64
+    positions_T: torch.Tensor  # int64
+    logit_rows_R: torch.Tensor  # int64, batch row of the last token of each sampled sequence
+    sampled_places: tuple[int, ...]  # place in the caller's list of each row of logits
+    meta: AttentionMetadata
+
+
+def build_batch(work: Sequence[ScheduledSequence], page_size: int, device: torch.device) -> Batch:
+    """See `build_host_batch`."""
+    return to_device(build_host_batch(work, page_size), device)
+
+
+def to_device(host: HostBatch, device: torch.device) -> Batch:
+    """Copies a batch to the device without waiting for it."""
+    on_device = functools.partial(upload, device=device)
+    meta = AttentionMetadata(
+        page_table_BP=on_device(host.page_table_BW),
+        query_start_B1=on_device(host.query_start_B1.astype(np.int32)),
+        context_lens_B=on_device(host.context_B.astype(np.int32)),
+        max_query_len=host.max_query_len,
+        max_context_len=host.max_context_len,
+        num_decodes=host.num_decodes,
+        slot_page_T=on_device(host.slot_page_T),
+        slot_offset_T=on_device(host.slot_offset_T),
+        lengths=Lengths(host.context_B, host.query_start_B1),
+    )
+    return Batch(
+        token_ids_T=on_device(host.token_ids_T),
+        positions_T=on_device(host.positions_T),
+        logit_rows_R=on_device(host.logit_rows_R),
+        sampled_places=tuple(host.sampled_places.tolist()),
+        meta=meta,
+    )
+
+
+def build_host_batch(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
+    """Returns the arrays of a step; `work` is not empty, and every sequence has pages for the tokens to compute.
+
+    The rows of a plan cost a few vector operations, all other sequences a Python loop.
+    """
+    if not isinstance(work, StepPlan) or not work.rows:
+        return _items_batch(work, page_size)
+    rows = _rows_batch(work.rows)
+    return _concatenate(rows, _items_batch(work.chunks, page_size)) if work.chunks else rows
+
+
+def _rows_batch(rows: DecodeRows) -> HostBatch:
+    places = rows.members.places_R
+    return HostBatch(
+        token_ids_T=rows.token_ids_R.copy(),  # awaited tokens are written into it
+        positions_T=rows.positions_R,
+        query_start_B1=np.arange(len(rows) + 1),
+        context_B=rows.positions_R + 1,
+        page_table_BW=rows.pages_RW,
+        slot_page_T=rows.pages_RW[places, rows.page_R].astype(np.int64),
+        slot_offset_T=rows.offset_R,
+        max_query_len=1,
+        num_decodes=len(rows),
+        sampled_places=places,
+        logit_rows_R=places,
+    )
+
+
+def _items_batch(items: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
+    order = sorted(range(len(items)), key=lambda index: items[index].num_tokens > 1)
+    counts = [items[index].num_tokens for index in order]
+    token_ids: list[int] = []
+    positions: list[np.ndarray] = []
+    tables: list[list[PageId]] = []
+    sampled: list[tuple[int, int]] = []  # place in `items`, batch row of the last token
+    for index in order:
+        item = items[index]
+        start, end = item.start, item.start + item.num_tokens
+        token_ids += item.sequence.token_ids[start:end]
+        positions.append(np.arange(start, end))
+        tables.append(item.sequence.pages[: -(-end // page_size)])
+        if len(tables[-1]) * page_size < end:
+            raise InternalError(
+                f"{item.sequence.request_id} has no page for its next tokens: {len(tables[-1])} for {end}"
+            )
+        if item.is_sampled:
+            sampled.append((index, len(token_ids) - 1))
+    page_table_BW = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, pages in zip(page_table_BW, tables, strict=True):
+        row[: len(pages)] = pages
+    positions_T, ends = np.concatenate(positions), np.cumsum([0, *counts])
+    page_T, offset_T = np.divmod(positions_T, page_size)
+    places, logit_rows_R = np.array(sampled, np.int64).reshape(-1, 2).T.copy()
+    return HostBatch(
+        token_ids_T=np.array(token_ids, np.int64),
+        positions_T=positions_T,
+        query_start_B1=ends,
+        context_B=positions_T[ends[1:] - 1] + 1,
+        page_table_BW=page_table_BW,
+        slot_page_T=page_table_BW[np.repeat(np.arange(len(counts)), counts), page_T].astype(np.int64),
+        slot_offset_T=offset_T,
+        max_query_len=max(counts),
+        num_decodes=counts.count(1),
+        sampled_places=places,
+        logit_rows_R=logit_rows_R,
+    )
+
+
+def _concatenate(rows: HostBatch, items: HostBatch) -> HostBatch:
+    """Appends `items` to `rows`, which have one token each, in the batch as in the caller's list."""
+    num_rows, width = rows.page_table_BW.shape
+    num_items, item_width = items.page_table_BW.shape
+    page_table_BW = np.zeros((num_rows + num_items, max(width, item_width)), np.int32)
+    page_table_BW[:num_rows, :width] = rows.page_table_BW
+    page_table_BW[num_rows:, :item_width] = items.page_table_BW
+    return HostBatch(
+        token_ids_T=np.concatenate((rows.token_ids_T, items.token_ids_T)),
+        positions_T=np.concatenate((rows.positions_T, items.positions_T)),
+        query_start_B1=np.concatenate((rows.query_start_B1[:-1], items.query_start_B1 + num_rows)),
+        context_B=np.concatenate((rows.context_B, items.context_B)),
+        page_table_BW=page_table_BW,
+        slot_page_T=np.concatenate((rows.slot_page_T, items.slot_page_T)),
+        slot_offset_T=np.concatenate((rows.slot_offset_T, items.slot_offset_T)),
+        max_query_len=items.max_query_len,
+        num_decodes=num_rows + items.num_decodes,
+        sampled_places=np.concatenate((rows.sampled_places, items.sampled_places + num_rows)),
+        logit_rows_R=np.concatenate((rows.logit_rows_R, items.logit_rows_R + num_rows)),
+    )

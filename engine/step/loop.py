@@ -1,0 +1,77 @@
+"""The thread that owns a worker's state: calls posted from outside run first, then one step, then the next.
+
+Everything a worker holds (scheduler, page pool, requests) is touched on this thread alone, so it needs no locks. The
+thread blocks while there is nothing to do; a posted call wakes it at once, and so does the time that the last sweep
+returned: deadlines are handled whether or not there is work.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+_Call = Callable[[], None]
+
+
+class StepLoop:
+    """Runs `step` as long as it returns True (it did work), and otherwise waits for the next posted call."""
+
+    def __init__(
+        self,
+        name: str,
+        step: Callable[[], bool],
+        on_fatal: Callable[[BaseException], None],
+        sweep: Callable[[float], float | None] = lambda now_s: None,
+    ) -> None:
+        """`sweep` is called with the monotonic time after every step, and at the latest at the time it last returned.
+
+        `on_fatal` receives, on this thread, an error that escaped any of these or a posted call; the loop then ends.
+        """
+        self._step = step
+        self._sweep = sweep
+        self._on_fatal = on_fatal
+        self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, call: _Call) -> None:
+        """Runs `call` on the loop's thread before its next step. From any thread; never blocks."""
+        self._inbox.put(call)
+
+    def stop(self, timeout_s: float = 10.0) -> bool:
+        """Ends the loop after the step in progress. Blocks; False if the thread did not end in time."""
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            idle, due_s = False, None
+            while self._drain(idle, due_s):
+                idle = not self._step()
+                now_s = time.monotonic()
+                if due_s is not None and now_s >= due_s:
+                    idle = False  # a step follows up on what the sweep did
+                due_s = self._sweep(now_s)
+        except BaseException as error:
+            log.exception("the step loop failed")
+            self._on_fatal(error)
+
+    def _drain(self, wait: bool, due_s: float | None) -> bool:
+        """Runs every posted call; with `wait`, blocks for the first until `due_s`. False once the loop must end."""
+        timeout_s = None if due_s is None else max(0.0, due_s - time.monotonic())
+        try:
+            call = self._inbox.get(block=wait, timeout=timeout_s)
+            while call is not None:
+                call()
+                call = self._inbox.get_nowait()
+            return False
+        except queue.Empty:
+            return True

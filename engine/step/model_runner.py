@@ -1,0 +1,54 @@
+"""Runs the model over one batch: the only caller of a model's forward.
+
+It knows nothing of requests, prefix caches or sampling, and reads and writes only the pages that the batch names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.kernels.backends import AttentionBackend
+from engine.kernels.layer_ops import LayerOps
+from engine.kernels.metadata import KvLayer
+from engine.models.decoder import Decoder
+from engine.step.batch import Batch
+
+
+class ModelRunner:
+    """A model bound to its KV pages."""
+
+    def __init__(
+        self, model: Decoder, kv_layers: Sequence[KvLayer], attention: AttentionBackend, ops: LayerOps
+    ) -> None:
+        """`kv_layers` is the pool, layer by layer."""
+        self._model = model
+        self._layer_pools = kv_layers
+        self._attention = attention
+        self._ops = ops
+        self.stack = model.fuse(self._layer_pools, attention)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether some steps use kernels that are compiled at their first use."""
+        return getattr(self._attention, "fallback", self._attention).name == "triton"
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Returns logits [R, V] of the sampled rows; the batch's K/V are in the pages afterwards. Blocks on a CPU.
+
+        `on_layer`: see `Engine.step`.
+        """
+        torch.get_num_threads()  # initializes a new thread's core count before parallel work
+        return self._model.forward(
+            batch.token_ids_T,
+            batch.positions_T,
+            batch.logit_rows_R,
+            batch.meta,
+            self._layer_pools,
+            self._attention,
+            self._ops,
+            on_layer,
+            self.stack,
+        )

@@ -1,0 +1,129 @@
+"""A running generation as the engine sees it, and what one step returns for it.
+
+A `Sequence` is owned by exactly one scheduler, and only that scheduler changes it. The engine reads it: `Engine.step`
+takes `ScheduledSequence`s and returns a `StepOutput`, and mutates neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from penstock.kv.page_hash import hash_next_pages, hash_pages
+from penstock.types import Lane, PageHash, PageId, RequestId, SamplingParams, TokenLogprob
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens of one generation and the pages that hold their KV.
+
+    Invariant: `num_computed_tokens < len(token_ids)` between steps, and `pages` holds at least
+    `ceil(num_computed_tokens / page_size)` pages. The KV of token i is in `pages[i // page_size]`.
+    """
+
+    request_id: RequestId
+    token_ids: list[int]  # prompt, then output
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    salt: bytes  # root of the page hashes
+    pages: list[PageId] = field(default_factory=list)
+    page_hashes: list[PageHash] = field(default_factory=list)  # of leading full pages, grown by `hash_full_pages`
+    lane: Lane = Lane.STANDARD  # its priority class, for schedulers and links
+    is_decoding: bool = False  # all tokens but the last have their KV; no count is kept while this holds
+    _num_prefilled: int = 0  # leading tokens with KV, unless `is_decoding`
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Leading tokens whose KV is in `pages`."""
+        return len(self.token_ids) - 1 if self.is_decoding else self._num_prefilled
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, number: int) -> None:
+        self.is_decoding, self._num_prefilled = False, number
+
+    def start_decoding(self) -> None:
+        """Declares that from now on every token but the last has its KV, so that appending one also counts one."""
+        assert self.num_uncomputed_tokens == 1
+        self.is_decoding = True
+
+    def append_uncomputed(self, token_ids: Collection[int]) -> None:
+        """Appends tokens whose KV is yet to be computed; the sequence no longer counts as decoding."""
+        self.is_decoding, self._num_prefilled = False, self.num_computed_tokens
+        self.token_ids += token_ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def sampling_needs_text(self) -> bool:
+        """Whether sampling its next token reads its text, or returns more than a token."""
+        sampling = self.sampling
+        return bool(
+            sampling.has_penalties
+            or sampling.logit_bias
+            or sampling.logprobs is not None
+            or self.num_output_tokens < sampling.min_tokens
+        )
+
+    def hash_full_pages(self, page_size: int) -> list[PageHash]:
+        """Returns the hashes of all full pages of `token_ids`, each computed once."""
+        if len(self.token_ids) >= (len(self.page_hashes) + 1) * page_size:
+            self.page_hashes = hash_pages(self.token_ids, page_size, self.salt, self.page_hashes)
+        return self.page_hashes
+
+
+def hash_one_more_page(sequences: Collection[Sequence], page_size: int) -> None:
+    """Appends the hash of the next full page to each sequence, in one call and without copying any chain of hashes."""
+    token_ids: list[int] = []
+    parents: list[PageHash] = []
+    for sequence in sequences:
+        known = sequence.page_hashes
+        token_ids += sequence.token_ids[len(known) * page_size : (len(known) + 1) * page_size]
+        parents.append(known[-1] if known else PageHash(sequence.salt))
+    for sequence, page_hash in zip(sequences, hash_next_pages(token_ids, page_size, parents), strict=True):
+        sequence.page_hashes.append(page_hash)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """A request to compute the KV of the next `num_tokens` tokens and, if they are the last ones, to sample another.
+
+    `1 <= num_tokens <= sequence.num_uncomputed_tokens`, and the sequence's pages already have room for them.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+    fixed_start: int | None = None  # set for a chunk scheduled while an in-flight step computes the tokens before it
+
+    @property
+    def start(self) -> int:
+        """Position of the first token to compute; valid until the step is recorded."""
+        return self.sequence.num_computed_tokens if self.fixed_start is None else self.fixed_start
+
+    @property
+    def num_contexts(self) -> float:
+        """Number of earlier tokens that attention reads, summed over the tokens to compute; valid like `start`."""
+        return self.num_tokens * (self.start + self.num_tokens / 2)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the step reaches the end of the text and samples the next token; valid like `start`."""
+        return self.start + self.num_tokens == len(self.sequence.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprob: TokenLogprob | None = None  # present if sampling.logprobs asks for it
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One entry per scheduled sequence, in order; None for a chunk that does not reach the end of its text."""
+
+    tokens: tuple[SampledToken | None, ...]

@@ -1,0 +1,16 @@
+"""Runs callbacks and events so that a fault in one of them cannot end the thread that serves every transfer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+
+def guarded(event: Callable[[], None]) -> None:
+    """Runs `event`; logs what it raises."""
+    try:
+        event()
+    except Exception:
+        log.exception("handling a transfer event failed")

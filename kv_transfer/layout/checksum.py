@@ -1,0 +1,48 @@
+"""Computes checksums of pages, at both ends of a transfer where TransferConfig.checksums is on.
+
+xxh3_64 of the page's bytes, whatever their dtype. A CPU pool is read in place, about as fast as memory allows. A page
+on a GPU is copied to the host first, which makes checksums a debugging aid there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from kv_transfer.layout.pages import PageBuffer, rows_of_pages
+from kv_transfer.layout.reshard import WHOLE_PAGE, PageRows
+from penstock.types import PageId
+
+
+def page_checksums(pool: torch.Tensor, pages: Sequence[PageId]) -> list[int]:
+    """Returns one uint64 for each of `pages`, in order. `pool` is contiguous, [P, ...]. Blocks; mutates nothing."""
+    if not pool.is_contiguous():
+        raise ValueError(f"pool: shape {tuple(pool.shape)} is not contiguous")
+    bytes_P = pool.view(pool.shape[0], -1).view(torch.uint8)
+    if not pool.is_cuda:
+        rows_P = bytes_P.numpy()
+        return [xxhash.xxh3_64_intdigest(rows_P[page]) for page in pages]
+    rows_P = bytes_P[torch.tensor(pages, device=pool.device)].cpu().numpy()
+    return [xxhash.xxh3_64_intdigest(row) for row in rows_P]
+
+
+def row_checksums(pool: torch.Tensor, pages: Sequence[PageId], rows: PageRows) -> list[int]:
+    """Returns what `page_checksums` does, over some rows of each page only, as if they were a page of their own."""
+    if rows == WHOLE_PAGE:
+        return page_checksums(pool, pages)
+    whole = PageBuffer(pool).in_rows(rows.num_in_page)
+    index = torch.tensor(rows_of_pages(pages, rows.num_in_page, rows.places), device=pool.device)
+    parts = whole.rows_PW[index].view(len(pages), -1)
+    return page_checksums(parts, [PageId(page) for page in range(len(pages))])
+
+
+def join_checksums(by_part: Sequence[Sequence[int]]) -> list[int]:
+    """Combines the checksums of the parts of pages into one for each page. Every part lists as many pages."""
+    if len(by_part) == 1:
+        return list(by_part[0])
+    return [
+        xxhash.xxh3_64_intdigest(b"".join(checksum.to_bytes(8, "little") for checksum in parts))
+        for parts in zip(*by_part, strict=True)
+    ]

@@ -1,0 +1,249 @@
+"""Receives a worker's transfers with as many ranks as either end has. Implements `endpoints.KvReceiver`.
+
+A transfer between two workers of one rank each goes straight to the local `TransferReceiver`. Any other transfer is
+open on every rank, as its routes (head_routes.py); a page has arrived once every route has brought its part of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from engine.engine import Engine
+from kv_transfer.layout.checksum import join_checksums
+from kv_transfer.ranks.head_routes import (
+    MAX_RANKS,
+    HeadRoute,
+    check_ranks,
+    join_offers,
+    plan_head_routes,
+    rank_epoch,
+    rank_name,
+)
+from kv_transfer.ranks.remote_ends import RemoteEnds, RemoteReceiver, key_from_plain
+from kv_transfer.receive.known_peers import Incarnations
+from kv_transfer.receive.receiver import OnArrival, OnFailure, TransferReceiver
+from kv_transfer.transports.transport import Peer
+from penstock.config import TransferConfig
+from penstock.errors import TransferError
+from penstock.types import Epoch, PageId, TransferKey, WorkerId
+
+
+@dataclass(slots=True)
+class _RankedTransfer:
+    routes: tuple[HeadRoute, ...]
+    landed: dict[int, set[TransferKey]] = field(default_factory=dict)  # index of an incomplete page: routes so far
+    failed: bool = False
+
+    def complete(self, first_index: int, num_pages: int, route_key: TransferKey) -> list[int]:
+        """Records what a route has brought. Returns the indexes of pages that are complete by it."""
+        indexes = range(first_index, first_index + num_pages)
+        for index in indexes:
+            self.landed.setdefault(index, set()).add(route_key)
+        return [index for index in indexes if len(self.landed[index]) == len(self.routes)]
+
+
+class RankedReceiver:
+    """Is safe from any thread. Callbacks run on threads of the receivers and of the ranks, and must not block."""
+
+    def __init__(
+        self, engine: Engine, epoch: Epoch, config: TransferConfig, on_arrival: OnArrival, on_failure: OnFailure
+    ) -> None:
+        """Blocks while every rank creates its receiver. Raises ConfigError if the configured transport cannot be
+        used."""
+        self._num_ranks = engine.num_ranks
+        self._num_kv_heads = engine.model_layout.num_kv_heads
+        self._on_arrival = on_arrival
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._peers = Incarnations()
+        self._peer_ranks: dict[Epoch, int] = {}  # of known incarnations
+        self._ranked: dict[TransferKey, _RankedTransfer] = {}  # open transfers in which either end has several ranks
+        self._transfer_of: dict[TransferKey, TransferKey] = {}  # by key of route
+        self._settle_numbers = count(1)
+        self._settling: dict[int, tuple[int, Callable[[], None]]] = {}  # number: ranks that have not settled, callback
+        self._local = TransferReceiver(
+            engine.kv_pages,
+            engine.layout,
+            rank_epoch(epoch, 0),
+            config,
+            self._on_route_arrival,
+            self._on_route_failure,
+        )
+        self._receivers: list[TransferReceiver | RemoteReceiver] = [self._local]  # by rank
+        self._remote: RemoteEnds | None = None
+        if engine.ranks is not None:
+            on_event = {
+                "arrived": lambda body: self._on_route_arrival(key_from_plain(body[0]), body[1], body[2]),
+                "failed": lambda body: self._on_route_failure(key_from_plain(body[0]), TransferError(body[1])),
+                "settled": self._on_settled,
+            }
+            self._remote = RemoteEnds(engine.ranks, "receiver", epoch, config, on_event)
+            self._receivers += [RemoteReceiver(self._remote, rank) for rank in range(1, self._num_ranks)]
+
+    @property
+    def transports(self) -> list[str]:
+        return self._local.transports
+
+    def offer(self, peer_worker_id: WorkerId, peer_epoch: Epoch, num_ranks: int = 1) -> bytes:
+        """Returns what that incarnation, of so many ranks, needs to push here, as `TransferReceiver.offer` does."""
+        check_ranks(self._num_kv_heads, num_ranks, "sender")
+        with self._lock:
+            if self._peer_ranks.setdefault(peer_epoch, num_ranks) != num_ranks:
+                known = self._peer_ranks[peer_epoch]
+                raise TransferError(
+                    f"{peer_worker_id}: epoch {peer_epoch} has {known} ranks, it cannot have {num_ranks}"
+                )
+            surplus = self._peers.admit(Peer(peer_worker_id, peer_epoch))
+        if surplus is not None:
+            self.forget(surplus.epoch)
+        offers = [
+            self._receivers[route.receiver].offer(
+                rank_name(peer_worker_id, route.sender), rank_epoch(peer_epoch, route.sender), route.heads
+            )
+            for route in plan_head_routes(self._num_kv_heads, num_ranks, self._num_ranks)
+        ]
+        return join_offers(num_ranks, self._num_ranks, offers)
+
+    def open(self, key: TransferKey, pages: Sequence[PageId], timeout_s: float | None = None) -> None:
+        """Opens a transfer as `TransferReceiver.open` does, on every rank. Raises TransferError for a sender that is
+        not known, or was forgotten."""
+        with self._lock:
+            num_ranks = self._ranks_of(key)
+            is_ranked = num_ranks > 1 or self._num_ranks > 1
+            if is_ranked:
+                if key in self._ranked:
+                    raise TransferError(f"transfer {key.transfer_id}: already open")
+                routes = plan_head_routes(self._num_kv_heads, num_ranks, self._num_ranks)
+                self._ranked[key] = _RankedTransfer(routes)
+                self._transfer_of.update({route.key_of(key): key for route in routes})
+        try:
+            for receiver, route_key in self._routes(key):
+                receiver.open(route_key, pages, timeout_s)
+        except TransferError:
+            if is_ranked:
+                self.close(key)
+            raise
+
+    def close(self, key: TransferKey) -> None:
+        """Closes a transfer as `TransferReceiver.close` does, on every rank."""
+        routes = self._routes(key)
+        with self._lock:
+            self._ranked.pop(key, None)
+            for _, route_key in routes:
+                self._transfer_of.pop(route_key, None)
+        for receiver, route_key in routes:
+            receiver.close(route_key)
+
+    def after_stray_writes(self, then: Callable[[], None]) -> None:
+        """Calls `then` once what `TransferReceiver.after_stray_writes` waits for holds on every rank."""
+        number = next(self._settle_numbers)
+        with self._lock:
+            self._settling[number] = (self._num_ranks, then)
+        for receiver in self._receivers:
+            if isinstance(receiver, RemoteReceiver):
+                receiver.begin_settling(number)
+            else:
+                receiver.after_stray_writes(lambda: self._on_settled(number))
+
+    def _on_settled(self, number: int) -> None:
+        with self._lock:
+            num_left, then = self._settling.pop(number)
+            if num_left > 1:
+                self._settling[number] = (num_left - 1, then)
+                return
+        then()
+
+    def checksums(self, key: TransferKey, pages: Sequence[PageId]) -> list[int]:
+        """Returns the checksums of what the transfer has brought into these pages, to be compared with the sender's
+        `sent_checksums` or `checksums`. Blocks."""
+        with self._lock:
+            transfer = self._ranked.get(key)
+            num_ranks = 1 if transfer else self._ranks_of(key)
+        routes = transfer.routes if transfer else plan_head_routes(self._num_kv_heads, num_ranks, self._num_ranks)
+        return join_checksums([self._receivers[route.receiver].checksums(pages, route.heads) for route in routes])
+
+    def forget(self, epoch: Epoch) -> None:
+        """Forgets an incarnation as `TransferReceiver.forget` does, on every rank. What is open then fails."""
+        ends = self._ends_of(epoch)
+        with self._lock:
+            self._peers.forget(epoch)
+            self._peer_ranks.pop(epoch, None)
+        for receiver, rank in ends:
+            receiver.forget(rank)
+
+    def cut_off(self, epoch: Epoch) -> bool:
+        """Cuts an incarnation off as `TransferReceiver.cut_off` does, on every rank; it must have no way to any."""
+        answers = [receiver.cut_off(rank) for receiver, rank in self._ends_of(epoch)]
+        return all(answers)
+
+    def tear_down(self, epoch: Epoch) -> bool:
+        """Takes every way from an incarnation as `TransferReceiver.tear_down` does, on every rank."""
+        ends = self._ends_of(epoch)
+        self.forget(epoch)
+        answers = [receiver.tear_down(rank) for receiver, rank in ends]
+        return all(answers)
+
+    def _ends_of(self, epoch: Epoch) -> list[tuple[TransferReceiver | RemoteReceiver, Epoch]]:
+        """Returns every receiver with the epoch of every rank of the peer; of all that it may have if it was
+        forgotten."""
+        with self._lock:
+            num_ranks = self._peer_ranks.get(epoch, MAX_RANKS)
+        return [(receiver, rank_epoch(epoch, rank)) for receiver in self._receivers for rank in range(num_ranks)]
+
+    def _ranks_of(self, key: TransferKey) -> int:
+        """Called under the lock. Raises TransferError."""
+        num_ranks = self._peer_ranks.get(key.sender_epoch)
+        if num_ranks is None:
+            problem = "its sender is not known here, or was forgotten"
+            raise TransferError(f"transfer {key.transfer_id}: {problem} (epoch {key.sender_epoch})")
+        return num_ranks
+
+    def shutdown(self) -> None:
+        """Shuts down the receivers of all ranks as `TransferReceiver.shutdown` does."""
+        self._local.shutdown()
+        if self._remote is not None:
+            self._remote.close()
+
+    def _routes(self, key: TransferKey) -> list[tuple[TransferReceiver | RemoteReceiver, TransferKey]]:
+        """Returns the receivers of a transfer, each with the key under which it knows it."""
+        with self._lock:
+            transfer = self._ranked.get(key)
+        if transfer is not None:
+            return [(self._receivers[route.receiver], route.key_of(key)) for route in transfer.routes]
+        return [(self._local, key)] if self._num_ranks == 1 else []
+
+    def _on_route_arrival(self, route_key: TransferKey, first_index: int, num_pages: int) -> None:
+        with self._lock:
+            key = self._transfer_of.get(route_key)
+            transfer = self._ranked.get(key) if key is not None else None
+            indexes = transfer.complete(first_index, num_pages, route_key) if transfer is not None else []
+        if key is None and self._num_ranks == 1:  # a transfer between single ranks; any other is closed
+            self._on_arrival(route_key, first_index, num_pages)
+        if key is None:
+            return
+        for run in _runs(indexes):
+            self._on_arrival(key, run.start, len(run))
+
+    def _on_route_failure(self, route_key: TransferKey, error: TransferError) -> None:
+        with self._lock:
+            key = self._transfer_of.get(route_key)
+            if key is not None:
+                if self._ranked[key].failed:
+                    return
+                self._ranked[key].failed = True
+        if key is not None or self._num_ranks == 1:
+            self._on_failure(key or route_key, error)
+
+
+def _runs(indexes: Sequence[int]) -> list[range]:
+    """Joins neighbouring indexes into ranges, in order."""
+    runs: list[range] = []
+    for index in indexes:
+        if runs and runs[-1].stop == index:
+            runs[-1] = range(runs[-1].start, index + 1)
+        else:
+            runs.append(range(index, index + 1))
+    return runs

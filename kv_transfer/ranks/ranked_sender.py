@@ -1,0 +1,237 @@
+"""Sends a worker's transfers over as many ranks as either end has. Implements `endpoints.KvSender`.
+
+A transfer between two workers of one rank each goes straight to the local `TransferSender`. Any other transfer opens as
+its routes (head_routes.py), each pushed by the rank that holds its heads, and is over when every route is: source pages
+have the same ids on every rank and are freed together. Other ranks get their pushes over their channel, behind the step
+that fills the pages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.engine import Engine
+from engine.parallel.shard import shard_layouts
+from kv_transfer.layout.checksum import join_checksums
+from kv_transfer.layout.reshard import ReshardPlan, plan_reshard
+from kv_transfer.ranks.head_routes import check_ranks, plan_head_routes, rank_epoch, split_offer
+from kv_transfer.ranks.remote_ends import RemoteEnds, RemoteSender, key_from_plain
+from kv_transfer.send.sender import OnDone, OnFailure, TransferSender
+from kv_transfer.session.handshake import parse_offer
+from kv_transfer.transports.transport import ALL_LAYERS, LayerGroup
+from penstock.config import TransferConfig
+from penstock.errors import TransferError, TransferRefused
+from penstock.types import Epoch, Lane, PageId, TransferKey
+
+
+class _Leg(NamedTuple):
+    """One route of an open transfer."""
+
+    sender: int  # rank
+    key: TransferKey  # of the route
+    offer: bytes
+    plan: ReshardPlan
+
+
+@dataclass(slots=True)
+class _RankedTransfer:
+    legs: list[_Leg]
+    open: set[TransferKey] = field(default_factory=set)  # keys of routes that are not over
+    failed: bool = False
+
+
+class RankedSender:
+    """Is safe from any thread. Callbacks run on threads of the senders and of the ranks, and must not block."""
+
+    def __init__(
+        self, engine: Engine, epoch: Epoch, config: TransferConfig, on_done: OnDone, on_failure: OnFailure
+    ) -> None:
+        """Blocks while every rank creates its sender. Raises ConfigError if the configured transport cannot be used."""
+        self._layouts = shard_layouts(engine.model_layout, engine.num_ranks)
+        self._num_kv_heads = engine.model_layout.num_kv_heads
+        self._on_done = on_done
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._local_keys: set[TransferKey] = set()  # transfers between single ranks, until they are over
+        self._ranked: dict[TransferKey, _RankedTransfer] = {}  # all others
+        self._transfer_of: dict[TransferKey, TransferKey] = {}  # by key of route
+        self._local = TransferSender(
+            engine.kv_pages, engine.layout, rank_epoch(epoch, 0), config, self._on_route_done, self._on_route_failure
+        )
+        self._senders: list[TransferSender | RemoteSender] = [self._local]  # by rank
+        self._remote: RemoteEnds | None = None
+        if engine.ranks is not None:
+            on_event = {
+                "done": lambda body: self._on_route_done(key_from_plain(body)),
+                "failed": lambda body: self._on_route_failure(key_from_plain(body[0]), TransferError(body[1])),
+            }
+            self._remote = RemoteEnds(engine.ranks, "sender", epoch, config, on_event)
+            self._senders += [RemoteSender(self._remote, rank) for rank in range(1, engine.num_ranks)]
+
+    @property
+    def transports(self) -> list[str]:
+        return self._local.transports
+
+    def open(self, key: TransferKey, offer: bytes, lane: Lane = Lane.STANDARD) -> ReshardPlan:
+        """Opens a transfer as `TransferSender.open` does, on every rank that has a route. Returns the plan of one
+        route: the page sizes of all routes are the same."""
+        num_senders, num_receivers, offers = split_offer(offer)
+        if num_senders != len(self._senders):
+            raise TransferError(
+                f"offer.ranks: made for {num_senders} sending ranks, this worker has {len(self._senders)}; "
+                "request a new offer"
+            )
+        if num_senders == num_receivers == 1:
+            return self._open_locally(key, offer, lane)
+        legs = self._plan(key, num_receivers, offers)
+        with self._lock:
+            if key in self._ranked:
+                raise TransferError(f"transfer {key.transfer_id}: already open")
+            self._ranked[key] = _RankedTransfer(legs, {leg.key for leg in legs})
+            self._transfer_of.update({leg.key: key for leg in legs})
+        self._open_own_legs(key, legs, lane)
+        for leg in legs:
+            sender = self._senders[leg.sender]
+            if isinstance(sender, RemoteSender):
+                sender.open(leg.key, leg.offer, lane)
+        return legs[0].plan
+
+    def _open_locally(self, key: TransferKey, offer: bytes, lane: Lane) -> ReshardPlan:
+        with self._lock:
+            is_open = key in self._local_keys
+            self._local_keys.add(key)
+        try:
+            return self._local.open(key, offer, lane)
+        except TransferError:
+            with self._lock:
+                if not is_open:
+                    self._local_keys.discard(key)
+            raise
+
+    def _open_own_legs(self, key: TransferKey, legs: Sequence[_Leg], lane: Lane) -> None:
+        """Opens what this rank sends, the part that may be refused; on refusal nothing stays open."""
+        opened: list[TransferKey] = []
+        try:
+            for leg in legs:
+                if leg.sender == 0:
+                    self._local.open(leg.key, leg.offer, lane)
+                    opened.append(leg.key)
+        except TransferError:
+            with self._lock:
+                del self._ranked[key]
+                for leg in legs:
+                    del self._transfer_of[leg.key]
+            for route_key in opened:
+                self._local.abort(route_key)
+            raise
+
+    def _plan(self, key: TransferKey, num_receivers: int, offers: Sequence[bytes]) -> list[_Leg]:
+        """Raises TransferError, TransferRefused."""
+        routes = plan_head_routes(self._num_kv_heads, len(self._senders), num_receivers)
+        if len(routes) != len(offers):
+            raise TransferError(f"offer.offers: {len(offers)}, want {len(routes)}: one for each route")
+        legs: list[_Leg] = []
+        for route, offer in zip(routes, offers, strict=True):
+            parsed = parse_offer(offer)
+            heads = range(*parsed.heads) if parsed.heads else None
+            plan = plan_reshard(self._layouts[route.sender], parsed.layout, heads)
+            if legs and plan.target.page_size != legs[0].plan.target.page_size:
+                raise TransferRefused("the receiver's ranks have pages of different sizes; configure one page size")
+            legs.append(_Leg(route.sender, route.key_of(key), offer, plan))
+        return legs
+
+    def push_tokens(
+        self,
+        key: TransferKey,
+        first_index: int,
+        tokens: range,
+        src_pages: Sequence[PageId],
+        dst_pages: Sequence[PageId],
+        layer_group: LayerGroup = ALL_LAYERS,
+    ) -> None:
+        """Pushes tokens as `TransferSender.push_tokens` does, on every rank that has a route."""
+        for sender, route_key in self._routes(key):
+            sender.push_tokens(route_key, first_index, tokens, src_pages, dst_pages, layer_group)
+
+    def num_layer_groups(self, key: TransferKey) -> int:
+        """Returns what `TransferSender.num_layer_groups` does, or 1 where the transfer has several routes."""
+        return self._local.num_layer_groups(key) if len(self._routes(key)) == 1 else 1
+
+    def sent_checksums(self, key: TransferKey, tokens: range, src_pages: Sequence[PageId]) -> list[int]:
+        """Returns what `TransferSender.sent_checksums` does, over all ranks of the receiver."""
+        return join_checksums([end.sent_checksums(at, tokens, src_pages) for end, at in self._routes(key)])
+
+    def checksums(self, pages: Sequence[PageId], num_receivers: int) -> list[int]:
+        """Returns the checksums that a receiver of so many ranks and the same layout will compute of these pages once
+        it holds them. Blocks. Raises TransferError if so many ranks cannot share the heads."""
+        check_ranks(self._num_kv_heads, num_receivers, "receiver")
+        routes = plan_head_routes(self._num_kv_heads, len(self._senders), num_receivers)
+        return join_checksums([self._senders[route.sender].checksums(pages, route.heads) for route in routes])
+
+    def finish(self, key: TransferKey) -> None:
+        """Finishes every route as `TransferSender.finish` does."""
+        for sender, route_key in self._routes(key):
+            sender.finish(route_key)
+
+    def abort(self, key: TransferKey) -> None:
+        """Aborts every route as `TransferSender.abort` does."""
+        for sender, route_key in self._routes(key):
+            sender.abort(route_key)
+
+    def is_open(self, key: TransferKey) -> bool:
+        """Returns whether any rank may still write."""
+        with self._lock:
+            return key in self._ranked or key in self._local_keys
+
+    def shutdown(self) -> None:
+        """Shuts down the senders of all ranks as `TransferSender.shutdown` does."""
+        self._local.shutdown()
+        if self._remote is not None:
+            self._remote.close()
+
+    def _routes(self, key: TransferKey) -> list[tuple[TransferSender | RemoteSender, TransferKey]]:
+        """Returns the senders that move an open transfer, each with the key under which it does."""
+        with self._lock:
+            if key in self._local_keys:
+                return [(self._local, key)]
+            transfer = self._ranked.get(key)
+            return [(self._senders[leg.sender], leg.key) for leg in transfer.legs] if transfer is not None else []
+
+    def _on_route_done(self, route_key: TransferKey) -> None:
+        with self._lock:
+            key = self._finished_transfer(route_key)
+        if key is not None:
+            self._on_done(key)
+
+    def _finished_transfer(self, route_key: TransferKey) -> TransferKey | None:
+        """Closes a route. Returns the transfer if it is over with it."""
+        if route_key in self._local_keys:
+            self._local_keys.discard(route_key)
+            return route_key
+        key = self._transfer_of.pop(route_key, None)
+        if key is None:
+            return None  # the transfer could not be opened on another rank
+        transfer = self._ranked[key]
+        transfer.open.discard(route_key)
+        if transfer.open:
+            return None
+        del self._ranked[key]
+        return key
+
+    def _on_route_failure(self, route_key: TransferKey, error: TransferError) -> None:
+        """Reports the failure and stops the other routes: a transfer that lacks one is of no use."""
+        with self._lock:
+            is_local = route_key in self._local_keys
+            key = self._transfer_of.get(route_key)
+            if not is_local:
+                if key is None or self._ranked[key].failed:
+                    return
+                self._ranked[key].failed = True
+        if is_local:
+            self._on_failure(route_key, error)
+        elif key is not None:
+            self._on_failure(key, error)
+            self.abort(key)

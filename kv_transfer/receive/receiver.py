@@ -1,0 +1,350 @@
+"""The receiving end of KV transfers: which pages may be written, what has landed, which peer is lost.
+
+Sits between a worker's loop, which opens and closes transfers, and the transports. Owns the table of open transfers.
+It never touches the page pool's bookkeeping, so it fences nothing: the caller fences pages before `open` and lifts the
+fence when `close` has returned *and* the sender has said that it is over, or is known dead
+(session/transfer_session.py).
+
+One thread. It sleeps while nothing is open. For transports that must be polled, it polls only while transfers are
+open, a peer is about to connect, or fences wait for stray writes. Transports land pages from threads of their own. One
+lock guards what all threads share: the open transfers (arrival_table.py), the peers (known_peers.py), the waiting
+fences, and the events for the thread. Callbacks are called without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.cache.kv_layout import KVLayout
+from kv_transfer.guarded import guarded
+from kv_transfer.layout.checksum import row_checksums
+from kv_transfer.layout.pages import PageBuffer
+from kv_transfer.layout.reshard import WHOLE_PAGE, PageRows, page_rows
+from kv_transfer.receive.arrival_table import ArrivalTable, TransferArrivals
+from kv_transfer.receive.known_peers import KnownPeers
+from kv_transfer.session.handshake import Offer
+from kv_transfer.transports import registry
+from kv_transfer.transports.transport import Arrival, Peer, PolledTransport, ReceivingTransport
+from penstock.config import TransferConfig
+from penstock.errors import TransferError
+from penstock.types import Epoch, PageId, TransferKey, WorkerId
+
+FASTEST_POLL_S = 0.00005  # just after an arrival
+SLOWEST_POLL_S = 0.0002  # between a prefill's chunks; a write shows at the second poll (docs/lab-notes/)
+JOIN_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+OnArrival = Callable[[TransferKey, int, int], None]
+OnFailure = Callable[[TransferKey, TransferError], None]
+
+
+@dataclass(slots=True)
+class ReceiverStats:
+    """Counters since the start."""
+
+    num_pages: int = 0
+    num_late_arrivals: int = 0  # ignored: not open, out of range, or landed before
+    num_lost_peers: int = 0
+    num_failures: int = 0
+
+
+class TransferReceiver:
+    """Is safe from any thread. Callbacks run on threads of the receiver and its transports, and must not block."""
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        layout: KVLayout,
+        epoch: Epoch,
+        config: TransferConfig,
+        on_arrival: OnArrival,
+        on_failure: OnFailure,
+    ) -> None:
+        self._pages = PageBuffer(pool)
+        if self._pages.page_bytes != layout.page_bytes:
+            raise ValueError(f"pool pages have {self._pages.page_bytes} bytes, the layout says {layout.page_bytes}")
+        self._layout = layout
+        self._epoch = epoch
+        self._config = config
+        self._on_arrival = on_arrival
+        self._on_failure = on_failure
+        self._lock = threading.Condition()
+        self._open = ArrivalTable()
+        self._peers = KnownPeers()
+        self._events: deque[Callable[[], None]] = deque()
+        self._settling: list[tuple[float, Callable[[], None]]] = []  # (due_s, callback) of `after_stray_writes`
+        self._stopping = False
+        self.stats = ReceiverStats()
+        self._transports: list[ReceivingTransport] = registry.receiving_transports(self._pages, config, self)
+        self._polled = [transport for transport in self._transports if isinstance(transport, PolledTransport)]
+        self._stray_s = max((transport.stray_s for transport in self._polled), default=0.0)
+        self._thread = threading.Thread(target=self._run, name="kv-receiver", daemon=True)
+        self._thread.start()
+
+    @property
+    def transports(self) -> list[str]:
+        return [transport.name for transport in self._transports]
+
+    def offer(self, peer_worker_id: WorkerId, peer_epoch: Epoch, heads: range | None = None) -> bytes:
+        """Returns what that incarnation needs to push here; it sends only `heads` of each page, if given. Of several
+        incarnations of a worker, those offered to last stay known. Raises TransferError."""
+        peer = Peer(peer_worker_id, peer_epoch)
+        share = heads if heads != self._layout.heads else None
+        with self._lock:
+            surplus = self._peers.admit(peer, share)
+            cut_off = self._peers.is_cut_off(peer_epoch)
+            # Under the lock, so that no offer gets past `cut_off`.
+            details = tuple(
+                (transport.name, transport.offer(peer))
+                for transport in self._transports
+                if not (cut_off and transport.is_one_sided)
+            )
+            if self._polled:
+                self._peers.expect(peer_epoch, time.monotonic() + self._config.connect_timeout_s)
+                self._lock.notify()
+        if surplus is not None:
+            self.forget(surplus.epoch)
+        if not details:
+            raise TransferError(
+                f"{peer_worker_id} (epoch {peer_epoch}) was silent and is cut off; only transport torch may reach this "
+                f"worker again, and transfer.transport is {self._config.transport!r}; restart {peer_worker_id}"
+            )
+        wanted = (share.start, share.stop) if share is not None else None
+        return Offer(self._epoch, self._layout, self._pages.num_pages, details, wanted).encode()
+
+    def open(self, key: TransferKey, pages: Sequence[PageId], timeout_s: float | None = None) -> None:
+        """Lets the transfer write `pages`, which the caller has fenced; index i of an arrival is pages[i].
+
+        The transfer fails when no page comes for `timeout_s`, by default the configured time-out; `math.inf` if the
+        caller itself watches the sender. Raises TransferError for another epoch or an open key."""
+        if key.receiver_epoch != self._epoch:
+            raise TransferError(
+                f"transfer {key.transfer_id}: receiver epoch {key.receiver_epoch}, this is {self._epoch}"
+            )
+        now_s, bound_s = time.monotonic(), self._config.timeout_s if timeout_s is None else timeout_s
+        with self._lock:
+            self._open.open(key, pages, bound_s, now_s)
+            self._lock.notify()
+
+    def close(self, key: TransferKey) -> None:
+        """Starts no further callback of the transfer, and lets no staging transport write its pages. A peer that writes
+        on its own still may, until it says that it is over. Blocks while a copy into the pages runs. Idempotent."""
+        with self._lock:
+            transfer = self._open.close(key)
+        if transfer is not None:
+            with transfer.writing:
+                transfer.closed = True
+
+    def after_stray_writes(self, then: Callable[[], None]) -> None:
+        """Calls `then`, from any thread, once no write of a sender that is already over can reach the pool any more.
+
+        That is at once, except over RDMA: packets may still be in the fabric, and where the device memory is out of the
+        NIC's reach this end's polling copies what has arrived. There `then` waits until polling has gone on for as long
+        as a packet lives.
+        """
+        with self._lock:
+            if self._stray_s and not self._stopping:
+                self._settling.append((time.monotonic() + self._stray_s, then))
+                self._lock.notify()
+                return
+        guarded(then)
+
+    def checksums(self, pages: Sequence[PageId], heads: range) -> list[int]:
+        """Returns the checksums of those heads of some pages of the pool. Blocks."""
+        return row_checksums(self._pages.tensor, pages, page_rows(self._layout, heads))
+
+    def forget(self, epoch: Epoch) -> None:
+        """Fails what an incarnation has open and ends its connections. It may write on, as `cut_off` says."""
+        with self._lock:
+            peer = self._peers.find(epoch)
+            if peer is None:
+                return
+            self._peers.forget(peer)
+        for transport in self._transports:
+            transport.forget(peer)
+        self._fail_all(peer, TransferError(f"{peer.worker_id} (epoch {peer.epoch}) is gone"))
+
+    def cut_off(self, epoch: Epoch) -> bool:
+        """Gives the incarnation no new way to write into the pool on its own. Returns whether it has none: nothing of
+        its transfers is written then once they are closed here. It may still connect by two-sided transports."""
+        with self._lock:
+            self._peers.cut_off(epoch)
+            answers = [transport.cut_off(epoch) for transport in self._transports]
+        return all(answers)
+
+    def tear_down(self, epoch: Epoch) -> bool:
+        """Forgets an incarnation whose machine is known to be dead, and takes from it the ways that `cut_off` leaves
+        open; where that is RDMA, every peer must connect again. Returns what `cut_off` then does. Blocks. Raises
+        TransferError if the memory cannot be withdrawn."""
+        self.forget(epoch)
+        self.cut_off(epoch)
+        for transport in self._transports:
+            if not transport.cut_off(epoch):
+                transport.tear_down()
+        return self.cut_off(epoch)
+
+    def shutdown(self) -> None:
+        """Closes every transport and stops callbacks. Blocks until the thread has ended, for a few seconds at most."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_TIMEOUT_S)
+        with self._lock:
+            open_now = self._open.close_all()
+        for transfer in open_now:
+            with transfer.writing:
+                transfer.closed = True
+        for transport in self._transports:
+            transport.close()
+
+    # `transport.Landing`: called by transports from threads of their own.
+
+    def land(self, arrival: Arrival, staged: PageBuffer, rows: PageRows) -> bool:
+        part_bytes = self._pages.page_bytes // rows.num_in_page * rows.num_in_part
+        if staged.page_bytes != part_bytes or staged.num_pages < arrival.num_pages:
+            staging = f"{staged.num_pages} staged pages of {staged.page_bytes} bytes"
+            raise TransferError(f"{staging}; want {arrival.num_pages} of {part_bytes}")
+        with self._lock:
+            transfer = self._open.find(arrival)
+        if transfer is None:
+            self._ignore(arrival)
+            return False
+        with transfer.writing:
+            if transfer.closed or transfer.failed:
+                self._ignore(arrival)
+                return False
+            # A duplicate may come after the fence was lifted for pages that have all landed: it must write nothing.
+            fresh = transfer.fresh(arrival)
+            offsets = [PageId(index - arrival.first_index) for index in fresh]
+            into = [transfer.pages[index] for index in fresh]
+            self._pages.scatter(into, staged, offsets, rows)
+            self._pages.settle()  # the engine's stream may read the pages as soon as they are reported
+            with self._lock:
+                transfer.land(fresh, time.monotonic())
+        if not fresh:
+            self._ignore(arrival)
+            return True
+        guarded(lambda: self._report(arrival))
+        return True
+
+    def rows_of(self, peer: Peer) -> PageRows:
+        with self._lock:
+            heads = self._peers.heads_of(peer.epoch)
+        return WHOLE_PAGE if heads is None else page_rows(self._layout, heads)
+
+    def landed(self, arrival: Arrival) -> None:
+        guarded(lambda: self._arrived(arrival))
+
+    def lost(self, peer: Peer, error: TransferError) -> None:
+        log.info("%s", error)  # transfers that fail by it carry the error
+        with self._lock:
+            self.stats.num_lost_peers += 1
+        self._fail_all(peer, error)
+
+    # The receiver's thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._events and not self._stopping:
+                    self._lock.wait(self._pause_s(time.monotonic()))
+                if self._stopping:
+                    return
+                events, self._events = self._events, deque()
+                now_s = time.monotonic()
+                polling = self._must_poll(now_s)
+            for event in events:
+                guarded(event)
+            if polling:
+                for transport in self._polled:
+                    guarded(lambda transport=transport: self._poll(transport))  # type: ignore[misc]
+            self._fail_stalled(time.monotonic())
+            self._call_settled(now_s)
+
+    def _call_settled(self, now_s: float) -> None:
+        """Calls what was due at `now_s`, before the last poll began."""
+        with self._lock:
+            due = [then for due_s, then in self._settling if due_s <= now_s]
+            self._settling = [entry for entry in self._settling if entry[0] > now_s]
+        for then in due:
+            guarded(then)
+
+    def _must_poll(self, now_s: float) -> bool:
+        if not self._polled:
+            return False
+        # A transfer counts until the caller closes it: a sender cannot finish its last push if nobody polls here.
+        return self._peers.any_expected(now_s) or len(self._open) > 0 or bool(self._settling)
+
+    def _pause_s(self, now_s: float) -> float | None:
+        """Returns how long the thread may sleep unless it is woken; None for ever."""
+        if not self._must_poll(now_s):
+            next_s = self._open.next_due_s()
+            return None if math.isinf(next_s) else max(0.0, next_s - now_s)
+        last_s = self._open.last_progress_s()
+        idle_s = now_s - last_s if last_s is not None else SLOWEST_POLL_S * 8
+        return min(SLOWEST_POLL_S, max(FASTEST_POLL_S, idle_s / 8))
+
+    def _poll(self, transport: PolledTransport) -> None:
+        arrivals = transport.poll()
+        for epoch in transport.heard_from():
+            with self._lock:
+                self._peers.has_come(epoch)
+        for arrival in arrivals:
+            self._arrived(arrival)
+
+    def _arrived(self, arrival: Arrival) -> None:
+        """Records and reports pages that the peer has written on its own."""
+        with self._lock:
+            self._open.arrive(arrival, time.monotonic())
+        self._report(arrival)
+
+    def _report(self, arrival: Arrival) -> None:
+        """Calls `on_arrival`, unless the transfer was closed meanwhile."""
+        with self._lock:
+            if known := self._open.find(arrival) is not None:
+                self.stats.num_pages += arrival.num_pages
+        if not known:
+            self._ignore(arrival)
+            return
+        self._on_arrival(arrival.key, arrival.first_index, arrival.num_pages)
+
+    def _fail_stalled(self, now_s: float) -> None:
+        with self._lock:
+            stalled = self._open.stalled(now_s)
+        for transfer in stalled:
+            message = f"no page for {transfer.timeout_s} s, {len(transfer.missing)} of {len(transfer.pages)} missing"
+            self._fail(transfer, TransferError(f"transfer {transfer.key.transfer_id}: {message}"))
+
+    def _fail_all(self, peer: Peer, error: TransferError) -> None:
+        with self._lock:
+            found = self._open.waiting_for(peer.epoch)
+        for transfer in found:
+            self._post(lambda transfer=transfer: self._fail(transfer, error))  # type: ignore[misc]
+
+    def _fail(self, transfer: TransferArrivals, error: TransferError) -> None:
+        """Reports a failure once a transfer. It stays open until the caller closes it; nothing more is written."""
+        with self._lock:
+            if not self._open.fail(transfer):
+                return
+        self.stats.num_failures += 1
+        guarded(lambda: self._on_failure(transfer.key, error))
+
+    def _post(self, event: Callable[[], None]) -> None:
+        with self._lock:
+            self._events.append(event)
+            self._lock.notify()
+
+    def _ignore(self, arrival: Arrival) -> None:
+        with self._lock:
+            self.stats.num_late_arrivals += 1
+        log.debug("ignored %s: not open, or outside its pages", arrival)

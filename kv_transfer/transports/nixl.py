@@ -1,0 +1,390 @@
+"""The NIXL transport: one-sided writes over UCX (RDMA between hosts; CMA, CUDA IPC or RDMA within one).
+
+The sender writes straight into the receiver's pool, one descriptor a page from lists prepared once, and each write
+carries a notification that names what landed. NIXL's progress thread stays off, because it keeps a core busy while
+idle: the receiver's thread polls while transfers are open, the sender's while pushes are in flight. A push is done
+when NIXL says so; nothing of it is written after that. A closed transfer can still be written until the sender has
+stopped, which is what the fence is for. Peers connect only where the sender moves the bytes itself (nixl_agent.py).
+
+Owns the agents, the registration of the pool, and every handle. The metadata that lets a sender write is sent over a
+`Channel` to a sender that has presented the token of its offer, so it is known which incarnations may write. The sender
+closes its channel after its last write. On one host, where the sender's process writes itself (CMA), the channel's end
+proves the end of its writes. Over RDMA it does not; there only the end of the receiver's agent does (`tear_down`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from kv_transfer.layout.pages import PageBuffer
+from kv_transfer.session.handshake import take
+from kv_transfer.transports.channel import Channel, ChannelClosed, dial
+from kv_transfer.transports.mapped.ends import boot_id
+from kv_transfer.transports.nixl_agent import NixlAgent
+from kv_transfer.transports.peer_channels import PeerChannels, WritesEnd
+from kv_transfer.transports.transport import (
+    ALL_LAYERS,
+    MAX_PUSH_BYTES,
+    Arrival,
+    Details,
+    Landing,
+    LayerGroup,
+    Peer,
+    PushHandle,
+    TransportLink,
+    notice,
+    parse_notice,
+)
+from penstock.config import TransferConfig
+from penstock.errors import TransferError
+from penstock.types import Epoch, PageId
+
+NAME = "nixl"
+MAX_REMOTE_PAGES = 1 << 26  # in an offer: bounds the descriptor list that this end builds for it
+PROBE_POLL_S = 0.0005
+HELLO = "hello"
+METADATA_PIECE_BYTES = 32 << 10  # in a frame; metadata has 0.5 KB here, tens with many RDMA interfaces
+MAX_METADATA_BYTES = 1 << 20
+PACKET_LIFETIME_S = 1.0  # of InfiniBand: 4.096 us * 2^18, the most that switches are commonly set to
+
+log = logging.getLogger(__name__)
+
+
+class NixlReceiver:
+    """Lets peers write into the pool, and reports what they wrote."""
+
+    name = NAME
+    is_one_sided = True
+
+    def __init__(self, pages: PageBuffer, config: TransferConfig, landing: Landing) -> None:
+        self._pages = pages
+        self._config = config
+        self._agent = NixlAgent(pages, config)
+        self._metadata: bytes = self._agent.api.get_agent_metadata()
+        self._granting = threading.Lock()  # while the metadata is sent, or replaced
+        self.stray_s = PACKET_LIFETIME_S if self._agent.uses_rdma else 0.0
+        self._heard: set[Epoch] = set()
+        writes_end = WritesEnd.WITH_MEMORY if self._agent.uses_rdma else WritesEnd.WITH_CHANNEL
+        self._channels = PeerChannels(NAME, config, landing, self._serve, writes_end)
+
+    def offer(self, peer: Peer) -> Details:
+        return {
+            **self._channels.offer(peer),
+            "address": self._pages.address,
+            "device": self._agent.device,
+            "num_pages": self._pages.num_pages,
+            "memory": self._agent.memory,
+            "rdma": self._agent.uses_rdma,
+            "host_identity": host_identity(),
+        }
+
+    def _serve(self, peer: Peer, channel: Channel) -> None:
+        """Lets the peer write, and runs until it goes. That is no loss yet: notifications may wait to be polled."""
+        with self._granting:
+            for first in range(0, len(self._metadata), METADATA_PIECE_BYTES):
+                piece = self._metadata[first : first + METADATA_PIECE_BYTES]
+                channel.send([piece, first + METADATA_PIECE_BYTES >= len(self._metadata)])
+        channel.set_timeout(None)
+        with contextlib.suppress(ChannelClosed):
+            raise TransferError(f"unexpected frame {str(channel.receive())[:80]}")
+
+    def poll(self) -> list[Arrival]:
+        agent = self._agent
+        try:
+            with agent.lock:
+                if agent.api is None:
+                    return []  # it was replaced
+                by_agent: dict[str, list[bytes]] = agent.api.get_new_notifs()
+        except agent.errors as error:
+            raise TransferError(f"{NAME} notifications: {error}") from error
+        arrivals: list[Arrival] = []
+        for message in (message for messages in by_agent.values() for message in messages):
+            try:
+                self._read(message, arrivals)
+            except TransferError as error:
+                log.warning("dropped a notification: %s", error)
+        return arrivals
+
+    def _read(self, message: bytes, arrivals: list[Arrival]) -> None:
+        match _unpack(message):
+            case [str(word), int(epoch)] if word == HELLO:
+                self._heard.add(Epoch(epoch))
+            case data:
+                arrival = parse_notice(data)
+                self._heard.add(arrival.key.sender_epoch)
+                arrivals.append(arrival)
+
+    def heard_from(self) -> frozenset[Epoch]:
+        heard, self._heard = frozenset(self._heard), set()
+        return heard
+
+    def forget(self, peer: Peer) -> None:
+        self._channels.forget(peer)
+
+    def cut_off(self, epoch: Epoch) -> bool:
+        return self._channels.cut_off(epoch)
+
+    def tear_down(self) -> None:
+        """Over RDMA, replaces the agent: the queue pairs and memory keys of the old one are gone, so whatever a peer
+        still sends by them is dropped by this host's adapter. Live peers fail once and connect again."""
+        if not self._agent.uses_rdma:
+            return  # a peer on this host is gone once its channel has ended
+        with self._granting:
+            agent = NixlAgent(self._pages, self._config)
+            old, self._agent, self._metadata = self._agent, agent, agent.api.get_agent_metadata()
+            try:
+                old.close()
+            except old.errors as error:
+                raise TransferError(f"{NAME}: the pool's memory cannot be withdrawn: {error}") from error
+            self._channels.on_memory_withdrawn()
+
+    def close(self) -> None:
+        self._channels.close()
+        self._agent.close()
+
+
+def _receive_metadata(channel: Channel) -> bytes:
+    """Blocks for at most the channel's time-out, for each piece. Raises TransferError."""
+    metadata = bytearray()
+    while len(metadata) <= MAX_METADATA_BYTES:
+        match channel.receive():
+            case [bytes(piece), bool(is_last)]:
+                metadata += piece
+                if is_last:
+                    return bytes(metadata)
+            case other:
+                raise TransferError(f"greeting {str(other)[:80]}: want [metadata, whether it ends]")
+    raise TransferError(f"greeting: more than {MAX_METADATA_BYTES} bytes of metadata")
+
+
+def _unpack(message: bytes) -> object:
+    try:
+        return msgpack.unpackb(message)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise TransferError(f"{NAME} notification {message[:40]!r}: no msgpack") from error
+
+
+def host_identity() -> list[str]:
+    """Returns what two processes share where CMA reaches from one to the other: the boot, and both namespaces."""
+    return [boot_id(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))]
+
+
+class _NixlPush:
+    """One posted write. Its handle is released as soon as the write is over."""
+
+    __slots__ = ("_handle", "_link")
+
+    def __init__(self, link: NixlLink, handle: Any) -> None:
+        self._link = link
+        self._handle = handle
+
+    def done(self) -> bool:
+        return self._link.is_done(self._handle)
+
+
+class NixlLink:
+    """Writes into one receiver's pool."""
+
+    max_push_bytes = MAX_PUSH_BYTES
+    takes_layer_groups = gains_from_layer_groups = False
+    needs_polling = True
+
+    def __init__(
+        self,
+        agent: NixlAgent,
+        channel: Channel,
+        wake: Callable[[], None],
+        local: Any,
+        remote_name: str,
+        remote: Any,
+        num_remote_pages: int,
+    ) -> None:
+        self._agent = agent
+        self._channel = channel
+        self._wake = wake
+        self._local = local
+        self._remote_name = remote_name
+        self._remote = remote
+        self._num_remote_pages = num_remote_pages
+        self._handles: set[Any] = set()  # of pushes in flight
+        self._error: TransferError | None = None
+        threading.Thread(target=self._watch, name="kv-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Fails the link once the receiver hangs up: it sends nothing more after its metadata."""
+        with contextlib.suppress(TransferError):
+            self._channel.receive()
+        if self._error is None:
+            self._error = TransferError(f"{NAME} link: the receiver has ended the connection")
+        self._wake()
+
+    def push(
+        self,
+        arrival: Arrival,
+        src_pages: Sequence[PageId],
+        dst_pages: Sequence[PageId],
+        layer_group: LayerGroup = ALL_LAYERS,
+    ) -> PushHandle:
+        if layer_group != ALL_LAYERS:
+            raise TransferError("NIXL pushes whole pages")
+        self.check()
+        if max(dst_pages) >= self._num_remote_pages:
+            raise TransferError(f"destination page {max(dst_pages)}: the receiver has {self._num_remote_pages}")
+        src_P, dst_P = np.array(src_pages, dtype=np.int32), np.array(dst_pages, dtype=np.int32)
+        api = self._agent.api
+        try:
+            with self._agent.lock:
+                note = msgpack.packb(notice(arrival))
+                handle = api.make_prepped_xfer("WRITE", self._local, src_P, self._remote, dst_P, note)
+                self._handles.add(handle)
+                if api.transfer(handle) == "ERR":
+                    raise TransferError("the write was not accepted")
+        except self._agent.errors as error:
+            raise self._fail(error) from error
+        return _NixlPush(self, handle)
+
+    def is_done(self, handle: Any) -> bool:
+        self.check()
+        try:
+            with self._agent.lock:
+                state = self._agent.api.check_xfer_state(handle)
+                if state == "PROC":
+                    return False
+                if state == "ERR":
+                    raise TransferError("a write failed")
+                self._release(handle)
+        except self._agent.errors as error:
+            raise self._fail(error) from error
+        return True
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise TransferError(self._error.message)
+
+    def close(self) -> None:
+        """Cancels pushes in flight, then disconnects: UCX flushes or discards what it has not sent. The channel's end
+        comes last, since it says that nothing more is written."""
+        if self._error is None:
+            self._error = TransferError(f"{NAME} link is closed")
+        with self._agent.lock:
+            for handle in list(self._handles):
+                try:
+                    self._release(handle)
+                except self._agent.errors:
+                    continue  # it cannot be cancelled; disconnecting below ends it
+            self._handles.clear()
+            if self._remote is not None:
+                self._remote.release()
+                self._remote = None
+                self._agent.api.remove_remote_agent(self._remote_name)
+        self._channel.close()
+
+    def probe(self, scratch: Any, deadline_s: float, epoch: Epoch) -> None:
+        """Proves the path in both directions: reads one remote page into `scratch`. Blocks until `deadline_s`.
+
+        The receiver polls while it expects a peer, so that UCX can finish its handshake; the hello ends that polling.
+        """
+        api, first = self._agent.api, np.zeros(1, dtype=np.int32)
+        try:
+            with self._agent.lock:
+                handle = api.make_prepped_xfer("READ", scratch, first, self._remote, first)
+                self._handles.add(handle)
+                api.transfer(handle)
+            pause = threading.Event()
+            while not self.is_done(handle):
+                if time.monotonic() > deadline_s:
+                    raise TransferError("no answer in time")
+                pause.wait(PROBE_POLL_S)  # without its progress thread UCX offers nothing to wait on
+            with self._agent.lock:
+                api.send_notif(self._remote_name, msgpack.packb([HELLO, epoch]))
+        except self._agent.errors as error:
+            raise self._fail(error) from error
+
+    def _release(self, handle: Any) -> None:
+        handle.release()
+        self._handles.discard(handle)
+
+    def _fail(self, error: BaseException) -> TransferError:
+        if self._error is None:
+            self._error = TransferError(f"{NAME} link: {error}")
+        return TransferError(self._error.message)
+
+
+class NixlSender:
+    """Connects to receivers, with one agent for all of them."""
+
+    name = NAME
+
+    def __init__(self, pages: PageBuffer, config: TransferConfig, epoch: Epoch, wake: Callable[[], None]) -> None:
+        self._pages = pages
+        self._config = config
+        self._epoch = epoch
+        self._wake = wake
+        self._agent = NixlAgent(pages, config)
+        self._scratch_buffer = PageBuffer.staging(1, pages.page_bytes, pages.device)
+        self._agent.register(self._scratch_buffer.tensor)
+        self._local = self._prepare_local(pages)
+        self._scratch = self._prepare_local(self._scratch_buffer)
+
+    def suits(self, details: Details) -> bool:
+        """Returns whether both ends have RDMA or share a host; otherwise UCX would use TCP."""
+        is_rdma = self._agent.uses_rdma and details.get("rdma") is True
+        return is_rdma or details.get("host_identity") == host_identity()
+
+    def connect(self, details: Details, receiver_epoch: Epoch, num_rows: int = 1) -> TransportLink:
+        deadline_s = time.monotonic() + self._config.connect_timeout_s
+        agent, page_bytes = self._agent, self._pages.page_bytes
+        num_pages, memory = take(details, "num_pages", int) * num_rows, take(details, "memory", str)
+        address, device = take(details, "address", int), take(details, "device", int)
+        host, port, token = take(details, "host", str), take(details, "port", int), take(details, "token", bytes)
+        if not (0 < num_pages <= MAX_REMOTE_PAGES and 0 <= address < 1 << 63 and 0 <= device < 1 << 16):
+            raise TransferError(f"offer: {num_pages} pages at {address:#x} on device {device} is out of range")
+        if memory != agent.memory:
+            raise TransferError(f"offer.memory: {memory!r}, this end has {agent.memory!r}")
+        if not self.suits(details):
+            raise TransferError("the receiver is on another host, and RDMA is not available at both ends")
+        channel = dial(host, port, token, self._config.connect_timeout_s)
+        try:
+            metadata = _receive_metadata(channel)
+            with agent.lock:
+                remote_name = agent.api.add_remote_agent(metadata)
+                if isinstance(remote_name, bytes):
+                    remote_name = remote_name.decode()
+                try:
+                    remote = agent.prepare(remote_name, address, device, num_pages, page_bytes)
+                except agent.errors:
+                    agent.api.remove_remote_agent(remote_name)
+                    raise
+        except agent.errors as error:
+            channel.close()
+            raise TransferError(f"{NAME} connection to epoch {receiver_epoch}: {error}") from error
+        channel.set_timeout(None)
+        link = NixlLink(agent, channel, self._wake, self._local, remote_name, remote, num_pages)
+        try:
+            link.probe(self._scratch, deadline_s, self._epoch)
+        except TransferError:
+            link.close()
+            raise
+        return link
+
+    def close(self) -> None:
+        with self._agent.lock:
+            self._local.release()
+            self._scratch.release()
+        self._agent.close()
+
+    def _prepare_local(self, pages: PageBuffer) -> Any:
+        agent = self._agent
+        try:
+            return agent.prepare("NIXL_INIT_AGENT", pages.address, agent.device, pages.num_pages, pages.page_bytes)
+        except agent.errors as error:
+            raise TransferError(f"{NAME} descriptors: {error}") from error

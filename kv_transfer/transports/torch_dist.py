@@ -1,0 +1,270 @@
+"""The torch.distributed transport: gloo between CPU pools, NCCL between CUDA pools, one two-rank group a pair.
+
+Headers and acknowledgements go over a `Channel`, page bytes over the group. So an idle pair holds no pending receive
+(NCCL would spin on the GPU, and gloo cannot cancel one), and a dead peer shows at once. The sender packs a push into
+one staging tensor; the receiver takes it into another, and copies it into its pool only while the transfer is open
+there, so a closed transfer can never write. A push is done when the receiver has acknowledged it.
+
+There is no default group. Each pair's group has a store of its own, which the receiver opens on TransferConfig.host
+for an authenticated peer only. The thread that uses a group (torch_group.py) also tears it down, so that no other
+thread ever waits for one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import queue
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from kv_transfer.layout.pages import PageBuffer
+from kv_transfer.session.handshake import take
+from kv_transfer.transports.channel import Channel, dial
+from kv_transfer.transports.peer_channels import JOIN_TIMEOUT_S, PeerChannels, WritesEnd, listen
+from kv_transfer.transports.torch_group import RECEIVER, SENDER, TorchPair
+from kv_transfer.transports.transport import (
+    ALL_LAYERS,
+    MAX_PUSH_BYTES,
+    Arrival,
+    Details,
+    Landing,
+    LayerGroup,
+    Peer,
+    PushHandle,
+    TransportLink,
+    notice,
+    parse_notice,
+)
+from penstock.config import TransferConfig
+from penstock.errors import TransferError
+from penstock.types import Epoch, PageId
+
+NAME = "torch"
+
+log = logging.getLogger(__name__)
+
+
+class TorchReceiver:
+    """The receiving ends of all pairs: one thread for each connected peer."""
+
+    name = NAME
+    is_one_sided = False
+
+    def __init__(self, pages: PageBuffer, config: TransferConfig, landing: Landing) -> None:
+        self._pages = pages
+        self._config = config
+        self._landing = landing
+        self._channels = PeerChannels(NAME, config, landing, self._serve, WritesEnd.HERE)
+
+    def offer(self, peer: Peer) -> Details:
+        return {**self._channels.offer(peer), "backend": "nccl" if self._pages.is_cuda else "gloo"}
+
+    def forget(self, peer: Peer) -> None:
+        self._channels.forget(peer)
+
+    def cut_off(self, epoch: Epoch) -> bool:
+        """Returns True: what a peer pushes is written only while the transfer is open here."""
+        return self._channels.cut_off(epoch)
+
+    def tear_down(self) -> None:
+        """Has no effect: no peer writes on its own."""
+
+    def close(self) -> None:
+        self._channels.close()
+
+    def _serve(self, peer: Peer, channel: Channel) -> None:
+        group = self._join(channel)
+        channel.set_timeout(None)
+        self._receive_pushes(peer, channel, group)
+
+    def _join(self, channel: Channel) -> TorchPair:
+        host = self._channels.host
+        listening = listen(host)
+        port = listening.getsockname()[1]
+        timeout = datetime.timedelta(seconds=self._config.connect_timeout_s)
+        # A listening socket of our own, because TCPStore would listen on every interface.
+        store = dist.TCPStore(host, port, 2, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
+        prefix = secrets.token_hex(16)
+        channel.send([port, prefix])
+        return TorchPair(dist.PrefixStore(prefix, store), RECEIVER, self._pages, host, self._config)
+
+    def _receive_pushes(self, peer: Peer, channel: Channel, group: TorchPair) -> None:
+        rows = self._landing.rows_of(peer)
+        page_bytes = self._pages.page_bytes // rows.num_in_page * rows.num_in_part  # received for each page
+        max_pages = max(1, MAX_PUSH_BYTES // page_bytes)
+        staging: PageBuffer | None = None
+        while True:
+            arrival = parse_notice(channel.receive())
+            if arrival.num_pages > max_pages or arrival.key.sender_epoch != peer.epoch:
+                raise TransferError(
+                    f"push {arrival} from {peer}: more than {max_pages} pages, or another peer's transfer"
+                )
+            if staging is None or staging.num_pages < arrival.num_pages:
+                staging = PageBuffer.staging(arrival.num_pages, page_bytes, self._pages.device)
+            staged = staging.head(arrival.num_pages)
+            group.receive(staged)
+            with group.copying():
+                landed = self._landing.land(arrival, staged, rows)
+                group.settle()
+            channel.send([landed])
+
+
+@dataclass(slots=True, eq=False)
+class _TorchPush:
+    link: TorchLink
+    arrival: Arrival
+    src_pages: Sequence[PageId]
+    landed: bool | None = field(default=None)
+
+    def done(self) -> bool:
+        if self.landed is None:
+            self.link.check()
+            return False
+        if not self.landed:
+            raise TransferError(f"transfer {self.arrival.key.transfer_id}: the receiver has closed it")
+        return True
+
+
+class TorchLink:
+    """The sending end of one pair: a thread that packs and sends, and a thread that reads acknowledgements."""
+
+    max_push_bytes = MAX_PUSH_BYTES
+    takes_layer_groups = gains_from_layer_groups = False
+    needs_polling = False
+
+    def __init__(self, pages: PageBuffer, channel: Channel, group: TorchPair, wake: Callable[[], None]) -> None:
+        self._pages = pages
+        self._channel = channel
+        self._wake = wake
+        self._error: TransferError | None = None
+        self._group = weakref.ref(group)
+        self._unsent: queue.SimpleQueue[_TorchPush | None] = queue.SimpleQueue()
+        self._unacked: queue.SimpleQueue[_TorchPush] = queue.SimpleQueue()
+        self.threads = [
+            # Only the thread holds the group, so that the group ends where it is used.
+            threading.Thread(target=self._send_pushes, args=(group,), name="kv-send", daemon=True),
+            threading.Thread(target=self._read_acks, name="kv-acks", daemon=True),
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def push(
+        self,
+        arrival: Arrival,
+        src_pages: Sequence[PageId],
+        dst_pages: Sequence[PageId],
+        layer_group: LayerGroup = ALL_LAYERS,
+    ) -> PushHandle:
+        if layer_group != ALL_LAYERS:
+            raise TransferError("torch pushes whole pages")
+        self.check()
+        started = _TorchPush(self, arrival, src_pages)  # the receiver knows the destination pages
+        self._unsent.put(started)
+        return started
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise TransferError(self._error.message)
+
+    def close(self) -> None:
+        self._fail(TransferError(f"{NAME} link is closed"))
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = TransferError(f"{NAME} link: {error}")
+        if self._pages.is_cuda and (group := self._group()) is not None:
+            group.abort()
+        self._channel.close()
+        self._unsent.put(None)
+        self._wake()
+
+    def _send_pushes(self, group: TorchPair) -> None:
+        staging: PageBuffer | None = None
+        while (push := self._unsent.get()) is not None and self._error is None:
+            try:
+                count = len(push.src_pages)
+                if staging is None or staging.num_pages < count:
+                    staging = PageBuffer.staging(count, self._pages.page_bytes, self._pages.device)
+                staged = staging.head(count)
+                with group.copying():
+                    self._pages.gather(push.src_pages, staged)
+                    group.settle()
+                self._unacked.put(push)
+                self._channel.send(notice(push.arrival))
+                group.send(staged)
+            except (RuntimeError, TransferError) as error:  # RuntimeError: the group's
+                self._fail(error)
+        group.abort()
+
+    def _read_acks(self) -> None:
+        while True:
+            try:
+                frame = self._channel.receive()
+                if frame not in ([True], [False]):
+                    raise TransferError(f"acknowledgement {str(frame)[:80]}: want [true] or [false]")
+                self._unacked.get_nowait().landed = bool(frame[0])
+                self._wake()
+            except (TransferError, queue.Empty) as error:
+                self._fail(error)
+                return
+
+
+class TorchSender:
+    """Dials receivers. Links belong to their caller; only their threads are known here, to be waited for at the end."""
+
+    name = NAME
+
+    def __init__(self, pages: PageBuffer, config: TransferConfig, wake: Callable[[], None]) -> None:
+        self._pages = pages
+        self._config = config
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def suits(self, details: Details) -> bool:
+        return True
+
+    def connect(self, details: Details, receiver_epoch: Epoch, num_rows: int = 1) -> TransportLink:
+        host, port, token = take(details, "host", str), take(details, "port", int), take(details, "token", bytes)
+        backend, own = take(details, "backend", str), "nccl" if self._pages.is_cuda else "gloo"
+        if backend != own:
+            raise TransferError(
+                f"offer.backend: {backend!r}, this end has {own!r}; pools must be on one kind of device"
+            )
+        channel = dial(host, port, token, self._config.connect_timeout_s)
+        try:
+            group = self._join(channel, host)
+        except (RuntimeError, TransferError) as error:
+            channel.close()
+            raise TransferError(f"{NAME} group with epoch {receiver_epoch} at {host}:{port}: {error}") from error
+        channel.set_timeout(None)
+        link = TorchLink(self._pages, channel, group, self._wake)
+        with self._lock:
+            self._threads = [thread for thread in self._threads if thread.is_alive()] + link.threads
+        return link
+
+    def close(self) -> None:
+        """Waits for the threads of links, which their owner has closed."""
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        with self._lock:
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _join(self, channel: Channel, host: str) -> TorchPair:
+        match channel.receive():
+            case [int(port), str(prefix)]:
+                timeout = datetime.timedelta(seconds=self._config.connect_timeout_s)
+                store = dist.TCPStore(host, port, 2, False, timeout)
+                # gloo must listen on the interface that reaches the receiver.
+                own_host = channel.own_host()
+                return TorchPair(dist.PrefixStore(prefix, store), SENDER, self._pages, own_host, self._config)
+            case other:
+                raise TransferError(f"greeting {str(other)[:80]}: want [port, prefix]")

@@ -1,0 +1,208 @@
+"""The public client for asyncio.
+
+    async with AsyncClient("localhost:50051") as client:
+        async for chunk in client.generate("Once upon a time", max_tokens=40):
+            print(chunk.text, end="", flush=True)
+
+Every call raises typed errors (`penstock.errors`). UNAVAILABLE is tried again with backoff, at the next router if there
+are several; a stream that has received tokens goes on after them. A refused connection is tried again until the call's
+deadline: a router that is replaced costs a pause.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Unpack
+
+import grpc
+
+from penstock.client import async_io as io
+from penstock.client.async_stream import AsyncGenerateStream, AsyncRoutedCall, Start
+from penstock.client.auth import ClientTls, auth_metadata
+from penstock.client.channels import CHANNEL_OPTIONS, WorkerChannels, failure_of, worker_options
+from penstock.client.results import (
+    ChatMessage,
+    GenerateResult,
+    ModelInfo,
+    Prompt,
+    SamplingOptions,
+    Tokens,
+    build_request,
+    build_tokenize_request,
+    models_from_wire,
+)
+from penstock.client.retry import DEFAULT_RETRY, Attempts, RetryBudget, RetryPolicy
+from penstock.errors import InvalidInput, from_rpc_error
+from penstock.rpc.hints import hints_metadata
+from penstock.types import Lane
+from penstock.v1 import inference_pb2, inference_pb2_grpc
+
+UNARY_TIMEOUT_S = 30.0  # of tokenize and list_models
+
+Method = Callable[[inference_pb2_grpc.InferenceStub], Any]
+
+
+class AsyncClient:
+    """A connection to one deployment's gRPC address. Make and use it inside one running event loop."""
+
+    def __init__(
+        self,
+        target: str | Sequence[str] = "localhost:50051",
+        *,
+        timeout_s: float | None = None,
+        retry: RetryPolicy = DEFAULT_RETRY,
+        api_key: str | None = None,
+        tls: ClientTls | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        lookaside: bool = False,
+    ) -> None:
+        """`target` is the host:port of a router, or those of several: calls and streams of a lost one go on at another.
+
+        `timeout_s` is the deadline of calls that name none; without either, the router's default applies. `api_key`
+        defaults to PENSTOCK_API_KEY. `tls` turns encryption on, and so do `credentials` of your own.
+
+        With `lookaside`, streams come straight from the decode workers if the deployment allows it: routers admit and
+        place requests, and tokens do not pass them. A stream that breaks off goes on through a router.
+        """
+        self._timeout_s = timeout_s
+        self._retry = retry
+        self._retry_budget = RetryBudget()
+        self._metadata = auth_metadata(api_key)
+        credentials = credentials or (tls.credentials() if tls else None)
+        options = [*CHANNEL_OPTIONS, *(tls.options() if tls else ())]
+        targets = [target] if isinstance(target, str) else list(target)
+        if not targets:
+            raise InvalidInput("target", "is empty; give the host:port of at least one router")
+        self._targets = targets
+        self._channels = [io.connect(address, credentials, options) for address in targets]
+        self._stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in self._channels]
+        self._next_target = 0  # index, modulo their number, of the target that the next call begins with
+        self._lookaside = lookaside
+        near = worker_options(options)
+        self._workers = WorkerChannels(lambda address: io.connect(address, credentials, near))
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        request_id: str = "",
+        lane: Lane | str | None = None,
+        timeout_s: float | None = None,
+        session: str = "",
+        explain: bool = False,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncGenerateStream:
+        """Starts to generate; iterate over the stream for chunks, or use its `complete()` for the whole answer.
+
+        `prompt` is text, token ids, or chat messages. `timeout_s` bounds the whole call, retries included. `lane` is
+        interactive, standard or bulk, by default the tenant's own. Requests of one `session` go to the same workers if
+        that costs little; with `explain`, the stream's `decision` says why they were chosen. Raises InvalidInput at
+        once for a prompt or an option that no server could read; every other error comes from the stream.
+        """
+        request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane)
+        attempts = self._attempts(timeout_s, self._timeout_s)
+        hints = hints_metadata(session, explain)
+        begin = self._begin_routed(hints) if self._lookaside else self._begin(lambda stub: stub.Generate, hints)
+        return AsyncGenerateStream(begin, request, attempts)
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        request_id: str = "",
+        lane: Lane | str | None = None,
+        timeout_s: float | None = None,
+        session: str = "",
+        explain: bool = False,
+        **sampling: Unpack[SamplingOptions],
+    ) -> GenerateResult:
+        """Generates and returns the whole answer."""
+        async with self.generate(
+            prompt,
+            model=model,
+            request_id=request_id,
+            lane=lane,
+            timeout_s=timeout_s,
+            session=session,
+            explain=explain,
+            **sampling,
+        ) as stream:
+            return await stream.complete()
+
+    async def tokenize(
+        self, prompt: str | Sequence[ChatMessage], *, model: str = "", timeout_s: float | None = None
+    ) -> Tokens:
+        """Returns the token ids of a text, or of messages as the model's chat template renders them."""
+        request = build_tokenize_request(prompt, model)
+        answer = await self._call(self._begin(lambda stub: stub.Tokenize), request, timeout_s)
+        return Tokens(tuple(answer.token_ids), tuple(answer.tokens))
+
+    async def list_models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
+        request = inference_pb2.ListModelsRequest()
+        answer = await self._call(self._begin(lambda stub: stub.ListModels), request, timeout_s)
+        return models_from_wire(answer.models)
+
+    def _begin(self, method: Method, hints: tuple[tuple[str, str], ...] = ()) -> Callable[[Any, float | None], Any]:
+        """Returns a function that starts an attempt with the time left for it, each further one at the next router."""
+        tried, metadata = False, (*self._metadata, *hints)
+
+        def attempt(request: Any, left_s: float | None) -> Any:
+            nonlocal tried
+            self._next_target += tried
+            tried = True
+            stub = self._stubs[self._next_target % len(self._stubs)]
+            return method(stub)(request, timeout=left_s, metadata=metadata)
+
+        return attempt
+
+    def _begin_routed(self, hints: tuple[tuple[str, str], ...]) -> Start:
+        """Does the same with lookaside. After an attempt without a token it goes through the router, since the worker
+        may be out of the client's reach."""
+        metadata, last = (*self._metadata, *hints), None
+
+        def attempt(request: inference_pb2.GenerateRequest, left_s: float | None) -> Any:
+            nonlocal last
+            self._next_target += last is not None
+            number = self._next_target % len(self._stubs)
+            if last is not None and last.has_failed_there:
+                return self._stubs[number].Generate(request, timeout=left_s, metadata=metadata)
+            last = AsyncRoutedCall(self._targets[number], self._stubs[number], self._workers, request, left_s, metadata)
+            return last
+
+        return attempt
+
+    async def _call(self, start: Callable[[Any, float | None], Any], request: Any, timeout_s: float | None) -> Any:
+        attempts = self._attempts(timeout_s, UNARY_TIMEOUT_S)
+        while True:
+            try:
+                answer = await start(request, attempts.timeout_s(time.monotonic()))
+            except grpc.RpcError as error:
+                delay_s = attempts.next_delay_s(
+                    from_rpc_error(error), time.monotonic(), random.random, failure_of(error)
+                )
+                await io.sleep(delay_s)
+                continue
+            attempts.progress(time.monotonic())
+            return answer
+
+    def _attempts(self, timeout_s: float | None, default_s: float | None) -> Attempts:
+        limit_s = timeout_s if timeout_s is not None else default_s
+        return Attempts(self._retry, None if limit_s is None else time.monotonic() + limit_s, self._retry_budget)
+
+    async def close(self) -> None:
+        """Ends every call of this client."""
+        for channel in (*self._channels, *self._workers.remove_all()):
+            await channel.close()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,103 @@
+"""How the client's channels are configured, and which of them lead to decode workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+
+from penstock.client.retry import Failure
+from penstock.errors import STATUS_DETAILS
+from penstock.v1 import inference_pb2
+from penstock.wire import MAX_MESSAGE_BYTES
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_retries", 0),  # the client retries by itself: it knows whether a first token has arrived
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    # While a channel waits to connect again its calls fail at once; grpc's own limit of 120 s outlasts any restart.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+# In grpc's own words, for which it has no code. A failed TLS handshake begins alike, and never goes away by itself.
+_NOT_CONNECTED, _REFUSED = "failed to connect to all addresses", ("Connection refused", "Connection reset")
+# A router notices a frozen worker under its own streams; under lookaside streams the client has to.
+_WORKER_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # also bounds the time to connect
+)
+_NO_LOOKASIDE = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+def has_no_lookaside(error: grpc.RpcError) -> bool:
+    """Whether `Route` failed because the deployment has lookaside turned off."""
+    return error.code() in _NO_LOOKASIDE  # type: ignore[attr-defined]
+
+
+def is_unreachable(error: grpc.RpcError) -> bool:
+    return error.code() is grpc.StatusCode.UNAVAILABLE  # type: ignore[attr-defined]
+
+
+def failure_of(error: grpc.RpcError) -> Failure:
+    """Returns how far a failed call came. Servers of this project send details with every error."""
+    metadata = error.trailing_metadata() or ()  # type: ignore[attr-defined]
+    if not is_unreachable(error) or any(key == STATUS_DETAILS for key, _ in metadata):
+        return Failure.ANSWERED
+    text = error.details() or ""  # type: ignore[attr-defined]
+    is_refused = text.startswith(_NOT_CONNECTED) and any(reason in text for reason in _REFUSED)
+    return Failure.REFUSED if is_refused else Failure.BROKEN
+
+
+def worker_address(route: inference_pb2.RouteResponse, router: str) -> str:
+    """Returns the address of the routed worker; one without a host is at the router's host."""
+    if not route.address.startswith(":"):
+        return route.address
+    scheme, separator, rest = router.rpartition("/")
+    host, colon, _ = rest.rpartition(":")
+    return f"{scheme}{separator}{host if colon else rest}{route.address}"
+
+
+def worker_options(options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Returns the options of channels to routers, with pings that notice a frozen worker."""
+    return list((dict(options) | dict(_WORKER_OPTIONS)).items())
+
+
+class WorkerChannels:
+    """A client's channels to decode workers, opened on first use. A channel whose call broke closes with its last user.
+
+    Safe from several threads.
+    """
+
+    def __init__(self, connect: Callable[[str], Any]) -> None:
+        self._connect = connect
+        self._channels: dict[str, tuple[Any, int]] = {}  # by address, with the number of calls
+        self._lock = threading.RLock()  # garbage collection may release a channel while this thread holds the lock
+
+    def acquire(self, address: str) -> Any:
+        with self._lock:
+            channel, users = self._channels.get(address) or (self._connect(address), 0)
+            self._channels[address] = (channel, users + 1)
+            return channel
+
+    def release(self, address: str, *, broken: bool) -> Any | None:
+        """Returns the channel if the caller must close it now."""
+        with self._lock:
+            channel, users = self._channels[address]
+            if users == 1 and broken:
+                del self._channels[address]
+                return channel
+            self._channels[address] = (channel, users - 1)
+            return None
+
+    def remove_all(self) -> list[Any]:
+        """Returns all channels, which the caller must close."""
+        with self._lock:
+            channels, self._channels = [channel for channel, _ in self._channels.values()], {}
+            return channels

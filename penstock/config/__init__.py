@@ -1,0 +1,50 @@
+"""Configuration: frozen, validated once at the edge, unknown keys refused; every default lives here.
+
+A `ServeConfig` describes a deployment and is read from TOML or JSON (`load`). From it follow the `RouterConfig` of
+each router process and the `WorkerConfig` of each worker process. Each model's module is named for what it configures;
+docs/configuration.md lists every key. Nothing here knows how a setting is used.
+"""
+
+from penstock.config.admission import AdmissionConfig
+from penstock.config.autoscaler import AutoscalerConfig, BalanceConfig, SloConfig
+from penstock.config.engine import EngineConfig
+from penstock.config.files import load, load_process, parse, read
+from penstock.config.router import IndexConfig, KvAwareConfig, RouterConfig
+from penstock.config.security import LimitsConfig, SecurityConfig, TenantConfig, TenantName, TlsConfig
+from penstock.config.serve import PoolConfig, ServeConfig
+from penstock.config.workers import (
+    DecodeConfig,
+    LabelsConfig,
+    LookasideConfig,
+    PrefillConfig,
+    TransferConfig,
+    WorkerConfig,
+)
+
+__all__ = [
+    "AdmissionConfig",
+    "AutoscalerConfig",
+    "BalanceConfig",
+    "DecodeConfig",
+    "EngineConfig",
+    "IndexConfig",
+    "KvAwareConfig",
+    "LabelsConfig",
+    "LimitsConfig",
+    "LookasideConfig",
+    "PoolConfig",
+    "PrefillConfig",
+    "RouterConfig",
+    "SecurityConfig",
+    "ServeConfig",
+    "SloConfig",
+    "TenantConfig",
+    "TenantName",
+    "TlsConfig",
+    "TransferConfig",
+    "WorkerConfig",
+    "load",
+    "load_process",
+    "parse",
+    "read",
+]

@@ -1,0 +1,80 @@
+"""Settings of the engine: one model replica, its precision, its pages and its devices."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from penstock.config.base import FrozenConfig
+
+
+class EngineConfig(FrozenConfig):
+    """One model replica. All pools share these settings except those that a pool overrides."""
+
+    model: str
+    """Hugging Face checkpoint folder."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of activations and unquantized weights; `auto` takes the one in config.json."""
+    quantization: Literal["none", "int8", "int4", "fp8"] = "none"
+    """Quantizes the weights of matrix products while a plain checkpoint loads; `none` keeps them as the checkpoint has
+    them."""
+    kv_dtype: Literal["auto", "fp8", "int8"] = "auto"
+    """Type of KV pages; `auto` takes `dtype`. Pools may differ in it."""
+    device: str = "auto"
+    """Torch device; `auto` takes cuda if there is one, else cpu."""
+    page_size: int = Field(16, ge=1, le=1024)
+    """Tokens per KV page."""
+    num_pages: int | None = Field(None, ge=2)
+    """Pages in the pool; by default as many as fit into `kv_memory_bytes`."""
+    kv_memory_bytes: int | None = Field(None, ge=1)
+    """Bytes of the page pool; by default 1 GiB on a CPU and 80 % of the free memory on a GPU."""
+    max_context: int | None = Field(None, ge=2)
+    """Longest prompt plus output, in tokens; by default the model's own limit."""
+    attention: Literal["auto", "torch", "triton", "flashinfer", "varlen"] = "auto"
+    """Attention kernels. `flashinfer`, and `varlen` (torch's, with FlashAttention 3, for prompts only), need a GPU and
+    their packages."""
+    share_weights: bool = True
+    """Keeps one copy of the weights in memory for all replicas of a host (CPUs only)."""
+    prefix_caching: bool = True
+    """Reuses the pages of prefixes that were computed before."""
+    kv_events: bool = True
+    """Publishes which pages are cached; without, routers estimate it from the prompts that they sent."""
+    host_memory_bytes: int = Field(0, ge=0)
+    """Host memory of each rank for pages evicted from the device; 0 discards them."""
+    disk_bytes: int = Field(0, ge=0)
+    """Disk space of each rank for pages evicted from host memory; 0 discards them."""
+    disk_path: str | None = None
+    """Folder of the disk tier."""
+    zero_freed_pages: bool = False
+    """Erases a page's contents as soon as it is free."""
+    cuda_graphs: int = Field(256, ge=0)
+    """Largest batch whose decode steps are replayed from CUDA graphs; 0 captures none."""
+    run_ahead: bool | None = None
+    """Schedules a step before the tokens of the previous one are known; by default on GPUs only."""
+    cores: str | None = None
+    """CPU cores reserved for this worker, such as "0-3,8"; by default the operating system places its threads."""
+    num_threads: int | None = Field(None, ge=1)
+    """Threads of each rank's math libraries; by default one for each core that it may use."""
+    tensor_parallel: int = Field(1, ge=1, le=64)
+    """Ranks that split each layer, as processes of one machine."""
+    rank_timeout_s: float = Field(10.0, gt=0)
+    """Seconds without a sign of life from a rank after which the worker ends."""
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> EngineConfig:
+        if self.host_memory_bytes and not self.prefix_caching:
+            raise ValueError(
+                f"engine.host_memory_bytes = {self.host_memory_bytes} keeps evicted pages of the prefix cache, which "
+                "engine.prefix_caching = false turns off; set one of them"
+            )
+        if self.disk_bytes and not self.host_memory_bytes:
+            raise ValueError(
+                f"engine.disk_bytes = {self.disk_bytes} is for pages that leave host memory, but "
+                "engine.host_memory_bytes is 0; set it too"
+            )
+        if bool(self.disk_bytes) != (self.disk_path is not None):
+            raise ValueError(
+                f"engine.disk_bytes = {self.disk_bytes} and engine.disk_path = {self.disk_path!r}; set both or neither"
+            )
+        return self

@@ -1,0 +1,108 @@
+"""Settings of a router process: its ports, its workers, its routing policy and what it admits."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from penstock.config.admission import AdmissionConfig
+from penstock.config.autoscaler import SloConfig
+from penstock.config.base import FrozenConfig
+from penstock.config.security import LimitsConfig, SecurityConfig, TenantConfig, TenantName, TlsConfig
+
+
+class IndexConfig(FrozenConfig):
+    """A router's index of the workers' prefix caches."""
+
+    max_pages: int = Field(4_000_000, ge=1)
+    """Pages in the index, each counted once for every worker that holds it; about 160 bytes each."""
+    approximate_ttl_s: float = Field(120.0, gt=0)
+    """Seconds for which pages sent to a worker without KV events count as cached there."""
+
+
+class KvAwareConfig(FrozenConfig):
+    """Weights of the kv-aware policy, which compares pairs of workers by their estimated cost in seconds."""
+
+    decode_weight: float = Field(0.5, ge=0)
+    """Cost of a second of decoding, relative to a second before the first token."""
+    contention_weight: float = Field(4.0, ge=0)
+    """Cost of delaying waiting prompts by a second, relative to a second of the request's own delay."""
+    temperature_s: float = Field(0.0, ge=0)
+    """Samples pairs with odds exp(-cost / temperature_s); 0 always takes the cheapest."""
+    affinity_s: float = Field(0.5, ge=0)
+    """Seconds by which a session's own worker may cost more than the cheapest."""
+    replica_s: float = Field(0.5, ge=0)
+    """Seconds that one more copy of a hot prefix may cost."""
+
+
+class RouterConfig(KvAwareConfig):
+    """One router process. Its workers come from the Admin service or from the fixed list `workers`."""
+
+    model: str
+    """Hugging Face checkpoint folder, of which only the tokenizer and the chat template are read."""
+    served_model: str = ""
+    """Name that requests call the model by; by default the name of its folder."""
+    host: str = "127.0.0.1"
+    """Address that the public ports listen on."""
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    """Port of the gRPC API; 0 takes any free one."""
+    http_port: int = Field(8000, ge=0, le=65535)
+    """Port of the OpenAI-compatible API; 0 takes any free one."""
+    shares_ports: bool = False
+    """Whether other routers listen at the same public ports; the system divides new connections among them."""
+    metrics_port: int | None = Field(None, ge=0, le=65535)
+    """HTTP port of this router alone, with /metrics and /health and no model; 0 takes any free one; by default none."""
+    admin: str = ""
+    """host:port of the Admin service, which streams membership."""
+    workers: tuple[str, ...] = ()
+    """host:port of each worker, if there is no Admin service."""
+    peer_host: str = "127.0.0.1"
+    """Address at which other routers ask about requests in flight here; never a public one."""
+    peer_port: int = Field(0, ge=0, le=65535)
+    """Port for other routers; 0 takes any free one."""
+    peers: tuple[str, ...] = ()
+    """host:port of the other routers' peer services, if there is no Admin service."""
+    default_timeout_s: float = Field(600.0, gt=0)
+    """Seconds for a request that names no deadline."""
+    max_timeout_s: float = Field(3600.0, gt=0)
+    """Longest deadline, in seconds, that a request may name."""
+    max_inflight: int = Field(16384, ge=1)
+    """Requests in flight, waiting ones included; further ones are refused with RESOURCE_EXHAUSTED."""
+    ticket_lifetime_s: float = Field(5.0, gt=0, le=60)
+    """Seconds between a ticket's signing and its use at the decode worker."""
+    max_redispatches: int = Field(3, ge=0)
+    """Times that a request whose decode worker is lost is dispatched again."""
+    drain_s: float = Field(30.0, ge=0)
+    """Seconds after SIGTERM for streams in flight to end."""
+    admission: AdmissionConfig = AdmissionConfig()
+    """Which requests are dispatched, queued or refused."""
+    slo: SloConfig = SloConfig()
+    """Latency targets; the share of requests that meets them drives the autoscaler."""
+    index: IndexConfig = IndexConfig()
+    """Index of the workers' prefix caches."""
+    tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)
+    """Tenants by name; without any, callers are not distinguished."""
+    tenants_file: str = ""
+    """File with the table `tenants`, TOML or JSON, instead of the setting; it is read again when it changes."""
+    limits: LimitsConfig = LimitsConfig()
+    """Largest calls to the public ports."""
+    tls: TlsConfig | None = None
+    """Certificate of the gRPC and the HTTP port; by default plain text."""
+    metrics_token_file: str = ""
+    """File with the bearer token that /metrics requires, read again when it changes; required if there are tenants."""
+    security: SecurityConfig = SecurityConfig()
+    """Credentials of the deployment's processes."""
+    policy: Literal["kv-aware", "least-loaded", "round-robin", "random", "consistent-hash"] = "kv-aware"
+    """How a request's workers are chosen."""
+    explain: bool = True
+    """Answers requests that ask why their workers were chosen, with the cost of each candidate."""
+    max_replicas: int = Field(8, ge=1)
+    """Workers that a hot prefix is copied to; 1 copies none."""
+
+    @model_validator(mode="after")
+    def _check_trust(self) -> RouterConfig:
+        self.security.check_host("peer_host", self.peer_host)
+        if self.tenants and self.tenants_file:
+            raise ValueError(f"tenants_file = {self.tenants_file!r} and tenants are both set; give one of them")
+        return self

@@ -1,0 +1,209 @@
+"""Settings of a whole deployment, from which those of its routers and workers follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from penstock.config.autoscaler import AutoscalerConfig, BalanceConfig
+from penstock.config.base import FrozenConfig
+from penstock.config.engine import EngineConfig
+from penstock.config.router import RouterConfig
+from penstock.config.security import SecurityConfig, TenantConfig, TenantName, TlsConfig
+from penstock.config.workers import (
+    DecodeConfig,
+    LabelsConfig,
+    LookasideConfig,
+    PrefillConfig,
+    TransferConfig,
+    WorkerConfig,
+)
+from penstock.types import Role
+
+
+class PoolConfig(FrozenConfig):
+    """All workers of one role."""
+
+    replicas: int = Field(1, ge=0)
+    """Workers at the start."""
+    min_replicas: int | None = Field(None, ge=0)
+    """Fewest workers that the autoscaler keeps; by default 1, or 0 if `replicas` is 0."""
+    max_replicas: int | None = Field(None, ge=0)
+    """Most workers that the autoscaler starts; by default `replicas`."""
+    spares: int = Field(0, ge=0)
+    """Warm processes with loaded weights that take a role at once; each holds the resources of a worker."""
+    num_gpus: float = Field(0, ge=0)
+    """GPUs of each rank."""
+    num_cpus: float | None = Field(None, gt=0)
+    """CPU cores of each rank; by default an even share of the machine's."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom Ray resources of each rank."""
+    accelerator_type: str = ""
+    """Accelerator that its nodes must have, as Ray names it, such as H100; empty accepts any."""
+    node_labels: dict[str, str] = Field(default_factory=dict)
+    """Labels that its nodes must have, as Ray's selectors: a value, `!value` or `in(a, b)`."""
+    engine: dict[str, object] = Field(default_factory=dict)
+    """Engine settings that differ from the deployment's."""
+    labels: LabelsConfig = LabelsConfig()
+    """Location of its workers."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> PoolConfig:
+        if not self.lowest <= self.replicas <= self.highest:
+            raise ValueError(
+                f"replicas = {self.replicas} is not within min_replicas = {self.lowest} and max_replicas = "
+                f"{self.highest}; change one of them"
+            )
+        return self
+
+    @property
+    def lowest(self) -> int:
+        return min(1, self.replicas) if self.min_replicas is None else self.min_replicas
+
+    @property
+    def highest(self) -> int:
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @model_validator(mode="after")
+    def _check_shared_precision(self) -> PoolConfig:
+        for name in {"dtype", "quantization"} & set(self.engine):
+            raise ValueError(
+                f"engine.{name} = {self.engine[name]!r} of one pool: KV moves between them; set it for all"
+            )
+        return self
+
+
+class ServeConfig(FrozenConfig):
+    """A deployment, as `penstock serve` starts it."""
+
+    model: str
+    """Hugging Face checkpoint folder."""
+    served_model: str = ""
+    """Name that requests call the model by; by default the name of its folder."""
+    host: str = "127.0.0.1"
+    """Address that the routers' public ports listen on; workers listen on loopback, or on their node's address."""
+    http_port: int = Field(8000, ge=0, le=65535)
+    """Port of the OpenAI-compatible API, which all routers share; 0 takes any free one."""
+    grpc_port: int = Field(50051, ge=0, le=65535)
+    """Port of the gRPC API, which all routers share; 0 takes any free one."""
+    admin_port: int = Field(50052, ge=0, le=65535)
+    """Port of the Admin service; 0 takes any free one."""
+    routers: int = Field(2, ge=1)
+    """Router processes, which share the public ports: while one of them is replaced, the others take all requests."""
+    metrics_ports: tuple[int, ...] = ()
+    """HTTP port of each router alone, with /metrics and /health and no model; by default any free ones."""
+    lookaside: bool = False
+    """Lets decode workers stream to clients that ask for it, at ports of their own."""
+    lookaside_port: int = Field(0, ge=0, le=65535)
+    """Port of the decode workers' lookaside service, if no machine has two of them; 0 takes any free one."""
+    address: str = ""
+    """Ray cluster to join; empty starts one here."""
+    prefill_pool: PoolConfig = PoolConfig()
+    """Prefill workers; with 0 replicas the deployment is colocated."""
+    decode_pool: PoolConfig = PoolConfig()
+    """Decode workers."""
+    engine: dict[str, object] = Field(default_factory=dict)
+    """Engine settings of all pools, without `model`."""
+    prefill: PrefillConfig = PrefillConfig()
+    """Batches of prefill workers."""
+    decode: DecodeConfig = DecodeConfig()
+    """Batches and admission of decode workers."""
+    transfer: TransferConfig = TransferConfig()
+    """Transfers of KV pages between workers."""
+    router: dict[str, object] = Field(default_factory=dict)
+    """Router settings, without those that the deployment sets."""
+    tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)
+    """Tenants by name; without any, callers are not distinguished."""
+    tenants_file: str = ""
+    """File with the table `tenants`, TOML or JSON, instead of the setting; it is read again when it changes."""
+    tls: TlsConfig | None = None
+    """Certificate of the public ports; by default plain text."""
+    autoscaler: AutoscalerConfig = AutoscalerConfig()
+    """When pools grow and shrink."""
+    balance: BalanceConfig = BalanceConfig()
+    """When running sequences migrate between decode workers of uneven load."""
+    security: SecurityConfig = SecurityConfig()
+    """Credentials of the deployment's processes. Where no secret is named, one is generated; with `address` each node
+    must have its file."""
+    canary_interval_s: float = Field(60.0, ge=0)
+    """Seconds between two canary prompts at a worker; 0 sends one at its start only."""
+    start_timeout_s: float = Field(300.0, gt=0)
+    """Seconds until the deployment must be ready."""
+    drain_s: float = Field(30.0, ge=0)
+    """Seconds after SIGTERM for requests in flight to finish or migrate."""
+    handover_bytes: int = Field(1 << 30, ge=0)
+    """Bytes of cached pages that a draining worker hands over; 0 hands over none."""
+    handover_s: float = Field(5.0, ge=0)
+    """Seconds that the hand-over may take."""
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> ServeConfig:
+        if self.decode_pool.replicas < 1:
+            raise ValueError("decode_pool.replicas is 0: at least 1 decode worker is needed")
+        if self.decode_pool.lowest < 1:
+            raise ValueError("decode_pool.min_replicas is 0: at least 1 decode worker is needed; give 1 or more")
+        if self.metrics_ports and len(self.metrics_ports) != self.routers:
+            raise ValueError(
+                f"metrics_ports holds {len(self.metrics_ports)} ports; with routers = {self.routers} give as many, "
+                "or none"
+            )
+        if self.address and not self.security.secret_file:
+            raise ValueError(
+                "security.secret_file is missing: with address, workers on other machines read the cluster secret from "
+                "this file; make it with `openssl rand -hex 32`, copy it to every node with mode 600, and name it "
+                "(--secret-file)"
+            )
+        for role in Role:
+            self.engine_config(role)
+        self.router_config()
+        return self
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model or Path(self.model).name
+
+    def pool(self, role: Role) -> PoolConfig:
+        return self.prefill_pool if role is Role.PREFILL else self.decode_pool
+
+    def engine_config(self, role: Role | None = None) -> EngineConfig:
+        """Returns the settings of one pool's workers, or those that all pools share."""
+        own = self.pool(role).engine if role is not None else {}
+        return EngineConfig.model_validate({"model": self.model, **self.engine, **own})
+
+    def router_config(self, admin: str = "", number: int = 0) -> RouterConfig:
+        """Returns the settings of router `number`, counted from 0."""
+        metrics_port = self.metrics_ports[number] if self.metrics_ports else None
+        shared = {
+            "model": self.model,
+            "served_model": self.model_name,
+            "host": self.host,
+            "grpc_port": self.grpc_port,
+            "http_port": self.http_port,
+            "shares_ports": self.routers > 1,
+            "metrics_port": metrics_port,
+            "admin": admin,
+            "tenants": self.tenants,
+            "tenants_file": self.tenants_file,
+            "tls": self.tls,
+            "security": self.security,
+            "drain_s": self.drain_s,
+            "slo": self.autoscaler.slo,
+        }
+        return RouterConfig.model_validate({**shared, **self.router})
+
+    def worker_config(self, worker_id: str, role: Role) -> WorkerConfig:
+        lookaside = LookasideConfig(host=self.host, port=self.lookaside_port, tls=self.tls) if self.lookaside else None
+        return WorkerConfig(
+            worker_id=worker_id,
+            role=role,
+            served_model=self.model_name,
+            engine=self.engine_config(role),
+            prefill=self.prefill,
+            decode=self.decode,
+            transfer=self.transfer,
+            security=self.security,
+            drain_s=self.drain_s,
+            labels=self.pool(role).labels,
+            lookaside=lookaside,
+        )

@@ -1,0 +1,140 @@
+"""Settings of a worker process: its role's batches, its transfers, its place and its lookaside port."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from penstock.config.base import FrozenConfig
+from penstock.config.engine import EngineConfig
+from penstock.config.security import SecurityConfig, TlsConfig
+from penstock.types import Lane, Role
+
+
+class PrefillConfig(FrozenConfig):
+    """Batches of prefill workers."""
+
+    max_batch_tokens: int | None = Field(None, ge=1)
+    """Tokens computed in one step; by default 256 on a CPU and 2048 on a GPU."""
+    max_batch_sequences: int = Field(16, ge=1)
+    """Prompts computed in one step."""
+    reserved: dict[Lane, float] = Field(default_factory=dict)
+    """Share of each step's tokens that goes to a lane's prompts first, by lane, such as `bulk = 0.1`."""
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> PrefillConfig:
+        if any(share < 0 for share in self.reserved.values()) or sum(self.reserved.values()) > 1:
+            shares = {lane.value: share for lane, share in self.reserved.items()}
+            raise ValueError(
+                f"prefill.reserved = {shares} are no shares of a step; give each 0 or more, and 1 at most together"
+            )
+        return self
+
+
+class DecodeConfig(FrozenConfig):
+    """Batches and admission of decode workers."""
+
+    max_batch_sequences: int = Field(64, ge=1)
+    """Sequences that decode in one step."""
+    max_batch_tokens: int = Field(256, ge=1)
+    """Tokens computed in one step, chunks of locally computed prompts included."""
+    itl_target_s: float | None = Field(None, gt=0)
+    """Longest step, in seconds, that chunks of prompts may cause; by default unlimited."""
+    max_waiting: int = Field(1024, ge=1)
+    """Requests held by a worker; further ones are refused with RESOURCE_EXHAUSTED."""
+    placement: Literal["auto", "remote", "local"] = "auto"
+    """Where prompts are computed: at prefill workers, here, or wherever the estimate is lower."""
+    max_local_tokens: int = Field(32, ge=0)
+    """Longest uncached suffix, in tokens, that `placement = "auto"` computes here."""
+    watermark: float = Field(0.02, ge=0, lt=1)
+    """Share of the pages kept free for running sequences."""
+    hedge_after_s: float = Field(0, ge=0)
+    """Seconds after which a prefill that has not begun is also requested from the next worker; 0 never does."""
+
+    @model_validator(mode="after")
+    def _check_token_budget(self) -> DecodeConfig:
+        if self.max_batch_tokens < self.max_batch_sequences:
+            raise ValueError(
+                f"decode.max_batch_tokens = {self.max_batch_tokens} is below decode.max_batch_sequences = "
+                f"{self.max_batch_sequences}; raise it, since each sequence needs one token a step"
+            )
+        return self
+
+
+class TransferConfig(FrozenConfig):
+    """Transfers of KV pages between workers."""
+
+    transport: Literal["auto", "cuda_ipc", "shm", "nixl", "torch"] = "auto"
+    """What moves pages; `auto` takes the fastest one that both ends have."""
+    host: str = "127.0.0.1"
+    """Address that transports listen on."""
+    connect_timeout_s: float = Field(10.0, gt=0)
+    """Seconds to connect to another worker."""
+    timeout_s: float = Field(30.0, gt=0)
+    """Lease of a transfer: seconds without a sign of life from its other end."""
+    layer_groups: int | None = Field(None, ge=1)
+    """Groups of layers that are sent while later layers compute, over cuda_ipc and shm; 1 sends whole pages after each
+    chunk. By default what the transport gains from."""
+    checksums: bool = False
+    """Verifies the xxh3 checksum of every page before it is used."""
+
+
+class LabelsConfig(FrozenConfig):
+    """Location of a worker; routers expect transfers over short distances to be cheap."""
+
+    host: str = ""
+    """Name of the machine; by default its own."""
+    rack: str = ""
+    """Name of the rack."""
+    zone: str = ""
+    """Name of the zone."""
+
+
+class LookasideConfig(FrozenConfig):
+    """Port at which a decode worker streams to clients that bring a ticket; public, unlike the worker's own port."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port to listen on; 0 takes any free one."""
+    address: str = ""
+    """host:port that clients are given; by default where it listens."""
+    tls: TlsConfig | None = None
+    """Certificate of this port; by default plain text."""
+
+
+class WorkerConfig(FrozenConfig):
+    """One worker process."""
+
+    worker_id: str
+    """Name of the worker, unique in the deployment."""
+    role: Role
+    """`prefill` or `decode`."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port to listen on; 0 takes any free one."""
+    served_model: str = ""
+    """Name that requests call the model by; by default the name of its folder."""
+    engine: EngineConfig
+    """The model replica."""
+    prefill: PrefillConfig = PrefillConfig()
+    """Used in the role `prefill`."""
+    decode: DecodeConfig = DecodeConfig()
+    """Used in the role `decode`."""
+    transfer: TransferConfig = TransferConfig()
+    """Transfers of KV pages."""
+    security: SecurityConfig = SecurityConfig()
+    """Credentials of the deployment's processes."""
+    labels: LabelsConfig = LabelsConfig()
+    """Location of the worker."""
+    drain_s: float = Field(30.0, ge=0)
+    """Seconds after SIGTERM for requests in flight to finish or migrate."""
+    lookaside: LookasideConfig | None = None
+    """Port for clients with tickets while the worker decodes; by default they get their tokens from routers only."""
+
+    @model_validator(mode="after")
+    def _check_trust(self) -> WorkerConfig:
+        self.security.check_host("host", self.host)
+        return self

@@ -1,0 +1,54 @@
+"""Hints beside a request, in gRPC metadata or HTTP headers of the same names, and the decision record in return.
+
+A session keeps a conversation at its workers. `explain` requests the decision record, which comes as JSON in the
+trailing metadata of a gRPC call, and as `penstock` in an HTTP answer: in a stream with the last event before `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import InvalidInput
+
+SESSION = "x-penstock-session"
+EXPLAIN = "x-penstock-explain"
+DECISION = "x-penstock-decision"
+_MAX_SESSION = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    session: str = ""
+    explain: bool = False
+
+
+NO_HINTS = Hints()
+
+
+def read_hints(pairs: Mapping[str, str | bytes], user: str = "") -> Hints:
+    """Reads the hints of a call; `user` names the session if nothing else does. Raises InvalidInput for a long name."""
+    session = pairs.get(SESSION) or user[:_MAX_SESSION]
+    if isinstance(session, bytes):
+        session = session.decode("utf-8", "replace")
+    if len(session) > _MAX_SESSION:
+        raise InvalidInput(SESSION, f"has {len(session)} characters; give {_MAX_SESSION} or fewer")
+    return Hints(session, pairs.get(EXPLAIN) in ("1", "true", b"1", b"true"))
+
+
+def hints_metadata(session: str, explain: bool) -> tuple[tuple[str, str], ...]:
+    """Returns the metadata of a call. Raises InvalidInput for a session that metadata cannot hold."""
+    if not (session.isascii() and session.isprintable()):
+        raise InvalidInput("session", f"is {session!r}; give printable ASCII")
+    return (((SESSION, session),) if session else ()) + (((EXPLAIN, "1"),) if explain else ())
+
+
+def read_decision(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, Any] | None:
+    """Returns the decision record in trailing metadata, if there is one."""
+    for key, value in metadata or ():
+        if key == DECISION:
+            record: dict[str, Any] = json.loads(value)
+            return record
+    return None

@@ -1,0 +1,93 @@
+"""Values read from files that an operator replaces while the process runs: keys, secrets, certificates.
+
+One task of each process looks at the files and reads those that have changed. What cannot be used is refused with a
+log line, and what was read before stays in force. Mounted Kubernetes secrets change by a symbolic link, which is
+followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+from penstock.errors import PenstockError
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0  # between two looks at the files
+ValueT = TypeVar("ValueT")
+_Mark = tuple[tuple[int, int, int, int] | None, ...]
+
+
+class WatchedFiles(Generic[ValueT]):
+    """A value read from files. `value` is the last good one; any thread may read it."""
+
+    def __init__(self, setting: str, paths: Sequence[str], read: Callable[[], ValueT]) -> None:
+        """Reads the files, which `setting` names. `read` raises ConfigError for what cannot be used, as this does."""
+        self.setting = setting
+        self._paths = [path for path in paths if path]
+        self._read = read
+        self._mark = _mark(self._paths)
+        self.value = read()
+        self.version = 1  # of the value
+        self.loaded_unix_s = time.time()
+        self.problem = ""  # why the files as they are now were refused
+
+    def refresh(self) -> bool:
+        """Reads the files if they have changed. Returns whether they were read, or refused. May block on the disk."""
+        mark = _mark(self._paths)
+        if mark == self._mark:
+            return False
+        try:
+            value = self._read()
+        except Exception as error:  # whatever the file holds, the task that looks at files goes on
+            self._mark = mark
+            self.problem = error.message if isinstance(error, PenstockError) else type(error).__name__
+            log.error("%s; what was read before stays in force (%s)", self.problem, self.setting)
+            return True
+        if _mark(self._paths) != mark:
+            return False  # they are still being written: the next look finds them changed
+        self._mark = mark
+        self.value, self.version, self.loaded_unix_s, self.problem = value, self.version + 1, time.time(), ""
+        log.info("%s was read again: %s", self.setting, ", ".join(self._paths))
+        return True
+
+
+class FileWatcher:
+    """Owns the looks at all watched files of a process. Whoever makes one awaits `follow` in a task."""
+
+    def __init__(self, on_read: Callable[[WatchedFiles[Any]], None] = lambda files: None) -> None:
+        """`on_read` is called on the event loop after files were read again, or refused."""
+        self.files: list[WatchedFiles[Any]] = []
+        self._on_read = on_read
+
+    def watch(self, setting: str, paths: Sequence[str], read: Callable[[], ValueT]) -> WatchedFiles[ValueT]:
+        """Reads files now, and again when they change. Raises ConfigError, now only."""
+        files = WatchedFiles(setting, paths, read)
+        self.files.append(files)
+        return files
+
+    async def follow(self, poll_s: float = POLL_S) -> None:
+        """Looks at the files until it is cancelled."""
+        while True:
+            await asyncio.sleep(poll_s)
+            for files in self.files:
+                if await asyncio.to_thread(files.refresh):
+                    self._on_read(files)
+
+
+def _mark(paths: Sequence[str]) -> _Mark:
+    """Returns what differs between two states of files that were replaced or written."""
+    marks: list[tuple[int, int, int, int] | None] = []
+    for path in paths:
+        try:
+            found = os.stat(path)
+        except OSError:
+            marks.append(None)
+        else:
+            marks.append((found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size))
+    return tuple(marks)

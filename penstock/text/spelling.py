@@ -1,0 +1,59 @@
+"""How one checkpoint's tokens are spelt, for routers and for decode workers that stream to clients.
+
+It works on a compiled tokenizer (`tokenizers.Tokenizer`) that its caller has loaded, so that the client needs none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from penstock.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_table
+
+
+class Compiled(Protocol):
+    """The part of `tokenizers.Tokenizer` that turns ids into text."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def get_vocab(self, with_added_tokens: bool = True) -> Mapping[str, int]: ...
+
+    def get_added_tokens_decoder(self) -> Mapping[int, Any]: ...
+
+    def to_str(self) -> str: ...
+
+
+class Spelling:
+    def __init__(self, compiled: Compiled) -> None:
+        self._compiled = compiled
+        added = compiled.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes_by_id: dict[int, bytes] | None = None
+        if (json.loads(compiled.to_str()).get("decoder") or {}).get("type") == "ByteLevel":
+            self._bytes_by_id = byte_table(compiled.get_vocab(with_added_tokens=True), self._special_ids)
+        self._token_texts: dict[int, str] = {}
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of the tokens without special ones."""
+        return self._compiled.decode(token_ids, skip_special_tokens=True)
+
+    def detokenizer(self) -> Detokenizer:
+        """Returns a new detokenizer for one completion."""
+        if self._bytes_by_id is not None:
+            return ByteDetokenizer(self._bytes_by_id)
+        return WindowDetokenizer(self.decode, self._special_ids)
+
+    def token_text(self, token_id: int) -> str:
+        """Returns the text of one token alone, a special one by its name; part of a character shows as U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._compiled.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text  # bounded by the vocabulary
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes behind `token_text`, exact for byte-level vocabularies."""
+        if self._bytes_by_id is not None and token_id in self._bytes_by_id:
+            return self._bytes_by_id[token_id]
+        return self.token_text(token_id).encode()

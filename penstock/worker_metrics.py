@@ -1,0 +1,47 @@
+"""Metrics that workers measure, report with their load, and routers export as `penstock:worker_NAME` by worker.
+
+To add a metric, declare it here and observe it in the worker. Values travel by name, so routers and workers of
+different versions ignore what they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMetric:
+    """The declaration of one metric: a counter grows while its worker lives, a gauge is a value of the moment."""
+
+    name: str
+    help_text: str
+    is_counter: bool = True
+
+
+PREEMPTIONS = WorkerMetric("preemptions", "Sequences preempted for lack of pages")
+PREEMPTED_TOKENS = WorkerMetric("preempted_tokens", "Tokens whose KV a preemption dropped, to be recomputed")
+OLDEST_FENCE_SECONDS = WorkerMetric(
+    "oldest_fence_seconds", "Age of the oldest fence: since when a transfer may write pages here", is_counter=False
+)
+
+METRICS = {metric.name: metric for metric in (PREEMPTIONS, PREEMPTED_TOKENS, OLDEST_FENCE_SECONDS)}
+
+
+class WorkerMetrics:
+    """The values of one worker. Not thread-safe: its step loop owns it."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+
+    def add(self, metric: WorkerMetric, amount: float = 1.0) -> None:
+        """Increases a counter."""
+        self._values[metric.name] = self._values.get(metric.name, 0.0) + amount
+
+    def set(self, metric: WorkerMetric, value: float) -> None:
+        """Sets a gauge."""
+        self._values[metric.name] = value
+
+    def values(self) -> Mapping[str, float]:
+        """Returns a copy of all values by name."""
+        return dict(self._values)

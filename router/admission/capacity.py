@@ -1,0 +1,107 @@
+"""Bounds what is at the workers at once, so that the queue stands in the router, where it can be ordered. Pure.
+
+What the fleet does not report limits nothing: an unknown number of decode slots is not zero slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config.admission import AdmissionConfig
+
+_FLOOR = 2  # requests allowed at each worker that computes prompts or decodes, whatever the reports say
+
+
+@dataclass(frozen=True, slots=True)
+class FleetState:
+    """All workers together, as they describe themselves and last reported. None: not known."""
+
+    num_decode: int  # workers that take requests
+    num_prefill: int = 0  # workers that compute prompts; 0: the decode workers do
+    slots: int | None = None  # sequences that the decode workers run at once
+    num_waiting: int | None = None  # sequences in the workers' own queues, from any router
+    kv_tokens: int | None = None  # that the decode workers' pages hold
+    free_kv_tokens: int | None = None  # of these, free or evictable
+    queued_prefill_tokens: int | None = None  # not computed yet
+    prefill_tokens_per_s: float | None = None  # of all workers that compute prompts
+    step_s: float | None = None  # mean decode step
+    others_out: int = 0  # sequences that other routers have at these workers
+
+    @property
+    def num_computing(self) -> int:
+        """Returns the number of workers that compute prompts."""
+        return self.num_prefill or self.num_decode
+
+    @property
+    def page_use(self) -> float | None:
+        if not self.kv_tokens or self.free_kv_tokens is None:
+            return None
+        return 1.0 - self.free_kv_tokens / self.kv_tokens
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """Requests that were dispatched and have not ended. Every number returns to zero when all have."""
+
+    num_requests: int = 0
+    num_sequences: int = 0
+    num_prefilling: int = 0  # requests without a first token
+    prefilling_tokens: int = 0  # of their prompts
+
+    def send(self, num_sequences: int, prompt_tokens: int) -> None:
+        self.num_requests += 1
+        self.num_sequences += num_sequences
+        self.num_prefilling += 1
+        self.prefilling_tokens += prompt_tokens
+
+    def start(self, prompt_tokens: int) -> None:
+        self.num_prefilling -= 1
+        self.prefilling_tokens -= prompt_tokens
+
+    def end(self, num_sequences: int) -> None:
+        self.num_requests -= 1
+        self.num_sequences -= num_sequences
+
+
+def slot_limit(fleet: FleetState, config: AdmissionConfig) -> int | None:
+    """Returns how many sequences may be outstanding: the decode slots, and some more on their way there."""
+    if fleet.slots is None:
+        return None
+    return max(int(fleet.slots * (1.0 + config.slot_headroom)), fleet.slots + _FLOOR * fleet.num_computing)
+
+
+def has_room(
+    fleet: FleetState | None,
+    outstanding: Outstanding,
+    num_sequences: int,
+    prompt_tokens: int,
+    uncached_share: float,
+    config: AdmissionConfig,
+) -> bool:
+    """Returns whether a request of this size may be dispatched now. A request that is alone always may."""
+    if fleet is None or outstanding.num_requests == 0:
+        return True
+    if outstanding.num_sequences + num_sequences <= _FLOOR * fleet.num_decode:
+        return True
+    limit = slot_limit(fleet, config)
+    if limit is not None and outstanding.num_sequences + fleet.others_out + num_sequences > limit:
+        return False
+    return _prefill_has_room(fleet, outstanding, uncached_share, config) and _pages_have_room(
+        fleet, outstanding, prompt_tokens, config
+    )
+
+
+def _prefill_has_room(
+    fleet: FleetState, outstanding: Outstanding, uncached_share: float, config: AdmissionConfig
+) -> bool:
+    if not fleet.prefill_tokens_per_s or outstanding.num_prefilling < _FLOOR * fleet.num_computing:
+        return True
+    return outstanding.prefilling_tokens * uncached_share < fleet.prefill_tokens_per_s * config.prefill_queue_s
+
+
+def _pages_have_room(fleet: FleetState, outstanding: Outstanding, prompt_tokens: int, config: AdmissionConfig) -> bool:
+    """Counts prompts in flight as well: they have not all their pages yet, so that the reports do not show them."""
+    if not fleet.kv_tokens or fleet.free_kv_tokens is None:
+        return True
+    free = fleet.free_kv_tokens - outstanding.prefilling_tokens - prompt_tokens
+    return free >= (1.0 - config.max_page_use) * fleet.kv_tokens

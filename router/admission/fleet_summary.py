@@ -1,0 +1,65 @@
+"""Summarizes the workers' descriptions and reports into the one `FleetState` that admission decides by. Pure.
+
+A figure that one worker does not report is unknown for all: half a sum would pass for the whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from router.admission.capacity import FleetState
+from router.routing.placement_core import RoutableWorker
+
+_WINDOW_S = 1.0
+
+
+def summarize_fleet(
+    decode: Sequence[RoutableWorker], prefill: Sequence[RoutableWorker], others_out: int = 0
+) -> FleetState:
+    computing = prefill or decode
+    has_pages = all(worker.load.total_pages for worker in decode)
+    steps = [worker.load.step_s for worker in decode if worker.load.step_s]
+    return FleetState(
+        num_decode=len(decode),
+        num_prefill=len(prefill),
+        slots=int(slots) if (slots := _sum(worker.limits.max_running for worker in decode)) else None,
+        num_waiting=sum(worker.load.num_waiting for worker in decode),
+        kv_tokens=sum(worker.load.total_pages * worker.page_size for worker in decode) if has_pages else None,
+        free_kv_tokens=sum(worker.load.free_pages * worker.page_size for worker in decode) if has_pages else None,
+        queued_prefill_tokens=sum(worker.load.queued_prefill_tokens for worker in computing),
+        prefill_tokens_per_s=_sum(worker.load.prefill_tokens_per_s for worker in computing),
+        step_s=sum(steps) / len(steps) if steps else None,
+        others_out=others_out,
+    )
+
+
+def num_reported(decode: Sequence[RoutableWorker]) -> int:
+    """Returns the sequences at the decode workers, from all routers."""
+    return sum(worker.load.num_running + worker.load.num_waiting for worker in decode)
+
+
+class PeerSequenceEstimate:
+    """Estimates the sequences that other routers have outstanding: what workers report beyond our own.
+
+    Reports are older than our own count, so that each sequence that ends looks like another router's for a moment; the
+    minimum over the last second cannot be ours.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque()  # ascending, so that the first is the minimum
+
+    def observe(self, num_reported: int, own_out: int, now_s: float) -> int:
+        excess = max(0, num_reported - own_out)
+        while self._samples and self._samples[-1][1] >= excess:
+            self._samples.pop()
+        self._samples.append((now_s, excess))
+        while self._samples[0][0] < now_s - _WINDOW_S:
+            self._samples.popleft()
+        return self._samples[0][1]
+
+
+def _sum(values: Iterable[float]) -> float | None:
+    """Returns None where a value is 0, which means unknown."""
+    known = list(values)
+    return sum(known) if all(known) else None

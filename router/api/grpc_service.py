@@ -1,0 +1,189 @@
+"""The public gRPC service: translates between messages and `router.dispatch`, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterable, Callable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from penstock.completions import Output, to_response
+from penstock.errors import DeadlineExceeded, InvalidInput
+from penstock.rpc.hints import DECISION, read_hints
+from penstock.rpc.server import read_credentials, typed_errors
+from penstock.v1 import inference_pb2
+from router.api.identity import Tenant
+from router.api.limits import check_prompt
+from router.api.prepare import RequestPreparer
+from router.api.reader_watch import ReaderWatch
+from router.api.request_decoding import tolerant
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.lookaside import Route
+from router.fleet.worker_fleet import WorkerFleet
+from router.metrics.metrics import RouterMetrics
+from router.prepared_request import PreparedRequest
+from router.routing.decision_record import to_json
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+
+GRANTED_TOKENS = "penstock-max-tokens"  # trailer: the max_tokens that overload has allowed
+
+MessageT = TypeVar("MessageT", bound=Message)
+Messages = AsyncIterable[MessageT | InvalidInput]  # of a call: one, as `router.api.request_decoding` decodes it
+
+
+class InferenceService:
+    """Serves the public API. It is not the generated servicer: bad UTF-8 must get an error that names the field.
+
+    Every handler reads its one message itself, once the caller is known and for `body_timeout_s`: the library would
+    wait for it without a bound.
+    """
+
+    def __init__(
+        self,
+        preparer: RequestPreparer,
+        dispatcher: Dispatcher,
+        fleet: WorkerFleet,
+        metrics: RouterMetrics,
+        *,
+        wants_tls: bool = False,
+    ) -> None:
+        """With `wants_tls`, only the process that supervises this router may call without TLS."""
+        self._wants_tls = wants_tls
+        self._preparer = preparer
+        self._dispatcher = dispatcher
+        self._fleet = fleet
+        self._metrics = metrics
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, self._handlers()),))
+
+    def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        stream, unary = grpc.stream_stream_rpc_method_handler, grpc.stream_unary_rpc_method_handler
+        methods = {
+            "Generate": (stream, self.generate),
+            "Route": (unary, self.route),
+            "Tokenize": (unary, self.tokenize),
+            "ListModels": (unary, self.list_models),
+        }
+        return {
+            name: make_handler(
+                method,
+                request_deserializer=tolerant(
+                    GetMessageClass(SERVICE.methods_by_name[name].input_type), self._preparer.limits
+                ),
+                response_serializer=GetMessageClass(SERVICE.methods_by_name[name].output_type).SerializeToString,
+            )
+            for name, (make_handler, method) in methods.items()
+        }
+
+    async def generate(
+        self, messages: Messages[inference_pb2.GenerateRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        async with typed_errors(context):
+            request = await self._prepare(messages, context)
+            try:
+                async with asyncio.timeout(None) as patience:
+                    await self._stream(request, context, lambda: patience.reschedule(0.0))
+            except TimeoutError:
+                # All that it held is released by now; the status waits behind what was written, like its connection.
+                problem = f"request {request.request_id}: its client did not read; see write_stall_s and read_grace_s"
+                raise DeadlineExceeded(problem) from None
+
+    async def _stream(
+        self, request: PreparedRequest, context: grpc.aio.ServicerContext, cut: Callable[[], None]
+    ) -> None:
+        watch = ReaderWatch(request.request_id, request.deadline_s, self._preparer.limits, self._metrics, cut)
+        with contextlib.closing(watch):
+            async with contextlib.aclosing(self._dispatcher.outputs(request)) as outputs:
+                async for output in outputs:
+                    self._set_trailers(output, context)
+                    with watch:
+                        await context.write(to_response(output, request.request_id, self._preparer.card.name))
+
+    async def route(
+        self, messages: Messages[inference_pb2.GenerateRequest], context: grpc.aio.ServicerContext
+    ) -> inference_pb2.RouteResponse:
+        async with typed_errors(context):
+            route = await self._dispatcher.route(await self._prepare(messages, context))
+            self._set_trailers(route, context)
+            return inference_pb2.RouteResponse(
+                request_id=route.request_id,
+                address=route.address,
+                ticket=route.ticket,
+                expires_ms=int(route.lifetime_s * 1e3),
+            )
+
+    async def _prepare(
+        self, messages: Messages[inference_pb2.GenerateRequest], context: grpc.aio.ServicerContext
+    ) -> PreparedRequest:
+        tenant = self._identify(context)
+        message = await self._read(messages)
+        hints = read_hints(dict(context.invocation_metadata() or ()))
+        return await self._preparer.prepare(message, tenant, context.time_remaining(), hints=hints)
+
+    async def _read(self, messages: Messages[MessageT]) -> MessageT:
+        """Returns the call's message. Raises InvalidInput, or DeadlineExceeded if it does not arrive."""
+        timeout_s = self._preparer.limits.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await anext(aiter(messages))
+        except StopAsyncIteration:
+            raise InvalidInput("request", "is missing; send one message") from None
+        except TimeoutError:
+            self._metrics.limited("body_timeout_s")
+            problem = f"request: did not arrive within {timeout_s:g} s; send it faster, or less of it"
+            raise DeadlineExceeded(problem) from None
+        if isinstance(message, InvalidInput):
+            raise message
+        return message
+
+    def _set_trailers(self, output: Output | Route, context: grpc.aio.ServicerContext) -> None:
+        """Replaces the trailers: those of the last output count."""
+        trailers = [] if output.granted_tokens is None else [(GRANTED_TOKENS, str(output.granted_tokens))]
+        if output.decision is not None:
+            trailers.append((DECISION, to_json(output.decision)))
+        if trailers:
+            context.set_trailing_metadata(tuple(trailers))
+
+    def _identify(self, context: grpc.aio.ServicerContext) -> Tenant:
+        """Raises Unauthenticated or PermissionDenied."""
+        tenants = self._preparer.tenants
+        if not (self._wants_tls or tenants.are_configured):
+            return tenants.open
+        shown = read_credentials(context)
+        if self._wants_tls and not shown.encrypted:
+            return tenants.identify_controller(shown.authorization)
+        return tenants.identify(shown.authorization, shown.subjects)
+
+    async def tokenize(
+        self, messages: Messages[inference_pb2.TokenizeRequest], context: grpc.aio.ServicerContext
+    ) -> inference_pb2.TokenizeResponse:
+        async with typed_errors(context):
+            tenant = self._identify(context)
+            request = await self._read(messages)
+            check_prompt(request, self._preparer.limits_of(request))
+            self._preparer.check_model(request.model)
+            if request.HasField("text") == bool(request.messages):
+                raise InvalidInput("text", "give exactly one of text and messages")
+            token_ids, tokens = await self._preparer.tokenize(request, tenant, context.time_remaining())
+            return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
+
+    async def list_models(
+        self, messages: Messages[inference_pb2.ListModelsRequest], context: grpc.aio.ServicerContext
+    ) -> inference_pb2.ListModelsResponse:
+        async with typed_errors(context):
+            self._identify(context)
+            await self._read(messages)
+            group = self._fleet.group()
+            model = inference_pb2.Model(
+                id=self._preparer.card.name,
+                context_length=group.context_length if group else 0,
+                revision=group.model_revision if group else "",
+            )
+            return inference_pb2.ListModelsResponse(models=[model])

@@ -1,0 +1,170 @@
+"""Maps API keys and client certificates to tenants, and tenants to what they may ask for. No I/O.
+
+Keys are looked up by their SHA-256 digest, so that the time a look-up takes reveals nothing about any key. No message
+repeats a key.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.config.admission import TenantLimits
+from penstock.config.security import TenantConfig
+from penstock.errors import ConfigError, PermissionDenied, Unauthenticated
+from penstock.rpc.secret import ClusterSecret, ClusterSecrets, digest_of
+from penstock.rpc.ticket import page_salt
+from penstock.types import Lane
+from penstock.v1 import common_pb2
+from penstock.wire import lane_from_wire
+
+CANARY = "canary"  # the use of the cluster secret that derives the key of the controller's own requests
+_SCHEME = "bearer "
+_MAX_KEY_CHARACTERS = 512
+_LANES = list(Lane)
+_MAX_SALTS = 4096  # kept
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A tenant as requests are handled for it. The default is every caller of a router without tenants."""
+
+    name: str = ""
+    config: TenantConfig = field(default_factory=TenantConfig)
+
+    def lane(self, asked: common_pb2.Lane) -> Lane:
+        """Returns the lane of a request that asks for this one. Raises PermissionDenied above the tenant's best."""
+        lane = lane_from_wire(asked, self.config.lane)
+        if _LANES.index(lane) < _LANES.index(self.config.max_lane):
+            raise PermissionDenied(
+                f"lane: {lane.value} is not open to this API key; ask for {self.config.max_lane.value} or a later one"
+            )
+        return lane
+
+    @property
+    def cache_scope(self) -> str:
+        """The scope within which requests share cached pages. A group and a tenant of the same name are two scopes."""
+        if self.config.share_group:
+            return f"group:{self.config.share_group}"
+        return f"tenant:{self.name}" if self.name else ""
+
+
+class TenantDirectory:
+    """Tenants by name, key and certificate name, as one file or one configuration has them."""
+
+    def __init__(self, configs: Mapping[str, TenantConfig]) -> None:
+        """Raises ConfigError if two tenants claim the same key or the same certificate name."""
+        self.by_name = {name: Tenant(name, config) for name, config in configs.items()}
+        self.by_digest: dict[str, Tenant] = {}
+        self.by_subject: dict[str, Tenant] = {}
+        for tenant in self.by_name.values():
+            _claim(self.by_digest, tenant, tenant.config.keys, "keys")
+            _claim(self.by_subject, tenant, tenant.config.subjects, "subjects")
+
+
+class Tenants:
+    """Every tenant of a router. Without any, all callers are the same nameless tenant.
+
+    Tenants and cluster secrets are looked up for each call, so that a change holds from the next call on.
+    """
+
+    def __init__(
+        self, directory: Callable[[], TenantDirectory], secrets: Callable[[], ClusterSecrets | None] = lambda: None
+    ) -> None:
+        """`directory` and `secrets` return what was read last."""
+        self.open = Tenant()
+        self._directory = directory
+        self._secrets = secrets
+        self._controllers: tuple[ClusterSecrets | None, frozenset[str]] = (None, frozenset())
+        self._salts: dict[tuple[ClusterSecret | None, str, str], bytes] = {}  # by secret, revision and scope
+
+    @property
+    def are_configured(self) -> bool:
+        """Whether callers are distinguished."""
+        return bool(self._directory().by_name)
+
+    def limits_of(self, default: TenantLimits) -> Callable[[str], TenantLimits]:
+        """Returns a look-up of what the tenant of a name may use; `default` for names that are not configured."""
+
+        def limits(name: str) -> TenantLimits:
+            tenant = self._directory().by_name.get(name)
+            return tenant.config if tenant is not None else default
+
+        return limits
+
+    def identify(self, authorization: str | None, subjects: Sequence[str] = ()) -> Tenant:
+        """Returns the tenant of a call by its authorization header and the names in its verified certificate.
+
+        A key takes precedence over the certificate. Raises Unauthenticated or PermissionDenied.
+        """
+        directory = self._directory()
+        if not directory.by_name:
+            return self.open
+        if authorization is not None:
+            digest = digest_of(_key(authorization))
+            tenant = directory.by_digest.get(digest)
+            if tenant is None and digest in self._controller_digests():
+                return self.open
+            if tenant is None:
+                raise Unauthenticated("authorization: the API key is not known here; check it, or ask for another one")
+        elif subjects:
+            tenant = next((directory.by_subject[name] for name in subjects if name in directory.by_subject), None)
+            if tenant is None:
+                raise PermissionDenied("the client certificate's names belong to no tenant; have one of them added")
+        else:
+            raise Unauthenticated("authorization: is missing; send your API key as 'Bearer KEY'")
+        if not tenant.config.enabled:
+            raise PermissionDenied(f"tenant {tenant.name} is turned off; ask whoever runs this deployment")
+        return tenant
+
+    def check_scraper(self, authorization: str | None, token: str) -> None:
+        """Checks a reader of metrics, which cover all tenants. Raises Unauthenticated or PermissionDenied."""
+        if token:
+            if authorization is None or not hmac.compare_digest(digest_of(_key(authorization)), digest_of(token)):
+                raise Unauthenticated("authorization: metrics are read with their own token, as 'Bearer TOKEN'")
+        elif self.are_configured:
+            raise PermissionDenied("metrics cover all tenants; set metrics_token_file, and read them with that token")
+
+    def identify_controller(self, authorization: str | None) -> Tenant:
+        """Returns the tenant of a call on the controller's own port. Raises Unauthenticated for other callers."""
+        if authorization is None or digest_of(_key(authorization)) not in self._controller_digests():
+            raise Unauthenticated("authorization: this port is the controller's; call the public one")
+        return self.open
+
+    def _controller_digests(self) -> frozenset[str]:
+        secrets = self._secrets()
+        if secrets is not self._controllers[0]:
+            tokens = secrets.tokens(CANARY) if secrets is not None else ()
+            self._controllers = secrets, frozenset(map(digest_of, tokens))
+        return self._controllers[1]
+
+    def salt(self, model_revision: str, tenant: Tenant) -> bytes:
+        """Returns the root of the page hashes of the tenant's requests."""
+        secrets = self._secrets()
+        secret = secrets.current if secrets is not None else None
+        key = (secret, model_revision, tenant.cache_scope)
+        salt = self._salts.get(key)
+        if salt is None:
+            if len(self._salts) >= _MAX_SALTS:
+                self._salts.clear()
+            salt = self._salts[key] = page_salt(*key)
+        return salt
+
+
+def _key(authorization: str) -> str:
+    if authorization[: len(_SCHEME)].lower() != _SCHEME or not authorization[len(_SCHEME) :].strip():
+        raise Unauthenticated("authorization: is no bearer token; send your API key as 'Bearer KEY'")
+    key = authorization[len(_SCHEME) :].strip()
+    if len(key) > _MAX_KEY_CHARACTERS:
+        raise Unauthenticated(f"authorization: the API key is longer than {_MAX_KEY_CHARACTERS} characters; check it")
+    return key
+
+
+def _claim(owners: dict[str, Tenant], tenant: Tenant, claims: Sequence[str], setting: str) -> None:
+    for claim in claims:
+        other = owners.setdefault(claim, tenant)
+        if other is not tenant:
+            raise ConfigError(
+                f"tenants.{tenant.name}.{setting}: one of them belongs to {other.name} too; give each tenant its own"
+            )

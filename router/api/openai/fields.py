@@ -1,0 +1,155 @@
+"""The fields of OpenAI-compatible bodies that nothing here obeys: which are harmless, and which are refused. Pure.
+
+A field is obeyed (the bodies in `router.api.openai.requests` declare it), refused by name, or harmless, so that none
+that would change the answer is ignored. docs/openai.md lists the same names; a test holds both against the lists of
+OpenAI, vLLM and SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Set
+from typing import Any
+
+from penstock.errors import InvalidInput
+
+# Hints and notes of the client. Without them the answer is the same.
+HARMLESS = frozenset(
+    {
+        "custom_labels",
+        "metadata",
+        "parallel_tool_calls",  # no tool is called
+        "prediction",  # a draft that may speed up an answer
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+    }
+)
+HARMLESS_IN_MESSAGES = frozenset({"annotations", "cache_control", "refusal"})
+
+# Fields that would change the answer, each with the values that ask for nothing. Null always does.
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    # OpenAI
+    "audio": (),
+    "best_of": (0, 1),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),  # its default differs between the two calls
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "ec_transfer_params": ({},),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "return_mm_kwargs": (True,),
+    "return_prompt_text": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "thinking_token_budget": (-1,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": ("left", "right"),  # of no effect unless a prompt is truncated
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    # SGLang
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "ebnf": (),
+    "extra_key": (),
+    "grammar": (),
+    "json_schema": (),
+    "lora_path": (),
+    "no_stop_trim": (False,),
+    "regex": (),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True,),
+    "session_params": ({},),
+    "stop_regex": (),
+    "stream_reasoning": (True,),
+}
+REFUSED_IN_MESSAGES: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": (),
+    "name": (),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+
+
+def check_fields(
+    extra: Mapping[str, Any] | None,
+    prefix: str = "",
+    harmless: Set[str] = HARMLESS,
+    refused: Mapping[str, tuple[object, ...]] = REFUSED,
+) -> None:
+    """Checks the fields that a body, or the object in it that `prefix` names, has beyond those that are obeyed.
+
+    Raises InvalidInput for the first one that is refused, or that no API is known to have.
+    """
+    for name, value in (extra or {}).items():
+        if value is None or name in harmless:
+            continue
+        field = prefix + name[:100]
+        if name not in refused:
+            raise InvalidInput(field, "is not a field of this API; leave it out")
+        if not any(_is_same(value, neutral) for neutral in refused[name]):
+            raise InvalidInput(field, f"= {_json_start(value)} is not supported; leave it out")
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    """Compares as JSON does: true is not 1."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _json_start(value: object) -> str:
+    start = ""
+    for piece in json.JSONEncoder().iterencode(value):
+        start += piece
+        if len(start) >= 100:
+            break
+    return start[:100]

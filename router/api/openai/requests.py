@@ -1,0 +1,370 @@
+"""The bodies and headers of the OpenAI-compatible calls, and their translation to the gRPC request. No I/O.
+
+Both APIs meet in `GenerateRequest`; from there on a request is handled alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from google.protobuf.descriptor import FieldDescriptor
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, create_model
+
+from penstock.config.security import LimitsConfig
+from penstock.errors import InvalidInput
+from penstock.types import Lane
+from penstock.v1 import common_pb2, inference_pb2
+from penstock.wire import lane_from_name, lane_to_wire
+from router.api.limits import check_count
+from router.api.openai.fields import HARMLESS_IN_MESSAGES, REFUSED_IN_MESSAGES, check_fields
+from router.api.openai.json_bodies import read_json, shown
+from router.api.sampling_fields import MAX_STOP_STRINGS
+
+LANE = "x-penstock-lane"
+TIMEOUT = "x-request-timeout"  # seconds, for the whole call
+COMPLETION_MAX_TOKENS = 16  # the OpenAI API's default for /v1/completions; a chat goes to the end of its context
+_MAX_PROMPTS = 256
+_CHAT_ROLES = {"developer": "system"}  # OpenAI's newer name
+
+# A list is validated up to its first error: pydantic takes 50 us and 1 KB for each, and one is reported.
+_FIRST_ERROR = Field(fail_fast=True)
+_TEXT, _TEXTS, _IDS, _ID_LISTS, _PARTS = _FORMS = ("<text>", "<texts>", "<ids>", "<id lists>", "<parts>")
+
+# OpenAI's names; "auto" leaves the choice to the tenant's own lane.
+_TIERS: Mapping[str, Lane | None] = {
+    "auto": None,
+    "priority": Lane.INTERACTIVE,
+    "default": Lane.STANDARD,
+    "flex": Lane.BULK,
+}
+
+_JSON_TYPES: Mapping[int, Any] = {
+    FieldDescriptor.CPPTYPE_UINT32: int,
+    FieldDescriptor.CPPTYPE_UINT64: int,
+    FieldDescriptor.CPPTYPE_FLOAT: float,
+    FieldDescriptor.CPPTYPE_BOOL: bool,
+    FieldDescriptor.CPPTYPE_STRING: str,
+}
+# What other servers accept for a field beyond what its message does.
+_NORMALIZED: Mapping[str, Callable[[Any], Any]] = {
+    "top_k": lambda value: 0 if value == -1 else value,  # -1 keeps all
+    "seed": lambda value: value % (1 << 64),
+    "stop": lambda value: [value] if isinstance(value, str) else value,
+}
+
+
+def _json_type(field: Any) -> Any:
+    """Returns the type that a field of the message `SamplingParams` has in a body: an absent field is None."""
+    if field.message_type is not None:
+        key, value = (_JSON_TYPES[field.message_type.fields_by_name[name].cpp_type] for name in ("key", "value"))
+        return Annotated[dict[key, value], _FIRST_ERROR] | None  # type: ignore[valid-type]
+    element = _JSON_TYPES[field.cpp_type]
+    if not field.is_repeated:
+        return element | None
+    elements = Annotated[list[element], _FIRST_ERROR]  # type: ignore[valid-type]
+    return str | elements | None if element is str else elements | None
+
+
+# `logprobs` is a number for one call and a flag for the other.
+_SAMPLING_FIELDS = {
+    name: (_json_type(field), None)
+    for name, field in common_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items()
+    if name != "logprobs"
+}
+
+
+_HARMLESS_STREAM_OPTIONS = frozenset({"include_obfuscation"})
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: every chunk has the usage so far
+
+
+class _CommonFields(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    session_id: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    request_id: str | None = None
+    rid: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    service_tier: str | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def session(self) -> str:
+        """What names the session where no header does, from the most to the least specific."""
+        return self.session_id or self.prompt_cache_key or self.user or ""
+
+    def check_other_fields(self) -> None:
+        """Raises InvalidInput for a field that is neither obeyed nor harmless."""
+        check_fields(self.model_extra)
+        if self.stream_options is not None:
+            check_fields(self.stream_options.model_extra, "stream_options.", _HARMLESS_STREAM_OPTIONS, {})
+
+    def sampling(self) -> common_pb2.SamplingParams:
+        """Raises InvalidInput for values that the message cannot hold."""
+        wire = common_pb2.SamplingParams()
+        for name in _SAMPLING_FIELDS:
+            value = getattr(self, name)
+            if value is not None and name in _NORMALIZED:
+                value = _NORMALIZED[name](value)
+            _set(wire, name, value)
+        return wire
+
+
+if TYPE_CHECKING:
+
+    class _SamplingBody(_CommonFields):
+        max_tokens: int | None
+
+else:
+    _SamplingBody = create_model("_SamplingBody", __base__=_CommonFields, **_SAMPLING_FIELDS)
+
+
+def _prompt_form(prompt: object) -> str | None:
+    """Determines the form of a prompt from its first element, so that only one type is tried."""
+    if not isinstance(prompt, list):
+        return _TEXT if isinstance(prompt, str) else None
+    first = prompt[0] if prompt else 0
+    if isinstance(first, str | list):
+        return _TEXTS if isinstance(first, str) else _ID_LISTS
+    return _IDS if isinstance(first, int | float) else None
+
+
+def _content_form(content: object) -> str:
+    return _PARTS if isinstance(content, list) else _TEXT
+
+
+_Ids = Annotated[list[int], _FIRST_ERROR]
+
+
+class CompletionBody(_SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        Annotated[str, Tag(_TEXT)]
+        | Annotated[list[str], _FIRST_ERROR, Tag(_TEXTS)]
+        | Annotated[_Ids, Tag(_IDS)]
+        | Annotated[list[_Ids], _FIRST_ERROR, Tag(_ID_LISTS)],
+        Discriminator(_prompt_form, "prompt_form", "Input should be text, token ids, or a list of either"),
+    ]
+    logprobs: int | None = None
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        return COMPLETION_MAX_TOKENS
+
+    def requests(self, request_id: str) -> list[inference_pb2.GenerateRequest]:
+        """Returns a request for each prompt."""
+        sampling = self.sampling()
+        _set(sampling, "logprobs", self.logprobs)
+        prompts = _prompts(self.prompt)
+        requests = []
+        for rank, prompt in enumerate(prompts):
+            own_id = request_id if len(prompts) == 1 else f"{request_id}-{rank}"
+            request = inference_pb2.GenerateRequest(model=self.model or "", request_id=own_id, sampling=sampling)
+            if isinstance(prompt, str):
+                request.text = prompt
+            else:
+                _set(request, "token_ids", prompt, "prompt")
+            requests.append(request)
+        return requests
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str = ""
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: (
+        Annotated[
+            Annotated[str, Tag(_TEXT)] | Annotated[list[TextPart], _FIRST_ERROR, Tag(_PARTS)],
+            Discriminator(_content_form),
+        ]
+        | None
+    ) = None
+
+    def text(self, number: int) -> str:
+        """Returns the text, with a line feed between parts. Raises InvalidInput for others, naming message `number`."""
+        if isinstance(self.content, str):
+            return self.content
+        for part in self.content or ():
+            if part.type != "text":
+                raise InvalidInput(f"messages[{number}].content", f"has a part of type {part.type!r}; give text only")
+        return "\n".join(part.text for part in self.content or ())
+
+    def check_other_fields(self, number: int) -> None:
+        """Raises InvalidInput for a field, of the message or of a part, that is neither obeyed nor harmless."""
+        path = f"messages[{number}]."
+        check_fields(self.model_extra, path, HARMLESS_IN_MESSAGES, REFUSED_IN_MESSAGES)
+        if isinstance(self.content, list):
+            for rank, part in enumerate(self.content):
+                if part.type == "text":  # `text` names the others
+                    check_fields(part.model_extra, f"{path}content[{rank}].", HARMLESS_IN_MESSAGES, {})
+
+
+class ChatBody(_SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], _FIRST_ERROR]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        return None
+
+    def check_other_fields(self) -> None:
+        super().check_other_fields()
+        for number, message in enumerate(self.messages):
+            if message.model_extra or isinstance(message.content, list):
+                message.check_other_fields(number)
+
+    def requests(self, request_id: str) -> list[inference_pb2.GenerateRequest]:
+        """Returns the call's only request, as a list like `CompletionBody.requests`."""
+        sampling = self.sampling()
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise InvalidInput("max_tokens", "differs from max_completion_tokens; give only one of the two")
+            _set(sampling, "max_tokens", self.max_completion_tokens, "max_completion_tokens")
+        if self.logprobs:
+            _set(sampling, "logprobs", self.top_logprobs or 0, "top_logprobs")
+        elif self.top_logprobs is not None:
+            raise InvalidInput("top_logprobs", f"is {self.top_logprobs} without logprobs; set logprobs to true")
+        if not self.messages:
+            raise InvalidInput("messages", "is empty; give at least one message")
+        messages = [
+            inference_pb2.ChatMessage(role=_CHAT_ROLES.get(message.role, message.role), content=message.text(number))
+            for number, message in enumerate(self.messages)
+        ]
+        request = inference_pb2.GenerateRequest(
+            model=self.model or "", request_id=request_id, messages=messages, sampling=sampling
+        )
+        return [request]
+
+
+BodyT = TypeVar("BodyT", CompletionBody, ChatBody)
+
+
+def parse_body(kind: type[BodyT], raw: bytes, limits: LimitsConfig) -> BodyT:
+    """Raises InvalidInput that names the field. What it costs is bounded by the limits, not by what the body holds."""
+    fields = read_json(raw, limits)
+    if isinstance(fields, dict):
+        _check_lengths(fields, limits)
+    try:
+        body = kind.model_validate(fields)
+    except ValidationError as error:
+        raise _explain(error) from error
+    body.check_other_fields()
+    return body
+
+
+def _check_lengths(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
+    """Checks lengths before the elements are validated. Raises InvalidInput."""
+    prompt = fields.get("prompt")
+    form = _prompt_form(prompt)
+    if form == _TEXT:
+        check_count("prompt", len(fields["prompt"]), limits.prompt_characters, "characters")
+    elif form == _IDS:
+        check_count("prompt", len(fields["prompt"]), limits.prompt_tokens, "tokens")
+    elif isinstance(prompt, list) and len(prompt) > _MAX_PROMPTS and form is not None:
+        raise InvalidInput("prompt", f"has {len(prompt)} prompts; give at most {_MAX_PROMPTS} in a call")
+    for name, limit, what in (
+        ("messages", limits.messages, "messages"),
+        ("stop", MAX_STOP_STRINGS, "strings"),
+        ("stop_token_ids", limits.stop_token_ids, "tokens"),
+        ("logit_bias", limits.logit_bias, "entries"),
+    ):
+        value = fields.get(name)
+        if isinstance(value, list | dict):
+            check_count(name, len(value), limit, what)
+
+
+def read_lane(headers: Mapping[str, str], service_tier: str | None) -> common_pb2.Lane:
+    """Returns the header's lane, else the service tier's. Raises InvalidInput for unknown names or if both differ."""
+    tier = None
+    if service_tier is not None:
+        if service_tier not in _TIERS:
+            raise InvalidInput("service_tier", f"is {service_tier[:100]!r}; give one of {', '.join(_TIERS)}")
+        tier = _TIERS[service_tier]
+    name = headers.get(LANE)
+    lane = tier if name is None else lane_from_name(name, LANE)
+    if tier is not None and lane is not tier:
+        raise InvalidInput(LANE, f"is {name!r}, but service_tier is {service_tier!r}; give only one of the two")
+    return common_pb2.LANE_UNSPECIFIED if lane is None else lane_to_wire(lane)
+
+
+def read_timeout_s(headers: Mapping[str, str]) -> float | None:
+    """Returns the call's own time-out, if it has one. Raises InvalidInput."""
+    given = headers.get(TIMEOUT)
+    if given is None:
+        return None
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        raise InvalidInput(TIMEOUT, f"is {given[:100]!r}; give a number of seconds above 0")
+    return timeout_s
+
+
+def _explain(error: ValidationError) -> InvalidInput:
+    """Returns the first problem; for a union of types it names the field itself, not one of the types."""
+    problems = error.errors(include_url=False, include_context=False)
+    first = problems[0]
+    parts = [str(part)[:100] for part in first["loc"] if part not in _FORMS and part != "[key]"]
+    field = parts[0] if parts else "body"
+    if len(problems) == 1:
+        field += "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts[1:])
+    if first["type"] == "missing":
+        return InvalidInput(field, "is missing; give it")
+    problem = "Input should be an object" if first["type"] == "model_type" else first["msg"]
+    return InvalidInput(field, f"is {shown(first['input'])}: {problem}")
+
+
+def _prompts(prompt: str | Sequence[Any]) -> list[str] | list[list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidInput("prompt", "is empty; give text or token ids")
+    return [list(prompt)] if isinstance(prompt[0], int) else list(prompt)
+
+
+def _set(
+    message: common_pb2.SamplingParams | inference_pb2.GenerateRequest, name: str, value: Any, given: str = ""
+) -> None:
+    """Sets a field unless the value is None. Raises InvalidInput under the name that the client used (`given`)."""
+    if value is None:
+        return
+    try:
+        if isinstance(value, dict):
+            getattr(message, name).update(value)
+        elif isinstance(value, list):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    except (ValueError, TypeError) as error:
+        raise InvalidInput(given or name, f"is {shown(value)}: {error}") from error

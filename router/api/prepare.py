@@ -1,0 +1,239 @@
+"""Validates, tokenizes and completes a request: from the message of either API to a `PreparedRequest`.
+
+Owns the router's readiness: once `leaving` is set no new request passes. It places and sends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+from penstock.config.security import LimitsConfig
+from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overloaded, Quarantined, Unavailable
+from penstock.rpc.hints import NO_HINTS, Hints
+from penstock.types import Lane, RequestId
+from penstock.v1 import common_pb2, inference_pb2
+from router.api import sampling_fields
+from router.api.identity import Tenant, Tenants
+from router.api.limits import check_request, check_tokens
+from router.dispatch.context import DispatchContext
+from router.fleet.worker_groups import WorkerGroup
+from router.prepared_request import PreparedRequest
+from router.text.model_card import ModelCard
+from router.text.tokenizer import Tokenizer
+
+_WAIT_FOR_WORKER_S = 5.0
+_MANY_TOKENS = 1 << 16  # or characters
+_CHARACTERS_PER_TOKEN = 64  # beyond any prompt's average, so that a text that cannot fit is refused untokenized
+_BYTES_PER_TOKEN = 4  # of a text that is not tokenized yet, about
+_RETRY_AFTER_S = 1.0
+
+
+class RequestPreparer:
+    """Shared by both APIs, with the model's tokenizer and the tenants."""
+
+    def __init__(self, card: ModelCard, tokenizer: Tokenizer, tenants: Tenants, context: DispatchContext) -> None:
+        self.card = card
+        self.tokenizer = tokenizer
+        self.tenants = tenants
+        self.limits = context.config.limits
+        self.leaving = False  # the router shuts down: requests in flight go on, new ones are refused
+        self._context = context
+        self._config = context.config
+        self._fleet = context.fleet
+        self._rng = random.Random()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request sent now would be served."""
+        return not self.leaving and self._fleet.group() is not None
+
+    async def prepare(
+        self,
+        wire: inference_pb2.GenerateRequest,
+        tenant: Tenant,
+        timeout_s: float | None = None,
+        default_max_tokens: int | None = None,
+        hints: Hints = NO_HINTS,
+        accepted_s: float | None = None,
+    ) -> PreparedRequest:
+        """Waits a while if no worker takes requests. `accepted_s` (monotonic) is now, unless it is given.
+
+        Raises InvalidInput, PermissionDenied, ModelNotFound, Quarantined, Overloaded, DeadlineExceeded, or Unavailable
+        if no worker appears.
+        """
+        accepted_s = accepted_s or time.monotonic()
+        with self._context.counting_errors():
+            if self.leaving:
+                raise Unavailable("this router is shutting down; ask another", _RETRY_AFTER_S)
+            check_request(wire, self.limits_of(wire))
+            self.check_model(wire.model)
+            lane = tenant.lane(wire.lane)
+            deadline_s = accepted_s + self._limit_s(timeout_s)
+            async with self.until(deadline_s):
+                token_ids, prepaid_tokens = await self._prompt(wire, tenant, lane)
+            check_tokens(len(token_ids), self.limits)
+            if self._context.quarantine.holds(token_ids, accepted_s):
+                raise Quarantined("prompt: several workers died of it one after the other; do not send it again")
+            fraction = _fraction_of(hints.session) if hints.session else self._rng.random()
+            left_s = max(0.0, deadline_s - time.monotonic())
+            group = await self._wait_for_group(fraction, min(left_s, _WAIT_FOR_WORKER_S))
+            params = self._with_max_tokens(
+                wire.sampling, lane, group.context_length - len(token_ids), default_max_tokens
+            )
+            sampling = sampling_fields.resolve(
+                params,
+                num_prompt_tokens=len(token_ids),
+                context_length=group.context_length,
+                vocab_size=self.card.vocab_size,
+                seed=secrets.randbits(64),
+                defaults=self.card.generation_defaults,
+            )
+            emitted = sampling_fields.check_emitted(wire, sampling, self.card.vocab_size)
+        return PreparedRequest(
+            request_id=RequestId(wire.request_id or f"gen-{secrets.token_hex(16)}"),
+            token_ids=token_ids,
+            sampling=sampling,
+            model_revision=group.model_revision,
+            accepted_s=accepted_s,
+            deadline_s=deadline_s,
+            lane=lane,
+            prepaid_tokens=prepaid_tokens,
+            session=hints.session,
+            explain=hints.explain and self._config.explain,
+            tenant=tenant.name,
+            cache_scope=tenant.cache_scope,
+            salt=self.tenants.salt(group.model_revision, tenant),
+            salt_for=lambda revision: self.tenants.salt(revision, tenant),
+            emitted=emitted,
+            open_ended=not params.HasField("max_tokens"),
+            cohort=group.cohort,
+        )
+
+    def limits_within(self, num_contexts: int) -> LimitsConfig:
+        """Returns the limits, with no more prompt tokens and text than so many of the workers' contexts hold."""
+        group, limits = self._fleet.group(), self.limits
+        if group is None:
+            return limits
+        num_tokens = min(limits.prompt_tokens, num_contexts * group.context_length)
+        num_characters = min(limits.prompt_characters, _CHARACTERS_PER_TOKEN * num_tokens)
+        return limits.model_copy(update={"prompt_tokens": num_tokens, "prompt_characters": num_characters})
+
+    def limits_of(self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> LimitsConfig:
+        """Returns the limits of this request.
+
+        Looks the context up for long prompts alone, which take milliseconds to read and seconds to tokenize.
+        """
+        num_tokens = 0
+        if isinstance(wire, inference_pb2.GenerateRequest):
+            num_tokens = len(wire.token_ids) + sum(len(entry.token_ids) for entry in wire.emitted)
+        num_characters = len(wire.text) + sum(len(message.content) for message in wire.messages)
+        return self.limits_within(1) if max(num_tokens, num_characters) > _MANY_TOKENS else self.limits
+
+    def deadline_s(self, timeout_s: float | None) -> float:
+        """Returns when a call that begins now must end (monotonic): by its own time-out, else by the default."""
+        return time.monotonic() + self._limit_s(timeout_s)
+
+    def _limit_s(self, timeout_s: float | None) -> float:
+        return min(timeout_s or self._config.default_timeout_s, self._config.max_timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def until(self, deadline_s: float) -> AsyncIterator[None]:
+        """Ends the block at the deadline. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(deadline_s - time.monotonic()):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed before the prompt was parsed and tokenized") from None
+
+    def _with_max_tokens(
+        self, sampling: common_pb2.SamplingParams, lane: Lane, room: int, default_max_tokens: int | None
+    ) -> common_pb2.SamplingParams:
+        """Applies the API's default and the lane's limit. Raises InvalidInput if the request asks for more than that.
+
+        `room` is what the context holds after the prompt.
+        """
+        params = common_pb2.SamplingParams()
+        params.CopyFrom(sampling)
+        if default_max_tokens is not None and room > 0 and not params.HasField("max_tokens"):
+            params.max_tokens = min(default_max_tokens, room)
+        limit = self._config.admission.lane(lane).max_tokens
+        if limit is None:
+            return params
+        if not params.HasField("max_tokens"):
+            params.max_tokens = max(1, min(limit, room))
+        elif params.max_tokens > limit:
+            raise InvalidInput(
+                "sampling.max_tokens", f"is {params.max_tokens}; {lane} requests get {limit} at most, so ask for fewer"
+            )
+        return params
+
+    def check_model(self, name: str) -> None:
+        """Raises ModelNotFound."""
+        if name and name != self.card.name:
+            raise ModelNotFound(f"model: {name!r} is not served here; use {self.card.name!r}")
+
+    async def _wait_for_group(self, fraction: float, limit_s: float) -> WorkerGroup:
+        group = await self._fleet.wait_for(lambda: self._fleet.choose_group(fraction), limit_s)
+        if group is None:
+            raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
+        return group
+
+    async def _prompt(self, wire: inference_pb2.GenerateRequest, tenant: Tenant, lane: Lane) -> tuple[list[int], int]:
+        """Returns the prompt and the tokens that were prepaid for it."""
+        forms = {"text": wire.HasField("text"), "token_ids": bool(wire.token_ids), "messages": bool(wire.messages)}
+        given = [name for name, is_given in forms.items() if is_given]
+        if len(given) > 1:
+            raise InvalidInput("prompt", f"is given more than once, as {' and '.join(given)}; give exactly one of them")
+        if not given or (given == ["text"] and not wire.text):
+            raise InvalidInput("prompt", "is empty; give text, token_ids or messages")
+        if given == ["token_ids"]:
+            token_ids = wire.token_ids[:]  # a list, in a third of the time that list() takes
+            if (highest := max(token_ids)) >= self.card.vocab_size:
+                raise InvalidInput("token_ids", f"hold {highest}; the vocabulary ends at {self.card.vocab_size - 1}")
+            return token_ids, 0
+        return await self._encode(wire, tenant, lane)
+
+    async def tokenize(
+        self, wire: inference_pb2.TokenizeRequest, tenant: Tenant, timeout_s: float | None
+    ) -> tuple[list[int], list[str]]:
+        """Returns the tokens of a prompt and their texts; the tenant's rate pays for them.
+
+        Raises InvalidInput, Overloaded or DeadlineExceeded.
+        """
+        async with self.until(self.deadline_s(timeout_s)):
+            token_ids, prepaid_tokens = await self._encode(wire, tenant, tenant.config.lane)
+            self._context.gate.repay(tenant.name, prepaid_tokens - len(token_ids))
+            check_tokens(len(token_ids), self.limits)
+            return token_ids, await self.tokenizer.spell(token_ids, tenant.name)
+
+    async def _encode(
+        self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, tenant: Tenant, lane: Lane
+    ) -> tuple[list[int], int]:
+        """Returns the token ids of the text, or of the messages as the chat template renders them.
+
+        The tenant pays first, by the size of the text; returns that too. What is not refused is paid for, even if its
+        caller does not wait for the end: a thread that has begun is not stopped.
+        """
+        scope, caller, gate = tenant.cache_scope, tenant.name, self._context.gate
+        messages = [{"role": message.role, "content": message.content} for message in wire.messages]
+        texts = [message["content"] for message in messages] or [wire.text]
+        prepaid_tokens = 1 + sum(len(text.encode()) for text in texts) // _BYTES_PER_TOKEN
+        gate.prepay(tenant.name, lane, prepaid_tokens)
+        try:
+            if messages:
+                return await self.tokenizer.encode_chat(messages, scope, caller), prepaid_tokens
+            return await self.tokenizer.encode(wire.text, scope=scope, caller=caller), prepaid_tokens
+        except Overloaded:
+            gate.repay(tenant.name, prepaid_tokens)
+            raise
+
+
+def _fraction_of(session: str) -> float:
+    """Returns a number in [0, 1), the same at every router: a session stays with one cohort while two serve."""
+    return int.from_bytes(hashlib.blake2b(session.encode(), digest_size=7).digest()) / 2.0**56

@@ -1,0 +1,98 @@
+"""One completion of a request as its token stream holds it: where it runs, and all tokens that it has emitted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from penstock import wire
+from penstock.completions import completion_id, completion_sampling, streamed_timing
+from penstock.errors import PenstockError
+from penstock.types import Epoch
+from penstock.v1 import common_pb2, worker_pb2
+from router.dispatch.placement import Placement
+from router.fleet.decode_link import DecodeLink
+from router.fleet.quarantine import Suspicion
+from router.fleet.worker_follower import WorkerFollower
+from router.prepared_request import PreparedRequest
+from router.routing.costs.inflight import WorkKey
+
+
+class DispatchedCompletion:
+    """Owned by its token stream, which chooses the workers that `submit` sends it to, one after the other."""
+
+    def __init__(
+        self,
+        index: int,
+        request: PreparedRequest,
+        deliver: Callable[[DispatchedCompletion, worker_pb2.StepDelta | PenstockError], None],
+    ) -> None:
+        """`deliver` takes what its workers send, on the event loop.
+
+        `over` means that no worker computes it any more, `ended` that its reader has seen its end as well.
+        """
+        self.index = index
+        self.sampling = completion_sampling(request.sampling, index)
+        before = request.emitted.get(index)
+        self.emitted = list(before.token_ids) if before else []
+        self.num_redispatches = 0
+        self.refused_by: set[int] = set()  # epochs of workers that would not take it
+        self.num_generated = len(self.emitted)  # delivered, read or not
+        self.over = self.ended = before is not None and before.finished
+        self.sent_s = 0.0  # monotonic, of the present submission
+        self.first_token_s = 0.0  # 0: no token yet
+        self.credits: list[WorkKey] = []  # its entries in the in-flight ledger, until its first token
+        self.suspicion = Suspicion()
+        self.in_isolation = False  # holds the quarantine's isolation lock
+        self.timing: common_pb2.Timing | None = None  # once it has ended
+        self.placements: list[Placement] = []  # one for each submission to a worker that was chosen
+        self.worker_id = ""
+        self.worker_address = ""
+        self.worker_epoch = Epoch(0)
+        self._deliver = functools.partial(deliver, self)
+        self._link: DecodeLink | None = None
+        self._stream_id = 0
+
+    def submit(self, worker: WorkerFollower, command: worker_pb2.DecodeCommand) -> None:
+        """Sends the completion to a worker. Raises Unavailable if its link is closed."""
+        self.worker_id, self.worker_epoch, self.worker_address = worker.worker_id, worker.epoch, worker.address
+        assert worker.link is not None  # it takes work
+        self._stream_id = worker.link.submit(command, self._deliver)
+        self._link = worker.link
+
+    def cancel(self) -> None:
+        self.ended = True
+        if self._link is not None:
+            self._link.cancel(self._stream_id)
+
+    def submission(
+        self, request: PreparedRequest, candidates: Sequence[worker_pb2.PrefillCandidate], timeout_s: float
+    ) -> worker_pb2.DecodeCommand:
+        """Returns the command that starts the completion at a worker, or continues it after its emitted tokens."""
+        command = worker_pb2.DecodeCommand()
+        submit = command.submit  # filled in place: a message that is put into another one is copied
+        submit.request_id = completion_id(request.request_id, self.index, request.sampling.n)
+        submit.token_ids.extend(request.token_ids)
+        submit.token_ids.extend(self.emitted)
+        submit.num_prompt_tokens = len(request.token_ids)
+        wire.set_sampling(submit.sampling, self.sampling)
+        submit.salt = request.salt
+        submit.timeout_ms = max(1, int(timeout_s * 1e3))
+        submit.prefill_candidates.extend(candidates)
+        submit.lane = wire.lane_to_wire(request.lane)
+        return command
+
+    def end_timing(self, request: PreparedRequest, reported: common_pb2.Timing, now_s: float) -> common_pb2.Timing:
+        """Returns and keeps the worker's report of the ended completion, with the times that only the router sees."""
+        timing = streamed_timing(
+            reported,
+            waited_s=0.0 if self.num_redispatches else self.sent_s - request.accepted_s,
+            accepted_s=request.accepted_s,
+            first_token_s=self.first_token_s,
+            now_s=now_s,
+            decode_worker=self.worker_id,
+            num_prompt_tokens=len(request.token_ids),
+        )
+        timing.num_redispatches = self.num_redispatches
+        self.timing = timing
+        return timing

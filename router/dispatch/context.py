@@ -1,0 +1,66 @@
+"""What all requests of a router share on their way to workers and back, and how it is put together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from penstock.config import RouterConfig
+from penstock.config.admission import TenantLimits
+from penstock.errors import Cancelled, PenstockError
+from penstock.types import WorkerId
+from router.admission.gate import AdmissionGate
+from router.dispatch.placement import Placer
+from router.fleet.quarantine import Quarantine
+from router.fleet.worker_fleet import WorkerFleet
+from router.metrics.completion_counts import CompletionCounts
+from router.metrics.demand_report import DemandCounter
+from router.metrics.metrics import RouterMetrics
+from router.routing.costs.predictions import WorkerPredictionErrors
+from router.routing.policy.policies import make_policy
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchContext:
+    config: RouterConfig
+    fleet: WorkerFleet
+    gate: AdmissionGate
+    placer: Placer
+    quarantine: Quarantine
+    metrics: RouterMetrics
+    demand: DemandCounter
+    counts: CompletionCounts
+    limits_of: Callable[[str], TenantLimits]  # by tenant
+
+    @contextlib.contextmanager
+    def counting_errors(self) -> Iterator[None]:
+        """Counts an error that leaves the block, by its reason; a caller that goes away counts as a cancellation."""
+        try:
+            yield
+        except PenstockError as error:
+            self.metrics.failed(error.reason)
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            self.metrics.failed(Cancelled.reason)
+            raise
+
+
+def make_context(
+    config: RouterConfig, fleet: WorkerFleet, metrics: RouterMetrics, limits_of: Callable[[str], TenantLimits]
+) -> DispatchContext:
+    """`limits_of` returns what the tenant of a name may use."""
+    policy = make_policy(config.policy, config)
+    placer = Placer(fleet, policy, random.Random(), config.max_replicas, metrics.mispredicted)
+    gate = AdmissionGate(config, fleet, metrics.admission, random.Random(), limits_of)
+    demand = DemandCounter(config.slo)
+    counts = CompletionCounts(metrics, gate.retries, demand)
+
+    def current_predictions() -> Mapping[WorkerId, WorkerPredictionErrors]:
+        placer.predictions.keep({worker.worker_id for worker in fleet.followers})
+        return placer.predictions.workers
+
+    metrics.watch_predictions(current_predictions)
+    return DispatchContext(config, fleet, gate, placer, Quarantine(), metrics, demand, counts, limits_of)

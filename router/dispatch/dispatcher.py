@@ -1,0 +1,113 @@
+"""Serves prepared requests: admits them, streams their tokens as text and counts them, or routes them by ticket.
+
+Both APIs call it with requests from `router.api.prepare`. No gRPC service, no HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+
+from penstock.completions import CompletionDelta, Output
+from penstock.text.completion_text import CompletionText
+from penstock.text.spelling import Spelling
+from penstock.text.stop_strings import StopStrings
+from penstock.v1 import common_pb2
+from router.admission.gate import AdmissionSlot
+from router.dispatch.context import DispatchContext
+from router.dispatch.lookaside import Lookaside, Route
+from router.dispatch.token_stream import TokenStream
+from router.prepared_request import PreparedRequest
+
+
+class Dispatcher:
+    """Owns nothing but what its context does: all state of a request lives in its stream or behind its ticket."""
+
+    def __init__(self, context: DispatchContext, lookaside: Lookaside, spelling: Spelling) -> None:
+        self._context = context
+        self._lookaside = lookaside
+        self._spelling = spelling
+
+    async def outputs(self, request: PreparedRequest) -> AsyncGenerator[Output, None]:
+        """Runs the request to its end. Closing the iterator cancels it at its workers.
+
+        Raises Overloaded, DeadlineExceeded, Unavailable, or a worker's own refusal.
+        """
+        context = self._context
+        context.demand.arrive(len(request.token_ids))
+        with context.counting_errors():
+            async with context.gate.pass_through(request) as slot:
+                run = _OutputRun(context, slot, self._spelling)
+                with TokenStream(slot.request, context, slot.end) as stream:
+                    await stream.start()
+                    while batch := await stream.next_batch():
+                        slot.start()
+                        for delta in batch:
+                            output = run.output(delta, stream)
+                            if output.text or output.token_ids or output.finish_reason is not None:
+                                yield output
+
+    async def route(self, request: PreparedRequest) -> Route:
+        """Issues a ticket for a client that streams from the worker. Raises ConfigError if that is impossible."""
+        self._lookaside.check(request)  # an error here is not counted as a failure: the client calls Generate instead
+        self._context.demand.arrive(len(request.token_ids))
+        with self._context.counting_errors():
+            return await self._lookaside.route(request)
+
+
+class _OutputRun:
+    """The texts and counts of one request's completions."""
+
+    def __init__(self, context: DispatchContext, slot: AdmissionSlot, spelling: Spelling) -> None:
+        self._context = context
+        self._slot = slot
+        self._request = slot.request
+        sampling = self._request.sampling
+        stops = StopStrings(sampling.stop)
+        self._texts = [CompletionText(spelling, sampling, stops) for _ in range(sampling.n)]
+        for index, before in self._request.emitted.items():
+            self._texts[index].resume(before)
+        self._usage = common_pb2.Usage(prompt_tokens=len(self._request.token_ids))
+        self._last_token_s = [0.0] * sampling.n
+
+    def output(self, delta: CompletionDelta, stream: TokenStream) -> Output:
+        """Turns a delta's tokens into text and counts them; a matched stop string ends the completion at its worker."""
+        self._observe_tokens(delta)
+        text = self._texts[delta.index]
+        output = text.feed(delta)
+        if text.stopped:
+            ended = stream.end(delta.index)
+            output.timing = delta.timing or ended.timing
+        output.granted_tokens = self._slot.granted_tokens
+        if output.finish_reason is not None:
+            self._observe_end(output)
+        if self._request.explain and output.usage is not None:
+            output.decision = stream.decision(self._context.config.policy)
+        return output
+
+    def _observe_tokens(self, delta: CompletionDelta) -> None:
+        if not delta.token_ids:
+            return
+        self._slot.emit(len(delta.token_ids))
+        now_s = time.monotonic()
+        before_s = self._last_token_s[delta.index]
+        self._last_token_s[delta.index] = now_s
+        if before_s:
+            num_tokens = len(delta.token_ids)
+            self._context.metrics.inter_token_s.observe((now_s - before_s) / num_tokens, num_tokens)
+        else:
+            self._context.counts.first_token(len(self._request.token_ids), now_s - self._request.accepted_s)
+
+    def _observe_end(self, output: Output) -> None:
+        """Counts an ended completion; the last one of all gets the usage."""
+        timing, usage = output.timing, self._usage
+        assert output.finish_reason is not None
+        assert timing is not None
+        self._context.counts.completion(output.finish_reason, timing)
+        if output.index == 0:
+            usage.cached_tokens = timing.cached_tokens
+        if not all(text.ended for text in self._texts):
+            return
+        usage.completion_tokens = sum(text.num_tokens for text in self._texts)
+        output.usage = usage
+        self._context.counts.request(usage, self._request.accepted_s, timing.decode_ms)

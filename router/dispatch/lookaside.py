@@ -1,0 +1,293 @@
+"""Requests whose tokens do not pass this router: admitted and placed like any other, then handed out as a ticket.
+
+What the request holds here (its admission slot, its tenant's budget, its workers' entries in the in-flight ledger) is
+held until its worker reports how the stream ended, and is counted then like a stream of the router's own.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from penstock import wire
+from penstock.errors import ConfigError, DeadlineExceeded, InternalError, SequenceMoved, Unavailable, from_status
+from penstock.rpc.secret import ClusterSecrets
+from penstock.rpc.ticket import TicketKey
+from penstock.v1 import common_pb2, worker_pb2
+from router.admission.gate import AdmissionSlot
+from router.admission.interface import RequestUsage
+from router.dispatch.context import DispatchContext
+from router.dispatch.placement import Placement, PromptPages
+from router.fleet.quarantine import Quarantine
+from router.fleet.tickets import Silence
+from router.fleet.worker_follower import WorkerFollower
+from router.fleet.worker_groups import WorkerGroup
+from router.prepared_request import PreparedRequest
+from router.routing.decision_record import DecisionRecord, completion_record, decision_record
+
+_WAIT_FOR_WORKER_S = 5.0
+_RETRY_AFTER_S = 1.0
+_CALL_GENERATE = "call Generate"
+_MIN_UNUSED = 2
+_UNUSED_SHARE = 0.25  # of the decode slots: the rest stays for streams, whatever one tenant's clients do with tickets
+_SILENCES = {
+    Silence.UNUSED: "UNUSED_TICKET",
+    Silence.LATE: DeadlineExceeded.reason,
+    Silence.WORKER_LOST: Unavailable.reason,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The worker that a client streams its tokens from, and the permission to do so."""
+
+    request_id: str
+    address: str
+    ticket: bytes
+    lifetime_s: float
+    granted_tokens: int | None  # max_tokens, if overload allows fewer than were requested
+    decision: DecisionRecord | None  # if requested; without actual times
+
+
+class Lookaside:
+    """Signs tickets and holds their requests until they are over."""
+
+    def __init__(self, context: DispatchContext, model: str, secrets: Callable[[], ClusterSecrets | None]) -> None:
+        """`secrets` returns the cluster secrets as they were read last."""
+        self._secrets = secrets
+        self._context = context
+        self._fleet = context.fleet
+        self._model = model
+        # Prompts with which a worker was lost before their first token. They go through `router.dispatch.token_stream`,
+        # which can tell the prompt that kills workers from the prompts beside it.
+        self._suspects = Quarantine()
+
+    def check(self, request: PreparedRequest) -> None:
+        """Raises ConfigError if the request's tokens have to pass this router."""
+        if self._secrets() is None:
+            raise ConfigError(f"lookaside: this router has no cluster secret to sign tickets with; {_CALL_GENERATE}")
+        if self._suspects.holds(request.token_ids, time.monotonic()):
+            raise ConfigError(f"lookaside: a worker was lost with this prompt; {_CALL_GENERATE}")
+        limits = self._context.limits_of(request.tenant)
+        if request.open_ended and limits.max_inflight_tokens is not None:
+            raise ConfigError(f"lookaside: max_tokens is not given, and this tenant's KV is limited; {_CALL_GENERATE}")
+        group = self._fleet.group_for(request.model_revision, request.cohort)
+        if group is not None:
+            _open_to_clients(group)
+            self._check_unused(request, group)
+
+    def _check_unused(self, request: PreparedRequest, group: WorkerGroup) -> None:
+        """Raises ConfigError if the tenant has as many tickets that no stream has used as it may: each holds a slot."""
+        limit = self._context.limits_of(request.tenant).max_unused_tickets
+        slots = [worker.limits.max_running for worker in group.decode]
+        if all(slots):  # 0: not known
+            limit = max(_MIN_UNUSED, min(limit, int(_UNUSED_SHARE * sum(slots))))
+        if self._fleet.tickets.num_unused(request.tenant) >= limit:
+            raise ConfigError(f"lookaside: {limit} tickets of this tenant are unused; {_CALL_GENERATE}")
+
+    async def route(self, request: PreparedRequest) -> Route:
+        """Issues a ticket once the request is admitted; call `check` first. Raises as `Dispatcher.outputs` does."""
+        secrets = self._secrets()
+        assert secrets is not None  # checked
+        slot = self._context.gate.pass_through(request)
+        await slot.enter()
+        try:
+            group = await self._wait_for_group(slot.request)
+            self._check_unused(slot.request, group)
+            held = self._place(slot, group)
+        except BaseException:
+            slot.leave()
+            raise
+        try:
+            ticket = self._make_ticket(held)
+            self._fleet.tickets.add(ticket, held.request.tenant, held.request.deadline_s, held)
+        except BaseException:
+            held.release()
+            raise
+        return Route(
+            request_id=request.request_id,
+            address=held.worker.description.lookaside_address,
+            ticket=TicketKey(secrets.current).sign(ticket),
+            lifetime_s=ticket.lifetime_ms / 1e3,
+            granted_tokens=slot.granted_tokens,
+            decision=held.decision(self._context.config.policy) if request.explain else None,
+        )
+
+    async def _wait_for_group(self, request: PreparedRequest) -> WorkerGroup:
+        left_s = request.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded(f"request {request.request_id} waited past its deadline")
+        group = await self._fleet.wait_for(
+            lambda: self._fleet.group_for(request.model_revision, request.cohort), min(left_s, _WAIT_FOR_WORKER_S)
+        )
+        if group is None:
+            raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
+        return group
+
+    def _place(self, slot: AdmissionSlot, group: WorkerGroup) -> HeldRequest:
+        """Places all completions at one decode worker, since a ticket is for one stream."""
+        request = slot.request
+        pages = PromptPages(request.token_ids, request.salt)
+        decode = _open_to_clients(group)
+        placements: dict[int, Placement] = {}
+        for index in range(request.sampling.n):
+            before = request.emitted.get(index)
+            if before is not None and before.finished:
+                continue
+            num_emitted = len(before.token_ids) if before else 0
+            placed = placements[index] = self._context.placer.place(request, pages, num_emitted, group, decode)
+            decode = [placed.decode]
+        for placed in placements.values():
+            self._fleet.ledger.pin(placed.commitment.credits)
+        return HeldRequest(slot, placements, decode[0], self._context, self._suspect)
+
+    def _suspect(self, request: PreparedRequest) -> None:
+        self._suspects.add(request.token_ids, time.monotonic())
+
+    def _make_ticket(self, held: HeldRequest) -> worker_pb2.Ticket:
+        request, now_s = held.request, time.monotonic()
+        ticket = worker_pb2.Ticket(
+            id=secrets.token_hex(16),
+            router=self._fleet.tickets.epoch,
+            worker_id=held.worker.worker_id,
+            epoch=held.worker.epoch,
+            issued_unix_ms=int(time.time() * 1e3),
+            lifetime_ms=int(self._context.config.ticket_lifetime_s * 1e3),
+            timeout_ms=max(1, int((request.deadline_s - now_s) * 1e3)),
+            request_id=request.request_id,
+            model=self._model,
+            model_revision=request.model_revision,
+            cache_scope=request.cache_scope,
+            token_ids=request.token_ids,
+            sampling=wire.sampling_to_wire(request.sampling),
+            lane=wire.lane_to_wire(request.lane),
+            waited_ms=(now_s - request.accepted_s) * 1e3,
+            granted_max_tokens=held.granted_tokens,
+        )
+        for index in range(request.sampling.n):
+            before, placed = request.emitted.get(index), held.placements.get(index)
+            ticket.completions.add(
+                index=index,
+                token_ids=before.token_ids if before else (),
+                finished=before is not None and before.finished,
+                prefill_candidates=placed.candidates if placed else (),
+            )
+        return ticket
+
+
+class HeldRequest:
+    """What the router holds for one ticket: a `TicketHolder`."""
+
+    def __init__(
+        self,
+        slot: AdmissionSlot,
+        placements: Mapping[int, Placement],
+        worker: WorkerFollower,
+        context: DispatchContext,
+        suspect: Callable[[PreparedRequest], None],
+    ) -> None:
+        """`suspect` is called if the worker is lost before the first token."""
+        self.request = slot.request
+        self.placements = placements
+        self.worker = worker
+        self.granted_tokens = slot.granted_tokens
+        self._slot = slot
+        self._epoch = worker.epoch
+        self._context = context
+        self._ledger, self._health = context.fleet.ledger, context.fleet.health
+        self._counts, self._metrics = context.counts, context.metrics
+        self._suspect = suspect
+        self._used = False
+        self._started = False
+        self._num_prefill = 0  # prefill outcomes taken so far
+        self._num_ended = 0  # completions counted so far
+        self._cached_tokens = 0
+
+    def decision(self, policy: str) -> DecisionRecord:
+        completions = [
+            completion_record(index, [placement.choice], None) for index, placement in self.placements.items()
+        ]
+        return decision_record(self.request.request_id, policy, completions)
+
+    def on_state(self, state: worker_pb2.TicketState) -> None:
+        now_s = time.monotonic()
+        if not self._used:
+            self._used = True
+            for placed in self.placements.values():
+                self._ledger.unpin(placed.commitment.credits, now_s)
+        for outcome in state.prefill[self._num_prefill :]:
+            self._health.on_prefill(outcome, self._epoch, now_s)
+        self._num_prefill = max(self._num_prefill, len(state.prefill))
+        if state.started and not self._started:
+            self._started = True
+            self._settle_credits()
+            self._health.on_progress(self._epoch, now_s)
+            self._slot.start()
+        for end in state.ended[self._num_ended :]:
+            self._count(end)
+        self._num_ended = max(self._num_ended, len(state.ended))
+
+    def on_over(self, state: worker_pb2.TicketState) -> None:
+        self.on_state(state)
+        if not state.HasField("error"):
+            usage = common_pb2.Usage(
+                prompt_tokens=len(self.request.token_ids),
+                completion_tokens=state.num_tokens,
+                cached_tokens=self._cached_tokens,
+            )
+            decode_ms = state.ended[-1].timing.decode_ms if state.ended else 0.0
+            self._leave(self._counts.request(usage, self.request.accepted_s, decode_ms))
+            return
+        error = from_status(state.error)
+        if not isinstance(error, SequenceMoved):
+            self._metrics.failed(error.reason)
+        if isinstance(error, InternalError):
+            self._health.on_failure(self._epoch, time.monotonic())
+        self._leave(RequestUsage(state.num_tokens, whole=False))
+
+    def on_silence(self, why: Silence) -> None:
+        self._metrics.failed(_SILENCES[why])
+        if why is Silence.WORKER_LOST:  # a slow client, or one that never comes, is no fault of the worker
+            self._health.on_failure(self._epoch, time.monotonic())
+            if not self._started:
+                self._suspect(self.request)
+        self._leave(RequestUsage(0, whole=False))
+
+    def release(self) -> None:
+        """Gives everything back for a ticket that went to nobody."""
+        self._leave(RequestUsage(0, whole=False))
+
+    def _leave(self, used: RequestUsage) -> None:
+        self._settle_credits()
+        self._slot.used = used
+        self._slot.leave()
+
+    def _settle_credits(self) -> None:
+        for placed in self.placements.values():
+            self._ledger.settle(placed.commitment.credits)
+
+    def _count(self, end: worker_pb2.TicketEnd) -> None:
+        timing = end.timing
+        reason = wire.finish_reason_from_wire(end.finish_reason)
+        assert reason is not None  # it has ended
+        self._counts.completion(reason, timing)
+        before = self.request.emitted.get(end.index)
+        self._counts.first_token(len(self.request.token_ids), timing.first_token_ms / 1e3)
+        num_later = end.num_tokens - (len(before.token_ids) if before else 0) - 1
+        if num_later > 0:
+            self._metrics.inter_token_s.observe(timing.decode_ms / 1e3 / num_later, num_later)
+        if end.index == 0:
+            self._cached_tokens = timing.cached_tokens
+        placed = self.placements.get(end.index)
+        if placed is not None and timing.prefill_worker and not (timing.num_migrations or self.request.emitted):
+            self._context.placer.on_end(placed, timing, end.num_tokens)
+
+
+def _open_to_clients(group: WorkerGroup) -> list[WorkerFollower]:
+    """Returns the decode workers that clients can stream from. Raises ConfigError if there is none."""
+    found = [worker for worker in group.decode if worker.description.lookaside_address]
+    if not found:
+        raise ConfigError(f"lookaside: no decode worker streams to clients here; {_CALL_GENERATE}")
+    return found

@@ -1,0 +1,246 @@
+"""Places a request: looks its prompt up in the index, asks the policy for a pair of workers, credits them.
+
+Stands between dispatch, which owns the request's path, and the pure decisions of `router.routing`, which see views of
+workers alone. Synchronous: placing a request never waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.kv.page_hash import hash_pages
+from penstock.types import Epoch, PageHash, WorkerId
+from penstock.v1 import common_pb2, worker_pb2
+from router.fleet.worker_fleet import WorkerFleet
+from router.fleet.worker_follower import WorkerFollower
+from router.fleet.worker_groups import WorkerGroup
+from router.prepared_request import PreparedRequest
+from router.routing.costs.link_costs import LinkCost
+from router.routing.costs.predictions import Predictions
+from router.routing.index.prefix_index import PrefixIndex
+from router.routing.index.prefix_match import PrefixMatch
+from router.routing.placement_core import Commitment, PlacementCore, num_naming_pages
+from router.routing.policy.interface import PairChoice, PlacementPolicy
+
+_FIRST_HASHES = 4  # pages of a prompt hashed before the index shows whether more are worth it
+_NEXT_HASHES = 32  # pages hashed if they are; twice as many each time from there on
+_BROKEN = LinkCost(1e6, 0.0)  # so expensive that any other pair is chosen
+
+
+class PromptPages:
+    """One prompt's leading page hashes by page size, computed little further than what some worker holds."""
+
+    def __init__(self, token_ids: Sequence[int], salt: bytes) -> None:
+        self._token_ids = token_ids
+        self._salt = salt
+        self._hashes: dict[int, list[PageHash]] = {}
+
+    @property
+    def prefix(self) -> bytes:
+        """Identifies the beginning of the prompt; empty where that is less than a page."""
+        size = next((size for size, hashes in self._hashes.items() if hashes), None)
+        count = num_naming_pages(len(self._token_ids), size) if size else 0
+        return bytes(self._first(count, size)[count - 1]) if size and count else b""
+
+    def cached_tokens(self, index: PrefixIndex, group: WorkerGroup) -> tuple[dict[WorkerId, int], dict[WorkerId, int]]:
+        """Returns how many leading tokens each worker has cached, and how many of those lie below its device.
+
+        The prompt is hashed in pages of each worker's own size.
+        """
+        found: dict[WorkerId, int] = {}
+        below: dict[WorkerId, int] = {}
+        for size in group.page_sizes:
+            for worker_id, match in self._cached_pages(index, size).items():
+                found[worker_id] = match.num_pages * size
+                if match.num_pages > match.num_device_pages:
+                    below[worker_id] = (match.num_pages - match.num_device_pages) * size
+        return found, below
+
+    def whole(self, size: int) -> list[PageHash]:
+        """Returns the hashes of all full pages of that size."""
+        return self._first(len(self._token_ids) // size, size)
+
+    def _cached_pages(self, index: PrefixIndex, size: int) -> Mapping[WorkerId, PrefixMatch]:
+        num_full = len(self._token_ids) // size
+        count = min(_FIRST_HASHES, num_full)
+        while True:
+            hashes = self._first(count, size)
+            cached = index.match(hashes[:count])
+            if count == num_full or all(match.num_pages < count for match in cached.values()):
+                return cached
+            count = min(max(_NEXT_HASHES, 2 * count), num_full)
+
+    def _first(self, count: int, size: int) -> list[PageHash]:
+        hashes = self._hashes.get(size, [])
+        if len(hashes) < count:
+            hashes = self._hashes[size] = hash_pages(self._token_ids[: count * size], size, self._salt, hashes)
+        return hashes
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The workers that a completion goes to, and why."""
+
+    decode: WorkerFollower
+    candidates: list[worker_pb2.PrefillCandidate]
+    choice: PairChoice
+    commitment: Commitment
+
+
+class FleetLinkPricing:
+    """A `LinkPricing` of the fleet's links at one moment, which also prices out links whose circuit is open."""
+
+    def __init__(self, fleet: WorkerFleet, workers: Sequence[WorkerFollower], now_s: float) -> None:
+        self._fleet = fleet
+        self._epochs = {worker.worker_id: worker.epoch for worker in workers}
+        self._now_s = now_s
+
+    @property
+    def fastest(self) -> LinkCost:
+        return self._fleet.links.fastest
+
+    def cost(self, prefill: WorkerId, decode: WorkerId) -> LinkCost:
+        if self._fleet.health.link_is_open(self._epochs[prefill], self._epochs[decode], self._now_s):
+            return _BROKEN
+        return self._fleet.links.cost(prefill, decode)
+
+    def bytes_ahead(self, prefill: WorkerId, decode: WorkerId) -> int:
+        return self._fleet.ledger.link_bytes((prefill, decode))
+
+
+class Placer:
+    """Places all requests of a router: they share the policy with its state, and what is learned from their ends."""
+
+    def __init__(
+        self,
+        fleet: WorkerFleet,
+        policy: PlacementPolicy,
+        rng: random.Random,
+        max_replicas: int,
+        on_error: Callable[[str, float], None],
+    ) -> None:
+        """`on_error` receives each stage's name and by how many seconds it was mispredicted."""
+        self._fleet = fleet
+        self._policy = policy
+        self._rng = rng
+        self._on_error = on_error
+        self.predictions = Predictions()
+        self._core = PlacementCore(fleet.ledger, fleet.costs, fleet.links, max_replicas)
+
+    def place(
+        self,
+        request: PreparedRequest,
+        pages: PromptPages,
+        num_emitted: int,
+        group: WorkerGroup,
+        decode: Sequence[WorkerFollower],
+    ) -> Placement:
+        """Places a completion that has emitted `num_emitted` tokens.
+
+        `decode` holds the workers of the group that may serve it, at least one.
+        """
+        now_s = time.monotonic()
+        decode, prefill = self._usable(decode, now_s), self._usable(group.prefill, now_s)
+        links = FleetLinkPricing(self._fleet, (*decode, *group.prefill), now_s)
+        cached, below = pages.cached_tokens(self._fleet.index, group)
+        demand = self._core.demand(
+            num_tokens=len(request.token_ids) + num_emitted,
+            max_tokens=request.sampling.max_tokens - num_emitted,
+            token_bytes=group.token_bytes,
+            cached_tokens=cached,
+            host_tokens=below,
+            prefill=[worker.worker_id for worker in group.prefill],
+            links=links,
+            now_s=now_s,
+            prefix=pages.prefix,
+            session=request.session,
+            explain=request.explain,
+        )
+        views, sent_to = self._core.views, functools.partial(self._fleet.sent_to, now_s=now_s)
+        choice = self._policy.choose(demand, views(decode, sent_to), views(prefill, sent_to), self._rng)
+        chosen = next(worker for worker in decode if worker.worker_id == choice.decode)
+        candidates = self._reaching(chosen, _candidates(choice, group), now_s)
+        first = Epoch(candidates[0].epoch) if candidates else None
+        self._note_silent((chosen, *(worker for worker in prefill if worker.epoch == first)), pages, now_s)
+        self._fleet.health.on_sent(chosen.epoch, first, now_s)
+        commitment = self._core.commit(choice, demand, chosen.description.page_size, now_s)
+        return Placement(chosen, candidates, choice, commitment)
+
+    def on_end(self, placement: Placement, timing: common_pb2.Timing, num_output_tokens: int) -> None:
+        """Learns from a completion that has ended where it was placed."""
+        self._core.on_end(num_output_tokens)
+        if timing.pages_moved and timing.prefill_worker == placement.choice.score.prefill:
+            self._core.on_transfer(placement.choice, placement.commitment, timing.transfer_ms / 1e3)
+        self._compare_times(placement, timing, num_output_tokens)
+        self._compare_caches(placement, timing)
+
+    def _compare_times(self, placement: Placement, timing: common_pb2.Timing, num_output_tokens: int) -> None:
+        score, decode = placement.choice.score, placement.choice.decode
+        if num_output_tokens > 1:
+            step_s = timing.decode_ms / 1e3 / (num_output_tokens - 1)
+            self.predictions.on_time(decode, placement.commitment.step_s, step_s)
+        computed_by = score.prefill or decode
+        if timing.prefill_worker != computed_by:
+            return
+        actual_s = (timing.queue_ms + timing.prefill_ms) / 1e3
+        self.predictions.on_time(computed_by, score.first_token_s, actual_s)
+        for stage, predicted_s, actual_ms in (
+            ("queue", score.queue_s, timing.queue_ms),
+            ("prefill", score.prefill_s, timing.prefill_ms),
+            ("transfer", score.transfer_s, timing.transfer_ms),
+        ):
+            self._on_error(stage, abs(predicted_s - actual_ms / 1e3))
+
+    def _compare_caches(self, placement: Placement, timing: common_pb2.Timing) -> None:
+        """Compares cached tokens with what the index promised; asks a worker again that it describes wrongly."""
+        score, promised, now_s = placement.choice.score, placement.commitment, time.monotonic()
+        decode = placement.choice.decode
+        checks = []
+        if score.prefill is not None:
+            checks.append((decode, promised.promised_decode_tokens, timing.decode_cached_tokens))
+        computed_by = score.prefill or decode
+        if timing.prefill_worker == computed_by:
+            cached = timing.decode_cached_tokens if score.prefill is None else timing.prefill_cached_tokens
+            checks.append((computed_by, promised.promised_prefill_tokens, cached))
+        for worker_id, promised_tokens, cached in checks:
+            if self.predictions.on_cache(worker_id, promised_tokens, cached, now_s):
+                self._fleet.distrust(worker_id)
+
+    def _note_silent(self, workers: Sequence[WorkerFollower], pages: PromptPages, now_s: float) -> None:
+        """Notes the prompt in the index for workers that send no KV events."""
+        for worker in workers:
+            if worker.description.silent_cache:
+                self._fleet.index.note(worker.worker_id, pages.whole(worker.page_size), now_s)
+
+    def _usable(self, workers: Sequence[WorkerFollower], now_s: float) -> list[WorkerFollower]:
+        """Leaves out workers that have failed recently."""
+        if self._fleet.health.is_spotless:
+            return list(workers)
+        usable = set(self._fleet.health.usable([worker.epoch for worker in workers], now_s, self._rng))
+        return [worker for worker in workers if worker.epoch in usable]
+
+    def _reaching(
+        self, decode: WorkerFollower, candidates: list[worker_pb2.PrefillCandidate], now_s: float
+    ) -> list[worker_pb2.PrefillCandidate]:
+        """Keeps candidates whose pages reach the decode worker; where none do, it computes the prompt itself."""
+        health = self._fleet.health
+        return [worker for worker in candidates if not health.link_is_open(Epoch(worker.epoch), decode.epoch, now_s)]
+
+
+def _candidates(choice: PairChoice, group: WorkerGroup) -> list[worker_pb2.PrefillCandidate]:
+    members = {worker.worker_id: worker for worker in group.prefill}
+    return [
+        worker_pb2.PrefillCandidate(
+            worker_id=estimate.worker_id,
+            epoch=members[estimate.worker_id].epoch,
+            address=members[estimate.worker_id].address,
+            queue_s=estimate.queue_s,
+            prefill_s=estimate.prefill_s,
+            num_ranks=members[estimate.worker_id].description.num_ranks,
+        )
+        for estimate in choice.prefill
+    ]

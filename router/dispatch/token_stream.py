@@ -1,0 +1,349 @@
+"""The token stream of one request: placement, a deadline for all completions, and a new worker for a lost one.
+
+A completion whose decode worker is lost goes on at another, which gets the prompt and the tokens emitted so far;
+sampling depends on (seed, position) alone, so the client's stream shows no seam. A completion whose sequence migrates
+is followed to its new worker. Leaving the stream, for whatever reason, cancels every completion at its worker.
+
+What workers send is counted as it arrives and read as the client takes it: a client that does not read keeps nothing
+but the tokens that wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+
+from penstock import wire
+from penstock.completions import CompletionDelta, num_sent_first
+from penstock.errors import (
+    DeadlineExceeded,
+    InternalError,
+    Overloaded,
+    PenstockError,
+    Quarantined,
+    Unavailable,
+    from_status,
+)
+from penstock.types import FinishReason
+from penstock.v1 import common_pb2, worker_pb2
+from router.admission.interface import RequestUsage
+from router.dispatch.completion import DispatchedCompletion
+from router.dispatch.context import DispatchContext
+from router.dispatch.placement import PromptPages
+from router.fleet.quarantine import is_dead
+from router.fleet.worker_follower import WorkerFollower
+from router.fleet.worker_groups import WorkerGroup
+from router.prepared_request import PreparedRequest
+from router.routing.decision_record import DecisionRecord, completion_record, decision_record
+
+log = logging.getLogger(__name__)
+
+_WAIT_TO_START_S = 5.0  # for a decode worker; a client that gets its error soon may go elsewhere
+_WAIT_TO_RESUME_S = 30.0  # with tokens out already: a dead worker's successor loads its weights first
+_RETRY_AFTER_S = 1.0
+
+
+class TokenStream:
+    """Use as a context manager: leaving it releases whatever the request holds."""
+
+    def __init__(
+        self, request: PreparedRequest, context: DispatchContext, on_over: Callable[[RequestUsage], None]
+    ) -> None:
+        """`on_over` is called once, when no worker computes for the request any more, read or not."""
+        self._request = request
+        self._on_over = on_over
+        self._fleet = context.fleet
+        self._placer = context.placer
+        self._quarantine = context.quarantine
+        self._max_redispatches = context.config.max_redispatches
+        self._retries = context.gate.retries
+        self._mailbox: list[tuple[DispatchedCompletion, worker_pb2.StepDelta | PenstockError]] = []
+        self._deadline: asyncio.TimerHandle | None = None
+        self._arrived = asyncio.Event()
+        self._completions = [DispatchedCompletion(index, request, self._deliver) for index in range(request.sampling.n)]
+        self._waiting = [completion for completion in self._completions if not completion.ended]  # not sent yet
+        self._num_own = self._num_running = len(self._waiting)  # of this call; those that are not over
+        self._is_late = False  # the deadline passed before every completion was over
+        self._pages = PromptPages(request.token_ids, request.salt)
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for completion in self._completions:
+            self._release(completion)
+
+    def _release(self, completion: DispatchedCompletion) -> None:
+        completion.cancel()
+        self._settle(completion)
+        self._note_over(completion)
+
+    def _settle(self, completion: DispatchedCompletion) -> None:
+        """Returns what the completion holds until its first token."""
+        self._fleet.ledger.settle(completion.credits)
+        completion.credits = []
+        self._leave_isolation(completion)
+
+    def _note_over(self, completion: DispatchedCompletion) -> None:
+        if completion.over:
+            return
+        completion.over = True
+        self._num_running -= 1
+        if not self._num_running:
+            self._on_over(self._usage())
+
+    def _usage(self) -> RequestUsage:
+        timings = [completion.timing for completion in self._completions if completion.timing is not None]
+        return RequestUsage(
+            output_tokens=sum(completion.num_generated for completion in self._completions),
+            cached_tokens=timings[0].cached_tokens if timings else 0,
+            decode_s=max(timing.decode_ms for timing in timings) / 1e3 if timings else None,
+            whole=len(timings) == self._num_own,
+        )
+
+    def end(self, index: int) -> CompletionDelta:
+        """Frees a completion that the client wants no more of at its worker. Returns its last delta."""
+        completion = self._completions[index]
+        timing = completion.timing or completion.end_timing(self._request, common_pb2.Timing(), time.monotonic())
+        self._release(completion)
+        return CompletionDelta(index, [], finish_reason=FinishReason.STOP, timing=timing)
+
+    def decision(self, policy: str) -> DecisionRecord:
+        """Returns why each completion ran where it did; complete once all have ended."""
+        completions = [
+            completion_record(
+                completion.index,
+                [placement.choice for placement in completion.placements],
+                completion.timing or common_pb2.Timing(),
+            )
+            for completion in self._completions
+        ]
+        return decision_record(self._request.request_id, policy, completions)
+
+    async def start(self) -> None:
+        """Sends the request. Raises as `next_batch` does."""
+        loop = asyncio.get_running_loop()
+        left_s = self._request.deadline_s - time.monotonic()
+        self._deadline = loop.call_later(max(0.0, left_s), self._on_deadline)
+        await self._send_waiting(num_sent_first(len(self._request.token_ids), len(self._waiting)))
+
+    async def next_batch(self) -> list[CompletionDelta]:
+        """Returns what has arrived since the last batch, one delta a completion; empty once all have ended.
+
+        What was generated before the deadline may be read after it. Raises DeadlineExceeded, Unavailable, or the error
+        of a worker that refuses the request.
+        """
+        while not all(completion.ended for completion in self._completions):
+            await self._arrived.wait()
+            self._arrived.clear()
+            if self._is_late:
+                break
+            if batch := await self._take():
+                return batch
+        if self._is_late:
+            raise self._too_late()
+        return []
+
+    def _on_deadline(self) -> None:
+        self._is_late = self._num_running > 0
+        for completion in self._completions:
+            if not completion.over:
+                self._release(completion)
+        self._arrived.set()
+
+    def _deliver(self, completion: DispatchedCompletion, item: worker_pb2.StepDelta | PenstockError) -> None:
+        self._mailbox.append((completion, item))
+        self._arrived.set()
+        if isinstance(item, worker_pb2.StepDelta):
+            self._count(completion, item)
+
+    def _count(self, completion: DispatchedCompletion, item: worker_pb2.StepDelta) -> None:
+        num_tokens = len(item.token_ids)
+        completion.num_generated += num_tokens
+        if num_tokens and not completion.first_token_s:
+            completion.first_token_s = time.monotonic()
+        if num_tokens and completion.credits:
+            self._settle(completion)
+            self._fleet.health.on_progress(completion.worker_epoch, time.monotonic())
+        if item.finish_reason:
+            completion.end_timing(self._request, item.timing, time.monotonic())
+            self._note_over(completion)
+
+    async def _send_waiting(self, count: int) -> None:
+        going, self._waiting = self._waiting[:count], self._waiting[count:]
+        for completion in going:
+            await self._place(completion)
+
+    async def _take(self) -> list[CompletionDelta]:
+        mailbox, self._mailbox = self._mailbox, []
+        merged: dict[int, CompletionDelta] = {}
+        for completion, item in mailbox:
+            if completion.ended:
+                continue
+            if isinstance(item, PenstockError):
+                await self._on_worker_lost(completion)
+                await self._redispatch(completion, item)
+                continue
+            if item.HasField("error"):
+                await self._redispatch(completion, from_status(item.error), refused=True)
+                continue
+            delta = self._read(completion, item)
+            if completion.index in merged:
+                merged[completion.index].extend(delta)
+            elif delta.token_ids or delta.finish_reason:
+                merged[completion.index] = delta
+            if item.HasField("migrated"):
+                await self._follow(completion, item.migrated)
+        if merged and self._waiting:
+            await self._send_waiting(len(self._waiting))
+        return list(merged.values())
+
+    def _read(self, completion: DispatchedCompletion, message: worker_pb2.StepDelta) -> CompletionDelta:
+        token_ids = list(message.token_ids)
+        if message.HasField("prefill"):
+            self._fleet.health.on_prefill(message.prefill, completion.worker_epoch, time.monotonic())
+        completion.emitted += token_ids
+        reason = wire.finish_reason_from_wire(message.finish_reason)
+        if reason is None:
+            return CompletionDelta(completion.index, token_ids, message.logprobs)
+        completion.ended = True
+        timing = completion.timing
+        assert timing is not None  # set when it was delivered
+        if completion.placements and not (timing.num_migrations or timing.num_redispatches or self._request.emitted):
+            self._placer.on_end(completion.placements[-1], message.timing, len(completion.emitted))
+        return CompletionDelta(completion.index, token_ids, message.logprobs, reason, timing)
+
+    async def _follow(self, completion: DispatchedCompletion, migrated: worker_pb2.Migrated) -> None:
+        """Continues at the worker that the sequence has migrated to, which gives it to whoever brings the ticket.
+
+        The submission is complete: a worker that no longer knows the ticket serves it as a re-dispatched completion.
+        """
+        target = self._fleet.find(migrated.worker_id, migrated.epoch)
+        if target is None or target.link is None or not target.link.is_open:
+            error = Unavailable(f"the sequence is at {migrated.worker_id} now, which this router cannot reach")
+            await self._redispatch(completion, error)
+            return
+        command = completion.submission(self._request, (), self._left_s())
+        command.submit.ticket = migrated.ticket
+        completion.submit(target, command)
+
+    async def _redispatch(
+        self, completion: DispatchedCompletion, error: PenstockError, *, refused: bool = False
+    ) -> None:
+        """Places the completion again after its worker was lost or refused it. Raises errors that recur anywhere."""
+        now_s = time.monotonic()
+        self._fleet.ledger.settle(completion.credits)
+        completion.credits = []
+        if not isinstance(error, Unavailable):
+            if isinstance(error, InternalError):
+                self._fleet.health.on_failure(completion.worker_epoch, now_s)
+            raise error
+        if not isinstance(error, Overloaded):
+            self._fleet.health.on_failure(completion.worker_epoch, now_s)
+        if completion.num_redispatches >= self._max_redispatches:
+            raise Unavailable(
+                f"gave up after {completion.num_redispatches} re-dispatches; the last error was: {error.message}",
+                _RETRY_AFTER_S,
+            )
+        if not self._retries.take(now_s):
+            raise Unavailable(
+                f"too many requests were re-dispatched lately, so this one is not: {error.message}",
+                _RETRY_AFTER_S * random.uniform(1.0, 2.0),
+            )
+        if refused:
+            completion.refused_by.add(completion.worker_epoch)
+        completion.num_redispatches += 1
+        num_emitted = len(completion.emitted)
+        log.info("%s is re-dispatched after %d tokens: %s", self._request.request_id, num_emitted, error.message)
+        await self._place(completion, error)
+
+    async def _on_worker_lost(self, completion: DispatchedCompletion) -> None:
+        """Isolates a completion that may be what kills workers; this may wait until other suspects are cleared.
+
+        Raises Quarantined for a completion that is certainly the cause.
+        """
+        alone = completion.in_isolation
+        self._leave_isolation(completion)
+        if not completion.suspicion.on_worker_lost(len(completion.emitted)):
+            return
+        if alone and await is_dead(self._fleet.dial, completion.worker_address, completion.worker_epoch):
+            self._quarantine.add(self._request.token_ids, time.monotonic())
+            log.error("%s kills every worker that it goes to; it is refused from now on", self._request.request_id)
+            raise Quarantined(
+                f"request {self._request.request_id}: three workers in a row died of it; do not send it again"
+            )
+        try:
+            async with asyncio.timeout(self._request.deadline_s - time.monotonic()):
+                await self._quarantine.isolation.acquire()
+        except TimeoutError as error:
+            raise self._too_late() from error
+        completion.in_isolation = True
+
+    def _leave_isolation(self, completion: DispatchedCompletion) -> None:
+        if completion.in_isolation:
+            completion.in_isolation = False
+            self._quarantine.isolation.release()
+
+    async def _place(self, completion: DispatchedCompletion, cause: PenstockError | None = None) -> None:
+        """Chooses workers and submits; waits a while if no worker takes requests."""
+        group = await self._wait_for_group(completion)
+        decode: Sequence[WorkerFollower] = [
+            worker for worker in group.decode if worker.epoch not in completion.refused_by
+        ]
+        if not decode:
+            raise cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S)
+        placed = self._placer.place(self._request, self._pages, len(completion.emitted), group, decode)
+        completion.credits = placed.commitment.credits
+        completion.placements.append(placed)
+        completion.sent_s = time.monotonic()
+        timeout_s = self._request.deadline_s - completion.sent_s
+        completion.submit(placed.decode, completion.submission(self._request, placed.candidates, timeout_s))
+
+    async def _wait_for_group(self, completion: DispatchedCompletion) -> WorkerGroup:
+        """Returns workers of the request's revision, and of its cohort until one of them has failed it."""
+        revision = self._request.model_revision
+        cohort = None if completion.num_redispatches else self._request.cohort
+        patience_s = _WAIT_TO_RESUME_S if completion.emitted else _WAIT_TO_START_S
+        left_s = self._request.deadline_s - time.monotonic()
+        group = await self._fleet.wait_for(lambda: self._find_group(revision, cohort), min(patience_s, left_s))
+        if time.monotonic() >= self._request.deadline_s or (group is None and left_s <= patience_s):
+            raise self._too_late()
+        if group is None:
+            raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
+        if group.model_revision != revision:
+            self._restart_with(group.model_revision)
+        return group
+
+    def _find_group(self, revision: str, cohort: str | None) -> WorkerGroup | None:
+        """Falls back to another revision if no worker of the request's is left and no token has been emitted."""
+        found = self._fleet.group_for(revision, cohort)
+        has_emitted = any(completion.emitted for completion in self._completions)
+        if found is None and self._request.salt_for is not None and not has_emitted:
+            return self._fleet.group()
+        return found
+
+    def _restart_with(self, revision: str) -> None:
+        assert self._request.salt_for is not None
+        salt = self._request.salt_for(revision)
+        self._request = replace(self._request, model_revision=revision, salt=salt)
+        self._pages = PromptPages(self._request.token_ids, salt)
+
+    def _left_s(self) -> float:
+        """Returns the time to the deadline. Raises DeadlineExceeded."""
+        left_s = self._request.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise self._too_late()
+        return left_s
+
+    def _too_late(self) -> DeadlineExceeded:
+        waited_s = self._request.deadline_s - self._request.accepted_s
+        return DeadlineExceeded(f"request {self._request.request_id} did not end within its {waited_s:.3g} s")

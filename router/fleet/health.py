@@ -1,0 +1,91 @@
+"""The failures this router has seen at workers and on links, and which of them it avoids for that. Pure.
+
+Workers are known by their epochs, so a new incarnation starts with a clean slate. Decode workers are judged by their
+streams; prefill workers, and the links from them to decode workers, by what decode workers report of each attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.types import Epoch
+from penstock.v1 import worker_pb2
+from router.fleet.circuit_breaker import BreakerRules, CircuitBreakers
+
+log = logging.getLogger(__name__)
+
+
+class LinkKey(NamedTuple):
+    prefill: Epoch
+    decode: Epoch
+
+
+class FleetHealth:
+    """Owned by the fleet."""
+
+    def __init__(self, rules: BreakerRules | None = None) -> None:
+        self._workers: CircuitBreakers[Epoch] = CircuitBreakers(rules)
+        self._links: CircuitBreakers[LinkKey] = CircuitBreakers(rules)
+        self._link_ends: dict[Epoch, set[LinkKey]] = {}  # links that have failed, by either end
+
+    @property
+    def is_spotless(self) -> bool:
+        """Whether no worker has failed yet, so that all are usable."""
+        return self._workers.is_empty
+
+    def usable(self, epochs: Sequence[Epoch], now_s: float, rng: random.Random) -> list[Epoch]:
+        """Returns the workers of one role that a request may go to; not empty unless `epochs` is."""
+        return self._workers.usable(epochs, now_s, rng)
+
+    def link_is_open(self, prefill: Epoch, decode: Epoch, now_s: float) -> bool:
+        """Returns whether the link's circuit is open: pages do not get through."""
+        return self._links.is_open(LinkKey(prefill, decode), now_s)
+
+    def num_open(self, now_s: float) -> int:
+        """Returns how many workers and links are avoided."""
+        return self._workers.num_open(now_s) + self._links.num_open(now_s)
+
+    def on_sent(self, decode: Epoch, prefill: Epoch | None, now_s: float) -> None:
+        """Notes a request that goes to this pair, or to the decode worker alone."""
+        self._workers.on_sent(decode, now_s)
+        if prefill is not None:
+            self._workers.on_sent(prefill, now_s)
+            self._links.on_sent(LinkKey(prefill, decode), now_s)
+
+    def on_progress(self, decode: Epoch, now_s: float) -> None:
+        """Notes that a request got its first token there."""
+        self._workers.on_success(decode, now_s)
+
+    def on_failure(self, decode: Epoch, now_s: float) -> None:
+        """Notes that the worker was lost with a request, or refused a request that it should have taken."""
+        if self._workers.on_failure(decode, now_s):
+            log.warning("decode worker of epoch %d keeps failing; it gets no requests for a while", decode)
+
+    def on_prefill(self, outcome: worker_pb2.PrefillOutcome, decode: Epoch, now_s: float) -> None:
+        """Notes one prefill attempt, as the decode worker reports it."""
+        prefill = Epoch(outcome.epoch)
+        link = LinkKey(prefill, decode)
+        match outcome.fault:
+            case worker_pb2.PREFILL_FAULT_WORKER:
+                if self._workers.on_failure(prefill, now_s):
+                    log.warning("prefill worker %s keeps failing; it gets no requests for a while", outcome.worker_id)
+            case worker_pb2.PREFILL_FAULT_LINK:
+                self._link_ends.setdefault(prefill, set()).add(link)
+                self._link_ends.setdefault(decode, set()).add(link)
+                if self._links.on_failure(link, now_s):
+                    log.warning("no pages get from %s to epoch %d; the pair is avoided", outcome.worker_id, decode)
+            case _:
+                self._workers.on_success(prefill, now_s)
+                self._links.on_success(link, now_s)
+
+    def forget(self, epoch: Epoch) -> None:
+        """Drops what is known of an incarnation that has left."""
+        self._workers.forget(epoch)
+        for link in self._link_ends.pop(epoch, set()):
+            self._links.forget(link)
+            for end in link:
+                if end in self._link_ends:
+                    self._link_ends[end].discard(link)

@@ -1,0 +1,183 @@
+"""The other routers: each reports its requests in flight to all, so that together they do not flood one idle worker,
+and what tenants with limits use there, so that a quota is one quota.
+
+Any number of routers, no leader, no shared store. A router learns of the others from the membership or from its
+configuration. While a peer is out of reach its share is unknown: placements are slightly worse, quotas count what is
+here and at the peers within reach, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import grpc.aio
+
+from penstock.rpc.server import GrpcServer
+from penstock.rpc.trust import Trust
+from penstock.types import Epoch, WorkerId, new_epoch
+from penstock.v1 import peer_pb2, peer_pb2_grpc
+from router.fleet.backoff import Backoff
+from router.fleet.tenant_use import QuotaExchange, TenantUse
+from router.routing.costs.inflight import STALE_S, InflightLedger, InflightWork, PeerInflight
+
+log = logging.getLogger(__name__)
+
+_BEAT_S = 0.5  # between two reports at most
+_MIN_GAP_S = 0.01  # and at least: changes in the meantime are reported together
+_TENANTS_GAP_S = 0.05  # between two reports of what tenants use, which may be many
+
+
+class PeerService(peer_pb2_grpc.RouterPeerServicer):
+    """Reports this router's work in flight to the others."""
+
+    def __init__(self, ledger: InflightLedger, epoch: Epoch) -> None:
+        self._ledger = ledger
+        self._epoch = epoch
+        self._changed = asyncio.Event()
+        self._number = 0
+        self.quotas: QuotaExchange | None = None
+        ledger.watch(self.note_change)
+
+    def note_change(self) -> None:
+        """Notes that the next report differs from the last one."""
+        self._changed.set()
+
+    async def WatchInflight(
+        self, request: peer_pb2.WatchInflightRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[peer_pb2.InflightReport]:
+        sent: peer_pb2.TenantUses | None = None
+        sent_s = 0.0
+        while True:
+            changed, now_s = self._changed, time.monotonic()
+            report, tenants = self._report(), self._tenants()
+            is_pending = tenants != sent
+            if tenants is not None and is_pending and now_s - sent_s >= _TENANTS_GAP_S:
+                report.tenants.CopyFrom(tenants)
+                sent, sent_s, is_pending = tenants, now_s, False
+            yield report
+            await asyncio.sleep(_MIN_GAP_S)
+            try:
+                async with asyncio.timeout(_TENANTS_GAP_S if is_pending else _BEAT_S):
+                    await changed.wait()
+            except TimeoutError:
+                continue  # an unchanged report shows that this router lives
+            if changed is self._changed:
+                self._changed = asyncio.Event()
+
+    def _tenants(self) -> peer_pb2.TenantUses | None:
+        if self.quotas is None:
+            return None
+        return peer_pb2.TenantUses(
+            tenants=[
+                peer_pb2.TenantUse(
+                    tenant=tenant,
+                    num_requests=use.num_requests,
+                    inflight_tokens=use.inflight_tokens,
+                    spent_tokens=use.spent_tokens,
+                )
+                for tenant, use in sorted(self.quotas.tenant_uses().items())
+            ]
+        )
+
+    def _report(self) -> peer_pb2.InflightReport:
+        self._number += 1
+        report = peer_pb2.InflightReport(epoch=self._epoch, number=self._number)
+        for worker_id, work in self._ledger.totals():
+            report.workers.add(
+                worker_id=worker_id,
+                num_requests=work.num_requests,
+                num_pages=work.num_pages,
+                prefill_tokens=work.prefill_tokens,
+            )
+        return report
+
+
+class PeerRouters:
+    """Owns this router's peer service and a task for each other router."""
+
+    def __init__(self, ledger: InflightLedger, load: PeerInflight, trust: Trust) -> None:
+        self.epoch = new_epoch()
+        self._service = PeerService(ledger, self.epoch)
+        self._load = load
+        self._trust = trust
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._server: GrpcServer | None = None
+        self.address = ""
+
+    def share_quotas(self, quotas: QuotaExchange) -> None:
+        """Reports what tenants use here, and passes on what the other routers report."""
+        self._service.quotas = quotas
+
+    def note_change(self) -> None:
+        """Notes that the uses of tenants have changed."""
+        self._service.note_change()
+
+    async def start(self, host: str, port: int) -> None:
+        """Serves the other routers. Raises ConfigError if the port is taken."""
+        self._server = self._trust.server([peer_pb2.DESCRIPTOR.services_by_name["RouterPeer"]])
+        peer_pb2_grpc.add_RouterPeerServicer_to_server(self._service, self._server.server)
+        bound = await self._server.start(host, port, "peer_port")
+        self.address = f"{host}:{bound}"
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Follows exactly the routers at these addresses, except this router itself."""
+        wanted = {address for address in addresses if address != self.address}
+        for address in self._tasks.keys() - wanted:
+            self._tasks.pop(address).cancel()
+            self._load.drop(address)
+            self._lose(address)
+        for address in wanted - self._tasks.keys():
+            self._tasks[address] = asyncio.create_task(self._follow(address), name=f"peer {address}")
+
+    async def _follow(self, address: str) -> None:
+        backoff = Backoff(random.Random())
+        while True:
+            async with self._trust.channel(address) as channel:
+                call = peer_pb2_grpc.RouterPeerStub(channel).WatchInflight(peer_pb2.WatchInflightRequest())
+                try:
+                    while True:
+                        async with asyncio.timeout(2 * STALE_S):
+                            report = await call.read()
+                        if report is grpc.aio.EOF:
+                            break
+                        backoff.reset()
+                        self._load.apply(
+                            address, Epoch(report.epoch), report.number, _work_of(report), time.monotonic()
+                        )
+                        if report.HasField("tenants") and self._service.quotas is not None:
+                            self._service.quotas.on_peer_uses(address, Epoch(report.epoch), _uses_of(report.tenants))
+                except (grpc.RpcError, TimeoutError):
+                    log.info("the router at %s is out of reach", address)
+                finally:
+                    call.cancel()
+            self._lose(address)
+            await asyncio.sleep(backoff.next_s())
+
+    def _lose(self, address: str) -> None:
+        if self._service.quotas is not None:
+            self._service.quotas.on_peer_away(address)
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+        if self._server is not None:
+            await self._server.stop()
+
+
+def _work_of(report: peer_pb2.InflightReport) -> dict[WorkerId, InflightWork]:
+    return {
+        WorkerId(worker.worker_id): InflightWork(worker.num_requests, worker.num_pages, worker.prefill_tokens)
+        for worker in report.workers
+    }
+
+
+def _uses_of(tenants: peer_pb2.TenantUses) -> dict[str, TenantUse]:
+    return {use.tenant: TenantUse(use.num_requests, use.inflight_tokens, use.spent_tokens) for use in tenants.tenants}

@@ -1,0 +1,221 @@
+"""The workers that a router may use: followed from the Admin service, or fixed by the configuration.
+
+Owns a follower for each worker and wakes whoever waits for workers. While the Admin service is away the last known
+members stay: the data plane outlives the control plane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from penstock import wire
+from penstock.config import IndexConfig
+from penstock.rpc.server import log_level
+from penstock.rpc.trust import Trust
+from penstock.types import Member, WorkerId
+from penstock.v1 import admin_pb2, admin_pb2_grpc
+from router.fleet.backoff import Backoff
+from router.fleet.health import FleetHealth
+from router.fleet.peer_routers import PeerRouters
+from router.fleet.tickets import IssuedTickets
+from router.fleet.worker_follower import WorkerFollower, WorkerRecords
+from router.fleet.worker_groups import WorkerGroup, largest_group, merge_groups
+from router.routing.costs.cost_model import CostBook
+from router.routing.costs.inflight import NO_WORK, InflightLedger, InflightWork, PeerInflight
+from router.routing.costs.link_costs import LinkBook
+from router.routing.index.prefix_index import DEFAULT_CONFIG, PrefixIndex
+from router.routing.index.tidy_runner import IndexTidyRunner
+
+log = logging.getLogger(__name__)
+
+FoundT = TypeVar("FoundT")
+
+
+class WorkerFleet:
+    """Owns the followers and what they record: prefix index, in-flight ledger, costs, health and tickets.
+
+    Also owns what other routers report to have in flight.
+    """
+
+    def __init__(self, trust: Trust | None = None, index: IndexConfig = DEFAULT_CONFIG) -> None:
+        """`trust` opens channels to workers, other routers and the Admin service."""
+        trust = trust or Trust()
+        self.dial = trust.channel
+        self.index = PrefixIndex(index, lambda: self._tidying.wake())
+        self._tidying = IndexTidyRunner(self.index, every_s=index.approximate_ttl_s / 8)
+        self._tidy_task: asyncio.Task[None] | None = None
+        self.ledger = InflightLedger()
+        self.peer_load = PeerInflight()
+        self.peers = PeerRouters(self.ledger, self.peer_load, trust)
+        self.tickets = IssuedTickets(self.peers.epoch)
+        self.health = FleetHealth()
+        self.costs = CostBook()
+        self.links = LinkBook()
+        self._records = WorkerRecords(self.index, self.ledger, self.health, self.costs, self.links, self.tickets)
+        self._followers: dict[tuple[str, int], WorkerFollower] = {}  # by address and epoch; 0 if it is not known
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._load_watchers: list[Callable[[], None]] = []
+        self._groups: dict[tuple[str | None, str | None], WorkerGroup | None] = {}  # found since the last change
+        self.spares: Mapping[str, int] = {}  # warm processes by pool, as the controller reports them
+        self.ends: Mapping[str, int] = {}  # workers that ended, by how, as the controller reports them
+        self._shares: Mapping[str, float] = {}  # of new requests, by cohort; empty: all go to the largest group
+
+    def sent_to(self, worker_id: WorkerId, now_s: float) -> InflightWork:
+        """Returns what this router and the others have sent, beyond what the worker's load report shows."""
+        own, others = self.ledger.sent_to(worker_id), self.peer_load.sent_to(worker_id, now_s)
+        return own + others if others is not NO_WORK else own
+
+    def distrust(self, worker_id: WorkerId) -> None:
+        """Asks a worker for a snapshot of its cache, which is not what the index says."""
+        for worker in self.followers:
+            if worker.worker_id == worker_id:
+                worker.request_snapshot()
+
+    @property
+    def followers(self) -> tuple[WorkerFollower, ...]:
+        return tuple(self._followers.values())
+
+    def find(self, worker_id: str, epoch: int) -> WorkerFollower | None:
+        return next(
+            (worker for worker in self.followers if (worker.worker_id, worker.epoch) == (worker_id, epoch)), None
+        )
+
+    def group(self, model_revision: str | None = None, cohort: str | None = None) -> WorkerGroup | None:
+        """Returns the largest group that serves now: of one revision for a request that has begun with it, of one
+        cohort for a request that falls to the cohort's share."""
+        key = (model_revision, cohort)
+        if key not in self._groups:
+            self._groups[key] = largest_group(self._followers.values(), *key)
+        return self._groups[key]
+
+    def group_for(self, model_revision: str, cohort: str | None) -> WorkerGroup | None:
+        """Returns the group of a request that has begun: its cohort, or any workers of its revision if that is gone."""
+        return self.group(model_revision, cohort) or self.group(model_revision)
+
+    def choose_group(self, fraction: float) -> WorkerGroup | None:
+        """Returns the group of a new request. While two cohorts serve, each gets its share of the fractions [0, 1)."""
+        groups = {cohort: group for cohort in sorted(self._shares) if (group := self.group(cohort=cohort)) is not None}
+        whole = sum(self._shares[cohort] for cohort in groups)
+        for cohort, group in groups.items():
+            fraction -= self._shares[cohort] / whole if whole else 1.0
+            if fraction < 0:
+                return group
+        return self.group()
+
+    def every_group(self) -> WorkerGroup | None:
+        """Returns all workers that serve new requests as if they were one group, for sums alone."""
+        cohorts = [cohort for cohort, share in self._shares.items() if share]
+        groups = [group for cohort in cohorts if (group := self.group(cohort=cohort)) is not None]
+        if len(groups) < 2:
+            return groups[0] if groups else self.group()
+        return merge_groups(groups)
+
+    async def wait_for(self, find: Callable[[], FoundT | None], timeout_s: float | None) -> FoundT | None:
+        """Returns what `find` finds now or after some change; None when time is up."""
+        if (found := find()) is not None:
+            return found  # without a timer, as nearly always
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (found := find()) is None:
+                    await self.wait_change()
+        except TimeoutError:
+            return find()
+        return found
+
+    async def wait_change(self) -> None:
+        """Returns once a worker joins, leaves, or begins or ceases to take work."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+
+    def set_members(self, members: Sequence[Member], shares: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Replaces the membership: new members are followed, missing ones get no new requests.
+
+        `shares` of new requests are by cohort, while there are two.
+        """
+        self._shares = dict(shares)
+        wanted = {(member.address, int(member.epoch)): member for member in members}
+        for key in [key for key in self._followers if key not in wanted]:
+            task = self._followers.pop(key).retire()
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
+        for key, member in wanted.items():
+            if key not in self._followers:
+                self._follow(member.address, member)
+            elif self._followers[key].cohort != member.cohort:
+                self._followers[key].cohort = member.cohort
+                self._on_change()
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Sets a membership that never changes; the worker at each address is asked who it is."""
+        for address in addresses:
+            self._follow(address, None)
+
+    def _follow(self, address: str, member: Member | None) -> None:
+        if self._tidy_task is None:
+            self._tidy_task = asyncio.create_task(self._tidying.run(), name="index tidying")
+        follower = WorkerFollower(
+            address, member, self._records, self.dial, on_change=self._on_change, on_load=self._on_load
+        )
+        self._followers[address, int(member.epoch) if member else 0] = follower
+        follower.start()
+
+    def watch_loads(self, callback: Callable[[], None]) -> None:
+        """Calls back after each load report, and when a worker joins or leaves. The callback must be quick."""
+        self._load_watchers.append(callback)
+
+    def _on_load(self) -> None:
+        for callback in self._load_watchers:
+            callback()
+
+    def _on_change(self) -> None:
+        self._groups.clear()
+        self._on_load()
+        waiters, self._waiters = self._waiters, set()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def stop(self) -> None:
+        if self._tidy_task is not None:
+            self._tidy_task.cancel()
+        for task in self._retiring:
+            task.cancel()
+        await self.peers.stop()
+        self.tickets.close()
+        await asyncio.gather(*(follower.stop() for follower in self._followers.values()))
+        self._followers.clear()
+        self._groups.clear()
+
+
+async def follow_admin(address: str, fleet: WorkerFleet) -> None:
+    """Keeps the fleet as the Admin service publishes it, until cancelled."""
+    backoff = Backoff(random.Random())
+    while True:
+        async with fleet.dial(address) as channel:
+            try:
+                request = admin_pb2.WatchMembershipRequest(router=fleet.peers.address)
+                watch = admin_pb2_grpc.AdminStub(channel).WatchMembership(request)
+                async for membership in watch:
+                    backoff.reset()
+                    log.info("membership version %d: %d members", membership.version, len(membership.members))
+                    fleet.peers.set_addresses(membership.routers)
+                    fleet.spares, fleet.ends = dict(membership.spares), dict(membership.ends)
+                    members = [wire.member_from_wire(member) for member in membership.members]
+                    fleet.set_members(members, membership.shares)
+                log.info("the admin service at %s ended its stream", address)
+            except grpc.RpcError as error:
+                log.log(log_level(error), "the admin service at %s is away: %s", address, error.details())  # type: ignore[attr-defined]
+        await asyncio.sleep(backoff.next_s())

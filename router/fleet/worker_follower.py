@@ -1,0 +1,285 @@
+"""Follows one worker: its description, its load and KV events and, for a decode worker, the link that carries tokens.
+
+Reconnects until the worker is retired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from penstock import wire
+from penstock.errors import Unavailable
+from penstock.kv.events import KvEventBatch, decode_events
+from penstock.rpc.server import Dial, log_level
+from penstock.types import Epoch, Member, Role, WorkerId, WorkerLoad
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from router.fleet.backoff import Backoff
+from router.fleet.decode_link import DecodeLink
+from router.fleet.health import FleetHealth
+from router.fleet.tickets import IssuedTickets
+from router.routing.costs.cost_model import CostBook
+from router.routing.costs.inflight import InflightLedger
+from router.routing.costs.link_costs import LinkBook
+from router.routing.index.prefix_index import PrefixIndex
+from router.routing.policy.interface import WorkerLimits
+
+log = logging.getLogger(__name__)
+
+_DESCRIBE_TIMEOUT_S = 5.0
+_SILENCE_S = 10.0  # workers send a batch at least every second
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecords:
+    """What the fleet knows of all its workers; each follower writes what its own worker reports."""
+
+    index: PrefixIndex
+    ledger: InflightLedger
+    health: FleetHealth
+    costs: CostBook
+    links: LinkBook
+    tickets: IssuedTickets
+
+    def forget(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """Drops an incarnation that has left."""
+        self.index.drop(worker_id)
+        self.ledger.forget(worker_id)
+        self.health.forget(epoch)
+        self.costs.forget(worker_id)
+        self.links.forget(worker_id)
+
+
+class WorkerFollower:
+    """Owns the channel to one worker, and the worker's description and load."""
+
+    def __init__(
+        self,
+        address: str,
+        member: Member | None,
+        records: WorkerRecords,
+        dial: Dial,
+        *,
+        on_change: Callable[[], None],
+        on_load: Callable[[], None],
+    ) -> None:
+        """`member` is None where only the address is known. `on_change` is called when `takes_work` may have changed,
+        `on_load` after each load report."""
+        self.address = address
+        self.description = worker_pb2.WorkerDescription()
+        self.worker_id = WorkerId("")
+        self.limits = WorkerLimits()
+        self.load = WorkerLoad()
+        self.link: DecodeLink | None = None
+        self.cohort = member.cohort if member else ""  # the membership may change it
+        self.is_mute = False  # its cache gets hits, and it sends no events of it
+        self._member = member
+        self._records = records
+        self._on_change = on_change
+        self._dial = dial
+        self._on_load = on_load
+        self._has_reported = False  # a load report has come since the connection was made
+        self._needs_snapshot = False  # the index disagrees with the worker's cache
+        self._retired = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def epoch(self) -> Epoch:
+        return Epoch(self.description.epoch)
+
+    @property
+    def page_size(self) -> int:
+        return self.description.page_size
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether a request sent now would be served."""
+        if self._retired or not self._has_reported or self.load.leaving:
+            return False
+        return self.description.role == Role.PREFILL or (self.link is not None and self.link.is_open)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"follow {self.address}")
+
+    def retire(self) -> asyncio.Task[None]:
+        """Gives the worker no new requests; those that it has may end. Returns a task that ends with the last one."""
+        self._retired = True
+        self._forget_worker()
+        self._on_change()
+        return asyncio.create_task(self._finish(), name=f"retire {self.address}")
+
+    def request_snapshot(self) -> None:
+        """Drops what the index holds of the worker, and asks for a snapshot after the next batch."""
+        log.warning("worker %s does not hold the pages that its events name; asking for all of them", self.worker_id)
+        self._needs_snapshot = True
+
+    async def stop(self) -> None:
+        """Stops at once; requests on the link are lost."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _finish(self) -> None:
+        if self.link is not None:
+            await self.link.wait_idle()
+            await self._records.tickets.wait_idle(self.epoch)
+        await self.stop()
+
+    async def _run(self) -> None:
+        backoff = Backoff(random.Random())
+        while not self._retired:
+            # A new channel each time: an old one would wait out its own, longer backoff.
+            async with self._dial(self.address) as channel:
+                try:
+                    await self._describe(channel)
+                    backoff.reset()
+                    await self._follow(channel)
+                except (grpc.RpcError, Unavailable, TimeoutError) as error:
+                    log.log(log_level(error), "worker at %s is out of reach: %s", self.address, _reason(error))
+                except Exception:
+                    # Whatever was wrong with one answer: giving up would exclude a healthy worker for good.
+                    log.exception("following the worker at %s failed", self.address)
+                finally:
+                    self._has_reported = False
+                    self._on_change()
+            await asyncio.sleep(backoff.next_s())
+
+    async def _describe(self, channel: grpc.aio.Channel) -> None:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=_DESCRIBE_TIMEOUT_S)
+        member = self._member
+        if member is not None and (description.worker_id, description.epoch) != (member.worker_id, member.epoch):
+            raise Unavailable(
+                f"{self.address} is {description.worker_id} epoch {description.epoch}, "
+                f"not {member.worker_id} epoch {member.epoch}"
+            )
+        if self.description.epoch not in (0, description.epoch):
+            self._forget_worker()
+        self.description = description
+        self.worker_id = WorkerId(description.worker_id)
+        self.limits = _limits(description)
+        self._records.links.set_labels(self.worker_id, wire.labels_from_wire(description.labels))
+        log.info("worker %s epoch %d: %s", description.worker_id, description.epoch, description.role)
+
+    async def _follow(self, channel: grpc.aio.Channel) -> None:
+        """Returns or raises when the worker is lost: for a decode worker that is when its link breaks."""
+        if self.description.role != Role.DECODE:
+            await self._watch(channel)
+            return
+        self.link = DecodeLink(self.worker_id, self._on_change)
+        watcher = asyncio.create_task(self._keep_watching(channel, self.link))
+        try:
+            await self.link.run(worker_pb2_grpc.DecodeWorkerStub(channel))
+        finally:
+            self._records.tickets.on_away(self.epoch)
+            watcher.cancel()
+            await asyncio.wait([watcher])
+
+    async def _keep_watching(self, channel: grpc.aio.Channel, link: DecodeLink) -> None:
+        """Watches events while the link lives. When they break off, requests go on; new ones avoid the worker."""
+        backoff = Backoff(random.Random())
+        while True:
+            try:
+                await self._watch(channel)
+            except (grpc.RpcError, Unavailable, TimeoutError) as error:
+                log.info("events of %s broke off: %s", self.worker_id, _reason(error))
+            self._has_reported = False
+            self._on_change()
+            if not link.is_open:
+                return
+            await asyncio.sleep(backoff.next_s())
+
+    async def _watch(self, channel: grpc.aio.Channel) -> None:
+        """Applies event batches; after a gap asks again from there. Raises when the stream breaks or falls silent."""
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        while True:
+            next_seq = self._records.index.next_seq(self.worker_id)
+            router = self._records.tickets.epoch
+            call = stub.WatchEvents(worker_pb2.WatchEventsRequest(epoch=self.epoch, next_seq=next_seq, router=router))
+            try:
+                while (batch := await _read(call)) is not None:
+                    if batch.epoch != self.epoch:
+                        raise Unavailable(f"{self.address} is now epoch {batch.epoch}")
+                    if not self._apply(batch):
+                        break
+                else:
+                    raise Unavailable(f"{self.worker_id} ended its events")
+            finally:
+                call.cancel()
+
+    def _apply(self, message: worker_pb2.EventBatch) -> bool:
+        """Returns False on a gap."""
+        records = self._records
+        records.tickets.on_states(self.epoch, message.tickets)
+        if self._retired:
+            return True
+        if self._needs_snapshot:
+            self._needs_snapshot = False
+            records.index.drop(self.worker_id)
+            return False
+        batch = self._decode(message)
+        if not self.description.silent_cache and not records.index.apply(self.worker_id, batch):
+            log.info("events of %s are missing from %d on", self.worker_id, records.index.next_seq(self.worker_id))
+            return False
+        load = wire.load_from_wire(message.load)
+        self._detect_missing_events(load)
+        changed = load.leaving != self.load.leaving
+        self.load = load
+        records.ledger.on_report(self.worker_id, time.monotonic())
+        records.costs.on_load(self.worker_id, self.load, self.description.page_size)
+        self._on_load()
+        if changed or (not self._has_reported and not message.more):
+            self._has_reported = self._has_reported or not message.more
+            self._on_change()
+        return True
+
+    def _decode(self, message: worker_pb2.EventBatch) -> KvEventBatch:
+        try:
+            events = decode_events(message.payload)
+        except ValueError as error:
+            raise Unavailable(f"{self.worker_id} sent events that cannot be decoded: {error}") from error
+        num_merged = 0 if message.snapshot else max(0, message.num_events - len(events))
+        num_strays = message.num_strays if message.HasField("num_strays") else None
+        return KvEventBatch(
+            message.first_seq, events, message.snapshot, num_merged, message.part, message.more, num_strays
+        )
+
+    def _detect_missing_events(self, load: WorkerLoad) -> None:
+        """Notices a worker that reports cache hits but has sent no page event: its cache counts as empty."""
+        index = self._records.index
+        has_events = self.description.silent_cache or index.next_seq(self.worker_id) > 1
+        has_events = has_events or index.pages_of(self.worker_id) > 0
+        has_new_hits = load.cache.num_hits > self.load.cache.num_hits
+        if self._has_reported and not has_events and not self.is_mute and has_new_hits:
+            log.warning("%s reports prefix cache hits but no KV events: its cache counts as empty", self.worker_id)
+            self.is_mute = True
+        elif has_events:
+            self.is_mute = False
+
+    def _forget_worker(self) -> None:
+        self._records.forget(self.worker_id, self.epoch)
+        self.is_mute = False
+
+
+def _limits(description: worker_pb2.WorkerDescription) -> WorkerLimits:
+    max_local = description.max_local_tokens if description.HasField("max_local_tokens") else None
+    return WorkerLimits(description.chunk_tokens, description.max_running, max_local)
+
+
+async def _read(call: grpc.aio.UnaryStreamCall) -> worker_pb2.EventBatch | None:
+    """Returns None at the end. Raises TimeoutError if the worker stays silent."""
+    # Not wait_for: before Python 3.12 it forgets a cancellation that comes together with a result.
+    async with asyncio.timeout(_SILENCE_S):
+        batch = await call.read()
+        return None if batch is grpc.aio.EOF else batch
+
+
+def _reason(error: Exception) -> str:
+    return error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else str(error) or "no answer"

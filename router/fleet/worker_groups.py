@@ -1,0 +1,67 @@
+"""Groups of workers that can serve a request together. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.types import Role
+from router.fleet.worker_follower import WorkerFollower
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """Workers that take work now and between which KV can move, whatever their page sizes. `decode` is not empty."""
+
+    model_revision: str
+    token_bytes: float  # KV bytes of a token
+    context_length: int  # that each of them can hold
+    decode: tuple[WorkerFollower, ...]
+    prefill: tuple[WorkerFollower, ...]
+    page_sizes: frozenset[int]  # among them
+    cohort: str | None = None  # of its decode workers; None: any
+
+
+def largest_group(
+    followers: Iterable[WorkerFollower], model_revision: str | None, cohort: str | None
+) -> WorkerGroup | None:
+    """Returns the group with the most decode workers of this revision and cohort (None: any), if there is one."""
+    ready = [worker for worker in followers if worker.takes_work]
+    decode = [
+        worker
+        for worker in ready
+        if worker.description.role == Role.DECODE
+        and model_revision in (None, worker.description.model_revision)
+        and cohort in (None, worker.cohort)
+    ]
+    if not decode:
+        return None
+    counts = Counter(worker.description.kv_digest for worker in decode)
+    digest = max(counts, key=lambda key: (counts[key], key))
+    decode = [worker for worker in decode if worker.description.kv_digest == digest]
+    first = decode[0].description
+    prefill = [
+        worker for worker in ready if worker.description.role == Role.PREFILL and worker.description.kv_digest == digest
+    ]
+    # If its own prefill workers have left first, those of the other cohort that pages can move from will do.
+    prefill = [worker for worker in prefill if cohort in (None, worker.cohort)] or prefill
+    return WorkerGroup(
+        model_revision=first.model_revision,
+        token_bytes=first.page_bytes / first.page_size,
+        context_length=min(worker.description.context_length for worker in decode),
+        decode=tuple(decode),
+        prefill=tuple(prefill),
+        page_sizes=frozenset(worker.description.page_size for worker in (*decode, *prefill)),
+        cohort=cohort,
+    )
+
+
+def merge_groups(groups: Sequence[WorkerGroup]) -> WorkerGroup:
+    """Returns the workers of several groups as if they were one, for sums alone. `groups` must not be empty."""
+    return replace(
+        groups[0],
+        decode=tuple(worker for group in groups for worker in group.decode),
+        prefill=tuple(dict.fromkeys(worker for group in groups for worker in group.prefill)),
+        page_sizes=frozenset().union(*(group.page_sizes for group in groups)),
+    )

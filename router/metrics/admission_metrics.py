@@ -1,0 +1,74 @@
+"""Metrics of admission: waits and refusals by lane, tokens by tenant, and the gate's state when Prometheus scrapes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from penstock.types import Lane
+
+_WAIT_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class AdmissionMetrics:
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry = registry
+        self._model = model
+        waits = Histogram(
+            "penstock:admission_wait_seconds",
+            "Time in the router's queue of requests that were dispatched",
+            ["model_name", "lane"],
+            buckets=_WAIT_S,
+            registry=registry,
+        )
+        self._waits = {lane: waits.labels(model, lane.value) for lane in Lane}
+        self._refusals = Counter(
+            "penstock:admission_refusals",
+            "Requests refused, or given up in the queue; shed: at random, where the operator allows it",
+            ["model_name", "lane", "reason"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "penstock:tenant_tokens",
+            "Prompt and output tokens that count against a tenant's rate",
+            ["model_name", "tenant"],
+            registry=registry,
+        )
+
+    def passed(self, lane: Lane, waited_s: float) -> None:
+        self._waits[lane].observe(waited_s)
+
+    def refused(self, lane: Lane, reason: str) -> None:
+        self._refusals.labels(self._model, lane.value, str(reason)).inc()
+
+    def spent(self, tenant: str, num_tokens: int) -> None:
+        self._tokens.labels(self._model, tenant).inc(num_tokens)
+
+    def watch(
+        self,
+        *,
+        num_waiting: Callable[[Lane], float],
+        queue_bytes: Callable[[Lane], float],
+        num_out: Callable[[], float],
+        saturation: Callable[[], float],
+        level: Callable[[], float],
+        retries_left: Callable[[], float],
+    ) -> None:
+        """Adds gauges whose values are read when Prometheus scrapes."""
+        for name, help_text, of_lane in (
+            ("queue_depth", "Requests queued in the router", num_waiting),
+            ("queue_bytes", "Estimated memory of the requests queued in the router", queue_bytes),
+        ):
+            gauge = Gauge(f"penstock:admission_{name}", help_text, ["model_name", "lane"], registry=self._registry)
+            for lane in Lane:
+                gauge.labels(self._model, lane.value).set_function(functools.partial(of_lane, lane))
+        for name, help_text, value in (
+            ("admission_requests_out", "Requests of this router at the workers", num_out),
+            ("saturation", "How full the deployment is; 1: newcomers would wait their lane's target", saturation),
+            ("overload_level", "0 normal, 1 answers shortened, 2 bulk paused, 3 only interactive may wait", level),
+            ("retries_left", "Re-dispatches that the retry budget allows now", retries_left),
+        ):
+            gauge = Gauge(f"penstock:{name}", help_text, ["model_name"], registry=self._registry)
+            gauge.labels(self._model).set_function(value)

@@ -1,0 +1,175 @@
+"""The router's metrics, under the names that vLLM's dashboards know where there is one. One registry per router."""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+
+from penstock.types import Role, WorkerEnd, WorkerId, WorkerLoad
+from router.metrics.admission_metrics import AdmissionMetrics
+from router.metrics.credential_metrics import CredentialCollector, LoadedFiles
+from router.metrics.index_metrics import IndexCollector
+from router.metrics.loop_lag import LoopLag
+from router.metrics.prediction_metrics import PredictionCollector
+from router.metrics.worker_metrics import WorkerMetricsCollector
+from router.routing.costs.predictions import WorkerPredictionErrors
+from router.routing.index.prefix_index import PrefixIndex
+
+_LABELS = ["model_name"]
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
+
+
+class RouterMetrics:
+    """Binds counters to the model's name once, so that the token path does no label look-ups."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._registry = registry = CollectorRegistry()
+        self.first_token_s = self._histogram("time_to_first_token_seconds", "Accepted to first token", _SHORT_S)
+        self.inter_token_s = TokenHistogram("vllm:inter_token_latency_seconds", "Between two tokens", model, registry)
+        self.request_s = self._histogram("e2e_request_latency_seconds", "Accepted to last token", _LONG_S)
+        self.queue_s = self._histogram(
+            "request_queue_time_seconds", "Waiting at the router and for a prefill worker", _LONG_S
+        )
+        self.prompt_size = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens served")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
+        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in prefix caches")
+        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in prefix caches")
+        self.preemptions = self._counter("num_preemptions", "Sequences preempted")
+        self.migrations = self._counter("request_migrations", "Migrations of running sequences between decode workers")
+        self.redispatches = self._counter("request_redispatches", "Requests dispatched again after losing their worker")
+        self._success = Counter(
+            "vllm:request_success", "Completions ended", [*_LABELS, "finished_reason"], registry=registry
+        )
+        self._errors = Counter("vllm:request_errors", "Requests failed", [*_LABELS, "reason"], registry=registry)
+        self._limited = Counter(
+            "penstock:limited",
+            "Connections and streams that a limit has refused or ended, by its key in router.limits",
+            [*_LABELS, "limit"],
+            registry=registry,
+        )
+        self.admission = AdmissionMetrics(registry, model)
+        self.loop_lag = LoopLag(registry, model)
+        self._mispredicted = Histogram(
+            "penstock:prediction_error_seconds",
+            "Difference between a stage's actual and predicted time",
+            [*_LABELS, "stage"],
+            buckets=_SHORT_S,
+            registry=registry,
+        )
+
+    def watch(
+        self,
+        *,
+        num_running: Callable[[], float],
+        num_waiting: Callable[[], float],
+        cache_usage: Callable[[], float],
+        open_circuits: Callable[[], float],
+        tier_hits: Callable[[str], float],
+        num_workers: Callable[[Role], float],
+    ) -> None:
+        """Adds gauges whose values are read when Prometheus scrapes."""
+        for name, help_text, value in (
+            ("vllm:num_requests_running", "Sequences decoding, by the workers' reports", num_running),
+            (
+                "vllm:num_requests_waiting",
+                "Requests queued in the router and sequences waiting at the workers",
+                num_waiting,
+            ),
+            ("vllm:kv_cache_usage_perc", "Share of the decode workers' pages in use, 0 to 1", cache_usage),
+            ("penstock:open_circuits", "Workers and links avoided because they failed recently", open_circuits),
+        ):
+            Gauge(name, help_text, _LABELS, registry=self._registry).labels(self._model).set_function(value)
+        roles = tuple(role.value for role in Role)
+        self._gauges("workers", "Workers that would serve a request now", "role", roles, lambda r: num_workers(Role(r)))
+        self._gauges(
+            "prefix_cache_tier_hits",
+            "Pages of prompts found on a tier, by the reports of the workers that run now, since they started",
+            "tier",
+            ("device", "host", "disk"),
+            tier_hits,
+        )
+
+    def watch_spares(self, count: Callable[[str], float]) -> None:
+        """Adds a gauge of the warm spares of each pool, by role."""
+        help_text = "Warm processes that may become workers of the pool, by the controller"
+        self._gauges("warm_spares", help_text, "pool", tuple(role.value for role in Role), count)
+
+    def watch_ends(self, count: Callable[[str], float]) -> None:
+        """Adds a gauge of the workers that ended, by how: planned ends have words of their own."""
+        help_text = "Workers that ended since the controller started, by the controller"
+        self._gauges("worker_ends", help_text, "how", tuple(end.value for end in WorkerEnd), count)
+
+    def watch_index(self, index: PrefixIndex, num_mute: Callable[[], int]) -> None:
+        self._registry.register(IndexCollector(self._model, index, num_mute))
+
+    def watch_predictions(self, workers: Callable[[], Mapping[WorkerId, WorkerPredictionErrors]]) -> None:
+        """Adds the prediction errors of every worker that is followed."""
+        self._registry.register(PredictionCollector(self._model, workers))
+
+    def watch_workers(self, loads: Callable[[], Mapping[WorkerId, WorkerLoad]]) -> None:
+        """Adds the metrics that workers report with their load."""
+        self._registry.register(WorkerMetricsCollector(self._model, loads))
+
+    def watch_credentials(self, files: Callable[[], Sequence[LoadedFiles]]) -> None:
+        """Adds the age of the keys and certificates that were read from files."""
+        self._registry.register(CredentialCollector(self._model, files))
+
+    def mispredicted(self, stage: str, seconds: float) -> None:
+        self._mispredicted.labels(self._model, stage).observe(seconds)
+
+    def succeeded(self, finished_reason: str) -> None:
+        self._success.labels(self._model, finished_reason).inc()
+
+    def failed(self, reason: str) -> None:
+        self._errors.labels(self._model, reason).inc()
+
+    def limited(self, limit: str) -> None:
+        self._limited.labels(self._model, limit).inc()
+
+    def render(self) -> bytes:
+        """Returns the text exposition format."""
+        return generate_latest(self._registry)
+
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(f"vllm:{name}", help_text, _LABELS, buckets=buckets, registry=self._registry)
+        return family.labels(self._model)
+
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return Counter(f"vllm:{name}", help_text, _LABELS, registry=self._registry).labels(self._model)
+
+    def _gauges(
+        self, name: str, help_text: str, label: str, values: tuple[str, ...], read: Callable[[str], float]
+    ) -> None:
+        """Adds one gauge for each value of a label, read when Prometheus scrapes."""
+        family = Gauge(f"penstock:{name}", help_text, [*_LABELS, label], registry=self._registry)
+        for value in values:
+            family.labels(self._model, value).set_function(functools.partial(read, value))
+
+
+class TokenHistogram:
+    """A histogram that observes many equal values at once: the library's own takes microseconds for each token."""
+
+    def __init__(self, name: str, help_text: str, model: str, registry: CollectorRegistry) -> None:
+        self._name, self._help_text, self._model = name, help_text, model
+        self._counts = [0] * (len(_SHORT_S) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float, count: int) -> None:
+        self._counts[bisect_left(_SHORT_S, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._help_text, labels=_LABELS)
+        bounds = [*map(str, _SHORT_S), "+Inf"]
+        family.add_metric([self._model], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        yield family

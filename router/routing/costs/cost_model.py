@@ -1,0 +1,235 @@
+"""What a step costs on each worker, learned while it serves. Pure: no clock, no I/O.
+
+A step takes a fixed time, a time for each token that it computes, and a time for each token of context that each of
+these attends to. Prefill and decode steps have separate models, because a GPU runs them at different limits. A model
+starts from the median of the fleet's and follows the totals that its worker reports, by recursive least squares with
+forgetting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+from penstock.types import StepTotals, WorkerId, WorkerLoad
+
+_FORGETTING = 0.95  # an observation counts half after 13 more
+_VARIANCE = 25.0  # of a coefficient over its prior's, before anything is learned
+_NOISE_VARIANCE = 0.05  # of a measured time over the predicted one
+_MAX_OBSERVED = 1e6  # times the prediction: measurements are cut off there
+_MAX_RATIO = 1e4  # of a coefficient to its prior
+_OUTLIER = 3.0  # mean deviations; the further an error lies beyond them, the less it counts
+_MAX_STEP = 4.0  # times a coefficient: the most by which one observation raises it
+_MIN_DEVIATION = 0.1
+_MAX_DEVIATION = 10.0
+_SMOOTHING = 0.1
+_MIN_OBSERVED_S = 0.02  # of steps in one observation
+
+
+class LinearCost:
+    """Seconds as a sum of quantities times coefficients, which stay within [0, 1e4 * prior] and are never NaN.
+
+    Recursive least squares (Haykin, Adaptive Filter Theory, ch. 10) over ratios: quantities are scaled so that each
+    prior is 1 and the predicted time is 1, so that a late step counts the same on a slow worker as on a fast one.
+    """
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        assert all(value > 0 for value in prior), prior
+        size = range(len(prior))
+        self._prior = tuple(prior)
+        self._ratios = [1.0] * len(prior)
+        self._covariance = [[_VARIANCE if row == column else 0.0 for column in size] for row in size]
+        self._deviation = 1.0  # running mean of the error over the prediction
+        self.num_observed = 0
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        return tuple(ratio * prior for ratio, prior in zip(self._ratios, self._prior, strict=True))
+
+    def predict(self, quantities: Sequence[float]) -> float:
+        return sum(value * quantity for value, quantity in zip(self.coefficients, quantities, strict=True))
+
+    def observe(self, quantities: Sequence[float], seconds: float) -> None:
+        """Learns from one measurement; ignores impossible ones."""
+        measured = (seconds, *quantities)
+        if not all(math.isfinite(value) and value >= 0 for value in measured):
+            return
+        predicted_s = max(self.predict(quantities), _floor_s(self._prior, quantities))
+        if predicted_s <= 0.0:
+            return
+        row = [quantity * prior / predicted_s for quantity, prior in zip(quantities, self._prior, strict=True)]
+        # A figure beyond the maximum is false, whatever it is, and an infinite ratio would spoil all that follows.
+        observed = seconds / predicted_s if seconds < _MAX_OBSERVED * predicted_s else _MAX_OBSERVED
+        error = observed - sum(value * ratio for value, ratio in zip(row, self._ratios, strict=True))
+        limit = _OUTLIER * self._deviation
+        self._deviation += _SMOOTHING * (min(abs(error), 2 * limit) - self._deviation)
+        self._deviation = min(max(self._deviation, _MIN_DEVIATION), _MAX_DEVIATION)
+        self._update(row, error, _NOISE_VARIANCE * max(1.0, abs(error) / limit))
+        self.num_observed += 1
+
+    def _update(self, row: list[float], error: float, noise: float) -> None:
+        covariance = self._covariance
+        size = range(len(row))
+        spread = [sum(covariance[i][j] * row[j] for j in size) for i in size]
+        scale = noise + sum(row[i] * spread[i] for i in size)
+        wanted = [self._ratios[i] + spread[i] / scale * error for i in size]
+        limits = [min(_MAX_STEP * max(ratio, 1 / _MAX_STEP), _MAX_RATIO) for ratio in self._ratios]
+        self._ratios = [min(max(ratio, 0.0), limit) for ratio, limit in zip(wanted, limits, strict=True)]
+        if any(ratio > limit for ratio, limit in zip(wanted, limits, strict=True)):
+            return  # not learned in full: the next observation may move the coefficients as far again
+        for i in size:
+            for j in range(i + 1):
+                value = covariance[i][j] - spread[i] * spread[j] / scale
+                covariance[i][j] = covariance[j][i] = value
+        # Forgetting without news would let the covariance grow without bound: the prior's is the limit.
+        if max(covariance[i][i] for i in size) < _VARIANCE * _FORGETTING:
+            self._covariance = [[value / _FORGETTING for value in line] for line in covariance]
+        if any(self._covariance[i][i] < 0 for i in size):  # rounding
+            self._covariance = [[_VARIANCE if i == j else 0.0 for j in size] for i in size]
+
+
+def _floor_s(prior: Sequence[float], quantities: Sequence[float]) -> float:
+    """Keeps ratios finite where the model has learned that something is free."""
+    return 1e-4 * sum(value * quantity for value, quantity in zip(prior, quantities, strict=True))
+
+
+class StepCost(NamedTuple):
+    """The cost of one step, in seconds."""
+
+    fixed_s: float
+    token_s: float  # for each token computed
+    context_s: float  # for each pair of a computed token and a token before it
+
+    def prefill_s(self, num_tokens: float, context: float, chunk_tokens: int) -> float:
+        """Returns the time to compute the last `num_tokens` of `context` tokens in chunks."""
+        steps = -(-num_tokens // chunk_tokens)
+        return steps * self.fixed_s + num_tokens * (self.token_s + self.context_s * (context - num_tokens / 2))
+
+
+PREFILL_PRIOR = StepCost(fixed_s=0.005, token_s=5e-4, context_s=1e-8)
+DECODE_PRIOR = StepCost(fixed_s=0.015, token_s=1e-4, context_s=1e-7)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCosts:
+    """One worker's models at one moment."""
+
+    prefill: StepCost = PREFILL_PRIOR
+    decode: StepCost = DECODE_PRIOR
+    queued_token_s: float = PREFILL_PRIOR.token_s  # for each token of waiting prompts, whatever their context
+
+
+PRIOR_COSTS = WorkerCosts()
+
+
+@dataclass(slots=True)
+class _StepModel:
+    linear: LinearCost
+    seen: StepTotals = field(default_factory=StepTotals)
+
+    def observe(self, totals: StepTotals) -> StepTotals | None:
+        """Learns from the steps since the last report and returns them; None where these are too few."""
+        if totals.steps < self.seen.steps:  # another epoch of the worker
+            self.seen = StepTotals()
+        since = totals.since(self.seen)
+        if since.seconds < _MIN_OBSERVED_S or since.steps == 0:
+            return None
+        self.seen = totals
+        self.linear.observe((since.steps, since.tokens, since.contexts), since.seconds)
+        return since
+
+    @property
+    def cost(self) -> StepCost:
+        return StepCost(*self.linear.coefficients)
+
+
+class _WorkerModels:
+    def __init__(self, prior: WorkerCosts) -> None:
+        self.prefill = _StepModel(LinearCost(positive(prior.prefill, PREFILL_PRIOR)))
+        self.decode = _StepModel(LinearCost(positive(prior.decode, DECODE_PRIOR)))
+        self.queued_token_s = prior.queued_token_s
+        self.costs = prior
+
+    @property
+    def num_observed(self) -> int:
+        return self.prefill.linear.num_observed + self.decode.linear.num_observed
+
+    def refresh(self) -> None:
+        self.costs = WorkerCosts(self.prefill.cost, self.decode.cost, self.queued_token_s)
+
+
+class CostBook:
+    """The models of every worker. A new one starts from the median of its peers, which one false report cannot move."""
+
+    def __init__(self) -> None:
+        self._models: dict[WorkerId, _WorkerModels] = {}
+
+    def costs(self, worker_id: WorkerId) -> WorkerCosts:
+        """Returns the same object until something is learned."""
+        models = self._models.get(worker_id)
+        return models.costs if models is not None else self._models_of(worker_id).costs
+
+    def on_load(self, worker_id: WorkerId, load: WorkerLoad, page_size: int) -> None:
+        """Learns from a worker's report."""
+        models = self._models_of(worker_id)
+        before = models.num_observed
+        if load.prefill_steps.steps or load.decode_steps.steps:
+            models.decode.observe(load.decode_steps)
+            since = models.prefill.observe(load.prefill_steps)
+            if since is not None and since.tokens:
+                _learn_queue(models, since.seconds / since.tokens)
+        else:
+            _learn_rates(models, load, page_size)
+        if models.num_observed != before:
+            models.refresh()
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """Drops the models of a worker that has left or restarted."""
+        self._models.pop(worker_id, None)
+
+    def _models_of(self, worker_id: WorkerId) -> _WorkerModels:
+        models = self._models.get(worker_id)
+        if models is None:
+            models = self._models[worker_id] = _WorkerModels(self._pooled())
+        return models
+
+    def _pooled(self) -> WorkerCosts:
+        known = self._models.values()
+        prefill = [models.costs for models in known if models.prefill.linear.num_observed]
+        decode = [models.costs.decode for models in known if models.decode.linear.num_observed]
+        return WorkerCosts(
+            _median((costs.prefill for costs in prefill), PREFILL_PRIOR),
+            _median(decode, DECODE_PRIOR),
+            median([costs.queued_token_s for costs in prefill]) if prefill else PREFILL_PRIOR.token_s,
+        )
+
+
+def _learn_queue(models: _WorkerModels, token_s: float) -> None:
+    """Learns how fast a queue drains, bounded by the model, so that one odd report does not decide it."""
+    cost = models.prefill.cost
+    bounded_s = min(max(token_s, cost.token_s / 4), 4 * (cost.token_s + cost.fixed_s) + 1e5 * cost.context_s)
+    weight = _SMOOTHING * 2 if models.prefill.linear.num_observed > 1 else 1.0
+    models.queued_token_s += weight * (bounded_s - models.queued_token_s)
+
+
+def _learn_rates(models: _WorkerModels, load: WorkerLoad, page_size: int) -> None:
+    """Learns from a worker that reports running means instead of totals."""
+    if load.prefill_tokens_per_s > 0:
+        models.prefill.linear.observe((1, 1000, 0), 1000 / load.prefill_tokens_per_s)
+        _learn_queue(models, 1 / load.prefill_tokens_per_s)
+    if load.step_s > 0 and load.num_running:
+        used = (load.total_pages - load.free_pages) * page_size
+        models.decode.linear.observe((1, load.num_running, max(0, used)), load.step_s)
+
+
+def positive(coefficients: Iterable[float], prior: Iterable[float]) -> tuple[float, ...]:
+    """Keeps a prior from calling something free: its coefficient could never be learned then."""
+    return tuple(max(value, start / 1e3) for value, start in zip(coefficients, prior, strict=True))
+
+
+def _median(costs: Iterable[StepCost], default: StepCost) -> StepCost:
+    known = list(costs)
+    return StepCost(*map(median, zip(*known, strict=True))) if known else default

@@ -1,0 +1,186 @@
+"""Work that routers have sent to workers and that the workers' load reports do not show yet.
+
+Placement adds it to every worker's reported load; without it, all requests between two reports would go to the same
+worker, the least loaded one. `InflightLedger` holds this router's own work, `PeerInflight` what the other routers
+report of theirs. Pure: time is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.types import Epoch, WorkerId
+
+STALE_S = 2.0  # a peer's report older than this is ignored; peers report every half second
+_REPORT_LAG_S = 0.05  # a load report left its worker up to this long before it arrived here
+_MAX_EARLIER = 8  # epochs of one address that are remembered as replaced
+
+
+class InflightWork(NamedTuple):
+    """What one request puts on one worker or link. A plain tuple: several are made and summed for every request."""
+
+    num_requests: int = 0  # to decode
+    num_pages: int = 0  # that decoding will hold
+    prefill_tokens: int = 0  # to compute
+    num_bytes: int = 0  # to move over a link
+
+    def __add__(self, other: InflightWork) -> InflightWork:  # type: ignore[override]
+        return InflightWork(self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3])
+
+    def __sub__(self, other: InflightWork) -> InflightWork:
+        return InflightWork(self[0] - other[0], self[1] - other[1], self[2] - other[2], self[3] - other[3])
+
+
+NO_WORK = InflightWork()
+
+
+WorkerPair = tuple[WorkerId, WorkerId]  # prefill and decode worker: the link between them
+
+
+class WorkKey(NamedTuple):
+    """Identifies one entry of the ledger."""
+
+    owner: WorkerId | WorkerPair
+    number: int
+
+
+@dataclass(slots=True)
+class _Account:
+    total: InflightWork = NO_WORK  # invariant: the sum of `entries` and `pinned`
+    entries: dict[int, tuple[float, InflightWork]] = field(default_factory=dict)  # ordered by the time sent
+    pinned: dict[int, InflightWork] = field(default_factory=dict)  # not sent yet
+
+
+class InflightLedger:
+    """Credits workers and links with what this router sends them.
+
+    An entry for a worker is removed when its request makes progress or ends (`settle`), or when the worker has reported
+    its load since. No report shows the bytes on links: those entries are removed by `settle` alone. Work that a client
+    has yet to send is pinned, and no report removes it until it is unpinned.
+    """
+
+    def __init__(self) -> None:
+        self._accounts: dict[WorkerId | WorkerPair, _Account] = {}
+        self._last = 0
+        self._watchers: list[Callable[[], None]] = []
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Registers a callback for every change of a total. It must be quick."""
+        self._watchers.append(callback)
+
+    def totals(self) -> list[tuple[WorkerId, InflightWork]]:
+        """Returns the work in flight to each worker that has any."""
+        return [
+            (owner, account.total)
+            for owner, account in self._accounts.items()
+            if (account.entries or account.pinned) and not isinstance(owner, tuple)
+        ]
+
+    def sent_to(self, worker_id: WorkerId) -> InflightWork:
+        account = self._accounts.get(worker_id)
+        return account.total if account else NO_WORK
+
+    def link_bytes(self, link: WorkerPair) -> int:
+        """Returns the bytes announced for the link that are not known to have arrived."""
+        account = self._accounts.get(link)
+        return account.total.num_bytes if account else 0
+
+    def record(self, owner: WorkerId | WorkerPair, work: InflightWork, now_s: float) -> WorkKey:
+        account = self._accounts.setdefault(owner, _Account())
+        self._last += 1
+        account.entries[self._last] = (now_s, work)
+        self._change(account, account.total + work)
+        return WorkKey(owner, self._last)
+
+    def settle(self, keys: Iterable[WorkKey]) -> None:
+        """Removes entries. Idempotent."""
+        for key in keys:
+            account = self._accounts.get(key.owner)
+            if account is None:
+                continue
+            _, work = account.entries.pop(key.number, (0.0, None))
+            work = work or account.pinned.pop(key.number, None)
+            if work is not None:
+                if not (account.entries or account.pinned) and isinstance(key.owner, tuple):
+                    del self._accounts[key.owner]
+                self._change(account, account.total - work)
+
+    def pin(self, keys: Iterable[WorkKey]) -> None:
+        """Marks entries as not sent yet, since a client sends them later: until `unpin` no report can show them."""
+        for key in keys:
+            account = self._accounts[key.owner]
+            account.pinned[key.number] = account.entries.pop(key.number)[1]
+
+    def unpin(self, keys: Iterable[WorkKey], now_s: float) -> None:
+        """Marks pinned entries as sent now. Idempotent."""
+        for key in keys:
+            account = self._accounts.get(key.owner)
+            work = account.pinned.pop(key.number, None) if account else None
+            if account and work is not None:
+                account.entries[key.number] = (now_s, work)
+
+    def on_report(self, worker_id: WorkerId, now_s: float) -> None:
+        """Removes the entries that the worker's load report, just arrived, includes."""
+        account = self._accounts.get(worker_id)
+        if account is None:
+            return
+        for number, (sent_s, work) in list(account.entries.items()):
+            if sent_s >= now_s - _REPORT_LAG_S:
+                return
+            del account.entries[number]
+            self._change(account, account.total - work)
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """Drops everything about a worker that has left, its links included."""
+        self._accounts.pop(worker_id, None)
+        for link in [owner for owner in self._accounts if isinstance(owner, tuple) and worker_id in owner]:
+            del self._accounts[link]
+
+    def _change(self, account: _Account, total: InflightWork) -> None:
+        account.total = total
+        for callback in self._watchers:
+            callback()
+
+
+@dataclass(slots=True)
+class _Report:
+    epoch: Epoch
+    earlier: tuple[Epoch, ...]  # of the same address, oldest first
+    number: int
+    received_s: float
+    work: Mapping[WorkerId, InflightWork]
+
+
+class PeerInflight:
+    """The newest report of each other router, by its address.
+
+    Reports are whole states, not changes: a lost, late or repeated one does no harm, and a router that falls silent is
+    ignored after `STALE_S`.
+    """
+
+    def __init__(self) -> None:
+        self._reports: dict[str, _Report] = {}
+
+    def apply(self, peer: str, epoch: Epoch, number: int, work: Mapping[WorkerId, InflightWork], now_s: float) -> None:
+        """Replaces the peer's previous report unless that one is newer. Epochs have no order: one that was not seen
+        before is that of a restarted router, and replaces the others for good."""
+        known = self._reports.get(peer)
+        earlier: tuple[Epoch, ...] = ()
+        if known is not None:
+            if epoch in known.earlier or (epoch == known.epoch and number <= known.number):
+                return
+            earlier = known.earlier if epoch == known.epoch else (*known.earlier, known.epoch)[-_MAX_EARLIER:]
+        self._reports[peer] = _Report(epoch, earlier, number, now_s, work)
+
+    def sent_to(self, worker_id: WorkerId, now_s: float) -> InflightWork:
+        total = NO_WORK
+        for report in self._reports.values():
+            if worker_id in report.work and now_s - report.received_s < STALE_S:
+                total += report.work[worker_id]
+        return total
+
+    def drop(self, peer: str) -> None:
+        """Forgets a router that has left."""
+        self._reports.pop(peer, None)

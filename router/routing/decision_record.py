@@ -1,0 +1,76 @@
+"""The decision record: why a request went where it did, what that was expected to take, and what it took. Pure.
+
+Plain data, in milliseconds. Bounded, because it travels in trailers: considered pairs are dropped first, then all
+completions but the first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.v1 import common_pb2
+from router.routing.policy.interface import PairChoice, PairScore
+
+MAX_BYTES = 6144  # of its JSON: gRPC peers accept 8 KiB of metadata in all
+_MAX_COMPLETIONS = 8
+_STAGES = tuple(name.removesuffix("_s") for name in PairScore._fields if name.endswith("_s"))
+_ACTUAL_MS = ("queue_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_ms")
+
+DecisionRecord = dict[str, Any]
+
+
+def completion_record(index: int, choices: Sequence[PairChoice], timing: common_pb2.Timing | None) -> DecisionRecord:
+    """Describes one completion: where it was sent, in order, and what it took; `timing` is None until that is known."""
+    sent: DecisionRecord = {"index": index, "attempts": [_attempt(choice) for choice in choices]}
+    if timing is None:
+        return sent
+    actual: DecisionRecord = {name: round(getattr(timing, name), 3) for name in _ACTUAL_MS}
+    for name in ("prefill_worker", "decode_worker", "prefill_cached_tokens", "decode_cached_tokens"):
+        actual[name] = getattr(timing, name)
+    actual |= {"pages_moved": timing.pages_moved, "migrations": timing.num_migrations}
+    return {**sent, "actual": actual}
+
+
+def decision_record(request_id: str, policy: str, completions: Sequence[DecisionRecord]) -> DecisionRecord:
+    """Describes a whole request in at most `MAX_BYTES`, marked as truncated where something was dropped."""
+    kept = list(completions[:_MAX_COMPLETIONS])
+    record: DecisionRecord = {"request_id": request_id, "policy": policy, "completions": kept}
+    if len(kept) < len(completions):
+        record["truncated"] = True
+    for limit in (4, 2, 1, 0):
+        if len(to_json(record)) <= MAX_BYTES:
+            return record
+        record["truncated"] = True
+        for completion in kept:
+            for attempt in completion["attempts"]:
+                del attempt["considered"][limit:]
+    for items in (kept, kept[0]["attempts"]):
+        while len(items) > 1 and len(to_json(record)) > MAX_BYTES:
+            del items[(len(items) + 1) // 2 :]
+    return record
+
+
+def to_json(record: DecisionRecord) -> str:
+    """Returns ASCII, as metadata requires."""
+    return json.dumps(record, separators=(",", ":"))
+
+
+def _attempt(choice: PairChoice) -> DecisionRecord:
+    return {
+        "predicted": _score(choice.score),
+        "fallbacks": [estimate.worker_id for estimate in choice.prefill[1:]],
+        "considered": [_score(score) for score in choice.considered],
+    }
+
+
+def _score(score: PairScore) -> DecisionRecord:
+    stages: DecisionRecord = {f"{stage}_ms": round(getattr(score, f"{stage}_s") * 1e3, 3) for stage in _STAGES}
+    return {
+        "prefill": score.prefill or score.decode,
+        "decode": score.decode,
+        **stages,
+        "prefill_cached_tokens": score.prefill_cached_tokens,
+        "decode_cached_tokens": score.decode_cached_tokens,
+    }

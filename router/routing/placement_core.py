@@ -1,0 +1,188 @@
+"""The pure core of placement: builds a policy's inputs and books its choices. Time is passed in.
+
+The router's shell (`router.dispatch.placement`) and the simulator's router both place requests by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.types import WorkerId, WorkerLoad
+from router.routing.costs.cost_model import CostBook, WorkerCosts
+from router.routing.costs.inflight import InflightLedger, InflightWork, WorkKey
+from router.routing.costs.link_costs import LinkBook, LinkCost
+from router.routing.policy.interface import (
+    NOTHING_CACHED,
+    LinkPricing,
+    PairChoice,
+    PlacementDemand,
+    WorkerLimits,
+    WorkerView,
+)
+from router.routing.policy.replication import HotPrefixes
+
+_OUTPUT_PRIOR = 128.0  # tokens
+_SMOOTHING = 0.02
+_MAX_VIEWS = 16384
+_NAMING_TOKENS = 2048  # leading tokens that identify a long prompt: many prompts share their first few hundred
+_NAMING_PAGES = 4  # leading pages that identify a shorter one
+
+
+def num_naming_pages(num_tokens: int, page_size: int) -> int:
+    """Returns how many leading pages identify a prompt's prefix, by the hash of the last of them.
+
+    0 where the prompt is shorter than a page.
+    """
+    num_full = num_tokens // page_size
+    named = _NAMING_TOKENS // page_size
+    return max(1, named) if num_full >= max(1, named) else min(_NAMING_PAGES, num_full)
+
+
+class RoutableWorker(Protocol):
+    """A worker that takes requests."""
+
+    @property
+    def worker_id(self) -> WorkerId: ...
+
+    @property
+    def load(self) -> WorkerLoad: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def limits(self) -> WorkerLimits: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Commitment:
+    """What a choice puts on its workers, and what it predicts of them."""
+
+    credits: list[WorkKey]
+    step_s: float  # expected decode step
+    promised_prefill_tokens: int  # cached, by the index, where the prompt is computed, and usable
+    promised_decode_tokens: int
+    link_bytes: int = 0  # its own and those that go over the link before
+
+
+class LearnedLinkPricing:
+    """A `LinkPricing` by what was learned of the links and what is in flight on them."""
+
+    def __init__(self, links: LinkBook, ledger: InflightLedger) -> None:
+        self._links = links
+        self._ledger = ledger
+        self.cost = links.cost
+
+    @property
+    def fastest(self) -> LinkCost:
+        return self._links.fastest
+
+    def bytes_ahead(self, prefill: WorkerId, decode: WorkerId) -> int:
+        return self._ledger.link_bytes((prefill, decode))
+
+
+class PlacementCore:
+    """Reads the ledger and the cost models, which others feed; owns what is learned from requests."""
+
+    def __init__(self, ledger: InflightLedger, costs: CostBook, links: LinkBook, max_replicas: int = 8) -> None:
+        self._ledger = ledger
+        self._costs = costs
+        self._links = links
+        self._hot = HotPrefixes(max_replicas)
+        self._views: dict[WorkerId, WorkerView] = {}
+        self._output_tokens = _OUTPUT_PRIOR
+
+    def views(self, workers: Sequence[RoutableWorker], sent_to: Callable[[WorkerId], InflightWork]) -> list[WorkerView]:
+        """Returns a view of each worker, reused while nothing about it changes.
+
+        `sent_to` returns the in-flight work of this router and its peers.
+        """
+        find, costs_of = self._views.get, self._costs.costs
+        views = []
+        for worker in workers:
+            worker_id, load, limits = worker.worker_id, worker.load, worker.limits
+            view, sent, costs = find(worker_id), sent_to(worker_id), costs_of(worker_id)
+            if (
+                view is None
+                or view.load is not load
+                or view.costs is not costs
+                or view.limits is not limits
+                or (view.sent is not sent and view.sent != sent)
+            ):
+                view = self._make_view(worker, sent, costs)
+            views.append(view)
+        return views
+
+    def _make_view(self, worker: RoutableWorker, sent: InflightWork, costs: WorkerCosts) -> WorkerView:
+        if len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+        view = WorkerView(worker.worker_id, worker.load, worker.page_size, sent, costs, worker.limits)
+        self._views[worker.worker_id] = view
+        return view
+
+    def demand(
+        self,
+        *,
+        num_tokens: int,
+        max_tokens: int,
+        token_bytes: float,
+        cached_tokens: Mapping[WorkerId, int],
+        prefill: Sequence[WorkerId],
+        links: LinkPricing,
+        now_s: float,
+        host_tokens: Mapping[WorkerId, int] = NOTHING_CACHED,
+        prefix: bytes = b"",
+        session: str = "",
+        explain: bool = False,
+    ) -> PlacementDemand:
+        """Describes a request to a policy and counts it as a use of its prefix.
+
+        It emits `max_tokens` more at most; the other arguments are PlacementDemand's.
+        """
+        cached = [tokens for worker_id in prefill if (tokens := cached_tokens.get(worker_id))]
+        most = max(cached, default=0)
+        num_holders = sum(1 for tokens in cached if 2 * tokens >= most)
+        return PlacementDemand(
+            num_tokens=num_tokens,
+            token_bytes=token_bytes,
+            cached_tokens=cached_tokens,
+            host_tokens=host_tokens,
+            links=links,
+            output_tokens=max(1.0, min(self._output_tokens, max_tokens)),
+            session=session,
+            prefix=prefix,
+            replicate=self._hot.wants_copy(prefix, num_holders, len(prefill), now_s),
+            explain=explain,
+        )
+
+    def commit(self, choice: PairChoice, demand: PlacementDemand, page_size: int, now_s: float) -> Commitment:
+        """Credits the workers with what their next load reports do not show yet, and the link with its bytes."""
+        ledger = self._ledger
+        pages = -(-demand.num_tokens // page_size)
+        computed_by = choice.prefill[0].worker_id if choice.prefill else choice.decode
+        credits = [
+            ledger.record(choice.decode, InflightWork(num_requests=1, num_pages=pages), now_s),
+            ledger.record(computed_by, InflightWork(prefill_tokens=choice.uncached_tokens), now_s),
+        ]
+        step_s = choice.score.decode_s / demand.output_tokens
+        usable = (demand.num_tokens - 1) // page_size * page_size
+        prefill_tokens = min(choice.score.prefill_cached_tokens, usable)
+        decode_tokens = min(choice.score.decode_cached_tokens, usable)
+        if not choice.prefill:
+            return Commitment(credits, step_s, prefill_tokens, decode_tokens)
+        link = (computed_by, choice.decode)
+        ahead = ledger.link_bytes(link)
+        own = int(demand.uncached_on(choice.decode) * demand.token_bytes)
+        credits.append(ledger.record(link, InflightWork(num_bytes=own), now_s))
+        return Commitment(credits, step_s, prefill_tokens, decode_tokens, ahead + own)
+
+    def on_end(self, num_output_tokens: int) -> None:
+        """Learns the length of a completion."""
+        self._output_tokens += _SMOOTHING * (num_output_tokens - self._output_tokens)
+
+    def on_transfer(self, choice: PairChoice, commitment: Commitment, exposed_s: float) -> None:
+        """Learns how long after the prefill the pages arrived over the chosen link."""
+        if choice.prefill:
+            self._links.observe(choice.prefill[0].worker_id, choice.decode, commitment.link_bytes, exposed_s)

@@ -1,0 +1,143 @@
+"""What each end of a (prefill, decode) pair costs: every cost term of the kv-aware policy, weighted and summed. Pure.
+
+The terms in seconds come from `prices`, their weights from `penstock.config.KvAwareConfig`. To add a cost term: compute
+it here (or in `prices`, if other policies should be compared by it), add it to the sum of its end in `prefill`,
+`decode` or `local_s`, add its weight to KvAwareConfig, and test it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from penstock.config import KvAwareConfig
+from router.routing.policy import prices
+from router.routing.policy.interface import PlacementDemand, WorkerView
+from router.routing.policy.rendezvous import preferred
+
+_SMOOTHING = 0.05  # weight of the newest request
+_MAX_WAITING = 4.0  # prompts waiting on a worker, beyond which prices rise no further: then admission has to act
+
+# Cost in seconds, a random tie-breaker, the worker, the bonus subtracted from the cost, and the seconds to compute the
+# prompt there (0 for decode workers). A plain tuple: one is made for every worker of every request.
+End = tuple[float, float, WorkerView, float, float]
+
+
+DEFAULT_WEIGHTS = KvAwareConfig()
+
+
+class PrefillContention:
+    """Estimates how many prompts wait behind the one that a prefill worker computes.
+
+    The cheapest worker for one request alone is often not the cheapest for all: where it computes what another has
+    cached, it delays whatever is sent there next. While nothing waits this costs nothing; the fuller the queues are,
+    the more a cached prefix is worth. docs/lab-notes/ has what this term gains.
+    """
+
+    def __init__(self) -> None:
+        self._busy_share = 0.0  # of workers with a queue: running mean over the requests placed
+
+    @property
+    def num_waiting(self) -> float:
+        """Returns the mean queue length at that utilization, the prompt in service included."""
+        if self._busy_share >= 1.0:
+            return _MAX_WAITING
+        return min(_MAX_WAITING, self._busy_share / (1.0 - self._busy_share))
+
+    def observe(self, views: Sequence[WorkerView]) -> None:
+        """Learns from the queues that a request finds."""
+        share = sum([view.queue_s > 0.0 for view in views]) / len(views)
+        self._busy_share += _SMOOTHING * (share - self._busy_share)
+
+    def delays_s(
+        self, demand: PlacementDemand, views: Sequence[WorkerView], computes_s: Sequence[float]
+    ) -> list[float]:
+        """Returns for each view by how much waiting prompts are delayed if this one is computed there.
+
+        All are priced by the costs of one worker, the fastest: otherwise a small error in the learned costs of a worker
+        would count several times and drive work away from it for no cache's sake.
+        """
+        waiting = self.num_waiting
+        if not waiting:
+            return [0.0] * len(views)
+        fastest = views[computes_s.index(min(computes_s))]
+        return [waiting * compute_s for compute_s in prices.all_prefill_like_s(demand, views, fastest)]
+
+
+class EndCosts:
+    """Sums the weighted cost terms of prefill ends, decode ends, and decode workers that compute the prompt."""
+
+    def __init__(self, weights: KvAwareConfig) -> None:
+        self._weights = weights
+        self._contention = PrefillContention()
+
+    def prefill(self, demand: PlacementDemand, views: Sequence[WorkerView], rng: random.Random) -> list[End]:
+        """Prices prefill workers by the time until they have computed the prompt and the delay of those behind it.
+
+        Returns them cheapest first.
+        """
+        if not views:
+            return []
+        computes = prices.all_prefill_s(demand, views)
+        delays = self._weighted_delays(demand, views, computes)
+        bonuses = self._session_bonuses(demand, views)
+        if demand.replicate:
+            self._add_replica_bonuses(demand, views, computes, bonuses)
+        tie_breaker = rng.random
+        return sorted(
+            (view.queue_s + compute_s + delay_s - bonus_s, tie_breaker(), view, bonus_s, compute_s)
+            for view, compute_s, delay_s, bonus_s in zip(views, computes, delays, bonuses, strict=True)
+        )
+
+    def decode(self, demand: PlacementDemand, views: Sequence[WorkerView], rng: random.Random) -> list[End]:
+        """Prices decoding on each worker. The transfer belongs to the pair and is not included."""
+        tie_breaker = rng.random
+        costs = prices.all_decode_s(demand, views, self._weights.decode_weight)
+        bonuses = self._session_bonuses(demand, views)
+        return [
+            (cost_s - bonus_s, tie_breaker(), view, bonus_s, 0.0)
+            for view, cost_s, bonus_s in zip(views, costs, bonuses, strict=True)
+        ]
+
+    def local_s(self, demand: PlacementDemand, ends: Sequence[End], has_prefill: bool) -> list[float]:
+        """Returns the total cost of each decode end that computes the prompt itself.
+
+        Its chunks delay every sequence that decodes there. The prompts waiting behind it are counted only where there
+        are no prefill workers to send them to.
+        """
+        views = [end[2] for end in ends]
+        computes = prices.all_prefill_s(demand, views)
+        delays = [0.0] * len(views) if has_prefill else self._weighted_delays(demand, views, computes)
+        decode_weight = self._weights.decode_weight
+        return [
+            cost_s + view.queue_s + compute_s + delay_s + decode_weight * view.num_requests * compute_s
+            for (cost_s, _, view, _, _), compute_s, delay_s in zip(ends, computes, delays, strict=True)
+        ]
+
+    def _weighted_delays(
+        self, demand: PlacementDemand, views: Sequence[WorkerView], computes: Sequence[float]
+    ) -> list[float]:
+        delays = self._contention.delays_s(demand, views, computes)
+        self._contention.observe(views)
+        weight = self._weights.contention_weight
+        return [weight * delay_s for delay_s in delays]
+
+    def _session_bonuses(self, demand: PlacementDemand, views: Sequence[WorkerView]) -> list[float]:
+        """Makes the session's worker cheaper: others serve the session only once it costs this much more."""
+        bonuses = [0.0] * len(views)
+        if demand.session and views:
+            bonuses[preferred(demand.session.encode(), [view.worker_id for view in views])] = self._weights.affinity_s
+        return bonuses
+
+    def _add_replica_bonuses(
+        self, demand: PlacementDemand, views: Sequence[WorkerView], computes: list[float], bonuses: list[float]
+    ) -> None:
+        """Makes workers without the prefix cheaper by what computing it takes, up to `replica_s`.
+
+        The request leaves a copy there that serves others.
+        """
+        cached = [demand.cached_tokens.get(view.worker_id, 0) for view in views]
+        most, least_s = max(cached), min(computes)
+        for position, tokens in enumerate(cached):
+            if 2 * tokens < most:
+                bonuses[position] += min(self._weights.replica_s, computes[position] - least_s)

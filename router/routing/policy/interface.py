@@ -1,0 +1,173 @@
+"""What a placement policy sees and what it answers: workers as views, a request as a demand, a choice. Pure data.
+
+The one protocol between placement, the simulator and every policy. A view is rebuilt when its worker's load, in-flight
+work or costs change and reused until then, so that whatever depends on the worker alone is computed once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+from penstock.types import WorkerId, WorkerLoad
+from router.routing.costs.cost_model import PRIOR_COSTS, WorkerCosts
+from router.routing.costs.inflight import NO_WORK, InflightWork
+from router.routing.costs.link_costs import PRIORS, Distance, LinkCost
+
+MAX_CANDIDATES = 3  # prefill workers named for one request
+DEFAULT_CHUNK_TOKENS = 2048  # for a worker that does not describe its own
+
+
+class LinkPricing(Protocol):
+    """What it costs to move pages from a prefill to a decode worker."""
+
+    @property
+    def fastest(self) -> LinkCost:
+        """A lower bound on every link's cost, in latency and in seconds per byte."""
+        ...
+
+    def cost(self, prefill: WorkerId, decode: WorkerId) -> LinkCost: ...
+
+    def bytes_ahead(self, prefill: WorkerId, decode: WorkerId) -> int:
+        """Returns the bytes in flight on the link or announced for it."""
+        ...
+
+
+class UniformLinkPricing:
+    """Prices every link alike, and idle."""
+
+    def __init__(self, cost: LinkCost = PRIORS[Distance.UNKNOWN]) -> None:
+        self.fastest = cost
+
+    def cost(self, prefill: WorkerId, decode: WorkerId) -> LinkCost:
+        return self.fastest
+
+    def bytes_ahead(self, prefill: WorkerId, decode: WorkerId) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """Limits of one worker as it describes itself; 0 or None where it does not."""
+
+    chunk_tokens: int = 0  # of prompts, in one step
+    max_running: int = 0  # sequences
+    max_local_tokens: int | None = None  # that a decode worker computes itself while there are prefill workers
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker that takes requests, as a policy sees it."""
+
+    worker_id: WorkerId
+    load: WorkerLoad
+    page_size: int  # tokens
+    sent: InflightWork = NO_WORK  # beyond what `load` shows
+    costs: WorkerCosts = PRIOR_COSTS
+    limits: WorkerLimits = WorkerLimits()
+    queue_s: float = field(init=False)  # until a prompt that arrives now is started
+    num_requests: int = field(init=False)  # to decode, waiting ones included
+    kv_tokens: int = field(init=False)  # held by them
+    token_price: float = field(init=False)  # seconds for all, if a new sequence decodes one more token here
+    context_price: float = field(init=False)  # and for each token of its context
+
+    def __post_init__(self) -> None:
+        load, sent = self.load, self.sent
+        queued = load.queued_prefill_tokens + sent.prefill_tokens
+        object.__setattr__(self, "queue_s", queued * self.costs.queued_token_s)
+        object.__setattr__(self, "num_requests", load.num_running + load.num_waiting + sent.num_requests)
+        used_pages = load.total_pages - load.free_pages + sent.num_pages
+        object.__setattr__(self, "kv_tokens", max(0, used_pages) * self.page_size)
+        decode = self.costs.decode
+        object.__setattr__(self, "token_price", self.step_s + self.num_requests * decode.token_s / 2)
+        object.__setattr__(self, "context_price", decode.context_s * (1 + self.num_requests / 2))
+
+    @property
+    def step_s(self) -> float:
+        """Returns the decode step's time with one sequence more than now, without that sequence's context."""
+        running = self.num_requests + 1
+        if self.limits.max_running:
+            running = min(running, self.limits.max_running)
+        decode = self.costs.decode
+        return decode.fixed_s + running * decode.token_s + self.kv_tokens * decode.context_s
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS
+
+
+NOTHING_CACHED: Mapping[WorkerId, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementDemand:
+    """What a request needs, and what is known about its prompt."""
+
+    num_tokens: int  # to have KV for: the prompt and what was emitted before
+    token_bytes: float  # of KV
+    # Leading tokens whose pages a worker holds, on any tier; and those of them to be copied back from host memory.
+    cached_tokens: Mapping[WorkerId, int] = field(default_factory=lambda: NOTHING_CACHED)
+    host_tokens: Mapping[WorkerId, int] = field(default_factory=lambda: NOTHING_CACHED)
+    links: LinkPricing = field(default_factory=UniformLinkPricing)
+    output_tokens: float = 128.0  # expected
+    session: str = ""  # requests of one session prefer one pair of workers
+    prefix: bytes = b""  # identifies the beginning of the prompt; empty where that is shorter than a page
+    replicate: bool = False  # the prefix is requested more often than its holders should bear
+    explain: bool = False  # the choice shall list the pairs considered
+
+    def uncached_on(self, worker_id: WorkerId) -> int:
+        """Returns the tokens to compute there: at least the last one, whose logits are needed whatever is cached."""
+        return max(1, self.num_tokens - self.cached_tokens.get(worker_id, 0))
+
+
+class PrefillEstimate(NamedTuple):
+    worker_id: WorkerId
+    queue_s: float
+    prefill_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.prefill_s
+
+
+class PairScore(NamedTuple):
+    """The estimated cost of one pair by stage, in seconds. The client waits for the first four."""
+
+    prefill: WorkerId | None  # None: the decode worker computes the prompt
+    decode: WorkerId
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    admission_s: float  # until the decode worker has pages and a slot
+    decode_s: float  # of this request's own tokens
+    harm_s: float  # delay of all other sequences that decode there, summed
+    bonus_s: float  # subtracted for the session's worker and for replicas
+    total_s: float  # what the policy compares; it may weight the stages
+    prefill_cached_tokens: int
+    decode_cached_tokens: int
+
+    @property
+    def first_token_s(self) -> float:
+        return self.queue_s + self.prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class PairChoice:
+    """A policy's answer: the decode worker, and the prefill workers to try in order."""
+
+    decode: WorkerId
+    prefill: tuple[PrefillEstimate, ...]  # best first; empty: the decode worker computes the prompt
+    uncached_tokens: int  # on the first of them
+    score: PairScore  # of the chosen pair
+    considered: tuple[PairScore, ...] = ()  # with `explain`: the cheapest pairs, cheapest first
+
+
+class PlacementPolicy(Protocol):
+    def choose(
+        self, demand: PlacementDemand, decode: Sequence[WorkerView], prefill: Sequence[WorkerView], rng: random.Random
+    ) -> PairChoice:
+        """Chooses a pair. `decode` is not empty, and pages of every prefill worker fit every decode worker."""
+        ...

@@ -1,0 +1,135 @@
+"""The kv-aware policy: the (prefill, decode) pair that costs least, both ends and the link between them taken together.
+
+Pure. A pair costs what its ends cost (`end_costs`) plus the transfer over its link, so the search walks both ends
+cheapest first and stops where even the fastest link could not make up the difference: it is exact, and prices a few
+pairs of a thousand. A decode worker that computes the prompt itself is one more candidate, priced by the same models.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+from penstock.config import KvAwareConfig
+from router.routing.policy import prices
+from router.routing.policy.end_costs import DEFAULT_WEIGHTS, End, EndCosts
+from router.routing.policy.interface import (
+    MAX_CANDIDATES,
+    PairChoice,
+    PairScore,
+    PlacementDemand,
+    PrefillEstimate,
+    WorkerView,
+)
+
+_MAX_PAIRS = 256  # priced for one request: reached only where links differ much, or with a temperature
+_TIE_S = 1e-9
+_MAX_TEMPERATURES = 8  # a pair that costs this many temperatures more than the best is never chosen
+_NUM_CONSIDERED = 8
+_NUM_FALLBACKS = 5  # cheapest prefill workers among which the fallbacks are chosen
+
+
+class _Pair(NamedTuple):
+    total_s: float
+    decode: End
+    prefill: End | None
+
+
+class KvAwarePolicy:
+    """Chooses the pair of least estimated seconds, or a random one near it where there is a temperature."""
+
+    def __init__(self, weights: KvAwareConfig = DEFAULT_WEIGHTS) -> None:
+        self._costs = EndCosts(weights)
+        self._temperature_s = weights.temperature_s
+
+    def choose(
+        self, demand: PlacementDemand, decode: Sequence[WorkerView], prefill: Sequence[WorkerView], rng: random.Random
+    ) -> PairChoice:
+        senders = self._costs.prefill(demand, prefill, rng)
+        receivers = self._costs.decode(demand, decode, rng)
+        slack_s = math.inf if demand.explain else self._temperature_s * _MAX_TEMPERATURES
+        pairs = self._local_pairs(demand, receivers, bool(prefill))
+        _search(demand, senders, receivers, slack_s, pairs)
+        return _choice(demand, self._sample(pairs, rng), senders, pairs)
+
+    def _local_pairs(self, demand: PlacementDemand, receivers: list[End], has_prefill: bool) -> list[_Pair]:
+        """Returns decode workers that may compute the prompt: beside prefill workers, up to `max_local_tokens`."""
+        if has_prefill:
+            num_tokens, cached = demand.num_tokens, demand.cached_tokens.get
+            receivers = [
+                end
+                for end in receivers
+                if (limit := end[2].limits.max_local_tokens) is None
+                or limit >= (num_tokens - cached(end[2].worker_id, 0) or 1)
+            ]
+        totals = self._costs.local_s(demand, receivers, has_prefill)
+        return [_Pair(total_s, end, None) for total_s, end in zip(totals, receivers, strict=True)]
+
+    def _sample(self, pairs: list[_Pair], rng: random.Random) -> _Pair:
+        least_s = min(pair.total_s for pair in pairs)
+        if not self._temperature_s:
+            best = [pair for pair in pairs if pair.total_s <= least_s + _TIE_S]
+            return best[0] if len(best) == 1 else rng.choice(best)
+        odds = [math.exp((least_s - pair.total_s) / self._temperature_s) for pair in pairs]
+        return rng.choices(pairs, odds)[0]
+
+
+def _search(
+    demand: PlacementDemand, senders: list[End], receivers: list[End], slack_s: float, found: list[_Pair]
+) -> None:
+    """Appends the pairs that may be the best one, or within `slack_s` of it, to `found`."""
+    if not senders:
+        return
+    links = demand.links
+    least_latency_s, least_byte_s = links.fastest
+    num_tokens, token_bytes, cached = demand.num_tokens, demand.token_bytes, demand.cached_tokens.get
+    best_s = min((pair.total_s for pair in found), default=math.inf)
+    floors = []
+    for end in receivers:
+        num_bytes = max(1, num_tokens - cached(end[2].worker_id, 0)) * token_bytes
+        floors.append((end[0] + least_latency_s + num_bytes * least_byte_s, end[1], end, num_bytes))
+    floors.sort()
+    remaining = _MAX_PAIRS
+    for floor_s, _, receiver, num_bytes in floors:
+        if floor_s + senders[0][0] > best_s + slack_s:
+            return
+        decode_id = receiver[2].worker_id
+        for sender in senders:
+            if floor_s + sender[0] > best_s + slack_s or not remaining:
+                break
+            remaining -= 1
+            prefill_id = sender[2].worker_id
+            latency_s, byte_s = links.cost(prefill_id, decode_id)
+            transfer_s = latency_s + (num_bytes + links.bytes_ahead(prefill_id, decode_id)) * byte_s
+            total_s = receiver[0] + sender[0] + transfer_s
+            found.append(_Pair(total_s, receiver, sender))
+            best_s = min(best_s, total_s)
+
+
+def _choice(demand: PlacementDemand, chosen: _Pair, senders: list[End], pairs: list[_Pair]) -> PairChoice:
+    considered: tuple[PairScore, ...] = ()
+    if demand.explain:
+        considered = tuple(_score(demand, pair) for pair in sorted(pairs, key=itemgetter(0))[:_NUM_CONSIDERED])
+    view = chosen.decode[2]
+    if chosen.prefill is None:
+        return PairChoice(view.worker_id, (), demand.uncached_on(view.worker_id), _score(demand, chosen), considered)
+    others = [
+        (end[0] + prices.transfer_between_s(demand, end[2].worker_id, view), end[1], end)
+        for end in senders[:_NUM_FALLBACKS]
+        if end is not chosen.prefill
+    ]
+    ranked = [chosen.prefill, *(end for _, _, end in sorted(others)[: MAX_CANDIDATES - 1])]
+    estimates = tuple(
+        PrefillEstimate(sender.worker_id, sender.queue_s, compute_s) for _, _, sender, _, compute_s in ranked
+    )
+    uncached = demand.uncached_on(chosen.prefill[2].worker_id)
+    return PairChoice(view.worker_id, estimates, uncached, _score(demand, chosen), considered)
+
+
+def _score(demand: PlacementDemand, pair: _Pair) -> PairScore:
+    score = prices.price(demand, pair.decode[2], pair.prefill[2] if pair.prefill else None)
+    bonus_s = pair.decode[3] + (pair.prefill[3] if pair.prefill else 0.0)
+    return score._replace(bonus_s=bonus_s, total_s=pair.total_s)

@@ -1,0 +1,126 @@
+"""What a pair of workers costs one request, in seconds and by stage. Pure; every policy's choice is priced by it.
+
+The stages: wait in the prefill queue, compute what no cache there holds, transfer what the decode worker lacks, wait
+there for pages and a slot, decode. One more sequence also lengthens the steps of all others there; that harm counts.
+`end_costs` weighs these stages, and the `all_*` functions compute one for every worker of a request at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.types import WorkerId
+from router.routing.policy.interface import DEFAULT_CHUNK_TOKENS, PairScore, PlacementDemand, WorkerView
+
+_HOST_BYTE_S = 1 / 8e9  # seconds to copy one byte back from host memory
+
+
+def prefill_s(demand: PlacementDemand, view: WorkerView) -> float:
+    """Returns the time to compute the prompt there, including copies back from lower tiers."""
+    return all_prefill_s(demand, [view])[0]
+
+
+def all_prefill_s(demand: PlacementDemand, views: Sequence[WorkerView]) -> list[float]:
+    """Returns `prefill_s` of each view. Inlined, because every request evaluates it for every worker."""
+    num_tokens, cached = demand.num_tokens, demand.cached_tokens.get
+    costs = []
+    for view in views:
+        cost = view.costs.prefill
+        uncached = num_tokens - cached(view.worker_id, 0) or 1  # no more can be cached than there is
+        steps = -(-uncached // (view.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS))
+        costs.append(steps * cost.fixed_s + uncached * (cost.token_s + cost.context_s * (num_tokens - uncached / 2)))
+    if copied := demand.host_tokens:
+        host_byte_s = demand.token_bytes * _HOST_BYTE_S
+        return [cost_s + copied.get(view.worker_id, 0) * host_byte_s for cost_s, view in zip(costs, views, strict=True)]
+    return costs
+
+
+def all_prefill_like_s(demand: PlacementDemand, views: Sequence[WorkerView], like: WorkerView) -> list[float]:
+    """Returns each view's prefill time if it had its own cache but computed as fast as `like`."""
+    num_tokens, cached, chunk_tokens = demand.num_tokens, demand.cached_tokens.get, like.chunk_tokens
+    cost = like.costs.prefill
+    fixed_s, context_s, token_s = cost.fixed_s, cost.context_s / 2, cost.token_s + cost.context_s * num_tokens
+    return [
+        -(-uncached // chunk_tokens) * fixed_s + uncached * (token_s - uncached * context_s)
+        for uncached in [num_tokens - cached(view.worker_id, 0) or 1 for view in views]
+    ]
+
+
+def all_decode_s(demand: PlacementDemand, views: Sequence[WorkerView], weight: float) -> list[float]:
+    """Returns each view's `admission_s` plus `weight` times the cost of decoding there, harm included."""
+    output_tokens, num_tokens = demand.output_tokens * weight, demand.num_tokens
+    cached = demand.cached_tokens.get
+    costs = []
+    for view in views:
+        seconds = output_tokens * (view.token_price + num_tokens * view.context_price)
+        free = view.load.free_pages - view.sent.num_pages
+        missing = num_tokens - cached(view.worker_id, 0) or 1
+        if missing > free * view.page_size or view.num_requests >= (view.limits.max_running or view.num_requests + 1):
+            seconds += admission_s(demand, view)
+        costs.append(seconds)
+    return costs
+
+
+def transfer_bytes(demand: PlacementDemand, view: WorkerView) -> float:
+    """Returns the bytes of KV that a decode worker lacks."""
+    return demand.uncached_on(view.worker_id) * demand.token_bytes
+
+
+def admission_s(demand: PlacementDemand, view: WorkerView) -> float:
+    """Returns the time until sequences that run there now have freed enough pages and a slot."""
+    load, num_requests = view.load, view.num_requests
+    if not num_requests:
+        return 0.0
+    wait_s = 0.0
+    # A running sequence has half its output ahead of it on average; the sequences end one by one until then.
+    remaining_s = demand.output_tokens * view.step_s / 2
+    if load.total_pages:
+        missing = -(-demand.uncached_on(view.worker_id) // view.page_size) + view.sent.num_pages - load.free_pages
+        if missing > 0:
+            wait_s = remaining_s * min(1.0, missing / max(1, load.total_pages - load.free_pages))
+    limit = view.limits.max_running
+    if limit and num_requests >= limit:
+        wait_s = max(wait_s, remaining_s * (num_requests + 1 - limit) / limit)
+    return wait_s
+
+
+def harm_s(demand: PlacementDemand, view: WorkerView) -> float:
+    """Returns the delay of all sequences running there: longer steps for half their output, on average."""
+    cost = view.costs.decode
+    longer_s = cost.token_s + cost.context_s * demand.num_tokens
+    return view.num_requests * longer_s * demand.output_tokens / 2
+
+
+def transfer_between_s(demand: PlacementDemand, prefill: WorkerId, decode: WorkerView) -> float:
+    """Returns the transfer time. Bytes that go over the link before this request's count as its own."""
+    links = demand.links
+    num_bytes = transfer_bytes(demand, decode) + links.bytes_ahead(prefill, decode.worker_id)
+    return links.cost(prefill, decode.worker_id).transfer_s(num_bytes)
+
+
+def price(demand: PlacementDemand, decode: WorkerView, prefill: WorkerView | None) -> PairScore:
+    """Prices one pair, or a decode worker that computes the prompt itself. `total_s` is the unweighted sum."""
+    computed_by = prefill or decode
+    compute_s = prefill_s(demand, computed_by)
+    harm = harm_s(demand, decode)
+    transfer_s = 0.0
+    if prefill is None:
+        harm += decode.num_requests * compute_s  # every chunk delays all sequences that decode there
+    else:
+        transfer_s = transfer_between_s(demand, prefill.worker_id, decode)
+    wait_s = admission_s(demand, decode)
+    own_s = demand.output_tokens * (decode.step_s + demand.num_tokens * decode.costs.decode.context_s)
+    return PairScore(
+        prefill=prefill.worker_id if prefill else None,
+        decode=decode.worker_id,
+        queue_s=computed_by.queue_s,
+        prefill_s=compute_s,
+        transfer_s=transfer_s,
+        admission_s=wait_s,
+        decode_s=own_s,
+        harm_s=harm,
+        bonus_s=0.0,
+        total_s=computed_by.queue_s + compute_s + transfer_s + wait_s + own_s + harm,
+        prefill_cached_tokens=demand.cached_tokens.get(computed_by.worker_id, 0),
+        decode_cached_tokens=demand.cached_tokens.get(decode.worker_id, 0),
+    )

@@ -1,0 +1,153 @@
+"""Renders a model's chat template: messages in, prompt text out.
+
+The template comes with the checkpoint and is not trusted: it runs in `router.text.template_sandbox`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgpack
+
+from penstock.errors import CheckpointError, InternalError, InvalidInput
+from router.text.template_sandbox import RENDERED, compile_template, read_frame, write_frame
+
+_ROOT = Path(__file__).resolve().parents[2]
+_STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateLimits:
+    """Limits of one rendering. A million-token conversation stays well below each of them."""
+
+    max_s: float = 2.0
+    max_characters: int = 16 << 20
+    max_memory_bytes: int = 512 << 20
+
+
+class ChatTemplate:
+    """A template that is compiled once and rendered in a process of its own, which the limits end.
+
+    Owns that process; it starts with the first rendering, and again after a rendering that was ended. For one thread.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], origin: str, limits: TemplateLimits | None = None
+    ) -> None:
+        """`special_tokens` (bos_token, eos_token ...) are variables of the template. Raises CheckpointError."""
+        try:
+            compile_template(source)
+        except jinja2.TemplateSyntaxError as error:
+            problem = f"{origin}: line {error.lineno} of the chat template: {error.message}; correct the template"
+            raise CheckpointError(problem) from error
+        self._limits = limits or TemplateLimits()
+        self._start_frame = msgpack.packb(
+            {
+                "source": source,
+                "special_tokens": dict(special_tokens),
+                "max_s": self._limits.max_s,
+                "max_characters": self._limits.max_characters,
+                "max_memory_bytes": self._limits.max_memory_bytes,
+            }
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Returns the prompt up to the start of the assistant's answer; blocks at most as long as the limits allow.
+
+        Raises InvalidInput if the template refuses the messages or exceeds its limits with them.
+        """
+        frame = msgpack.packb([dict(message) for message in messages])
+        process = self.start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            write_frame(process.stdin, frame)
+            answer = read_frame(process.stdout)
+        except BrokenPipeError:
+            answer = None
+        if answer is None:
+            raise self._explain_end(process)
+        text = answer[1:].decode()
+        if answer[:1] == RENDERED:
+            return text
+        raise InvalidInput("messages", f"the model's chat template refuses them: {text}")
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Returns the process, started now if there is none."""
+        if self._closed:
+            raise InternalError("the router is stopping")
+        if self._process is None:
+            # No more of the environment than it needs: a template that breaks out must find no secrets there.
+            kept = {name: os.environ[name] for name in ("PATH", "LANG", "TZ", "VIRTUAL_ENV") if name in os.environ}
+            path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "router.text.template_sandbox"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**kept, "PYTHONPATH": path},
+            )
+            assert self._process.stdin is not None
+            write_frame(self._process.stdin, self._start_frame)
+        return self._process
+
+    def close(self) -> None:
+        """Ends the process, even in the middle of a rendering. May be called from any thread."""
+        self._closed = True
+        if self._process is not None:
+            self._process.kill()
+
+    def _explain_end(self, process: subprocess.Popen[bytes]) -> InvalidInput | InternalError:
+        self._process = None
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                continue  # input that the process had not read
+        status = process.wait(_STOP_TIMEOUT_S)
+        if status == -signal.SIGALRM:
+            problem = f"the model's chat template took more than {self._limits.max_s:g} s for them; shorten them"
+            return InvalidInput("messages", problem)
+        return InternalError(f"the chat template's process ended with status {status}")
+
+
+def load_chat_template(folder: Path) -> ChatTemplate | None:
+    """Reads chat_template.jinja, else tokenizer_config.json; returns None if the model has no template."""
+    config = read_json(folder / "tokenizer_config.json")
+    special = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        if (value := config.get(name)) is not None
+    }
+    separate = folder / "chat_template.jinja"
+    if separate.is_file():
+        return ChatTemplate(separate.read_text(encoding="utf-8"), special, str(separate))
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several templates, by name
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default", next(iter(named.values()), None))
+    return ChatTemplate(source, special, str(folder / "tokenizer_config.json")) if source else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object, empty if the file is absent. Raises CheckpointError for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}; copy the file again from the model's source") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds {type(value).__name__}, not an object; copy it again")
+    return value

@@ -1,0 +1,142 @@
+"""Encodes text and conversations to token ids, as the checkpoint's tokenizer.json says.
+
+Owns the compiled tokenizer, its cache and its threads: long texts are encoded off the event loop, and chats rendered,
+in turns by caller (a tenant).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from penstock.errors import CheckpointError, InvalidInput
+from penstock.text.spelling import Spelling
+from router.fair_threads import FairThreads
+from router.text.chat_template import ChatTemplate, load_chat_template
+from router.text.pretokenizer_cache import AddedToken, PretokenizerCache, SegmentCutter
+
+_MAX_QUEUED = 1 << 28  # characters
+_INLINE_TOKENS = 1024  # spelt in about a millisecond
+_INLINE_CHARACTERS = 4096  # encoded in about a millisecond; longer texts would delay every other stream
+_NUM_THREADS = 2
+_CACHE_BYTES = 64 << 20  # about ten million characters of conversations
+_ROLES = ("system", "user", "assistant")
+
+
+class Tokenizer:
+    """Owns the compiled tokenizer, the chat template, a cache of earlier prompts, and a small thread pool."""
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate | None, max_queued: int = _MAX_QUEUED
+    ) -> None:
+        """`max_queued` is in characters."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._cutter = SegmentCutter([_as_added(token) for token in tokenizer.get_added_tokens_decoder().values()])
+        self._cache = PretokenizerCache(_CACHE_BYTES)
+        self._affixes = self._find_affixes()
+        self.spelling = Spelling(tokenizer)
+        self._threads = FairThreads("tokenizer", _NUM_THREADS, max_queued)
+        self._template_thread = FairThreads("template", 1, max_queued)  # the template has one process
+
+    @classmethod
+    def load(cls, folder: str | Path, max_queued: int = _MAX_QUEUED) -> Tokenizer:
+        """Raises CheckpointError that names the file."""
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing; point `model` at a checkpoint folder that has one")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"{path}: {error}; copy the file again from the model's source") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return cls(tokenizer, load_chat_template(Path(folder)), max_queued)
+
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, scope: str = "", caller: str = ""
+    ) -> list[int]:
+        """Returns the ids of a prompt, with the special tokens that the tokenizer's own post-processor puts around it.
+
+        Segments that a request of the same scope has sent before are not tokenized again. Raises Overloaded.
+        """
+        segments = self._cutter.cut(text)
+        if len(segments) < 2 or (add_special_tokens and self._affixes is None):
+            return (await self._encode_parts([text], add_special_tokens, caller))[0]
+        before, after = self._affixes if add_special_tokens and self._affixes else ((), ())
+        known = [self._cache.get(scope, segment) for segment in segments]
+        missing = [segment for segment, ids in zip(segments, known, strict=True) if ids is None]
+        fresh = iter(await self._encode_parts(missing, False, caller))
+        prompt = array("I", before)
+        for segment, ids in zip(segments, known, strict=True):
+            if ids is None:
+                ids = array("I", next(fresh))
+                self._cache.put(scope, segment, ids)
+            prompt.extend(ids)
+        prompt.extend(after)
+        return prompt.tolist()
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, str]], scope: str = "", caller: str = "") -> list[int]:
+        """Returns the ids of a conversation; the template writes its special tokens itself.
+
+        Raises InvalidInput or Overloaded.
+        """
+        if self._template is None:
+            raise InvalidInput("messages", "the model has no chat template; send the prompt as text")
+        for number, message in enumerate(messages):
+            if message["role"] not in _ROLES:
+                raise InvalidInput(
+                    f"messages[{number}].role", f"is {message['role']!r}; give one of {', '.join(_ROLES)}"
+                )
+        size = sum(len(message["content"]) for message in messages)
+        rendered = await self._template_thread.run(caller, size, self._template.render, messages)
+        return await self.encode(rendered, add_special_tokens=False, scope=scope, caller=caller)
+
+    async def spell(self, token_ids: Sequence[int], caller: str = "") -> list[str]:
+        """Returns each token's text. Raises Overloaded."""
+
+        def spelt() -> list[str]:
+            return [self.spelling.token_text(token_id) for token_id in token_ids]
+
+        return spelt() if len(token_ids) <= _INLINE_TOKENS else await self._threads.run(caller, len(token_ids), spelt)
+
+    async def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool, caller: str) -> list[list[int]]:
+        size = sum(map(len, parts))
+        if size <= _INLINE_CHARACTERS:
+            return self._encode(parts, add_special_tokens)
+        return await self._threads.run(caller, size, self._encode, parts, add_special_tokens)
+
+    def _encode(self, parts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        # Not `encode`: that keeps the interpreter's lock, and would stop every stream for as long as it takes.
+        encodings = self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def _find_affixes(self) -> tuple[Sequence[int], Sequence[int]] | None:
+        """Returns the ids that the post-processor puts before and after any text; None if it does more than that."""
+        found = set()
+        for probe in ("a", "b c, d"):
+            bare, whole = (self._encode([probe], add)[0] for add in (False, True))
+            starts = [start for start in range(len(whole) - len(bare) + 1) if whole[start : start + len(bare)] == bare]
+            if len(starts) != 1:
+                return None
+            found.add((tuple(whole[: starts[0]]), tuple(whole[starts[0] + len(bare) :])))
+        return found.pop() if len(found) == 1 else None
+
+    def start(self) -> None:
+        """Starts the template's process off the event loop; otherwise the first chat would wait for that."""
+        if self._template is not None:
+            self._template_thread.submit(self._template.start)
+
+    def close(self) -> None:
+        if self._template is not None:
+            self._template.close()
+        for threads in (self._threads, self._template_thread):
+            threads.close()
+
+
+def _as_added(token: tokenizers.AddedToken) -> AddedToken:
+    strips = token.lstrip or token.rstrip
+    return AddedToken(token.content, normalized=token.normalized, single_word=token.single_word, strips=strips)

@@ -1,0 +1,80 @@
+"""Places requests in virtual time: the real policy over the real index, ledger and placement core.
+
+Follows `router.dispatch.placement`, without broken workers and other routers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.types import PageHash
+from router.routing.index.prefix_index import PrefixIndex
+from router.routing.placement_core import Commitment, LearnedLinkPricing, PlacementCore, num_naming_pages
+from router.routing.policy.interface import PairChoice, PlacementPolicy
+from simulator.routers.follower_model import FollowerModel, RouterState
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementModel:
+    """A chosen pair and what it is credited with."""
+
+    choice: PairChoice
+    commitment: Commitment
+
+
+class PlacerModel:
+    """Places all requests of a router."""
+
+    def __init__(
+        self,
+        known: RouterState,
+        policy: PlacementPolicy,
+        rng: random.Random,
+        page_size: int,
+        token_bytes: float,
+        max_replicas: int,
+    ) -> None:
+        self._index: PrefixIndex = known.index
+        self._ledger = known.ledger
+        self._core = PlacementCore(known.ledger, known.costs, known.links, max_replicas)
+        self._links = LearnedLinkPricing(known.links, known.ledger)
+        self._policy = policy
+        self._rng = rng
+        self._page_size = page_size
+        self._token_bytes = token_bytes
+
+    def place(
+        self,
+        hashes: Sequence[PageHash],
+        num_tokens: int,
+        max_tokens: int,
+        decode: Sequence[FollowerModel],
+        prefill: Sequence[FollowerModel],
+        now_s: float,
+    ) -> PlacementModel:
+        """Places a request for KV of `num_tokens`, whose first pages have these hashes. `decode` is not empty."""
+        matches = self._index.match(hashes)
+        cached = {worker_id: held.num_pages * self._page_size for worker_id, held in matches.items()}
+        num_naming = num_naming_pages(len(hashes) * self._page_size, self._page_size)
+        prefix = bytes(hashes[num_naming - 1]) if num_naming else b""
+        demand = self._core.demand(
+            num_tokens=num_tokens,
+            max_tokens=max_tokens,
+            token_bytes=self._token_bytes,
+            cached_tokens=cached,
+            prefill=[follower.worker_id for follower in prefill],
+            links=self._links,
+            now_s=now_s,
+            prefix=prefix,
+        )
+        views = [self._core.views(ends, self._ledger.sent_to) for ends in (decode, prefill)]
+        choice = self._policy.choose(demand, views[0], views[1], self._rng)
+        return PlacementModel(choice, self._core.commit(choice, demand, self._page_size, now_s))
+
+    def on_end(self, placement: PlacementModel, transfer_s: float | None, num_output_tokens: int) -> None:
+        """Learns from a request that has ended where it was placed."""
+        self._core.on_end(num_output_tokens)
+        if transfer_s is not None:
+            self._core.on_transfer(placement.choice, placement.commitment, transfer_s)

@@ -1,0 +1,332 @@
+"""A router in virtual time: the real index, policy and ledger under the rules of `router.dispatch.token_stream`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from engine.step.sequence import Sequence
+from penstock.config.admission import AdmissionConfig
+from penstock.errors import DeadlineExceeded, PenstockError, Unavailable
+from penstock.kv.page_hash import hash_pages, make_salt
+from penstock.types import Epoch, PageHash, RequestId, Role, SamplingParams
+from router.admission.interface import AdmissionRequest, RequestUsage
+from router.routing.costs.cost_model import CostBook
+from router.routing.costs.inflight import InflightLedger, WorkKey
+from router.routing.costs.link_costs import LinkBook
+from router.routing.index.prefix_index import PrefixIndex
+from router.routing.policy.interface import PlacementPolicy, WorkerLimits
+from simulator.request import Outcome
+from simulator.routers.follower_model import FollowerModel, RouterState, WorkerDirectory
+from simulator.routers.gate_model import GateModel, fleet_state
+from simulator.routers.placement_model import PlacementModel, PlacerModel
+from simulator.workers.decode_model import DecodeModel, Delta, Submission
+from simulator.workers.transfers import PrefillOption
+from simulator.world.network import Network, Node
+from simulator.world.virtual_time import Timer
+
+_WAIT_TO_START_S = 5.0  # as in router.dispatch.token_stream
+_WAIT_TO_RESUME_S = 30.0
+_RETRY_AFTER_S = 1.0
+_MAX_REDISPATCHES = 3
+SALT = make_salt("simulated")
+
+
+@dataclass(slots=True, eq=False)
+class _OpenRequest:
+    """One request in flight."""
+
+    outcome: Outcome
+    deadline_s: float
+    prompt: list[int]
+    hashes: list[PageHash]
+    stream: int
+    max_tokens: int
+    emitted: list[int] = field(default_factory=list)
+    refused_by: set[Epoch] = field(default_factory=set)
+    at: FollowerModel | None = None
+    worker: DecodeModel | None = None
+    epoch: Epoch | None = None
+    submission: Submission | None = None
+    placement: PlacementModel | None = None
+    credits: list[WorkKey] = field(default_factory=list)
+    timers: list[Timer] = field(default_factory=list)
+
+
+class RouterModel:
+    """Owns its followers, its view of the fleet and the requests in flight."""
+
+    def __init__(
+        self,
+        node: Node,
+        network: Network,
+        workers: WorkerDirectory,
+        names: dict[str, Role],
+        policy: PlacementPolicy,
+        page_size: int,
+        token_bytes: float,
+        limits: dict[Role, WorkerLimits],
+        max_replicas: int,
+        admission: AdmissionConfig | None = None,
+    ) -> None:
+        self.node = node
+        self.index = PrefixIndex(on_leaving=self._tidy_soon)
+        self.ledger = InflightLedger()
+        self.on_end: Callable[[Outcome], None] = lambda outcome: None
+        self._network = network
+        self._limits = limits
+        known = RouterState(self.index, self.ledger, CostBook(), LinkBook())
+        self._placer = PlacerModel(
+            known,
+            policy,
+            network.sim.rng(f"choice {node.name}"),
+            page_size,
+            token_bytes,
+            max_replicas,
+        )
+        self._page_size = page_size
+        self._at_gate: dict[int, _OpenRequest] = {}  # by request number, until it ends
+        self.gate: GateModel | None = None
+        if admission is not None:
+            self.gate = GateModel(node, admission, lambda: fleet_state(self.followers), self._enter, self._refuse)
+        self._streams = count(1)
+        self._open: dict[int, _OpenRequest] = {}
+        self._waiting: dict[_OpenRequest, Timer] = {}  # for a decode worker
+        self._known = known
+        self._workers = workers
+        self.followers: list[FollowerModel] = []
+        for name, role in names.items():
+            self.follow(name, role)
+
+    def follow(self, name: str, role: Role) -> None:
+        """Adds a member."""
+        follower = FollowerModel(
+            name,
+            role,
+            self._limits[role],
+            self.node,
+            self._network,
+            self._workers,
+            self._known,
+            self._on_change,
+            self.gate.poll_soon if self.gate is not None else lambda: None,
+            self._on_link_lost,
+        )
+        self.followers.append(follower)
+        follower.connect()
+
+    def retire(self, name: str) -> None:
+        """Removes a member: it gets no new requests and keeps those that it has."""
+        for follower in [follower for follower in self.followers if follower.worker_id == name]:
+            follower.retired = True
+            self.followers.remove(follower)
+        self._on_change()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def _tidy_soon(self) -> None:
+        """Drops pages of workers that have left, piece by piece."""
+        self.node.after(0.0, lambda: self._tidy_soon() if self.index.tidy(self._network.sim.now_s) else None)
+
+    # Calls of clients.
+
+    def submit(self, outcome: Outcome, timeout_s: float) -> None:
+        request = outcome.request
+        prompt = request.token_ids()
+        held = _OpenRequest(
+            outcome,
+            self._network.sim.now_s + timeout_s,
+            prompt,
+            hash_pages(prompt, self._page_size, SALT),
+            next(self._streams),
+            request.num_output_tokens,
+        )
+        self._open[held.stream] = held
+        late = DeadlineExceeded(f"request {request.number} did not end within its {timeout_s:.3g} s")
+        held.timers.append(self.node.after(timeout_s, lambda: self._end(held, late)))
+        if self.gate is None:
+            self._place(held)
+            return
+        now_s = self._network.sim.now_s
+        self._at_gate[request.number] = held
+        self.gate.enter(
+            AdmissionRequest(
+                request.number,
+                request.lane,
+                request.tenant,
+                len(prompt),
+                request.num_output_tokens,
+                now_s,
+                held.deadline_s,
+            )
+        )
+
+    def _enter(self, number: int, max_tokens: int) -> None:
+        held = self._at_gate[number]
+        held.max_tokens = max_tokens
+        self._place(held)
+
+    def _refuse(self, number: int, error: PenstockError) -> None:
+        self._end(self._at_gate[number], error)
+
+    def abandon(self, outcome: Outcome) -> None:
+        """Ends a request whose client has left."""
+        for held in list(self._open.values()):
+            if held.outcome is outcome:
+                outcome.abandoned = True
+                self._end(held, None)
+
+    # Placement.
+
+    def _place(self, held: _OpenRequest, cause: PenstockError | None = None) -> None:
+        ready = [follower for follower in self.followers if follower.takes_work]
+        decode = [follower for follower in ready if follower.role is Role.DECODE]
+        if not decode:
+            self._wait(held)
+            return
+        decode = [follower for follower in decode if follower.epoch not in held.refused_by]
+        if not decode:
+            self._end(held, cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S))
+            return
+        prefill = {follower.worker_id: follower for follower in ready if follower.role is Role.PREFILL}
+        num_tokens, left = len(held.prompt) + len(held.emitted), held.max_tokens - len(held.emitted)
+        placed = self._placer.place(
+            held.hashes, num_tokens, left, decode, list(prefill.values()), self._network.sim.now_s
+        )
+        held.placement, held.credits = placed, placed.commitment.credits
+        candidates = [
+            PrefillOption(one.worker_id, prefill[one.worker_id].epoch, one.queue_s, one.prefill_s)
+            for one in placed.choice.prefill
+        ]
+        self._send(
+            held, next(follower for follower in decode if follower.worker_id == placed.choice.decode), candidates
+        )
+
+    def _wait(self, held: _OpenRequest) -> None:
+        patience_s = _WAIT_TO_RESUME_S if held.emitted else _WAIT_TO_START_S
+        nobody = Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
+        self._waiting[held] = self.node.after(patience_s, lambda: self._end(held, nobody))
+
+    def _on_change(self) -> None:
+        if self._waiting and any(follower.takes_work for follower in self.followers if follower.role is Role.DECODE):
+            waiting, self._waiting = self._waiting, {}
+            for held, timer in waiting.items():
+                timer.cancel()
+                self._place(held)
+
+    def _send(self, held: _OpenRequest, one: FollowerModel, candidates: list[PrefillOption]) -> None:
+        assert one.link is not None
+        assert isinstance(one.worker, DecodeModel)
+        request, link, worker = held.outcome.request, one.link, one.worker
+        held.at, held.worker, held.epoch = one, worker, one.epoch
+        held.outcome.decoded_by.append(one.worker_id)
+        sequence = Sequence(
+            request_id=RequestId(str(request.number)),
+            token_ids=held.prompt + held.emitted,
+            num_prompt_tokens=len(held.prompt),
+            sampling=SamplingParams(max_tokens=held.max_tokens, ignore_eos=True),
+            salt=SALT,
+            page_hashes=list(held.hashes),
+        )
+        submission = held.submission = Submission(
+            held.stream,
+            sequence,
+            deque(candidates),
+            request.output_token,
+            _Frames(self, link, worker),
+            held.deadline_s - self._network.sim.now_s,
+            caller=link,
+        )
+        link.send(self.node, lambda: worker.submit(submission))
+
+    # Answers of workers.
+
+    def take_frame(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            held = self._open.get(delta.stream)
+            if held is not None:
+                self._take(held, delta)
+
+    def _take(self, held: _OpenRequest, delta: Delta) -> None:
+        if delta.error is not None:
+            if held.epoch is not None:
+                held.refused_by.add(held.epoch)
+            self._redispatch(held, delta.error)
+            return
+        outcome = held.outcome
+        if delta.token_ids and held.credits:
+            self.ledger.settle(held.credits)
+            held.credits = []
+        for token_id in delta.token_ids:
+            position = len(held.prompt) + len(held.emitted)
+            outcome.num_wrong_tokens += token_id != outcome.request.output_token(position)
+            held.emitted.append(token_id)
+        outcome.num_tokens = len(held.emitted)
+        if outcome.first_token_s is None:
+            outcome.first_token_s = self._network.sim.now_s
+            if self.gate is not None:
+                self.gate.start(outcome.request.number)
+        if delta.ended:
+            if not outcome.num_redispatches:
+                outcome.cached_tokens, outcome.computed_by = delta.cached_tokens, delta.computed_by
+                assert held.placement is not None
+                self._placer.on_end(held.placement, delta.transfer_s, outcome.num_tokens)
+            self._end(held, None)
+
+    def _on_link_lost(self, one: FollowerModel) -> None:
+        for held in [held for held in self._open.values() if held.at is one]:
+            self._redispatch(held, Unavailable(f"lost {one.worker_id}"))
+
+    def _redispatch(self, held: _OpenRequest, error: PenstockError) -> None:
+        """Re-dispatches a request whose worker is lost or refuses it, or ends it if no other worker could serve it."""
+        self.ledger.settle(held.credits)
+        held.credits, held.at = [], None
+        held.stream, stream = next(self._streams), held.stream  # late messages of the lost worker must not match
+        del self._open[stream]
+        self._open[held.stream] = held
+        if not isinstance(error, Unavailable):
+            self._end(held, error)
+        elif held.outcome.num_redispatches >= _MAX_REDISPATCHES:
+            gave_up = f"gave up after {held.outcome.num_redispatches} other workers; the latest error: {error.message}"
+            self._end(held, Unavailable(gave_up, _RETRY_AFTER_S))
+        else:
+            held.outcome.num_redispatches += 1
+            self._place(held, error)
+
+    def _end(self, held: _OpenRequest, error: PenstockError | None) -> None:
+        if self._open.pop(held.stream, None) is None:
+            return
+        for timer in (*held.timers, self._waiting.pop(held, None)):
+            if timer is not None:
+                timer.cancel()
+        self.ledger.settle(held.credits)
+        outcome = held.outcome
+        complete = error is None and outcome.num_tokens == held.max_tokens
+        if not complete and held.at is not None and held.at.link is not None and held.submission is not None:
+            worker, submission = held.worker, held.submission
+            held.at.link.send(self.node, lambda: worker.cancel(submission))  # type: ignore[union-attr]
+        outcome.end_s, outcome.error = self._network.sim.now_s, error
+        outcome.num_ends += 1
+        outcome.granted_tokens = held.max_tokens
+        if self.gate is not None:
+            del self._at_gate[outcome.request.number]
+            self.gate.leave(
+                outcome.request.number, RequestUsage(outcome.num_tokens, outcome.cached_tokens, whole=complete)
+            )
+        self.on_end(outcome)
+
+
+@dataclass(frozen=True, slots=True, eq=True)
+class _Frames:
+    """Sends frames back over one link; equal for all requests on it, so that a step is one frame."""
+
+    router: RouterModel
+    link: object
+    worker: DecodeModel
+
+    def __call__(self, deltas: list[Delta]) -> None:
+        self.link.send(self.worker.node, lambda: self.router.take_frame(deltas))  # type: ignore[attr-defined]

@@ -1,0 +1,115 @@
+"""Schedules seeded faults: workers that die or freeze, links that are cut or slow, and mishandled events."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.types import Role
+from simulator.fleet import SimulatedFleet
+from simulator.request import Outcome
+
+ROUTER = "router"
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRates:
+    """Mean number of each fault in a run, and the longest duration in seconds."""
+
+    kills: float = 1.5
+    freezes: float = 1.0
+    cuts: float = 1.0
+    slow_links: float = 1.0
+    event_faults: float = 0.5  # probability that events are mishandled for a while
+    abandons: float = 1.0
+    longest_s: float = 6.0
+
+
+def schedule_faults(fleet: SimulatedFleet, rng: random.Random, until_s: float, rates: FaultRates) -> list[str]:
+    """Schedules the faults of a run and returns their descriptions. All are over soon after `until_s`."""
+    names = list(fleet.spec.names)
+    descriptions: list[str] = []
+
+    def begin(kind: str, what: str, start: Callable[[], None], end: Callable[[], None]) -> None:
+        at_s, lasts_s = rng.uniform(0, until_s), rng.uniform(0.05, rates.longest_s)
+        fleet.sim.at(at_s, start)
+        fleet.sim.at(at_s + lasts_s, end)
+        descriptions.append(f"{at_s:.3f} {kind} {what} for {lasts_s:.3f} s")
+
+    for _ in range(_count(rng, rates.kills)):
+        name = rng.choice(names)
+        begin("kill", name, lambda name=name: fleet.kill(name), lambda name=name: _restart(fleet, name))  # type: ignore[misc]
+    for _ in range(_count(rng, rates.freezes)):
+        name = rng.choice(names)
+        begin("freeze", name, lambda name=name: _freeze(fleet, name), lambda name=name: _thaw(fleet, name))  # type: ignore[misc]
+    network, links = fleet.network, fleet.links
+    for _ in range(_count(rng, rates.cuts)):
+        one, other = _pair(fleet, rng)
+        begin(
+            "cut",
+            f"{one} {other}",
+            lambda one=one, other=other: network.cut(one, other),  # type: ignore[misc]
+            lambda one=one, other=other: network.heal(one, other),  # type: ignore[misc]
+        )
+    for _ in range(_count(rng, rates.slow_links)):
+        one, other, factor = *_pair(fleet, rng), rng.choice((10.0, 100.0))
+        begin(
+            "slow",
+            f"{one} {other} {factor:g}",
+            lambda one=one, other=other, factor=factor: links.set_slowness(one, other, factor),  # type: ignore[misc]
+            lambda one=one, other=other: links.set_slowness(one, other, 1.0),  # type: ignore[misc]
+        )
+    if rng.random() < rates.event_faults:
+        begin("events", "mishandled", lambda: _spoil_events(fleet, rng), lambda: _restore_events(fleet))
+    for _ in range(_count(rng, rates.abandons)):
+        _abandon(fleet, rng, fleet.outcomes, until_s)
+    return sorted(descriptions)
+
+
+def _count(rng: random.Random, mean: float) -> int:
+    """Returns a Poisson count, by waiting times."""
+    count, passed = 0, rng.expovariate(1.0)
+    while passed < mean:
+        count, passed = count + 1, passed + rng.expovariate(1.0)
+    return count
+
+
+def _pair(fleet: SimulatedFleet, rng: random.Random) -> tuple[str, str]:
+    """Returns two processes that communicate."""
+    names = fleet.spec.names
+    decode = rng.choice([name for name, role in names.items() if role is Role.DECODE])
+    prefill = [name for name, role in names.items() if role is Role.PREFILL]
+    return rng.choice([(ROUTER, rng.choice(list(names))), *[(name, decode) for name in prefill]])
+
+
+def _restart(fleet: SimulatedFleet, name: str) -> None:
+    if fleet.find(name) is None:
+        fleet.start_worker(name)
+
+
+def _freeze(fleet: SimulatedFleet, name: str) -> None:
+    worker = fleet.find(name)
+    if worker is not None:
+        fleet.network.freeze(worker.node)
+
+
+def _thaw(fleet: SimulatedFleet, name: str) -> None:
+    worker = fleet.find(name)
+    if worker is not None:
+        fleet.network.thaw(worker.node)
+
+
+def _spoil_events(fleet: SimulatedFleet, rng: random.Random) -> None:
+    faults = fleet.event_faults
+    faults.lost, faults.repeated, faults.late = rng.random() * 0.5, rng.random() * 0.5, rng.random() * 0.5
+
+
+def _restore_events(fleet: SimulatedFleet) -> None:
+    faults = fleet.event_faults
+    faults.lost = faults.repeated = faults.late = 0.0
+
+
+def _abandon(fleet: SimulatedFleet, rng: random.Random, outcomes: Sequence[Outcome], until_s: float) -> None:
+    outcome = rng.choice(outcomes)
+    fleet.sim.at(outcome.request.arrival_s + rng.uniform(0, until_s / 4), lambda: fleet.router.abandon(outcome))

@@ -1,0 +1,186 @@
+"""Processes and calls between them: which are alive or frozen, which links are cut, and when calls break.
+
+A call behaves like one over gRPC: messages arrive in order or not at all; a killed peer is noticed at once, a frozen or
+unreachable one only when keepalive gives up. Until then messages wait, as they do in a socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from penstock.types import Epoch
+from simulator.world.virtual_time import Callback, Simulation, Timer
+
+KEEPALIVE_S = 2.0  # after which a silent peer is given up; about `penstock.rpc.server`'s keepalive time and time-out
+_RESET_S = 0.001  # after which the kernel reports a killed peer
+
+
+class State(Enum):
+    ALIVE = "alive"
+    FROZEN = "frozen"
+    DEAD = "dead"
+
+
+@dataclass(eq=False)
+class Node:
+    """One incarnation of a process. Callbacks wait while it is frozen and are dropped when it is dead."""
+
+    sim: Simulation
+    name: str
+    epoch: Epoch
+    state: State = State.ALIVE
+    state_since_s: float = 0.0
+    _waiting: list[Callback] = field(default_factory=list)
+
+    def post(self, callback: Callback) -> None:
+        if self.state is State.ALIVE:
+            callback()
+        elif self.state is State.FROZEN:
+            self._waiting.append(callback)
+
+    def after(self, delay_s: float, callback: Callback) -> Timer:
+        return self.sim.after(delay_s, lambda: self.post(callback))
+
+    def set_state(self, state: State) -> None:
+        self.state, self.state_since_s = state, self.sim.now_s
+        waiting, self._waiting = self._waiting, []
+        for callback in waiting:
+            self.post(callback)
+
+
+@dataclass(eq=False)
+class Call:
+    """A bidirectional stream of messages between two incarnations. Breaking and closing are final."""
+
+    network: Network
+    ends: tuple[Node, Node]
+    on_break: tuple[Callback, Callback]
+    is_open: bool = True
+    _arrival_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of the latest message to each end
+    _held: list[tuple[int, Callback]] = field(default_factory=list)  # while the link is cut
+
+    def send(self, sender: Node, deliver: Callback) -> None:
+        """`deliver` runs at the other end."""
+        if not self.is_open or sender.state is State.DEAD:
+            return
+        to = 1 if sender is self.ends[0] else 0
+        if self.network.is_cut(self.ends[0].name, self.ends[1].name):
+            self._held.append((to, deliver))
+        else:
+            self._dispatch(to, deliver)
+
+    def _dispatch(self, to: int, deliver: Callback) -> None:
+        arrival_s = self._arrival_s[to] = max(self._arrival_s[to], self.network.arrival_s())
+        self.network.sim.at(arrival_s, lambda: self.ends[to].post(lambda: deliver() if self.is_open else None))
+
+    def resume(self) -> None:
+        held, self._held = self._held, []
+        for to, deliver in held:
+            self._dispatch(to, deliver)
+
+    def close(self) -> None:
+        """Closes the call: messages in flight are lost, and `on_break` is not called."""
+        self.is_open = False
+        self.network.forget(self)
+
+    def break_off(self) -> None:
+        if not self.is_open:
+            return
+        self.close()
+        for node, on_break in zip(self.ends, self.on_break, strict=True):
+            node.post(on_break)
+
+
+class Network:
+    """Owns the processes by name and the open calls."""
+
+    def __init__(self, sim: Simulation, latency_s: float, jitter_s: float) -> None:
+        self.sim = sim
+        self._latency_s = latency_s
+        self._jitter_s = jitter_s
+        self._rng = sim.rng("network")
+        self._nodes: dict[str, Node] = {}
+        self._calls: dict[Call, None] = {}
+        self._cut_since_s: dict[frozenset[str], float] = {}
+
+    def arrival_s(self) -> float:
+        return self.sim.now_s + self._latency_s + self._jitter_s * self._rng.random()
+
+    def add(self, name: str, epoch: Epoch) -> Node:
+        """Starts a process under a name whose previous process, if any, is dead."""
+        assert name not in self._nodes or self._nodes[name].state is State.DEAD, name
+        node = self._nodes[name] = Node(self.sim, name, epoch)
+        return node
+
+    def node(self, name: str) -> Node | None:
+        """Returns the latest process of that name, dead or alive."""
+        return self._nodes.get(name)
+
+    def call(
+        self, caller: Node, callee: Node | None, on_break: Callback, on_break_there: Callback = lambda: None
+    ) -> Call | None:
+        """Opens a call to a process. Returns None if it is refused; `on_break` then runs too."""
+        if callee is None or callee.state is State.DEAD:
+            caller.after(_RESET_S, on_break)
+            return None
+        call = Call(self, (caller, callee), (on_break, on_break_there))
+        self._calls[call] = None
+        if callee.state is State.FROZEN or self.is_cut(caller.name, callee.name):
+            self.sim.after(KEEPALIVE_S, lambda: self._give_up(call))
+        return call
+
+    def forget(self, call: Call) -> None:
+        self._calls.pop(call, None)
+
+    # Faults.
+
+    def kill(self, node: Node) -> None:
+        node.set_state(State.DEAD)
+        for call in self._calls_of(lambda call: node in call.ends):
+            self.sim.after(_RESET_S, call.break_off)
+
+    def freeze(self, node: Node) -> None:
+        if node.state is not State.ALIVE:
+            return
+        node.set_state(State.FROZEN)
+        for call in self._calls_of(lambda call: node in call.ends):
+            self.sim.after(KEEPALIVE_S, lambda call=call: self._give_up(call))  # type: ignore[misc]
+
+    def thaw(self, node: Node) -> None:
+        if node.state is State.FROZEN:
+            node.set_state(State.ALIVE)
+
+    def cut(self, one: str, other: str) -> None:
+        pair = frozenset((one, other))
+        if pair in self._cut_since_s:
+            return
+        self._cut_since_s[pair] = self.sim.now_s
+        for call in self._calls_between(pair):
+            self.sim.after(KEEPALIVE_S, lambda call=call: self._give_up(call))  # type: ignore[misc]
+
+    def heal(self, one: str, other: str) -> None:
+        pair = frozenset((one, other))
+        if self._cut_since_s.pop(pair, None) is not None:
+            for call in self._calls_between(pair):
+                call.resume()
+
+    def is_cut(self, one: str, other: str) -> bool:
+        return bool(self._cut_since_s) and frozenset((one, other)) in self._cut_since_s
+
+    def _give_up(self, call: Call) -> None:
+        """Breaks the call at the end of keepalive's time if its peer has been silent throughout."""
+        since_s = self.sim.now_s - KEEPALIVE_S + 1e-9
+        cut_s = self._cut_since_s.get(frozenset(node.name for node in call.ends))
+        frozen = any(node.state is State.FROZEN and node.state_since_s <= since_s for node in call.ends)
+        if frozen or (cut_s is not None and cut_s <= since_s):
+            call.break_off()
+        elif cut_s is not None or any(node.state is State.FROZEN for node in call.ends):
+            self.sim.after(KEEPALIVE_S, lambda: self._give_up(call))
+
+    def _calls_between(self, pair: frozenset[str]) -> list[Call]:
+        return self._calls_of(lambda call: frozenset(node.name for node in call.ends) == pair)
+
+    def _calls_of(self, wanted: Callable[[Call], bool]) -> list[Call]:
+        return [call for call in self._calls if wanted(call)]

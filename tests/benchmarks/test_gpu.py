@@ -1,0 +1,119 @@
+"""The GPU check runs end to end without a GPU, keeps what it has measured, and continues after a failure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.common.report import Row
+from benchmarks.common.shapes import write_tiled
+from benchmarks.gpu import __main__, tune
+from benchmarks.gpu.__main__ import Section
+from benchmarks.gpu.bench_device import RehearsalDevice
+from benchmarks.gpu.figures import is_met
+from engine.kernels.triton.attention.tuning import KernelConfig
+
+# The row names of the figures that the engine must meet.
+FIGURES = (
+    "check: paged decode",
+    "check: a token of context in fp8 pages",
+    "check: whole step, 8B, batch 1 ",
+    "check: whole step, 8B, batch 2 ",
+    "check: idle between kernels, 8B",
+    "check: prompt of",
+)
+
+
+@pytest.fixture(scope="module")
+def bench() -> RehearsalDevice:
+    return RehearsalDevice()
+
+
+@pytest.mark.processes
+def test_a_rehearsal_runs_every_benchmark(
+    bench: RehearsalDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = __main__.sections
+    monkeypatch.setattr(
+        __main__, "sections", lambda *args: [replace(section, within_s=1e6) for section in sections(*args)]
+    )
+    rows, problems = __main__.run(bench, 1e6, tmp_path)
+    assert problems == []
+    names = [row.metric for row in rows]
+    for figure in FIGURES:
+        assert any(name.startswith(figure) for name in names), figure
+    others = (
+        "latents",
+        "sampling, top-k",
+        "fp8 product",
+        "exposed over",
+        "gather of",
+        "int8, 2 x",
+        "of prompts, ahead",
+    )
+    for other in others:
+        assert any(other in name for name in names), other
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert [row["metric"] for row in written["rows"]] == names
+
+
+def test_a_failing_or_slow_section_does_not_stop_the_others(
+    bench: RehearsalDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Iterator[Row]:
+        yield Row("before it", 1.0, "s")
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def endless() -> Iterator[Row]:
+        while True:
+            yield Row("again", 1.0, "s")
+
+    made = [Section("one", 60, fail), Section("two", 0, endless), Section("three", 60, lambda: [Row("last", 1.0, "s")])]
+    monkeypatch.setattr(__main__, "sections", lambda bench, found: made)
+    rows, problems = __main__.run(bench, 600, tmp_path)
+    assert [row.metric for row in rows] == ["before it", "again", "last"]
+    assert ["illegal memory access" in problems[0], "ended after 'again'" in problems[1]] == [True, True]
+    assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == 3
+    rows, problems = __main__.run(bench, -1, tmp_path)
+    assert rows == []
+    assert all("not started" in problem for problem in problems)
+
+
+def test_a_check_says_whether_it_is_met() -> None:
+    assert is_met(Row("a", 0.9, "of it", "wanted at least", 0.85))
+    assert not is_met(Row("a", 0.8, "of it", "wanted at least", 0.85))
+    assert is_met(Row("a", 0.5, "of it", "wanted at most", 0.55))
+    assert is_met(Row("a", 0.0, "%", "wanted at most", 3.0))
+    assert not is_met(Row("a", 0.6, "of it", "wanted at most", 0.55))
+    assert is_met(Row("a", 1.0, "GB/s", "device copy", 2.0)) is None
+
+
+def test_the_tuner_measures_and_stores_its_choices(bench: RehearsalDevice, tmp_path: Path) -> None:
+    file = tmp_path / "device.json"
+    assert tune.tune(bench, file) == 6
+    found = json.loads(file.read_text())
+    assert sorted(found) == ["paged_decode", "paged_latent", "paged_prefill"]
+    assert len(found["paged_decode"]) == 3
+    assert KernelConfig(**next(iter(found["paged_prefill"].values())))
+    assert tune.tune(bench, file, seconds=-1) == 0
+
+
+def test_a_large_checkpoint_is_noise_of_the_requested_shapes(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    file = tmp_path / "model.safetensors"
+    write_tiled(file, {"first": (300, 64), "norm": (70,), "second": (33, 16)}, tile=1 << 13)
+    tensors = load_file(file)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        "first": (300, 64), "norm": (70,), "second": (33, 16),
+    }  # fmt: skip
+    assert torch.equal(tensors["norm"].float(), torch.ones(70))
+    for name, width in (("first", 64), ("second", 16)):
+        values = tensors[name].float()
+        assert abs(values.std() * width**0.5 - 1) < 0.1
+        assert not torch.equal(values[0], values[1])

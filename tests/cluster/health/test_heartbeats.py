@@ -1,0 +1,218 @@
+"""Tests the leases of workers and routers against small gRPC servers that the test silences or replaces."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.health import liveness
+from cluster.health.liveness import follow_router, follow_worker
+from cluster.health.silence_policy import TICK_S, SilenceClock
+from penstock.rpc.server import GrpcServer
+from penstock.types import Epoch
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+
+
+@pytest.fixture(autouse=True)
+def _leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asks and probes often, and loses nobody for being slow."""
+    monkeypatch.setattr(liveness, "ASK_AFTER_S", 0.5)
+    monkeypatch.setattr(liveness, "DOUBT_AFTER_S", 60.0)
+    monkeypatch.setattr(liveness, "LOST_AFTER_S", 60.0)
+    monkeypatch.setattr(liveness, "PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(liveness, "_CONNECT_TIMEOUT_S", 30.0)  # a refusal may come late, too
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
+    def __init__(self) -> None:
+        self.epoch = 5
+        self.speaks = asyncio.Event()
+        self.speaks.set()
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.num_streams = 0
+        self.reopened = asyncio.Event()
+
+    async def WatchEvents(
+        self, request: worker_pb2.WatchEventsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.EventBatch]:
+        self.num_streams += 1
+        if self.num_streams > 1:
+            self.reopened.set()
+        while True:
+            await self.speaks.wait()
+            yield worker_pb2.EventBatch(epoch=self.epoch, load=worker_pb2.Load(num_running=self.num_streams))
+            await asyncio.sleep(0.05)
+
+    async def Describe(
+        self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WorkerDescription:
+        await self.answers.wait()
+        return worker_pb2.WorkerDescription(epoch=self.epoch)
+
+
+class Followed:
+    """A worker on a free port, and the task that follows it."""
+
+    def __init__(self) -> None:
+        self.worker = FakeWorker()
+        self.loads: asyncio.Queue[worker_pb2.Load] = asyncio.Queue()
+        self.doubts: asyncio.Queue[str] = asyncio.Queue()
+
+    async def __aenter__(self) -> Followed:
+        self.server = GrpcServer([worker_pb2.DESCRIPTOR.services_by_name["Worker"]])
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.worker, self.server.server)
+        port = await self.server.start("127.0.0.1", 0)
+        self.task = asyncio.create_task(
+            follow_worker(f"127.0.0.1:{port}", Epoch(5), self.loads.put_nowait, self.doubts.put_nowait)
+        )
+        await self.load_of(stream=1)
+        return self
+
+    async def load_of(self, stream: int) -> None:
+        async with asyncio.timeout(60):
+            while (await self.loads.get()).num_running < stream:
+                continue
+
+    async def reason(self) -> str:
+        return await asyncio.wait_for(self.task, 60)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        self.worker.speaks.set()
+        self.worker.answers.set()
+        await self.server.stop(0)
+
+
+async def test_silence_alone_is_no_loss_while_the_worker_answers() -> None:
+    async with Followed() as followed:
+        followed.worker.speaks.clear()
+        await asyncio.wait_for(followed.worker.reopened.wait(), 60)
+        assert not followed.task.done()
+        followed.worker.speaks.set()
+        await followed.load_of(stream=2)
+
+
+async def test_a_frozen_worker_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "DOUBT_AFTER_S", 0.7)
+    monkeypatch.setattr(liveness, "LOST_AFTER_S", 1.2)
+    async with Followed() as followed:
+        followed.worker.speaks.clear()
+        followed.worker.answers.clear()
+        assert await asyncio.wait_for(followed.doubts.get(), 60) == "no sign of life for 0.7 s"
+        assert not followed.task.done()
+        assert await followed.reason() == "no sign of life for 0.5 s, and then DEADLINE_EXCEEDED: Deadline Exceeded"
+
+
+async def test_a_frozen_worker_that_wakes_in_time_is_trusted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "DOUBT_AFTER_S", 0.7)
+    async with Followed() as followed:
+        followed.worker.speaks.clear()
+        followed.worker.answers.clear()
+        assert await asyncio.wait_for(followed.doubts.get(), 60)
+        followed.worker.speaks.set()
+        followed.worker.answers.set()
+        assert await asyncio.wait_for(followed.doubts.get(), 60) == ""
+        await followed.load_of(stream=2)
+        assert not followed.task.done()
+
+
+async def test_a_dead_worker_is_lost_without_waiting_for_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    for lease in ("ASK_AFTER_S", "DOUBT_AFTER_S", "LOST_AFTER_S"):
+        monkeypatch.setattr(liveness, lease, 60.0)
+    async with Followed() as followed:
+        await followed.server.stop(0)
+        assert "UNAVAILABLE" in await followed.reason()
+
+
+async def test_another_incarnation_on_the_same_port_is_a_loss() -> None:
+    async with Followed() as followed:
+        followed.worker.epoch = 6
+        assert "another incarnation answers" in await followed.reason()
+
+
+async def test_a_router_is_followed_whatever_its_health_says_until_it_is_gone() -> None:
+    server, doubts = GrpcServer([]), list[str]()
+    port = await server.start("127.0.0.1", 0)
+    task = asyncio.create_task(follow_router(f"127.0.0.1:{port}", doubts.append))
+    await asyncio.sleep(0.3)
+    await server.set_serving(True)
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    await server.stop(0)
+    assert "its health service does not answer: UNAVAILABLE" in await asyncio.wait_for(task, 60)
+
+
+async def test_a_router_that_stops_listening_but_runs_has_time_to_end() -> None:
+    server, doubts = GrpcServer([]), list[str]()
+    port = await server.start("127.0.0.1", 0)
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    try:
+        following = follow_router(f"127.0.0.1:{port}", doubts.append, process.pid, drain_s=60.0)
+        task = asyncio.create_task(following)
+        await asyncio.sleep(0.2)
+        await server.stop(0)
+        async with asyncio.timeout(60):
+            while not doubts:  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0.01)
+        assert "asked to end" in doubts[-1]
+        assert not task.done()
+    finally:
+        process.kill()
+    assert "UNAVAILABLE" in await asyncio.wait_for(task, 60)
+    await process.wait()
+
+
+async def test_a_killed_router_is_lost_at_once_although_it_is_a_zombie() -> None:
+    server, doubts = GrpcServer([]), list[str]()
+    port = await server.start("127.0.0.1", 0)
+    process = await asyncio.create_subprocess_exec("true")
+    await process.wait()
+    task = asyncio.create_task(follow_router(f"127.0.0.1:{port}", doubts.append, process.pid, drain_s=60.0))
+    await asyncio.sleep(0.2)
+    await server.stop(0)
+    assert "UNAVAILABLE" in await asyncio.wait_for(task, 60)
+    assert not any("asked to end" in doubt for doubt in doubts)
+
+
+async def test_a_worker_is_not_lost_because_its_follower_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine leaves the controller itself without a core; its timers must not speak for the worker."""
+    monkeypatch.setattr(liveness, "LOST_AFTER_S", 3.0)
+    async with Followed() as followed:
+        followed.worker.speaks.clear()
+        followed.worker.answers.clear()
+        time.sleep(3.5)  # noqa: ASYNC251 - the loop stands still, longer than the lease
+        await asyncio.sleep(0.5)  # longer than an expired lease would wait
+        followed.worker.speaks.set()
+        followed.worker.answers.set()
+        await followed.load_of(stream=2)
+        assert not followed.task.done()
+
+
+def silent_after(looks: list[float]) -> float:
+    clock = SilenceClock(0.0)
+    return [clock.look(now_s) for now_s in looks][-1]
+
+
+def test_time_in_which_nobody_looked_is_no_silence() -> None:
+    assert silent_after([0.2, 0.4, 0.6]) == pytest.approx(0.6)
+    assert silent_after([0.2, 60.2, 60.4]) == pytest.approx(0.2 + 2 * TICK_S + 0.2)
+    clock = SilenceClock(0.0)
+    clock.look(0.4)
+    clock.hear(0.5)
+    assert clock.look(0.6) == pytest.approx(0.1)
+
+
+@given(st.lists(st.floats(0.0, 30.0), min_size=1, max_size=50))
+def test_a_silence_is_never_counted_longer_than_it_lasts(gaps_s: list[float]) -> None:
+    clock, now_s = SilenceClock(0.0), 0.0
+    for gap_s in gaps_s:
+        now_s += gap_s
+        assert clock.look(now_s) <= now_s + 1e-6
+    assert clock.silent_s <= len(gaps_s) * 2 * TICK_S + 1e-6

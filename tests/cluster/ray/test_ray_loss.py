@@ -1,0 +1,134 @@
+"""Tests `penstock serve` whose own Ray loses a daemon: streams go on, it says what happened, and it serves again."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock import Client
+from penstock.client.results import ResultBuilder
+from penstock.client.retry import RetryPolicy
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPT = "Once upon a time there was a careful boy named Paul. "
+WITHIN_S = 240.0  # a start of everything, on a busy machine
+NO_RETRY = RetryPolicy(max_attempts=1)
+
+
+class Serving:
+    """A running `penstock serve` and what it has printed."""
+
+    def __init__(self, folder: Path) -> None:
+        config = folder / "serve.toml"
+        config.write_text("routers = 1\ndrain_s = 120\n[engine]\nkv_memory_bytes = 67108864\n")
+        ports = ["--http-port", "0", "--grpc-port", "0", "--admin-port", "0"]
+        model = ["--model", str(ROOT / "models" / "penstock-tiny"), "--colocated", "--config", str(config)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cluster.cli", "serve", *model, *ports],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.printed = ""
+        self._changed = threading.Condition()
+        self._is_over = False
+        threading.Thread(target=self._read, daemon=True).start()
+        self.until("Ctrl-C")
+        address = re.search(r"gRPC +(\S+)", self.printed)
+        assert address, self.printed
+        self.address = address[1]
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.printed += line
+                self._changed.notify_all()
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def until(self, text: str, times: int = 1) -> None:
+        with self._changed:
+            found = self._changed.wait_for(lambda: self.printed.count(text) >= times or self._is_over, WITHIN_S)
+        assert found, self.printed
+        assert self.printed.count(text) >= times, self.printed
+
+    def kill(self, name: str) -> None:
+        (victim,) = [each for each in psutil.Process(self.process.pid).children(recursive=True) if each.name() == name]
+        victim.kill()
+
+    def answer(self, killing: str = "") -> list[int]:
+        """Returns a long answer, of which a single connection must carry all; `killing` ends a process in its midst."""
+        with Client(self.address, retry=NO_RETRY, timeout_s=WITHIN_S) as client:
+            stream = client.generate(PROMPT, max_tokens=1200, temperature=0.8, seed=5, ignore_eos=True)
+            builder = ResultBuilder()
+            builder.add(next(stream))
+            if killing:
+                self.kill(killing)
+            for chunk in stream:
+                builder.add(chunk)
+        result = builder.result()
+        assert result.timing is not None
+        assert result.timing.num_redispatches == 0
+        return list(result.token_ids)
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    made = Serving(tmp_path_factory.mktemp("serving"))
+    yield made
+    family = psutil.Process(made.process.pid).children(recursive=True) if made.process.poll() is None else []
+    if made.process.poll() is None:
+        made.process.kill()
+    made.process.wait()
+    for each in family:
+        if each.is_running():
+            each.kill()
+
+
+def test_streams_do_not_notice_that_the_control_store_is_lost(serving: Serving) -> None:
+    undisturbed = serving.answer()
+    assert serving.answer(killing="gcs_server") == undisturbed
+    serving.until("control store (gcs_server) ended; it is started again")
+    for each in _descendants(serving):  # the new one works: it starts a router and a worker
+        with contextlib.suppress(psutil.NoSuchProcess):  # or it has ended and waits for its parent
+            if "ServerActor" in " ".join(each.cmdline()):
+                each.kill()
+    with Client(serving.address) as client:
+        result = client.complete(PROMPT, max_tokens=1200, temperature=0.8, seed=5, ignore_eos=True, timeout_s=WITHIN_S)
+    assert list(result.token_ids) == undisturbed
+
+
+def test_streams_end_well_when_the_node_manager_is_lost_and_serving_goes_on_at_the_same_ports(
+    serving: Serving,
+) -> None:
+    undisturbed = serving.answer()
+    assert serving.answer(killing="raylet") == undisturbed
+    with Client(serving.address) as client:  # waits for the new deployment
+        result = client.complete(PROMPT, max_tokens=1200, temperature=0.8, seed=5, ignore_eos=True, timeout_s=WITHIN_S)
+    assert list(result.token_ids) == undisturbed
+    assert "Ray is lost: its node manager (raylet) ended" in serving.printed
+    serving.until("Ctrl-C stops it", times=2)
+    family = _descendants(serving)
+    assert sum(each.name() == "raylet" for each in family) == 1
+    serving.process.send_signal(signal.SIGINT)
+    assert serving.process.wait(WITHIN_S) == 0
+    assert psutil.wait_procs(family, timeout=15)[1] == []
+
+
+def _descendants(serving: Serving) -> list[psutil.Process]:
+    return psutil.Process(serving.process.pid).children(recursive=True)

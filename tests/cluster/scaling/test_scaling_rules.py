@@ -1,0 +1,84 @@
+"""Tests the autoscaler's limits one by one: stale data, what the machines hold, minimums, and who may give a worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.scaling.autoscaler_policy import AutoscalerPolicy
+from cluster.scaling.signals import Flip, PoolBounds, Resize, ScalingRecord
+from penstock.types import Role
+from tests.cluster.scaling.test_autoscaler import BOUNDS, CONFIG, World, world
+
+
+def record(fleet: World, role: Role = Role.PREFILL) -> ScalingRecord:
+    assert fleet.last is not None
+    return next(each for each in fleet.last.records if each.role is role)
+
+
+def flips(fleet: World) -> list[Flip]:
+    return [change for _, change in fleet.changes if isinstance(change, Flip)]
+
+
+def test_a_stale_report_stops_every_decision_and_one_within_the_limit_does_not() -> None:
+    fleet = world(flips=False)
+    fleet.run(8, 2600, 8)
+    grown = fleet.sizes[Role.PREFILL]
+    fleet.age_s = CONFIG.stale_s + 0.1
+    fleet.run(40, 9000, 400)
+    assert fleet.sizes[Role.PREFILL] == grown
+    assert record(fleet).verdict == "missing"
+    assert f"has not reported for {fleet.age_s:.0f} s" in record(fleet).reason
+    fleet.age_s = CONFIG.stale_s
+    fleet.run(40, 9000, 400)
+    assert fleet.sizes[Role.PREFILL] > grown
+
+
+def test_a_pool_grows_to_what_the_machines_hold_and_says_so() -> None:
+    fleet = world(flips=False)
+    fleet.fitting = 4
+    fleet.run(60, 9000, 8)
+    assert fleet.sizes[Role.PREFILL] == 4
+    assert record(fleet).verdict == "hold"
+    assert "the machines hold 4 workers of this pool" in record(fleet).reason
+    fleet.fitting = 1  # a node has gone; what runs is not stopped for it
+    fleet.run(20, 9000, 8)
+    assert fleet.sizes[Role.PREFILL] == 4
+    fleet.fitting = None
+    fleet.run(60, 9000, 8)
+    assert fleet.sizes[Role.PREFILL] > 4
+
+
+@pytest.mark.parametrize("lowest", [1, 2, 3])
+def test_a_pool_never_shrinks_below_its_minimum(lowest: int) -> None:
+    bounds = {**BOUNDS, Role.PREFILL: PoolBounds(lowest, 10)}
+    fleet = World(AutoscalerPolicy(CONFIG.model_copy(update={"flips": False}), bounds, 64))
+    fleet.sizes[Role.PREFILL] = 8
+    fleet.run(900, 0, 0)
+    assert fleet.sizes[Role.PREFILL] == lowest
+    assert all(change.replicas >= 1 for _, change in fleet.changes if isinstance(change, Resize))
+
+
+@pytest.mark.parametrize(("lowest", "gives"), [(3, True), (4, False)])
+def test_a_pool_at_its_minimum_gives_no_worker(lowest: int, gives: bool) -> None:
+    bounds = {Role.PREFILL: PoolBounds(1, 10), Role.DECODE: PoolBounds(lowest, 10)}
+    fleet = World(AutoscalerPolicy(CONFIG, bounds, 64), {Role.PREFILL: 2, Role.DECODE: 4})
+    fleet.run(8, 2600, 4)
+    assert (Flip(Role.DECODE, Role.PREFILL) in flips(fleet)) is gives
+
+
+def test_the_last_worker_of_a_pool_never_flips() -> None:
+    bounds = {Role.PREFILL: PoolBounds(0, 10), Role.DECODE: PoolBounds(1, 10)}
+    for num_prefill in (1, 2):
+        fleet = World(AutoscalerPolicy(CONFIG, bounds, 64), {Role.PREFILL: num_prefill, Role.DECODE: 1})
+        fleet.run(12, 0, 300)
+        assert flips(fleet) == [Flip(Role.PREFILL, Role.DECODE)] * (num_prefill - 1)
+
+
+def test_a_pool_gives_a_worker_only_after_it_had_one_to_spare_for_long_enough() -> None:
+    scaler = AutoscalerPolicy(CONFIG.model_copy(update={"flip_after_s": 40.0}), BOUNDS, 64)
+    fleet = World(scaler, {Role.PREFILL: 2, Role.DECODE: 4})
+    fleet.unplaceable, fleet.starting = "no node has GPU: 1", 6  # the pool cannot grow otherwise
+    fleet.run(36, 2600, 4)
+    assert flips(fleet) == []
+    fleet.run(20, 2600, 4)
+    assert flips(fleet) == [Flip(Role.DECODE, Role.PREFILL)]

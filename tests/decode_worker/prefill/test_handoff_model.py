@@ -1,0 +1,183 @@
+"""Runs prefill and decode cores against each other under every order of events that networks and dying workers cause.
+
+The two real cores, with pages of one size or of two, run in one thread (handoff_world.py). Random seeds pick what
+happens next: a step, a message, a write, the passing of time, a cancellation, a broken call, a killed prefill worker,
+one of the two frozen for longer than any lease. The fake engine fails on any page that holds another sequence's
+KV.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any, cast
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.step.sequence import Sequence
+from penstock import wire
+from penstock.config import PrefillConfig, TransferConfig
+from penstock.types import Epoch, RequestId, SamplingParams, TransferId, TransferKey
+from prefill_worker.job import PrefillJob
+from prefill_worker.worker import PrefillWorker
+from tests.support.decode.handoff_world import LEASE_S, World
+from tests.support.engine.fake_engine import CONTEXT, FakeEngine, expected_tokens
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), faults=st.booleans())
+def test_every_stream_is_exact_and_every_page_comes_back(seed: int, faults: bool) -> None:
+    world = World(seed)
+    rng = world.rng
+    prompts: dict[int, tuple[list[int], int]] = {}
+    for stream_id in range(rng.randint(1, 12)):
+        stem = rng.randint(0, 3)  # few: prefixes repeat
+        base = [stem * 40 + i for i in range(rng.randint(1, 30))]
+        prompts[stream_id] = (base, rng.randint(1, 8))
+        world.submit(stream_id, base, SamplingParams(max_tokens=prompts[stream_id][1]))
+        for _ in range(rng.randint(0, 25)):
+            rng.choice(world.actions())()
+            world.check()
+        if faults and rng.random() < 0.3:
+            world.kill_prefill_worker()
+        if faults and rng.random() < 0.3:
+            world.freeze(rng.choice([world.decode, world.prefill, None]))
+        if faults and rng.random() < 0.2:
+            world.receiver.num_forgotten += 1
+        if faults and world.to_decode and rng.random() < 0.3:
+            world.break_call(rng.choice(list(world.to_decode)))
+        if rng.random() < 0.3:
+            victim = rng.choice(list(world.requests))
+            if world.requests[victim] is not None:
+                world.decode.cancel(world.requests[victim])
+                world.requests[victim] = None  # type: ignore[assignment]
+        world.check()
+    world.settle()
+    world.check()
+    for stream_id, (prompt, max_tokens) in prompts.items():
+        wanted, reason = expected_tokens(prompt, max_tokens)
+        if world.requests[stream_id] is None:
+            got = world.tokens(stream_id)
+            assert got == wanted[: len(got)]
+        else:
+            assert world.tokens(stream_id) == wanted
+            assert world.received[stream_id][-1].finish_reason is reason
+    for engine in (world.decode_engine, world.prefill_engine):
+        assert engine.pool.num_available == engine.pool.num_pages
+
+
+def test_a_sender_that_is_forgotten_before_its_pages_are_reserved_costs_no_token_and_no_page() -> None:
+    for seed in range(20):
+        world = World(seed)
+        prompt = list(range(20))
+        world.receiver.num_forgotten = 1
+        world.submit(0, prompt, SamplingParams(max_tokens=5))
+        world.settle()
+        world.check()
+        assert world.receiver.num_forgotten == 0
+        assert world.tokens(0) == expected_tokens(prompt, 5)[0]
+        assert world.decode_engine.pool.num_available == world.decode_engine.pool.num_pages
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), num_before=st.integers(0, 40))
+def test_a_frozen_prefill_worker_costs_its_lease_and_keeps_its_fences(seed: int, num_before: int) -> None:
+    """Without any other event, the decode worker's sweep notices, and the request is served to its end."""
+    world = World(seed)
+    prompt = list(range(20))
+    world.submit(0, prompt, SamplingParams(max_tokens=5))
+    for _ in range(num_before):
+        world.rng.choice(world.actions())()
+    world.freeze(world.prefill)
+    fenced = world.decode_engine.pool.num_fenced
+    for queue in world.to_decode.values():
+        queue.clear()  # none of its messages is in flight
+    for link in world.sender.links.values():
+        link.writes = deque(list(link.writes)[:1])
+    for _ in range(60):
+        world.pass_time(LEASE_S / 4)
+        world.steps.whole()
+        world.check()
+    pool = world.decode_engine.pool
+    assert pool.num_fenced >= fenced, "time alone lifted a fence"
+    assert world.is_over(0) or pool.num_available * world.decode_size < 25, (
+        "the pages outside the fences suffice for it"
+    )
+    world.kill_prefill_worker()
+    world.settle()
+    assert world.tokens(0) == expected_tokens(prompt, 5)[0]
+    assert world.decode_engine.pool.num_available == world.decode_engine.pool.num_pages
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), num_before=st.integers(0, 40))
+def test_a_frozen_decode_worker_gets_no_pages_kept_for_it(seed: int, num_before: int) -> None:
+    """The prefill worker takes its pages back on its own, idle or not; the decode worker finds its transfers over."""
+    world = World(seed)
+    for stream_id in range(3):
+        world.submit(stream_id, list(range(100 * stream_id, 100 * stream_id + 20)), SamplingParams(max_tokens=5))
+    for _ in range(num_before):
+        world.rng.choice(world.actions())()
+    world.freeze(world.decode)
+    while any(world.to_prefill.values()):
+        world.deliver(world.to_prefill)  # its messages sent before
+    for _ in range(8):
+        world.pass_time(LEASE_S / 4)
+        world.prefill.step()
+    for _ in range(200):
+        if any(link.writes for link in world.sender.links.values()):
+            world.complete_write()
+        elif world.sender.links:
+            world.end_sender()
+    assert not world.sender.links
+    assert world.prefill_engine.pool.num_available == world.prefill_engine.pool.num_pages
+    world.settle()
+    world.check()
+    for stream_id in range(3):
+        prompt = list(range(100 * stream_id, 100 * stream_id + 20))
+        assert world.tokens(stream_id) == expected_tokens(prompt, 5)[0]
+
+
+def test_a_key_survives_the_wire() -> None:
+    key = TransferKey("t", Epoch(2**63), Epoch(5))  # type: ignore[arg-type]
+    assert wire.transfer_key_from_wire(wire.transfer_key_to_wire(key)) == key
+
+
+class QuietSender:
+    """Stands in for `kv_transfer.endpoints.KvSender`, towards a receiver with pages of the same size."""
+
+    def open(self, key: TransferKey, offer: bytes, lane: object) -> object:
+        return SimpleNamespace(target=SimpleNamespace(page_size=4))
+
+    def abort(self, key: TransferKey) -> None: ...
+
+
+def test_prompts_that_share_pages_may_all_end_while_a_step_computes_them() -> None:
+    engine = FakeEngine(40, 4)
+    engine.runs_ahead = True
+    config = SimpleNamespace(transfer=TransferConfig(), prefill=PrefillConfig(max_batch_tokens=64))
+    worker = PrefillWorker(cast(Any, engine), cast(Any, QuietSender()), cast(Any, config), CONTEXT)
+
+    def submit(number: int) -> TransferKey:
+        key = TransferKey(TransferId(str(number)), Epoch(1), Epoch(2))
+        sequence = Sequence(RequestId(str(number)), list(range(12)), 12, SamplingParams(max_tokens=1), b"salt")
+        worker.submit(PrefillJob(key, sequence, lambda outcome: None, 0.0), b"")
+        return key
+
+    def end(key: TransferKey) -> None:
+        worker.cancel(key)
+        worker.on_sent(key)
+
+    first = submit(1)
+    worker.step()
+    worker.step()
+    end(first)
+    others = [submit(2), submit(3)]  # both begin with its pages
+    worker.step()
+    for key in others:
+        end(key)
+    assert engine.pool.num_available < 40, "the step may still write them"
+    worker.step()
+    assert engine.pool.num_available == 40
+    engine.pool.check_integrity()

@@ -1,0 +1,491 @@
+"""Steps in flight: whatever is asked meanwhile, sequences get their tokens, and no page that one writes is reused."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode_worker.delivery.router_stream import encode_plain
+from decode_worker.schedule.pace import Pace
+from decode_worker.schedule.scheduler import DecodeScheduler
+from decode_worker.schedule.step_driver import StepDriver
+from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import PrefixCache
+from engine.sampling.counter_random import uniform, uniforms
+from engine.sampling.row_params import SamplingRows
+from engine.sampling.sampler import sample, sample_rows
+from engine.step.batch import build_host_batch
+from engine.step.compute import StepTokens
+from engine.step.plan import EndConditions, StepPlan
+from engine.step.row_table import RowTable
+from engine.step.sequence import ScheduledSequence, Sequence
+from engine.step.thread import StepThread
+from penstock.config import DecodeConfig
+from penstock.errors import InternalError
+from penstock.types import PageId, RequestId, Role, SamplingParams
+from penstock.v1 import worker_pb2
+from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.support.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
+
+PAGE_SIZE = 4
+EOS = 0
+
+
+def next_token(token_ids: list[int]) -> int:
+    """Returns a token that depends on the tokens alone, as a model's does; now and then it ends the sequence."""
+    return (sum(token_ids) * 31 + len(token_ids)) % 23
+
+
+class Machine:
+    """A scheduler and the device that computes its steps, one or two at a time."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.pool = PagePool(num_pages)
+        self._allocate, self.pool.allocate = self.pool.allocate, self.allocate  # type: ignore[method-assign]
+        config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, watermark=0.0)
+        cache = PrefixCache(self.pool, PAGE_SIZE)
+        self.scheduler = DecodeScheduler(
+            self.pool, cache, PAGE_SIZE, config, RowTable(PAGE_SIZE, EndConditions({EOS}, 60))
+        )
+        self.in_flight: deque[tuple[StepPlan, list[int | None], set[PageId]]] = deque()
+        self.kv: dict[tuple[PageId, int], int] = {}  # the token that the KV in this place belongs to
+        self.live: list[Sequence] = []
+        self.landing: list[Sequence] = []
+        self.paused: list[Sequence] = []
+        self.ended: list[Sequence] = []
+
+    def allocate(self, num_pages: int) -> list[PageId]:
+        pages = self._allocate(num_pages)
+        for _, _, written in self.in_flight:
+            assert not written & set(pages), "a step in flight may still write it"
+        return pages
+
+    def launch(self, plan: StepPlan | None) -> None:
+        """Computes the step at once from what a device knows: rows' columns and the tokens that they await."""
+        if not plan:
+            return
+        tokens: list[int | None] = []
+        written: set[PageId] = set()
+        rows = plan.rows
+        awaited: dict[int, int] = {}
+        if rows.awaited_rows is not None and rows.awaited_places is not None:
+            awaited.update(zip(rows.awaited_rows.tolist(), rows.awaited_places.tolist(), strict=True))
+        for place, item in enumerate(rows.items):
+            known = item.sequence.token_ids
+            if place in awaited:
+                before, sampled, _ = self.in_flight[-1]
+                assert before[awaited[place]].sequence is item.sequence
+                token = sampled[awaited[place]]
+                assert token is not None
+                known = [*known, token]
+            else:
+                assert rows.token_ids_R[place] == known[-1]
+            position = int(rows.positions_R[place])
+            assert position == len(known) - 1
+            written.add(PageId(int(plan.rows.pages_RW[place, position // PAGE_SIZE])))
+            self.compute(plan.rows.pages_RW[place].tolist(), known, position)
+            tokens.append(next_token(known))
+        for chunk in plan.chunks:
+            sequence, start = chunk.sequence, chunk.start
+            written |= set(sequence.pages[start // PAGE_SIZE : -(-(start + chunk.num_tokens) // PAGE_SIZE)])
+            self.compute(sequence.pages, sequence.token_ids[: start + chunk.num_tokens], start)
+            tokens.append(next_token(sequence.token_ids) if chunk.is_sampled else None)
+        self.in_flight.append((plan, tokens, written))
+
+    def compute(self, pages: list[PageId], token_ids: list[int], start: int) -> None:
+        """Writes KV from `start` on, and reads all of it."""
+        slots = [(pages[place // PAGE_SIZE], place % PAGE_SIZE) for place in range(len(token_ids))]
+        self.kv.update(zip(slots[start:], token_ids[start:], strict=True))
+        assert [self.kv.get(slot) for slot in slots] == token_ids, "KV that is missing or of another sequence"
+
+    def record(self) -> None:
+        plan, tokens, _ = self.in_flight.popleft()
+        sampled = np.array(tokens[: len(plan.rows)], np.int64)
+        discarded = self.scheduler.record(plan, sampled, tokens[len(plan.rows) :])
+        over = {plan.rows.items[place].sequence for place in plan.rows.may_end(sampled, {EOS}).nonzero()[0]}
+        for item, token in zip(plan, tokens, strict=True):
+            if token is None or item.sequence in discarded:
+                continue
+            is_over = token == EOS or len(item.sequence.token_ids) >= self.end(item.sequence)
+            assert not is_over or item.sequence in over or item in plan.chunks
+            if is_over:
+                self.end_of(item.sequence)
+
+    def end(self, sequence: Sequence) -> int:
+        return min(60, sequence.num_prompt_tokens + sequence.sampling.max_tokens)
+
+    def end_of(self, sequence: Sequence) -> None:
+        self.scheduler.forget(sequence)
+        for where in (self.live, self.landing, self.paused):
+            if sequence in where:
+                where.remove(sequence)
+        self.ended.append(sequence)
+
+    def check(self) -> None:
+        self.pool.check_integrity()
+        if not self.in_flight:
+            self.scheduler.check_integrity()
+        for sequence in (*self.live, *self.ended):
+            tokens = sequence.token_ids
+            for length in range(sequence.num_prompt_tokens, len(tokens)):
+                assert tokens[length] == next_token(tokens[:length]), f"{sequence.request_id}: wrong at {length}"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), num_pages=st.integers(8, 30))
+def test_whatever_is_asked_during_steps_nothing_is_lost_or_overwritten(data: st.DataObject, num_pages: int) -> None:
+    machine = Machine(num_pages)
+    scheduler = machine.scheduler
+    actions = ["local", "remote", "land", "cancel", "pause", "resume", "record", "record", *["step", "ahead"] * 3]
+    for number in range(data.draw(st.integers(1, 60))):
+        action = data.draw(st.sampled_from(actions))
+        if action in ("local", "remote") and len(machine.live) < 6:
+            length = data.draw(st.integers(1, 16))
+            tokens = [(number % 3 + i) % 20 + 1 for i in range(length)]  # prefixes repeat
+            sampling = SamplingParams(max_tokens=data.draw(st.integers(1, 12)))
+            sequence = Sequence(RequestId(str(number)), tokens, length, sampling, SALT)
+            scheduler.track(sequence)
+            machine.live.append(sequence)
+            if action == "remote" and (granted := scheduler.reserve(sequence, length)):
+                sequence.pages = [*granted.held, *granted.fresh]
+                machine.landing.append(sequence)
+            else:
+                scheduler.compute_here(sequence)
+        elif action == "land" and machine.landing:
+            sequence = machine.landing.pop(data.draw(st.integers(0, len(machine.landing) - 1)))
+            machine.compute(sequence.pages, sequence.token_ids, 0)
+            sequence.token_ids.append(next_token(sequence.token_ids))
+            scheduler.join(sequence, sequence.num_prompt_tokens)
+            if sequence.sampling.max_tokens == 1 or sequence.token_ids[-1] == EOS:
+                machine.end_of(sequence)
+        elif action == "cancel" and machine.live:
+            machine.end_of(machine.live[data.draw(st.integers(0, len(machine.live) - 1))])
+        elif action == "pause":
+            running = [one for one in machine.live if scheduler.is_running(one)]
+            if running:
+                machine.paused.append(data.draw(st.sampled_from(running)))
+                scheduler.pause(machine.paused[-1])
+        elif action == "resume" and machine.paused:
+            scheduler.resume(machine.paused.pop())
+        elif action == "record" and machine.in_flight:
+            machine.record()
+        elif action == "step" and not machine.in_flight:
+            machine.launch(scheduler.schedule())
+        elif action == "ahead":
+            machine.launch(scheduler.schedule_ahead())
+        machine.check()
+    while machine.in_flight:
+        machine.record()
+    for sequence in list(machine.live):
+        machine.end_of(sequence)
+    machine.check()
+    assert machine.pool.num_available == machine.pool.num_pages
+
+
+def test_a_failed_step_cancels_the_one_scheduled_ahead() -> None:
+    machine = Machine(40)
+    scheduler = machine.scheduler
+    for number in range(3):
+        sequence = Sequence(RequestId(str(number)), [number + 1] * 3, 3, SamplingParams(max_tokens=50), SALT)
+        scheduler.track(sequence)
+        scheduler.compute_here(sequence)
+        machine.live.append(sequence)
+    for _ in range(2):
+        machine.launch(scheduler.schedule())
+        machine.record()
+    machine.launch(scheduler.schedule())
+    machine.launch(scheduler.schedule_ahead())
+    plan, tokens, _ = machine.in_flight.popleft()
+    machine.in_flight.clear()
+    scheduler.cancel_ahead()
+    victim = plan[1].sequence
+    machine.end_of(victim)
+    survivors = [(item, token) for item, token in zip(plan, tokens, strict=True) if item.sequence is not victim]
+    scheduler.record_some([item for item, _ in survivors], [token for _, token in survivors])
+    for _ in range(8):
+        machine.check()
+        machine.launch(scheduler.schedule())
+        machine.record()
+    assert {len(one.token_ids) for one in machine.live} <= {3 + 2 + 1 + 8}
+
+
+def test_prompts_are_computed_ahead_beside_decoding_and_their_first_tokens_fed_back() -> None:
+    machine = Machine(60)
+    scheduler = machine.scheduler
+    for number, length in enumerate((3, 21, 5)):
+        sequence = Sequence(RequestId(str(number)), [number + 1] * length, length, SamplingParams(max_tokens=9), SALT)
+        scheduler.track(sequence)
+        scheduler.compute_here(sequence)
+        machine.live.append(sequence)
+    machine.launch(scheduler.schedule())
+    steps = []
+    while machine.live:
+        machine.launch(scheduler.schedule_ahead())
+        if len(machine.in_flight) > 1:
+            plan = machine.in_flight[-1][0]
+            steps.append((len(plan.rows), [chunk.num_tokens for chunk in plan.chunks]))
+        machine.record()
+        machine.check()
+        if not machine.in_flight:
+            machine.launch(scheduler.schedule())
+    # The first prompt ends in the first step beside 5 tokens of the second; its row awaits its token at once. The third
+    # is admitted when the second leaves room, and its first token is sampled in a step scheduled ahead.
+    assert steps[:5] == [(1, [7]), (1, [7]), (1, [2, 5]), (3, []), (3, [])]
+    assert {one.num_output_tokens for one in machine.ended} <= set(range(1, 10))
+    assert all(one.token_ids[-1] == EOS or one.num_output_tokens == 9 for one in machine.ended)
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(max_tokens=9, logprobs=1), SamplingParams(max_tokens=9, min_tokens=2)]
+)
+def test_a_prompt_whose_first_token_depends_on_its_text_is_ended_by_a_step_that_follows_no_other(
+    sampling: SamplingParams,
+) -> None:
+    machine = Machine(60)
+    scheduler = machine.scheduler
+    for number, one in enumerate((SamplingParams(max_tokens=9), sampling)):
+        sequence = Sequence(RequestId(str(number)), [number + 1] * 10, 10, one, SALT)
+        scheduler.track(sequence)
+        scheduler.compute_here(sequence)
+        machine.live.append(sequence)
+    machine.launch(scheduler.schedule())
+    assert [chunk.num_tokens for chunk in machine.in_flight[-1][0].chunks] == [8]
+    assert scheduler.schedule_ahead() is None  # the second would be admitted, and needs a step that follows no other
+    machine.record()
+    machine.launch(scheduler.schedule())
+    assert [chunk.num_tokens for chunk in machine.in_flight[-1][0].chunks] == [2, 6]
+    assert scheduler.schedule_ahead() is None  # it would sample
+    machine.record()
+    machine.launch(scheduler.schedule())
+    assert [chunk.is_sampled for chunk in machine.in_flight[-1][0].chunks] == [True]
+    machine.record()
+    machine.check()
+
+
+rows_of = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=rows_of, chunk=st.integers(0, 9), seed=st.integers(0, 99))
+def test_columns_lay_out_the_same_batch_as_sequences(lengths: list[tuple[int, bool]], chunk: int, seed: int) -> None:
+    """Rows that left in between make no difference."""
+    rng = np.random.default_rng(seed)
+    table = RowTable(PAGE_SIZE)
+    for number, (length, stays) in enumerate(lengths):
+        sequence = Sequence(RequestId(str(number)), rng.integers(0, 9, length).tolist(), 1, SamplingParams(9), SALT)
+        sequence.pages = [PageId(int(page)) for page in rng.integers(0, 99, -(-length // PAGE_SIZE))]
+        sequence.num_computed_tokens = length - 1
+        table.add(sequence)
+        if not stays:
+            table.remove(sequence)
+    other = Sequence(RequestId("chunk"), list(range(9)), 9, SamplingParams(9), SALT, [PageId(i) for i in range(3)])
+    plan = StepPlan(table.launch(1), [ScheduledSequence(other, chunk)] if chunk else [])
+    if not plan:
+        return
+    columns, one_by_one = build_host_batch(plan, PAGE_SIZE), build_host_batch(list(plan), PAGE_SIZE)
+    for name in columns.__slots__:
+        assert np.array_equal(getattr(columns, name), getattr(one_by_one, name)), name
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**20)), min_size=1, max_size=9),
+)
+def test_many_random_numbers_equal_single_ones(pairs: list[tuple[int, int]]) -> None:
+    seeds = np.array([seed for seed, _ in pairs], np.uint64)
+    positions = np.array([position for _, position in pairs], np.int64)
+    assert uniforms(seeds, positions).tolist() == [uniform(seed, position) for seed, position in pairs]
+
+
+def test_columns_sample_what_sequences_sample() -> None:
+    samplings = [
+        SamplingParams(9, temperature=0.0),
+        SamplingParams(9, seed=3),
+        SamplingParams(9, seed=2**63 + 5, top_k=5, temperature=0.7),
+        SamplingParams(9, seed=4, top_p=0.5, min_p=0.01),
+        SamplingParams(9, top_k=1, seed=8),
+    ]
+    logits = torch.randn(len(samplings), 300, generator=torch.Generator().manual_seed(0)) * 3
+    sequences = [Sequence(RequestId(str(i)), [1] * (i + 2), 1, one, SALT) for i, one in enumerate(samplings)]
+    rows = [ScheduledSequence(sequence, 1) for sequence in sequences]
+    wanted = [token.token_id for token in sample(logits, rows, ())]
+    token_ids, valid = sample_rows(logits, SamplingRows.of(sequences))
+    assert (token_ids.tolist(), valid.all().item()) == (wanted, True)
+    logits[1] = float("nan")
+    token_ids, valid = sample_rows(logits, SamplingRows.of(sequences))
+    assert valid.tolist() == [True, False, True, True, True]
+    assert [token for token, good in zip(token_ids.tolist(), valid, strict=True) if good] == [
+        token for i, token in enumerate(wanted) if i != 1
+    ]
+
+
+def test_chunks_beside_decoding_shrink_to_the_target() -> None:
+    pace = Pace()
+    assert pace.chunk_tokens_within(0.05) is None  # nothing is measured yet
+    pace.on_step(8, 8, 100.0, 0.03)
+    pace.on_step(9, 208, 100.0, 0.08)
+    rate = pace.chunk_tokens_per_s
+    assert pace.chunk_tokens_within(None) is None
+    assert pace.chunk_tokens_within(0.05) == int(0.02 * rate)
+    assert pace.chunk_tokens_within(0.01) == 16  # prompts progress in any case
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)), min_size=1, max_size=9))
+def test_encoded_plain_tokens_read_like_messages(pairs: list[tuple[int, int]]) -> None:
+    streams, tokens = [stream for stream, _ in pairs], [token for _, token in pairs]
+    deltas = [worker_pb2.StepDelta(stream_id=stream, token_ids=[token]) for stream, token in pairs]
+    encoded = encode_plain(np.array(streams, np.uint64), np.array(tokens, np.int64))
+    assert worker_pb2.StepFrame.FromString(encoded) == worker_pb2.StepFrame(deltas=deltas)
+
+
+class StepError(Exception):
+    pass
+
+
+def test_the_error_of_a_step_comes_back_to_the_loop() -> None:
+    calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    thread: StepThread[Tokens] = StepThread("test", calls.put, is_async=False)
+    outcomes: list[object] = []
+    thread.start(lambda before: Tokens([7]), outcomes.append, False)
+    thread.start(lambda before: Tokens([*before.tokens, 8]) if before else Tokens([]), outcomes.append, True)
+    thread.start(lambda before: fail(InternalError("no number")), outcomes.append, False)
+    thread.start(lambda before: Tokens([9]), outcomes.append, True)  # awaits one that failed
+    thread.start(lambda before: Tokens([10]), outcomes.append, False)
+    thread.start(lambda before: fail(StepError()), outcomes.append, False)
+    for _ in range(5):
+        calls.get(timeout=60)()
+    tokens = [one.chunks if isinstance(one, StepTokens) else str(one) for one in outcomes]
+    assert tokens == [[7], [7, 8], "no number", "the step before it failed", [10]]
+    with pytest.raises(StepError):
+        calls.get(timeout=60)()
+    assert thread.stop()
+
+
+def test_a_failed_step_is_reported_after_the_one_that_the_device_still_computes() -> None:
+    calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    thread: StepThread[Tokens] = StepThread("test", calls.put, is_async=True)
+    outcomes: list[object] = []
+    over, failed = threading.Event(), threading.Event()
+
+    def fail_ahead(before: Tokens | None) -> Tokens:
+        failed.set()
+        raise InternalError("no number")
+
+    thread.start(lambda before: Tokens([7], over), outcomes.append, False)
+    thread.start(fail_ahead, outcomes.append, True)
+    assert failed.wait(60)
+    thread.drain()
+    over.set()
+    for _ in range(2):
+        calls.get(timeout=60)()
+    assert [one.chunks if isinstance(one, StepTokens) else str(one) for one in outcomes] == [[7], "no number"]
+    assert thread.stop()
+
+
+class Tokens:
+    def __init__(self, tokens: list[int | None], over: threading.Event | None = None) -> None:
+        self.tokens = tokens
+        self._over = over
+
+    def wait(self) -> StepTokens:
+        assert self._over is None or self._over.wait(60)
+        return StepTokens.from_list(self.tokens, 0)
+
+
+def fail(error: Exception) -> Tokens:
+    raise error
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy, seeded and penalized at once, beside ends, cancellations and prompts that are computed here."""
+    model = make_checkpoint("llama", tmp_path / "llama")
+    if waits:  # as with a GPU: one thread launches, another waits
+        monkeypatch.setattr(
+            "decode_worker.schedule.step_driver.StepThread",
+            lambda name, post, is_async: StepThread(name, post, is_async=True),
+        )
+    kinds = [
+        GREEDY,
+        SamplingParams(max_tokens=40, temperature=0.75, top_p=0.875, top_k=50, seed=7, ignore_eos=True),
+        SamplingParams(max_tokens=33, temperature=1.0, seed=9, stop_token_ids=tuple(range(3, 40))),
+        SamplingParams(max_tokens=24, temperature=0.0, repetition_penalty=1.25, ignore_eos=True),
+        SamplingParams(max_tokens=28, temperature=0.5, seed=1, logprobs=2, min_tokens=20),
+    ]
+    prompts = [[(7 * i + j) % (VOCAB_SIZE - 2) + 2 for j in range(3 + 11 * i)] for i in range(8)]
+    answers = []
+    num_ahead = num_chunks_ahead = 0
+    counted = DecodeScheduler.schedule_ahead
+
+    def count(scheduler: DecodeScheduler, max_chunk_tokens: int | None) -> StepPlan | None:
+        nonlocal num_ahead, num_chunks_ahead
+        plan = counted(scheduler, max_chunk_tokens)
+        num_ahead += plan is not None
+        num_chunks_ahead += len(plan.chunks) if plan is not None else 0
+        return plan
+
+    monkeypatch.setattr(DecodeScheduler, "schedule_ahead", count)
+    for ahead in (False, True):
+        engine = {"dtype": "float32", "run_ahead": ahead, "num_pages": 40}
+        steps = {"max_batch_tokens": 16, "max_batch_sequences": 16}  # so that prompts take several chunks
+        async with workers(
+            worker_config(Role.PREFILL, model, engine={"dtype": "float32", "run_ahead": ahead}),
+            worker_config(Role.DECODE, model, engine=engine, decode=steps),
+        ) as (prefill, decode):
+            async with caller(decode) as router:
+                received = []
+                for only in (kinds[:2], kinds[:3], kinds):  # with penalties, steps are not scheduled ahead
+                    streams = [
+                        router.submit(prompt, only[i % len(only)], [prefill] if i % 3 else [])
+                        for i, prompt in enumerate(prompts)
+                    ]
+                    gone = router.submit(prompts[2], kinds[1], [])
+                    await asyncio.sleep(0)
+                    router.cancel(gone)
+                    received += [(await router.answer(stream)).token_ids for stream in streams]
+                answers.append(received)
+            await wait_until_empty(prefill, decode)
+            assert isinstance(decode._driver, StepDriver)
+        assert (num_ahead > 0) == ahead
+        assert (num_chunks_ahead > 0) == ahead
+    assert answers[0] == answers[1]
+
+
+async def test_a_first_token_does_not_wait_for_the_step_in_flight(tmp_path: Path) -> None:
+    """Blocks a step; meanwhile a request comes, is computed elsewhere, and its first token goes out."""
+    model = make_checkpoint("llama", tmp_path / "llama")
+    async with workers(worker_config(Role.PREFILL, model), worker_config(Role.DECODE, model)) as (prefill, decode):
+        engine = decode.replica.engine
+        compute, is_blocked, may_go_on = engine.compute, threading.Event(), threading.Event()
+
+        def block(*arguments: object) -> object:
+            is_blocked.set()
+            assert may_go_on.wait(60)
+            return compute(*arguments)  # type: ignore[arg-type]
+
+        engine.compute = block
+        async with caller(decode) as router:
+            first = router.submit([5] * 20, replace(GREEDY, max_tokens=4), [prefill])
+            assert len((await router.next_delta(first)).token_ids) == 1
+            assert await asyncio.to_thread(is_blocked.wait, 60)
+            second = router.submit([9] * 30, replace(GREEDY, max_tokens=4), [prefill])
+            assert len((await router.next_delta(second)).token_ids) == 1
+            gone = router.submit([8] * 30, GREEDY, [prefill])
+            assert len((await router.next_delta(gone)).token_ids) == 1
+            router.cancel(gone)
+            assert decode.worker.scheduler.num_in_flight == 1
+            may_go_on.set()
+            for stream in (first, second):
+                assert (await router.answer(stream)).error is None
+        await wait_until_empty(prefill, decode)

@@ -1,0 +1,182 @@
+"""Packed products against torch, and the call that runs all layers against the layers operation by operation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.cpu import library
+from engine.cpu.library import load_native
+from engine.cpu.linear import TileLinear, pack_for_tiles
+from engine.engine import Engine
+from engine.generate import generate
+from engine.kernels.kv_quantization import layers_of, quantize
+from engine.layers.linear import Linear
+from engine.step.batch import Batch, build_batch
+from engine.step.sequence import ScheduledSequence, Sequence
+from engine.weights.shared_weights import linears
+from penstock.config import EngineConfig
+from penstock.types import RequestId, SamplingParams
+from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+# Family, its config, the engine's. Pages of 16 tokens are read with tiles, pages of 8 with vectors.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 96}, {}),
+    "qwen3-window": ("qwen3", WINDOW, {}),
+    "llama-tiles": ("llama", {}, {"page_size": 16}),
+    "llama-fp8": ("llama", {}, {"page_size": 16, "kv_dtype": "fp8"}),
+    "llama-int8": ("llama", {}, {"page_size": 16, "kv_dtype": "int8"}),
+    "qwen3-window-int8": ("qwen3", WINDOW, {"page_size": 16, "kv_dtype": "int8"}),
+    "llama-fp8-small-pages": ("llama", {}, {"kv_dtype": "fp8"}),
+}
+QUANTIZED = ("int8", "int4", "fp8")  # of "llama-biases", while it is loaded
+native = load_native()
+needs_tiles = pytest.mark.skipif(native is None or not native.has_tiles, reason="needs a C++ compiler and AMX")
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(torch.bfloat16)
+
+
+@pytest.fixture(params=[*CASES, *QUANTIZED])
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
+    family, overrides, more = CASES[request.param if request.param in CASES else "llama-biases"]
+    folder = make_checkpoint(family, tmp_path, dtype=torch.bfloat16, head_dim=32, **overrides)
+    quantization = request.param if request.param in QUANTIZED else "none"
+    settings = {"model": str(folder), "dtype": "bfloat16", "page_size": 8, "num_pages": 64, **more}
+    engine = Engine.load(EngineConfig.model_validate({**settings, "quantization": quantization}))
+    if quantization != "none" and engine.runner.stack is not None:
+        layouts = [one.layout for _, one in linears(engine.runner._model)]
+        *layers, head = [layout["codes"]["kind"] for layout in layouts]
+        assert set(layers) == {quantization}
+        assert head == "int8"
+    for layer in layers_of(engine.kv_pages, engine.layout):
+        values = noise(*layer.pages.shape)
+        if layer.scales is None:
+            layer.pages.copy_(values)
+            continue
+        codes, scales = quantize(values, layer.pages.dtype)
+        layer.pages.view(torch.uint8).copy_(codes.view(torch.uint8))
+        layer.scales.copy_(scales)
+    return engine
+
+
+def mixed_batch(engine: Engine, is_sampled: bool = True) -> Batch:
+    """Returns decodes and chunks over pages that hold noise; one chunk ends before its prompt does."""
+    work = []
+    for start, count, rest in ((9, 1, 0), (64, 1, 0), (0, 3, 0), (20, 37, 0), (5, 18, 4 if is_sampled else 1)):
+        tokens = [(7 * start + 3 * place) % VOCAB_SIZE for place in range(start + count + rest)]
+        pages = engine.pool.allocate(-(-len(tokens) // engine.layout.page_size))
+        sequence = Sequence(RequestId(f"at-{start}"), tokens, len(tokens), SamplingParams(max_tokens=9), b"", pages)
+        sequence.num_computed_tokens = start
+        work.append(ScheduledSequence(sequence, count))
+    return build_batch(work if is_sampled else work[-1:], engine.layout.page_size, torch.device("cpu"))
+
+
+@needs_tiles
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (960, 576)])
+def test_a_packed_product_equals_torch_s(outputs: int, inputs: int, has_bias: bool) -> None:
+    weight, bias = noise(outputs, inputs), noise(outputs) if has_bias else None
+    linear = pack_for_tiles(weight, bias)
+    assert isinstance(linear, TileLinear)
+    for num_rows in (0, 1, 15, 16, 17, 33, 300):
+        x = noise(num_rows, inputs)
+        expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+        torch.testing.assert_close(linear(x).float(), expected, rtol=8e-3, atol=8e-3)  # bf16 keeps 8 bits
+
+
+@needs_tiles
+def test_a_row_s_product_depends_only_on_the_row() -> None:
+    linear = pack_for_tiles(noise(80, 64), None)
+    assert linear is not None
+    x = noise(300, 64)
+    whole, threads = linear(x), torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            assert all(torch.equal(linear(x[row : row + 1])[0], whole[row]) for row in (0, 15, 16, 31, 255, 256, 299))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_tiles
+def test_rows_may_be_strided() -> None:
+    linear, x = pack_for_tiles(noise(32, 32), None), noise(5, 100)
+    assert linear is not None
+    assert torch.equal(linear(x[:, 3:35]), linear(x[:, 3:35].contiguous()))
+    assert torch.equal(linear(x[:, :64:2]), linear(x[:, :64:2].contiguous()))
+
+
+@pytest.mark.parametrize("weight", [noise(24, 32), noise(32, 40), noise(32, 32).float(), noise(32, 32).half()])
+def test_weights_that_do_not_fill_tiles_go_to_torch(weight: torch.Tensor) -> None:
+    assert pack_for_tiles(weight, None) is None
+    x = torch.ones(2, weight.shape[1], dtype=weight.dtype)
+    torch.testing.assert_close(Linear(weight)(x), torch.nn.functional.linear(x, weight), rtol=1e-2, atol=1e-2)
+
+
+@needs_tiles
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_the_stack_equals_the_layers_one_by_one(engine: Engine, is_sampled: bool) -> None:
+    """The same bits, in the logits and in every page."""
+    runner, batch, before = engine.runner, mixed_batch(engine, is_sampled), engine.kv_pages.clone()
+    assert runner.stack is not None
+    seen: list[int] = []
+    results = []
+    for stack, on_layer in ((runner.stack, None), (runner.stack, seen.append), (None, None)):
+        runner.stack = stack
+        engine.kv_pages.copy_(before)
+        results.append((runner.forward(batch, on_layer), engine.kv_pages.clone()))
+    (logits, pages), *others = results
+    assert logits.shape == ((4 if is_sampled else 0), VOCAB_SIZE)
+    assert seen == [1, 2]
+    assert not torch.equal(pages, before)
+    for other_logits, other_pages in others:
+        assert torch.equal(logits, other_logits)
+        assert torch.equal(pages, other_pages)
+
+
+@needs_tiles
+def test_in_bf16_a_token_is_the_same_in_every_batch_and_chunk(engine: Engine) -> None:
+    batch = mixed_batch(engine)
+    together, before = engine.runner.forward(batch), engine.kv_pages.clone()
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompt = [(5 * place) % VOCAB_SIZE for place in range(41)]
+    whole = generate(engine, prompt, sampling, use_prefix_cache=False)
+    assert all(
+        generate(engine, prompt, sampling, chunk_tokens=size, use_prefix_cache=False) == whole for size in (1, 7)
+    )
+    engine.kv_pages.copy_(before)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(engine.runner.forward(batch), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_without_a_compiler_the_same_model_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, dtype=torch.bfloat16, head_dim=32)
+    prompt, config = list(range(40, 70)), EngineConfig(model=str(folder), num_pages=32)
+
+    def logits() -> torch.Tensor:
+        engine = Engine.load(config)
+        pages = engine.pool.allocate(2)
+        sequence = Sequence(RequestId("one"), prompt, len(prompt), SamplingParams(max_tokens=1), b"", pages)
+        work = [ScheduledSequence(sequence, len(prompt))]
+        return engine.runner.forward(build_batch(work, engine.layout.page_size, torch.device("cpu"))).float()
+
+    native_logits = logits()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    library.load_library.cache_clear()
+    try:
+        plain_logits = logits()
+    finally:
+        library.load_library.cache_clear()
+    error = (plain_logits - native_logits).norm() / native_logits.norm()
+    assert float(error) < 0.08  # bf16 keeps 8 bits, and two layers of wide weights add up their roundings

@@ -1,0 +1,77 @@
+"""Every kernel compiles for a Hopper, without one, within shared memory and registers, and uses its matrix units."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.processes
+
+SHARED_BYTES = 227 * 1024  # of a multiprocessor, available to programs
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(module: str, *arguments: str) -> dict[str, Any]:
+    """Runs a module in a process that does not interpret, and returns what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict[str, Any]]]:
+    """Returns the compiled variants by the name of the launch."""
+    return run("tests.support.engine.hopper")
+
+
+def test_every_launch_fits_a_multiprocessor(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    kernels = {kernel["kernel"] for launches in compiled.values() for kernel in launches}
+    assert kernels >= {
+        "_decode_kernel", "_prefill_kernel", "_latent_kernel", "_join_kernel", "_gemm_kernel", "_norm_kernel",
+        "_rope_kernel", "_swiglu_kernel", "_scan_kernel", "_weigh_kernel", "_narrow_kernel", "_mass_kernel",
+        "_pick_kernel", "_write_quantized_kernel", "_rows_kernel",
+    }  # fmt: skip
+    for name, launches in compiled.items():
+        for kernel in launches:
+            assert kernel["shared_bytes"] <= SHARED_BYTES, name
+            assert kernel["stack_bytes"] == 0, f"{name} spills registers"
+
+
+def test_wide_tiles_run_on_the_matrix_units_of_a_hopper(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    wide = [name for name in compiled if name.startswith("prefill")] + ["latents of a chunk", "experts, many rows"]
+    for name in wide:
+        assert compiled[name][0]["has_wgmma"], name
+
+
+def test_three_decode_programs_fit_a_multiprocessor(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    """Three programs per multiprocessor hide the latency of memory."""
+    for name in ("decode", "decode of 96", "decode of fp8"):
+        kernel = compiled[name][0]
+        assert kernel["shared_bytes"] <= SHARED_BYTES / 3, name
+        assert kernel["registers"] * 128 * 3 <= 65536, name
+
+
+def test_no_step_needs_a_kernel_that_was_not_compiled_at_the_start(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 8, "head_dim": 64, "hidden_size": 128}
+    make_checkpoint("llama", tmp_path / "llama", max_position_embeddings=8192, **heads)
+    make_checkpoint("mistral", tmp_path / "mistral", max_position_embeddings=1500, sliding_window=700)
+    asked = [f"{tmp_path}/llama,fp8,none", f"{tmp_path}/mistral,auto,none"]
+    for name, (num_variants, missing) in run("tests.support.engine.hopper_steps", *asked).items():
+        assert num_variants > 20, name
+        assert missing == [], name

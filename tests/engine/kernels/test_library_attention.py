@@ -1,0 +1,194 @@
+"""Attention by libraries: calls follow their documentation, and unsupported cases are refused by name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.engine import Engine
+from engine.generate import generate
+from engine.kernels.backends import select_backend
+from engine.kernels.libraries.attention import AttentionLibrary, LibraryAttention, load_attention_library
+from engine.kernels.libraries.capabilities import check_library
+from engine.kernels.libraries.varlen import VarlenAttention
+from engine.kernels.metadata import AttentionMetadata, Lengths
+from engine.kernels.reference import TorchAttention
+from engine.memory.device_memory import DeviceMemory
+from engine.memory.estimates import captures_graphs, make_layout
+from engine.memory.plan import plan_memory
+from engine.models.config import ModelConfig
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+from penstock.types import SamplingParams
+from tests.engine.kernels.test_paged_kernels import make_meta, make_pool_layer
+from tests.support.engine import attention_doubles
+from tests.support.engine.checkpoints import make_checkpoint
+
+CPU = torch.device("cpu")
+ADAPTER = "engine.kernels.libraries.flashinfer"
+BATCHES = [
+    ([1, 1, 1], [17, 70, 1]),
+    ([5, 19], [5, 50]),
+    ([1, 1, 3, 19, 2], [17, 70, 3, 50, 64]),
+]
+
+
+@pytest.fixture
+def _doubles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    attention_doubles.install(monkeypatch)
+    yield
+    sys.modules.pop(ADAPTER, None)  # it has imported the double
+
+
+def make_library(name: str) -> AttentionLibrary:
+    if name == "varlen":
+        return VarlenAttention()
+    module = importlib.import_module(ADAPTER)
+    module.WORKSPACE_BYTES = 4096  # type: ignore[attr-defined]
+    return module.FlashInferAttention(CPU)
+
+
+def make_problem(
+    query_lens: list[int], context_lens: list[int], page_size: int = 16, kv_heads: int = 2, dim: int = 24
+) -> tuple[AttentionMetadata, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(sum(context_lens))
+    num_pages = sum(-(-context // page_size) for context in context_lens) + 2
+    meta = make_meta(query_lens, context_lens, page_size, num_pages)
+    starts = np.concatenate(([0], np.cumsum(query_lens)))
+    meta = replace(meta, lengths=Lengths(np.array(context_lens, np.int64), starts))
+    pool = make_pool_layer(meta, num_pages, kv_heads, page_size, dim)
+    return meta, pool, torch.randn(sum(query_lens), 6, dim)
+
+
+@pytest.mark.usefixtures("_doubles")
+@pytest.mark.parametrize(("query_lens", "context_lens"), BATCHES)
+@pytest.mark.parametrize("window", [None, 1, 13])
+@pytest.mark.parametrize(("name", "softcap"), [("flashinfer", None), ("flashinfer", 3.0), ("varlen", None)])
+def test_a_library_attends_like_the_reference(
+    name: str, softcap: float | None, window: int | None, query_lens: list[int], context_lens: list[int]
+) -> None:
+    meta, pool, q_TNH = make_problem(query_lens, context_lens)
+    own = TorchAttention()
+    attention = LibraryAttention(name, _Clean(own), make_library(name))
+    found = attention.paged_attention(q_TNH, pool, meta, 0.3, window, softcap)
+    expected = own.paged_attention(q_TNH, pool.nan_to_num(), meta, 0.3, window, softcap)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+class _Clean:
+    """The reference over a pool whose stale values are replaced by numbers."""
+
+    def __init__(self, own: TorchAttention) -> None:
+        self._own = own
+        self.name = own.name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def paged_attention(self, q_TNH: torch.Tensor, pool_layer: torch.Tensor, *others: Any) -> torch.Tensor:
+        return self._own.paged_attention(q_TNH, pool_layer.nan_to_num(), *others)
+
+
+@pytest.mark.usefixtures("_doubles")
+def test_a_step_is_planned_once_for_layers_that_share_a_plan() -> None:
+    library = make_library("flashinfer")
+    attention = LibraryAttention("flashinfer", TorchAttention(), library)
+    for number, (query_lens, context_lens) in enumerate(BATCHES, start=1):
+        meta, pool, q_TNH = make_problem(query_lens, context_lens)
+        for _ in range(2):
+            for window in (None, 9):
+                attention.paged_attention(q_TNH, pool, meta, 0.3, window)
+        plans = {form: planned.wrapper.num_plans for form, planned in library._planned.items()}  # type: ignore[attr-defined]
+        assert all(count <= number for count in plans.values())
+    assert {(form.decodes, form.window): count for form, count in plans.items()} == {
+        (True, None): 2, (True, 9): 2, (False, None): 2, (False, 9): 2,
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("_doubles")
+@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+def test_a_replica_with_a_library_samples_the_same_tokens(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint("mistral", tmp_path, sliding_window=11)
+    config = EngineConfig(model=str(folder), dtype="float32", num_pages=32, num_threads=1, attention="torch")
+    sampling = SamplingParams(max_tokens=12, temperature=0.9, seed=5, ignore_eos=True)
+    prompt = list(range(5, 42))
+    wanted = generate(Engine.load(config), prompt, sampling, chunk_tokens=15)
+    attention = LibraryAttention(name, _Clean(TorchAttention()), make_library(name))
+    monkeypatch.setattr("engine.parallel.model_part.select_backend", lambda name, device: attention)
+    assert generate(Engine.load(config), prompt, sampling, chunk_tokens=15) == wanted
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+def test_a_missing_library_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"engine.attention = '{name}' needs a GPU.*give engine.attention = 'auto'"):
+        select_backend(name, CPU)
+    if torch.cuda.is_available():
+        pytest.skip("the libraries may be installed")
+    package = {"flashinfer": "flashinfer-python", "varlen": "flash_attn_interface"}[name]
+    with pytest.raises(ConfigError, match=rf"install .*{package}.*or choose engine.attention = 'triton'"):
+        load_attention_library(name, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+@pytest.mark.parametrize(
+    ("family", "settings", "problem"),
+    [
+        ("deepseek_v2", {}, "does not support latent attention"),
+        ("llama", {"kv_dtype": "fp8"}, "engine.kv_dtype = 'fp8' has them; leave it at 'auto'"),
+        ("llama", {"dtype": "float32"}, "engine.dtype is 'float32'; give one of those"),
+        ("llama", {}, r"heads of 64, .* values, and the model's have 16; choose engine.attention = 'triton'"),
+    ],
+)
+def test_unsupported_models_are_refused_before_anything_is_loaded(
+    name: str, family: str, settings: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(family, tmp_path)
+    config = EngineConfig.model_validate({"model": str(folder), "attention": name, "dtype": "bfloat16", **settings})
+    with pytest.raises(ConfigError, match=problem):
+        plan_memory(config, DeviceMemory("a GPU", "cuda", 8 << 30))
+    with pytest.raises(ConfigError, match=problem):
+        Engine.load(config)
+
+
+def test_a_library_s_workspace_is_in_the_plan(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, head_dim=64)
+    gpu = DeviceMemory("a GPU", "cuda", 8 << 30)
+    model = ModelConfig.from_folder(folder)
+    plans = {}
+    for name in ("triton", "varlen", "flashinfer"):
+        config = EngineConfig.model_validate({"model": str(folder), "attention": name, "dtype": "bfloat16"})
+        check_library(name, make_layout(config, model), has_latents=False)
+        assert captures_graphs(config, model, "cuda") == (name != "flashinfer")
+        plans[name] = plan_memory(config, gpu)
+    assert plans["varlen"] == plans["triton"]
+    assert plans["flashinfer"].graph_bytes == 0
+    free = plans["triton"].graph_bytes - (128 << 20)
+    gained = (plans["flashinfer"].num_pages - plans["triton"].num_pages) * plans["triton"].layout.page_bytes
+    assert abs(gained - 0.8 * free) <= plans["triton"].layout.page_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+@pytest.mark.parametrize("window", [None, 13])
+def test_the_library_itself_agrees_on_a_gpu(name: str, window: int | None) -> None:
+    try:
+        attention = select_backend(name, torch.device("cuda"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    for query_lens, context_lens in BATCHES:
+        meta, pool, _ = make_problem(query_lens, context_lens, dim=128)
+        whole, q_TNH = pool.cuda().bfloat16(), torch.randn(sum(query_lens), 6, 128, device="cuda").bfloat16()
+        found = attention.paged_attention(q_TNH, whole, meta, 0.1, window)
+        expected = select_backend("triton", torch.device("cuda")).paged_attention(q_TNH, whole, meta, 0.1, window)
+        torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)  # bf16 rounds each twice

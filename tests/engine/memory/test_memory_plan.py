@@ -1,0 +1,241 @@
+"""`penstock plan-memory` counts what a loaded engine holds, to the byte, and refuses what cannot work."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.cli.main import main
+from engine.engine import Engine
+from engine.memory.device_memory import DeviceMemory, find_device
+from engine.memory.estimates import count_pages, make_layout, step_bytes
+from engine.memory.plan import plan_memory
+from engine.models.config import ModelConfig
+from engine.models.shapes import tensor_shapes
+from penstock.config import EngineConfig
+from penstock.errors import CheckpointError, ConfigError, InvalidInput
+from tests.support.engine.checkpoints import FAMILIES, make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[3]
+BUNDLED = ROOT / "models" / "penstock-tiny"
+HOST = DeviceMemory("host", "cpu", 4 << 30)
+GPU = DeviceMemory("gpu", "cuda", 2 << 30)
+FREE = (2 << 30) - (600 << 20)  # of GPU, without weights
+
+
+def tensors_of(thing: object) -> dict[int, torch.Tensor]:
+    """Returns every tensor that an object of this project holds, by address, since two may share their values."""
+    if isinstance(thing, torch.Tensor):
+        return {id(thing) if thing.is_mkldnn else thing.data_ptr(): thing}
+    parts: list[object] = []
+    if isinstance(thing, list | tuple):
+        parts = list(thing)
+    elif type(thing).__module__.startswith("engine.") and hasattr(thing, "__dict__"):
+        parts = list(vars(thing).values())
+    elif type(thing).__module__.startswith("engine.") and hasattr(thing, "__slots__"):
+        parts = [getattr(thing, name) for name in thing.__slots__]
+    return {key: tensor for part in parts for key, tensor in tensors_of(part).items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+        ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
+    ],
+)
+def test_the_plan_equals_what_the_engine_holds(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_checkpoint(family, tmp_path, **overrides)
+    for settings in ({"kv_memory_bytes": 100_000}, {"kv_memory_bytes": 70_000, "dtype": "bfloat16", "max_context": 99}):
+        config = EngineConfig(model=str(folder), num_threads=1, device="cpu", **settings)
+        plan = plan_memory(config, HOST)
+        engine = Engine.load(config)
+        held = tensors_of(engine.runner._model)
+        assert plan.weight_bytes == sum(tensor.numel() * tensor.itemsize for tensor in held.values())
+        assert plan.layout == engine.layout
+        assert (plan.num_pages, plan.kv_bytes) == (engine.pool.num_pages, engine.kv_pages.nbytes)
+        assert plan.kv_bytes_per_token == engine.kv_pages.nbytes // (plan.num_pages * config.page_size)
+
+
+# Published shapes; parameters and bytes of KV a token as their authors give them.
+MIXTRAL_8X7B: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
+    "max_position_embeddings": 32768, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "torch_dtype": "bfloat16",
+    "output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None,
+}  # fmt: skip
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 48,
+    "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "max_window_layers": 48,
+    "rope_theta": 1e6, "router_aux_loss_coef": 0.001, "use_sliding_window": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 10944, "vocab_size": 102400,
+    "max_position_embeddings": 163840, "num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": 27,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1, "moe_layer_freq": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+    "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0, "aux_loss_alpha": 0.001,
+    "seq_aux": True, "ep_size": 1, "pretraining_tp": 1, "rope_theta": 10000, "torch_dtype": "bfloat16",
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "billions", "kv_bytes"),
+    [(MIXTRAL_8X7B, 46.7, 131072), (QWEN3_30B_A3B, 30.5, 98304), (DEEPSEEK_V2_LITE, 15.7, 31104)],
+    ids=["Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V2-Lite"],
+)
+def test_published_models_have_their_published_sizes(
+    data: dict[str, Any], billions: float, kv_bytes: int, tmp_path: Path
+) -> None:
+    """Plans from files without weights: a header, and a hole of the right size."""
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    write_hollow_weights(tmp_path, {})
+    shapes = tensor_shapes(ModelConfig.from_folder(tmp_path))
+    write_hollow_weights(tmp_path, shapes)
+    plan = plan_memory(EngineConfig(model=str(tmp_path)), find_device("H200"), context=32768)
+    assert round(sum(math.prod(shape) for shape in shapes.values()) / 1e9, 1) == billions
+    assert plan.kv_bytes_per_token == kv_bytes
+    assert plan.largest_batch[32768] == plan.num_pages // 2048 > 0
+
+
+def write_hollow_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)  # a hole: it takes no room on the disk
+
+
+def test_the_largest_batch_of_a_context_is_exact_to_the_page() -> None:
+    plan = plan_memory(EngineConfig(model=str(BUNDLED), num_pages=1001), HOST, context=100)
+    assert plan.largest_batch[100] == 1001 // 7  # seven pages of 16
+    assert plan.largest_batch[1024] == 1001 // 64
+    assert list(plan.largest_batch) == [100, 1024, plan.max_context]
+
+
+def test_a_gpus_pool_takes_what_weights_and_steps_leave() -> None:
+    config = EngineConfig(model=str(BUNDLED))
+    plan = plan_memory(config, GPU)
+    assert plan.graph_bytes > 0
+    assert plan.num_pages == int((FREE - plan.weight_bytes - plan.graph_bytes) * 0.8) // plan.layout.page_bytes
+    assert plan.weight_bytes < plan_memory(config, HOST).weight_bytes, "the tied head is no second copy there"
+    assert plan.kv_bytes + plan.weight_bytes + plan.graph_bytes + plan.step_bytes <= FREE
+
+
+def test_a_larger_step_takes_more_memory() -> None:
+    model = ModelConfig.from_folder(BUNDLED)
+    assert (
+        step_bytes(model, "float32", 64, 1) < step_bytes(model, "float32", 65, 1) < step_bytes(model, "float32", 65, 2)
+    )
+    assert step_bytes(model, "bfloat16", 64, 0) * 2 == step_bytes(model, "float32", 64, 0)
+
+
+def test_a_pool_without_memory_is_refused() -> None:
+    config = EngineConfig(model=str(BUNDLED))
+    layout = make_layout(config, ModelConfig.from_folder(BUNDLED))
+    with pytest.raises(ConfigError, match=r"engine.kv_memory_bytes = 0 holds 0 pages of \d+ bytes; give at least"):
+        count_pages(config, layout, "cuda", -5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "context", "message"),
+    [
+        ({}, DeviceMemory("small", "cuda", 601 << 20), None, r"weights of .* in float32.* engine.dtype = bfloat16"),
+        ({}, DeviceMemory("small", "cpu", 1 << 20), None, r"give a device with at least 1\d\.\d\d MiB"),
+        ({"num_pages": 900_000}, HOST, None, r"KV pages take 41.* left; give engine.num_pages = \d+ at most"),
+        ({"kv_memory_bytes": 5 << 30}, HOST, None, r"KV pages take 5.00 GiB.* engine.kv_memory_bytes = \d+ at most"),
+        ({"host_memory_bytes": 4 << 30}, HOST, None, r"engine.host_memory_bytes = 4294967296 leaves no room"),
+        ({"kv_memory_bytes": 5}, HOST, None, r"engine.kv_memory_bytes = 5 holds 0 pages"),
+        ({"num_pages": 10}, HOST, 1000, r"takes 63 pages .*give engine.num_pages = 63, .* at most 160 tokens"),
+        ({"kv_memory_bytes": 1 << 19}, HOST, 1000, r"engine.kv_memory_bytes = 3096576, which it has room for"),
+        (
+            {"num_pages": 5, "cuda_graphs": 0},
+            DeviceMemory("small", "cuda", 629 << 20),
+            2048,
+            r"has 5; give a larger device or at most 80",
+        ),
+        ({"max_context": 9999}, HOST, None, r"engine.max_context = 9999 is more than"),
+        ({}, HOST, 9999, r"a context of 9999 tokens: .* takes 1 to 2048"),
+    ],
+)
+def test_a_refusal_names_settings_that_would_work(
+    settings: dict[str, Any], device: DeviceMemory, context: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_memory(EngineConfig(model=str(BUNDLED), **settings), device, context=context)
+
+
+def test_the_advice_of_a_refusal_works() -> None:
+    """Plans with the number in the message, and with a page more, which is refused."""
+    for setting, first in (("kv_memory_bytes", 5 << 30), ("num_pages", 900_000)):
+        with pytest.raises(ConfigError) as refused:
+            plan_memory(EngineConfig(model=str(BUNDLED), **{setting: first}), HOST)
+        most = int(str(refused.value).split(f"engine.{setting} = ")[1].split()[0])
+        plan = plan_memory(EngineConfig(model=str(BUNDLED), **{setting: most}), HOST)
+        more = most + (plan.layout.page_bytes if setting == "kv_memory_bytes" else 1)
+        with pytest.raises(ConfigError):
+            plan_memory(EngineConfig(model=str(BUNDLED), **{setting: more}), HOST)
+
+
+def test_weights_that_do_not_fit_their_config_are_refused_without_loading(tmp_path: Path) -> None:
+    folder = make_checkpoint("mixtral", tmp_path)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_local_experts": 6}))
+    with pytest.raises(CheckpointError, match=r"experts.5.w1.weight \(6 in all\) is missing|gate.weight has shape"):
+        plan_memory(EngineConfig(model=str(folder)), HOST)
+
+
+def test_devices_by_name_and_size() -> None:
+    assert find_device("h200") == DeviceMemory("H200", "cuda", 143771 << 20)
+    assert find_device("24GiB") == DeviceMemory("24GiB", "cuda", 24 << 30)
+    assert find_device("cpu:1.5GB") == DeviceMemory("cpu:1.5GB", "cpu", 1_500_000_000)
+    assert find_device("cpu").total_bytes > 0
+    for unknown in ("H900", "24", "tpu:5GiB", "", "GiB"):
+        with pytest.raises(InvalidInput, match=r"give cpu, cuda, B200, H200, .* 24GiB or cpu:64GiB"):
+            find_device(unknown)
+
+
+def test_the_command_prints_a_plan_or_the_problem(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text('[engine]\ndtype = "bfloat16"\n[decode_pool.engine]\npage_size = 32\nnum_pages = 50\n')
+    ask = ["plan-memory", str(BUNDLED), "--device", "cpu:2GiB", "--config", str(config)]
+    assert main([*ask, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["dtype"], plan["page_size"], plan["num_pages"]) == ("bfloat16", 32, 50)
+    assert plan["largest_batch"]["1024"] == 50 // 32
+    assert main([*ask, "--context", "640"]) == 0
+    text = capsys.readouterr().out
+    assert "No request of more than 1,600 tokens fits" in text
+    assert "    640              2" in text
+    assert main([*ask, "--context", "2000"]) == 2
+    assert "a context of 2000 tokens takes 63 pages" in capsys.readouterr().err
+    assert main([*ask, "--role", "prefill"]) == 0
+    assert "a page of 16" in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_a_plan_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom cluster.cli.main import main\n"
+        f"assert main(['plan-memory', {str(BUNDLED)!r}, '--device', 'H200']) == 0\n"
+        "sys.exit(f'{heavy} was imported' if (heavy := {'torch', 'ray', 'numpy'} & set(sys.modules)) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "H200" in done.stdout

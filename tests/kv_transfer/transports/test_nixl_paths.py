@@ -1,0 +1,81 @@
+"""Tests which paths UCX may take, and how long a fence outlives its sender while bytes may be in the network."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from kv_transfer.receive.receiver import TransferReceiver
+from kv_transfer.transports import nixl_agent
+from kv_transfer.transports.mapped.ends import MappedReceiver
+from kv_transfer.transports.nixl_agent import _configure_ucx
+from penstock.errors import TransferError
+from tests.support.transfer.transfer_child import make_target
+from tests.support.transfer.transfer_pair import Log, config, receiver
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UCX_TLS", "UCX_NET_DEVICES", "UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("tls", [None, "^tcp", "^ud,tcp", "rc,sm,self"])
+def test_with_rdma_ucx_must_not_use_tcp(tls: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tls is not None:
+        monkeypatch.setenv("UCX_TLS", tls)
+    _configure_ucx(uses_rdma=True)
+    for wrong in ("all", "tcp", "rc,tcp", "^ud"):
+        monkeypatch.setenv("UCX_TLS", wrong)
+        with pytest.raises(TransferError, match="pages must not travel over TCP"):
+            _configure_ucx(uses_rdma=True)
+
+
+@pytest.mark.parametrize("tls", [None, "all", "tcp,sm", "tcp,cma", "^rc"])
+def test_without_rdma_pages_must_travel_over_cma(tls: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tls is not None:
+        monkeypatch.setenv("UCX_TLS", tls)
+    _configure_ucx(uses_rdma=False)
+    for wrong in ("tcp", "tcp,posix", "^cma", "^sm"):
+        monkeypatch.setenv("UCX_TLS", wrong)
+        with pytest.raises(TransferError, match="without RDMA pages must travel over CMA"):
+            _configure_ucx(uses_rdma=False)
+
+
+@pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")
+def test_nixl_is_refused_where_neither_rdma_nor_cma_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_agent, "has_rdma", lambda: False)
+    monkeypatch.setattr(nixl_agent, "has_cma", lambda: False)
+    with pytest.raises(TransferError, match="no RDMA port is active and process_vm_writev is not permitted"):
+        nixl_agent.NixlAgent(receiver(make_target(4, 64), Log(), config("torch"))._pages, config("nixl"))
+
+
+def test_a_fence_outlives_its_sender_where_bytes_may_be_in_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The callback follows a poll that starts after the last packet must have arrived."""
+    polls: list[float] = []
+    polled = {"stray_s": 0.2, "poll": lambda self: polls.append(0.0) or [], "heard_from": lambda self: frozenset()}  # type: ignore[func-returns-value]
+    for name, value in polled.items():
+        monkeypatch.setattr(MappedReceiver, name, value, raising=False)
+    end = receiver(make_target(4, 64), Log(), config("shm"))
+    try:
+        lifted = threading.Event()
+        end.after_stray_writes(lifted.set)
+        assert not lifted.is_set()
+        assert lifted.wait(10.0)
+        assert polls, "nothing was polled before the callback"
+    finally:
+        end.shutdown()
+
+
+def test_without_stray_writes_the_fence_is_lifted_at_once() -> None:
+    end = receiver(torch.zeros(4, 64), Log(), config("torch"))
+    assert isinstance(end, TransferReceiver)
+    try:
+        lifted = threading.Event()
+        end.after_stray_writes(lifted.set)
+        assert lifted.is_set()
+    finally:
+        end.shutdown()

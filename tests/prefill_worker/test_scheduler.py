@@ -1,0 +1,223 @@
+"""Prefill scheduling: the token budget, lanes and lengths, nobody starves, pages taken once, prefixes computed once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import PrefixCache
+from engine.step.sequence import ScheduledSequence, Sequence
+from penstock.config import PrefillConfig
+from penstock.types import Lane, RequestId, SamplingParams
+from prefill_worker.scheduler import HANDICAP_STEPS, PrefillScheduler
+
+PAGE_SIZE = 4
+
+
+def make_scheduler(
+    num_pages: int, max_batch_tokens: int = 8, reserved: dict[Lane, float] | None = None
+) -> tuple[PrefillScheduler, PagePool]:
+    pool = PagePool(num_pages)
+    return PrefillScheduler(pool, PrefixCache(pool, PAGE_SIZE), PAGE_SIZE, max_batch_tokens, 3, reserved), pool
+
+
+def make_sequence(name: str, tokens: list[int], lane: Lane = Lane.STANDARD) -> Sequence:
+    return Sequence(RequestId(name), tokens, len(tokens), SamplingParams(max_tokens=1), b"salt", lane=lane)
+
+
+def shares(work: list[ScheduledSequence]) -> dict[str, int]:
+    return {item.sequence.request_id: item.num_tokens for item in work}
+
+
+def test_chunks_fill_the_budget_with_what_ends_soonest() -> None:
+    scheduler, _ = make_scheduler(20)
+    for name, length in (("a", 10), ("b", 3), ("c", 6)):
+        scheduler.add(make_sequence(name, list(range(ord(name) * 100, ord(name) * 100 + length))))
+    steps, complete = [], []
+    while work := scheduler.schedule():
+        steps.append(shares(work))
+        complete += [sequence.request_id for sequence in scheduler.commit(work)]
+    assert steps == [{"b": 3, "c": 5}, {"c": 1, "a": 7}, {"a": 3}]
+    assert complete == ["b", "c", "a"]
+
+
+def test_no_more_prompts_run_than_a_step_may_hold() -> None:
+    scheduler, _ = make_scheduler(20, max_batch_tokens=100)
+    for number in range(4):
+        scheduler.add(make_sequence(f"s{number}", list(range(100 * number, 100 * number + 2))))
+    assert scheduler.num_uncomputed_tokens == 8
+    assert shares(scheduler.schedule()) == {"s0": 2, "s1": 2, "s2": 2}  # three at most
+    assert (scheduler.num_running, scheduler.num_queued, scheduler.num_uncomputed_tokens) == (3, 1, 8)
+
+
+def test_tokens_count_as_uncomputed_until_they_are_computed_or_dropped() -> None:
+    scheduler, _ = make_scheduler(20)
+    long, queued = make_sequence("long", list(range(12))), make_sequence("queued", list(range(100, 120)))
+    for sequence in (long, queued):
+        scheduler.add(sequence)
+    scheduler.commit(scheduler.schedule())
+    assert scheduler.num_uncomputed_tokens == 4 + 20
+    scheduler.remove(queued)
+    assert scheduler.num_uncomputed_tokens == 4
+    scheduler.commit(scheduler.schedule())
+    assert scheduler.num_uncomputed_tokens == 0
+
+
+def test_a_short_interactive_prompt_goes_ahead_of_a_long_one_that_has_begun() -> None:
+    scheduler, _ = make_scheduler(20)
+    scheduler.add(make_sequence("long", list(range(40)), Lane.BULK))
+    scheduler.commit(scheduler.schedule())
+    scheduler.add(make_sequence("standard", list(range(100, 103))))
+    scheduler.add(make_sequence("short", list(range(200, 204)), Lane.INTERACTIVE))
+    assert list(shares(scheduler.schedule()).items()) == [("short", 4), ("standard", 3), ("long", 1)]
+
+
+def test_prompts_that_have_begun_go_on_while_a_large_one_waits_for_pages() -> None:
+    scheduler, pool = make_scheduler(6)
+    scheduler.add(make_sequence("begun", list(range(12))))
+    scheduler.commit(scheduler.schedule())
+    scheduler.add(make_sequence("large", list(range(100, 124)), Lane.INTERACTIVE))
+    scheduler.add(make_sequence("small", list(range(200, 204)), Lane.BULK))
+    assert shares(scheduler.schedule()) == {"begun": 4}  # the small one does not pass the large one
+    pool.check_integrity()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lane=st.sampled_from(Lane),
+    length=st.integers(1, 60),
+    flood=st.lists(st.tuples(st.sampled_from(Lane), st.integers(1, 16)), min_size=1, max_size=8),
+)
+def test_no_flood_keeps_a_prompt_waiting_for_ever(lane: Lane, length: int, flood: list[tuple[Lane, int]]) -> None:
+    """However many come after it: once its handicap and its own length were computed, no newcomer goes before it."""
+    budget = 8
+    scheduler, pool = make_scheduler(80, max_batch_tokens=budget)
+    for number in range(4):
+        scheduler.add(make_sequence(f"before{number}", list(range(1000 * number + 100, 1000 * number + 120))))
+    waiting = make_sequence("waiting", list(range(length)), lane)
+    scheduler.add(waiting)
+    computed, number = 0, 10
+    bound = HANDICAP_STEPS[lane] * budget + length
+    while True:
+        if computed < bound:
+            backlog = scheduler.num_uncomputed_tokens  # the last moment at which there is somebody else to wait for
+        late = set[Sequence]()
+        while scheduler.num_queued < 5:
+            newcomer_lane, tokens = flood[number % len(flood)]
+            number += 1
+            newcomer = make_sequence(f"n{number}", list(range(10000 * number, 10000 * number + tokens)), newcomer_lane)
+            scheduler.add(newcomer)
+            late.add(newcomer)
+        work = scheduler.schedule()
+        order = [item.sequence for item in work]
+        if computed >= bound and waiting in order:
+            assert not late & set(order[: order.index(waiting)])
+        computed += sum(item.num_tokens for item in work)
+        done = scheduler.commit(work)
+        for sequence in done:
+            pool.release(sequence.pages)
+        if waiting in done:
+            return
+        assert computed <= bound + backlog + 100, "it starves"
+
+
+def test_a_prompt_that_does_not_fit_waits_and_holds_nothing() -> None:
+    scheduler, pool = make_scheduler(4, max_batch_tokens=16)
+    first = make_sequence("first", list(range(12)))
+    second = make_sequence("second", list(range(50, 58)))
+    scheduler.add(first)
+    scheduler.add(second)
+    assert shares(scheduler.schedule()) == {"second": 8}
+    assert first.pages == []
+    scheduler.remove(second)
+    pool.release(second.pages)
+    assert shares(scheduler.schedule()) == {"first": 12}
+    pool.check_integrity()
+
+
+def test_a_cached_prefix_is_not_computed_again_but_the_last_token_is() -> None:
+    scheduler, _ = make_scheduler(20)
+    scheduler.add(make_sequence("first", list(range(8))))
+    scheduler.commit(scheduler.schedule())
+    again = make_sequence("again", list(range(8)))
+    scheduler.add(again)
+    assert shares(scheduler.schedule()) == {"again": 4}
+    assert again.num_computed_tokens == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), num_pages=st.integers(6, 16))
+def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> None:
+    scheduler, pool = make_scheduler(num_pages)
+    live: list[Sequence] = []
+    done: list[Sequence] = []
+    for number in range(data.draw(st.integers(1, 30))):
+        action = data.draw(st.sampled_from(["add", "cancel", "finish", "step", "step"]))
+        if action == "add":
+            start = data.draw(st.sampled_from([0, 100]))  # few starts: prefixes repeat
+            length = data.draw(st.integers(1, num_pages * PAGE_SIZE))
+            lane = data.draw(st.sampled_from(Lane))
+            live.append(make_sequence(f"s{number}", list(range(start, start + length)), lane))
+            scheduler.add(live[-1])
+        elif action == "cancel" and live:
+            victim = live.pop(data.draw(st.integers(0, len(live) - 1)))
+            scheduler.remove(victim)
+            pool.release(victim.pages)
+        elif action == "finish" and done:
+            sent = done.pop()
+            pool.release(sent.pages)
+        else:
+            complete = scheduler.commit(scheduler.schedule())
+            done += complete
+            live = [sequence for sequence in live if sequence not in complete]
+        pool.check_integrity()
+    for _ in range(200):
+        for sent in done:
+            pool.release(sent.pages)
+        done = scheduler.commit(scheduler.schedule())
+        live = [sequence for sequence in live if sequence not in done]
+    assert live == []
+    pool.check_integrity()
+    assert pool.num_available == pool.num_pages
+
+
+@settings(max_examples=60, deadline=None)
+@given(length=st.integers(1, 40), flood=st.lists(st.integers(1, 12), min_size=1, max_size=6))
+def test_a_lane_gets_its_share_whatever_others_bring(length: int, flood: list[int]) -> None:
+    """A quarter of 8 tokens is reserved: so a bulk prompt is computed by two tokens a step from the first on."""
+    scheduler, pool = make_scheduler(80, reserved={Lane.BULK: 0.25})
+    bulk = make_sequence("bulk", list(range(length)), Lane.BULK)
+    scheduler.add(bulk)
+    for step in range(-(-length // 2)):
+        if bulk.num_computed_tokens == length:
+            break  # others left it more
+        for number, tokens in enumerate(flood):
+            first = 1000 * (step * len(flood) + number + 1)
+            if scheduler.num_queued < 4:
+                name = f"{step}-{number}"
+                scheduler.add(make_sequence(name, list(range(first, first + tokens)), Lane.INTERACTIVE))
+        work = scheduler.schedule()
+        given_tokens = shares(work)
+        assert given_tokens["bulk"] >= min(2, bulk.num_uncomputed_tokens)
+        assert sum(given_tokens.values()) <= 8
+        assert all(1 <= item.num_tokens <= item.sequence.num_uncomputed_tokens for item in work)
+        for done in scheduler.commit(work):
+            pool.release(done.pages)
+        pool.check_integrity()
+    assert bulk.num_computed_tokens == length
+
+
+def test_a_reserved_share_takes_no_pages_from_those_who_wait_for_them() -> None:
+    scheduler, _ = make_scheduler(6, reserved={Lane.BULK: 0.5})
+    scheduler.add(make_sequence("begun", list(range(12))))
+    scheduler.commit(scheduler.schedule())
+    scheduler.add(make_sequence("large", list(range(100, 124)), Lane.INTERACTIVE))
+    scheduler.add(make_sequence("small", list(range(200, 204)), Lane.BULK))
+    assert shares(scheduler.schedule()) == {"begun": 4}
+
+
+def test_shares_of_a_step_are_shares() -> None:
+    with pytest.raises(ValueError, match="give each 0 or more, and 1 at most together"):
+        PrefillConfig(reserved={Lane.BULK: 0.6, Lane.STANDARD: 0.5})

@@ -1,0 +1,199 @@
+"""Tests which folders and rooms may import each other, that policies stay pure, and what the bare client needs."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# folder -> the root folders that it may import besides itself
+ARROWS: dict[str, set[str]] = {
+    "penstock": set(),
+    "engine": {"penstock"},
+    "kv_transfer": {"penstock", "engine"},
+    "worker": {"penstock", "engine", "kv_transfer"},
+    "prefill_worker": {"penstock", "engine", "kv_transfer", "worker"},
+    "decode_worker": {"penstock", "engine", "kv_transfer", "worker"},
+    "router": {"penstock"},
+    "simulator": {
+        "penstock",
+        "engine",
+        "kv_transfer",
+        "worker",
+        "prefill_worker",
+        "decode_worker",
+        "router",
+        "cluster",
+    },
+    "cluster": {"penstock", "engine", "kv_transfer", "worker", "prefill_worker", "decode_worker", "router"},
+}
+
+# folder -> libraries that it must not import
+FORBIDDEN: dict[str, set[str]] = {
+    "penstock": {"torch", "ray", "numpy", "fastapi", "uvloop", "tokenizers"},
+    "engine": {"ray", "grpc"},
+    "kv_transfer": {"ray", "grpc"},
+    "worker": {"ray"},
+    "prefill_worker": {"ray"},
+    "decode_worker": {"ray"},
+    "router": {"torch", "ray"},
+    "simulator": {"ray", "torch"},
+    "cluster": set(),
+}
+
+
+# room -> the sibling rooms that it may import; rooms that are not listed are bound by the folders' arrows alone
+ROOMS: dict[str, set[str]] = {
+    "router.routing": set(),
+    "router.text": set(),
+    "router.admission": {"fleet", "metrics", "routing"},
+    "router.fleet": {"routing"},
+    "kv_transfer.layout": set(),
+    "kv_transfer.session": {"layout"},
+    "kv_transfer.transports": {"layout", "session"},
+    "kv_transfer.send": {"layout", "session", "transports"},
+    "kv_transfer.receive": {"layout", "session", "transports"},
+    "decode_worker.schedule": set(),
+    "decode_worker.prefill": {"schedule"},
+    "decode_worker.migrate": {"delivery", "prefill", "schedule"},
+    "engine.kernels": {"cache", "cpu", "sampling", "weights"},
+    "engine.sampling": {"kernels", "graphs", "step"},
+    "engine.cache": {"kernels", "parallel"},
+    "cluster.scaling": {"pools"},
+    "cluster.health": {"controller", "pools"},
+    "cluster.lifecycle": {"controller", "pools"},
+    "penstock.kv": set(),
+    "penstock.text": {"kv"},
+    "penstock.config": set(),
+}
+
+# what a pure decision must not import: it takes data and the time, and returns data
+IMPURE = {"asyncio", "grpc", "ray", "socket", "subprocess", "threading", "time", "os", "logging", "httpx", "fastapi"}
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; name the module in full"
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("folder", ARROWS)
+def test_a_folder_imports_only_what_the_plan_allows(folder: str) -> None:
+    wrong = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for module in imported_modules(path):
+            top = module.split(".")[0]
+            stray_folder = top in ARROWS and top != folder and top not in ARROWS[folder]
+            if stray_folder or top in FORBIDDEN[folder] or top in {"tests", "benchmarks"}:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong
+
+
+def test_every_root_folder_has_its_arrows() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks", "models"}
+    assert packages == set(ARROWS)
+
+
+def test_only_cluster_imports_ray() -> None:
+    users = {
+        path.relative_to(ROOT).parts[0]
+        for folder in [*ARROWS, "benchmarks", "models"]
+        for path in (ROOT / folder).rglob("*.py")
+        if any(module.split(".")[0] == "ray" for module in imported_modules(path))
+    }
+    assert users <= {"cluster"}
+
+
+@pytest.mark.processes
+def test_the_simulator_runs_without_torch_and_ray() -> None:
+    code = (
+        "import sys, simulator.replay, simulator.check\n"
+        "heavy = {'torch', 'ray', 'uvloop', 'tokenizers', 'fastapi'} & set(sys.modules)\n"
+        "sys.exit(f'the simulator pulls in {sorted(heavy)}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.processes
+def test_the_client_needs_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, penstock; penstock.Client, penstock.AsyncClient\n"
+        "heavy = {'torch', 'ray', 'numpy', 'uvloop', 'tokenizers', 'fastapi'} & set(sys.modules)\n"
+        "sys.exit(f'the client pulls in {sorted(heavy)}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def sources() -> dict[str, Path]:
+    """Returns the modules of all folders with arrows, by dotted name."""
+    found = {}
+    for folder in ARROWS:
+        for path in (ROOT / folder).rglob("*.py"):
+            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_the_rooms_that_the_plan_allows(room: str) -> None:
+    folder, name = room.split(".")
+    rooms = {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")} - {"v1"}
+    assert name in rooms, f"{room} is no room any more; update ROOMS"
+    wrong = []
+    for path in sorted((ROOT / folder / name).rglob("*.py")):
+        for module in imported_modules(path):
+            top, _, rest = module.partition(".")
+            sibling = rest.split(".")[0]
+            if top == folder and sibling in rooms - {name} - ROOMS[room]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong
+
+
+def test_policies_are_pure() -> None:
+    wrong = [
+        f"{name} imports {module}"
+        for name, path in sources().items()
+        if name.endswith("_policy") or ".policy." in name
+        for module in imported_modules(path)
+        if module.split(".")[0] in IMPURE
+    ]
+    assert not wrong
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    modules = sources()
+    graph = {}
+    for name, path in modules.items():
+        targets = set()
+        for node in _runtime_imports(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                full = [f"{node.module}.{alias.name}" for alias in node.names]
+                targets |= {each if each in modules else node.module for each in full}
+            elif isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+        graph[name] = sorted((targets & modules.keys()) - {name})
+    try:
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(f"import circle: {' -> '.join(error.args[1])}")
+
+
+def _runtime_imports(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yields the import statements outside `if TYPE_CHECKING:`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        yield from _runtime_imports(node)

@@ -1,0 +1,93 @@
+"""Tests the suite's own rules: who may start processes, and in which order files are handed out."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from tests.support.repository.house import ROOT, tracked_files
+from tests.support.suite import costs
+from tests.support.suite.one_ray import RAY_FILES, OneRayScheduling
+from tests.support.suite.own_processes import ProcessStarted, is_own
+
+NOTHING = [sys.executable, "-c", ""]
+
+
+def test_a_test_without_the_marker_starts_no_process() -> None:
+    with pytest.raises(ProcessStarted, match="mark it with"):
+        subprocess.run(NOTHING, check=True)
+    with pytest.raises(ProcessStarted, match="mark it with"):
+        multiprocessing.get_context("spawn").Process().start()
+    subprocess.run(["git", "--version"], check=True, capture_output=True, timeout=30)
+
+
+@pytest.mark.processes
+def test_a_test_with_the_marker_starts_processes() -> None:
+    subprocess.run(NOTHING, check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        (["git", "ls-files"], False),
+        (["/usr/bin/g++", "-shared"], False),
+        ([sys.executable, "-m", "ruff", "check"], False),
+        ([sys.executable, "-m", "router.text.template_sandbox"], False),
+        ([sys.executable, "-m", "router", "--config", "file"], True),
+        (["python3", "script.py"], True),
+        (["/venv/ray/core/src/ray/gcs/gcs_server", "--port=0"], True),
+        ("python -c pass", True),
+    ],
+)
+def test_own_processes_are_not_tools(command: list[str] | str, own: bool) -> None:
+    assert is_own(command) is own
+
+
+def test_the_dearest_files_come_first_and_each_file_stays_together() -> None:
+    names = ["a.py::1", "b.py::1", "c.py::1", "a.py::2", "d.py::1", "b.py::2"]
+    items = [cast(pytest.Item, SimpleNamespace(nodeid=name)) for name in names]
+    costs.dearest_first(items, {"a.py": 2.0, "b.py": 9.0, "d.py": 2.0})
+    assert [item.nodeid for item in items] == ["b.py::1", "b.py::2", "c.py::1", "a.py::1", "a.py::2", "d.py::1"]
+
+
+def test_all_files_that_start_a_ray_go_to_one_process() -> None:
+    scopes = object.__new__(OneRayScheduling)
+    assert {scopes._split_scope(f"{file}::test_a") for file in RAY_FILES} == {"ray"}
+    assert scopes._split_scope("tests/a/test_b.py::test_c") == "tests/a/test_b.py"
+    starts_ray = re.compile(
+        r"^from cluster\.ray\.launch import .*\blaunch\b|^from tests\.support\.ray_nodes|--head --block"
+        r"|\"cluster\.cli\", \"serve\"",
+        re.M,
+    )
+    names = {name for name in tracked_files() if name.startswith("tests/") and "/test_" in name} - {
+        "tests/repository/test_suite.py"
+    }
+    assert {name for name in names if starts_ray.search((ROOT / name).read_text())} == RAY_FILES
+
+
+def test_tests_of_dear_files_are_marked_slow() -> None:
+    marked: list[str] = []
+    items = [
+        cast(pytest.Item, SimpleNamespace(nodeid=name, add_marker=lambda marker, name=name: marked.append(name)))
+        for name in ("dear.py::1", "new.py::1", "cheap.py::1", "dear.py::2")
+    ]
+    costs.mark_slow(items, {"dear.py": costs.SLOW_S + 0.1, "cheap.py": costs.SLOW_S})
+    assert marked == ["dear.py::1", "dear.py::2"]
+
+
+def test_the_recorded_costs_are_of_files_that_exist() -> None:
+    gone = set(costs.recorded()) - set(tracked_files())
+    assert not gone, f"record the costs again with make test-costs: {sorted(gone)}"
+
+
+def test_the_everyday_run_leaves_out_exactly_the_marked_tests() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    recipe = re.search(r"^test-fast: setup\n\t(.*)$", makefile, re.MULTILINE)
+    assert recipe is not None
+    assert recipe[1] == '$(PYTEST) -m "not processes and not slow"'

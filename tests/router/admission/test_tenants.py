@@ -1,0 +1,149 @@
+"""Tenants in admission: they share by weight, and each is held to its token rate, request limit and KV quota."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.config.admission import TenantLimits
+from penstock.errors import InvalidInput, Overloaded
+from router.admission.fairness import FairCounters
+from router.admission.interface import Dispatched, Queued, RefusalReason, RequestUsage
+from router.admission.tenant_accounts import TokenBucket
+from tests.support.router.admission_requests import admission, ask, fill
+
+# Fairness.
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.tuples(st.sampled_from([1.0, 2.0, 5.0]), st.sampled_from([1.0, 3.0])),
+    prompts=st.tuples(st.integers(1, 400), st.integers(1, 400)),
+    outputs=st.tuples(st.integers(1, 50), st.integers(1, 50)),
+    seed=st.integers(0, 1000),
+)
+def test_two_tenants_that_always_have_work_are_served_by_weight(weights, prompts, outputs, seed):
+    """Holds whatever their requests look like, although usage is only estimated at dispatch."""
+    limits = {"a": TenantLimits(weight=weights[0]), "b": TenantLimits(weight=weights[1])}
+    made = admission(limits_of=lambda tenant: limits.get(tenant, TenantLimits()))
+    rng = random.Random(seed)
+    size = {"a": (prompts[0], outputs[0]), "b": (prompts[1], outputs[1])}
+    out = [(key, "") for key in fill(made)]
+    service, waiting = {"a": 0.0, "b": 0.0}, {"a": 0, "b": 0}
+    tenant_of = {}
+    key = 0
+    for turn in range(200):
+        for tenant in ("a", "b"):
+            while waiting[tenant] < 3:
+                key += 1
+                tenant_of[key] = tenant
+                assert made.offer(ask(key, tenant=tenant, prompt=size[tenant][0]), turn) == Queued(key)
+                waiting[tenant] += 1
+        ended, tenant = out.pop(rng.randrange(len(out)))
+        made.end(ended, RequestUsage(size[tenant][1] if tenant else 50), turn)
+        for answer in made.poll(turn):
+            tenant = tenant_of[answer.key]
+            waiting[tenant] -= 1
+            out.append((answer.key, tenant))
+            service[tenant] += (size[tenant][0] + 2.0 * size[tenant][1]) / limits[tenant].weight
+        costliest = max((size[one][0] + 2.0 * 50) / limits[one].weight for one in ("a", "b"))
+        unsettled = sum(2.0 * 50 / limits[one].weight for _, one in out if one)
+        assert abs(service["a"] - service["b"]) <= 2 * costliest + unsettled
+
+
+def test_a_returning_tenant_is_lifted_to_the_least_of_those_that_stayed():
+    counters = FairCounters[str]()
+    for tenant in ("stayed", "busy"):
+        counters.activate(tenant)
+    for _ in range(10):
+        counters.serve("stayed", 10.0)
+        counters.serve("busy", 20.0)
+    counters.activate("back")
+    assert counters["back"] == counters["stayed"] == 100.0
+
+
+def test_a_refund_without_competitors_puts_no_tenant_ahead():
+    counters = FairCounters[str]()
+    counters.serve("alone", 1000.0)
+    counters.activate("alone")
+    counters.activate("new")
+    counters.settle("alone", -900.0, contended=False)
+    counters.settle("alone", -900.0, contended=False)
+    assert counters["alone"] >= 0.0 == counters["new"] - counters["new"]
+    counters.settle("alone", -50.0, contended=True)
+    assert counters["alone"] < counters["new"]
+
+
+# Tenants.
+
+
+def test_a_token_rate_is_enforced_and_settled_by_usage():
+    limits = TenantLimits(tokens_per_s=100.0, burst_tokens=300)
+    made = admission(limits_of=lambda tenant: limits)
+    assert isinstance(made.offer(ask(1, tenant="a"), 0.0), Dispatched)
+    assert isinstance(made.offer(ask(2, tenant="a"), 0.0), Dispatched)
+    refused = made.offer(ask(3, tenant="a"), 0.0)
+    assert refused.reason is RefusalReason.TOKEN_RATE
+    assert 1.5 <= refused.retry_after_s <= 1.5 * 1.5
+    assert isinstance(made.offer(ask(4, tenant="b"), 0.0), Dispatched)
+    made.end(1, RequestUsage(0), 0.0)  # 50 tokens of output were expected
+    made.end(2, RequestUsage(0), 0.0)
+    assert made.offer(ask(5, tenant="a"), 0.0).retry_after_s <= 0.75
+    assert isinstance(made.offer(ask(6, tenant="a"), 1.0), Dispatched)
+
+
+def test_a_bucket_refills_its_debt_before_it_grants_more():
+    bucket = TokenBucket(10.0, 100.0, 0.0)
+    bucket.take(100.0, 0.0)
+    bucket.take(50.0, 0.0)
+    assert bucket.wait_s(10.0, 0.0) == 6.0
+    assert bucket.wait_s(10.0, 6.0) == 0.0
+    assert bucket.wait_s(500.0, 15.0) == 0.0  # more than a burst: granted when full
+
+
+def test_a_tenant_is_held_to_its_request_limit():
+    made = admission(limits_of=lambda tenant: TenantLimits(max_requests=1 if tenant else None))
+    assert isinstance(made.offer(ask(1, tenant="a"), 0.0), Dispatched)
+    refused = made.offer(ask(2, tenant="a"), 0.0)
+    assert (refused.reason, isinstance(refused.error(), Overloaded)) == (RefusalReason.TENANT_REQUESTS, True)
+    assert isinstance(made.offer(ask(3), 0.0), Dispatched)
+    made.end(1, None, 0.0)
+    assert isinstance(made.offer(ask(4, tenant="a"), 0.0), Dispatched)
+
+
+def test_a_tenant_over_its_quota_waits_while_others_are_dispatched():
+    limits = {"a": TenantLimits(max_inflight_tokens=200)}
+    made = admission(limits_of=lambda tenant: limits.get(tenant, TenantLimits()))
+    assert isinstance(made.offer(ask(1, tenant="a"), 0.0), Dispatched)
+    assert made.offer(ask(2, tenant="a"), 0.0) == Queued(2)
+    assert made.poll(0.0) == []
+    assert isinstance(made.offer(ask(3, tenant="b"), 0.0), Dispatched)
+    made.end(1, RequestUsage(50), 1.0)
+    assert [answer.key for answer in made.poll(1.0)] == [2]
+
+
+def test_a_request_beyond_its_quota_is_refused_as_invalid_input():
+    made = admission(limits_of=lambda tenant: TenantLimits(max_inflight_tokens=120))
+    refused = made.offer(ask(1), 0.0)
+    assert isinstance(refused.error(), InvalidInput)
+    assert "150 tokens, over this tenant's 120" in refused.error().message
+
+
+def test_a_request_without_max_tokens_is_charged_as_it_grows():
+    """Its context may hold more than the whole quota."""
+    made = admission(limits_of=lambda tenant: TenantLimits(max_inflight_tokens=10_000))
+    assert isinstance(made.offer(ask(1, tenant="a", max_tokens=100_000, open_ended=True), 0.0), Dispatched)
+    assert made.inflight_tokens("a") == 100 + 4096
+    made.grow(1, 4095)
+    assert made.inflight_tokens("a") == 100 + 4096
+    made.grow(1, 4096)
+    assert made.inflight_tokens("a") == 100 + 2 * 4096
+    assert isinstance(made.offer(ask(2, tenant="a", prompt=2000), 0.0), Queued)
+    made.grow(1, 99_999)
+    assert made.inflight_tokens("a") == 100 + 100_000
+    made.end(1, RequestUsage(100_000), 1.0)
+    assert [answer.key for answer in made.poll(1.0)] == [2]
+    made.end(2, RequestUsage(1), 2.0)
+    assert made.inflight_tokens("a") == 0

@@ -1,0 +1,294 @@
+"""Sends the costliest messages of the largest permitted size to a router: none may stop its event loop.
+
+What counts is asserted as counted work: errors, fields, the thread. Pauses are processor time of the event loop's
+thread, and calls that keep the interpreter's lock from it, so that a busy machine does not lengthen them: before these
+bounds the same messages stopped the loop for 5 to 60 seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import random
+import sys
+import threading
+import time
+
+import grpc.aio
+import httpx
+import pytest
+
+from penstock.config.security import LimitsConfig
+from penstock.errors import InvalidInput, from_rpc_error
+from penstock.process import freeze_heap
+from penstock.v1 import inference_pb2
+from router.api import request_decoding
+from router.api.http import app as http_app
+from router.api.openai import requests as openai_requests
+from router.api.openai.json_bodies import SMALL_BODY_BYTES, read_json
+from tests.router.api.test_grpc_service import failure
+from tests.support.router.router_fakes import FakeWorker, running_router
+
+LARGEST = LimitsConfig().request_bytes
+MEDIUM = 300_000  # few enough values to be parsed
+MAX_PAUSE_S = 0.2  # 25 to 43 ms on one quiet core; processor time grows too where other work shares the core's caches
+
+
+@pytest.fixture(name="router")
+async def _router():
+    async with running_router(await FakeWorker().start()) as router:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
+            for path in ("completions", "chat/completions"):  # the first call imports and compiles, once
+                assert (await http.post(f"/v1/{path}", content=b'{"prompt":[')).status_code == 400
+        freeze_heap()  # as a router's process does
+        yield router
+        gc.unfreeze()
+
+
+@contextlib.asynccontextmanager
+async def bounded_pauses():
+    """Fails if the event loop's thread computed for `MAX_PAUSE_S` between two turns."""
+    longest_s = 0.0
+
+    async def beat() -> None:
+        nonlocal longest_s
+        while True:
+            before_s = time.thread_time()
+            await asyncio.sleep(0.005)
+            longest_s = max(longest_s, time.thread_time() - before_s)
+
+    heart = asyncio.create_task(beat())
+    await asyncio.sleep(0)
+    yield
+    await asyncio.sleep(0.01)  # a beat that a pause has delayed is seen
+    heart.cancel()
+    assert longest_s < MAX_PAUSE_S
+
+
+def filled(head: str, value: str, tail: str, size: int) -> bytes:
+    """Returns a body of at most `size` bytes that repeats a value."""
+    count = (size - len(head) - len(tail)) // (len(value) + 1)
+    return (head + ",".join([value] * count) + tail).encode()
+
+
+def keyed(head: str, value: str, tail: str, size: int) -> bytes:
+    """Returns a body of at most `size` bytes that repeats a value under different keys."""
+    count = (size - len(head) - len(tail)) // (len(value) + 13)
+    return (head + ",".join(f'"{rank:08d}x":{value}' for rank in range(count)) + tail).encode()
+
+
+CHAT = '{"messages":[{"role":"user","content":"x"}],'
+BODIES = {
+    "objects as a prompt": ("completions", filled, '{"prompt":[', "{}", "]}"),
+    "objects as token ids": ("completions", filled, '{"prompt":[[', "{}", "]]}"),
+    "empty prompts": ("completions", filled, '{"prompt":[', "[]", "]}"),
+    "empty texts": ("completions", filled, '{"prompt":[', '""', "]}"),
+    "fractions as token ids": ("completions", filled, '{"prompt":[', "1.5", "]}"),
+    "a text, then numbers": ("completions", filled, '{"prompt":["",', "1", "]}"),
+    "numbers as messages": ("chat/completions", filled, '{"messages":[', "0", "]}"),
+    "empty messages": ("chat/completions", filled, '{"messages":[', "{}", "]}"),
+    "numbers as parts": ("chat/completions", filled, '{"messages":[{"role":"user","content":[', "0", "]}]}"),
+    "empty parts": ("chat/completions", filled, '{"messages":[{"role":"user","content":[', "{}", "]}]}"),
+    "numbers as stop strings": ("chat/completions", filled, CHAT + '"stop":[', "0", "]}"),
+    "texts as stop tokens": ("chat/completions", filled, CHAT + '"stop_token_ids":[', '""', "]}"),
+    "texts as biased tokens": ("chat/completions", keyed, CHAT + '"logit_bias":{', "0", "}}"),
+    "unsupported values": ("chat/completions", filled, CHAT + '"tools":[', "[]", "]}"),
+    "deep lists": ("chat/completions", filled, CHAT + '"tools":', "[" * 1000, ""),
+    "escaped quotes": ("completions", filled, '{"prompt":[{},"', '\\\\\\"', '"]}'),
+    "many unknown fields": ("completions", keyed, '{"prompt":[{}],', "[]", "}"),
+}
+
+
+@pytest.mark.parametrize("size", [SMALL_BODY_BYTES, MEDIUM, LARGEST])
+async def test_no_body_stops_the_event_loop(router, monkeypatch, size):
+    num_errors: list[int] = []
+    threads: list[threading.Thread] = []
+    explain, parse = openai_requests._explain, http_app.parse_body
+
+    def count_errors(error):
+        num_errors.append(error.error_count())
+        return explain(error)
+
+    def note_thread(*args):
+        threads.append(threading.current_thread())
+        return parse(*args)
+
+    monkeypatch.setattr(openai_requests, "_explain", count_errors)
+    monkeypatch.setattr(http_app, "parse_body", note_thread)
+    async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
+        for case, (path, fill, *parts) in BODIES.items():
+            body = fill(*parts, size)
+            assert size - 2000 < len(body) <= size
+            num_errors.clear()
+            threads.clear()
+            async with bounded_pauses():
+                answer = await http.post(f"/v1/{path}", content=body)
+            assert answer.status_code == 400, (case, answer.text[:300])
+            assert len(answer.content) < 1000, case
+            assert sum(num_errors) <= 4, case
+            assert len(threads) == 1
+            assert (threads[0] is threading.main_thread()) == (len(body) <= SMALL_BODY_BYTES)
+
+
+def longest_call_s(work) -> float:
+    """Returns the processor time of the longest call into C: the interpreter's lock is not released before it ends."""
+    starts: list[float] = []
+    longest_s = 0.0
+
+    def profile(frame, event, argument):
+        nonlocal longest_s
+        if event == "c_call":
+            starts.append(time.thread_time())
+        elif event in ("c_return", "c_exception") and starts:
+            longest_s = max(longest_s, time.thread_time() - starts.pop())
+
+    sys.setprofile(profile)
+    try:
+        with contextlib.suppress(InvalidInput):
+            work()
+    finally:
+        sys.setprofile(None)
+    return longest_s
+
+
+def test_no_step_of_parsing_a_body_keeps_the_lock_for_long():
+    limits = LimitsConfig()
+    for case, (path, fill, *parts) in BODIES.items():
+        kind = openai_requests.ChatBody if "chat" in path else openai_requests.CompletionBody
+        parse = functools.partial(openai_requests.parse_body, kind, fill(*parts, LARGEST), limits)
+        assert longest_call_s(parse) < MAX_PAUSE_S, case
+
+
+async def test_long_lists_of_tokens_end_with_the_context(router):
+    """They are refused before they are read: reading a million takes tens of milliseconds."""
+    message = inference_pb2.GenerateRequest(token_ids=[300] * 100_000)
+    error = await failure(router.stub.Generate(message))
+    assert error.message == "token_ids: has 100000 tokens; give 2048 or fewer"
+    body = '{"prompt":[' + ",".join(["300"] * 500_000) + "]}"
+    async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
+        answer = await http.post("/v1/completions", content=body)
+    assert answer.json()["error"]["message"] == "body: has 499999 values; send 425984 or fewer"
+
+
+async def test_a_text_of_special_tokens_does_not_stop_the_event_loop(router):
+    """Each of them would be a segment of the cache of prompts."""
+    text = "<|end|>" * 500_000
+    async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
+        async with bounded_pauses():
+            answer = await http.post("/v1/completions", json={"prompt": text})
+    assert answer.status_code == 400, answer.text
+
+
+BROKEN_JSON = (b'[[[{"a":', b'"\\\\\\"",', b'{"messages":[{"role":', b"\\ud800", b'"\xc3\xa9":1,', b"-1e5,")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_broken_messages_of_the_largest_size_are_explained_or_decoded(seed):
+    """Repeats a piece of a message to the largest size and breaks it in random places."""
+    rng = random.Random(seed)
+    limits = LimitsConfig()
+    read = request_decoding.tolerant(inference_pb2.GenerateRequest, limits)
+    pieces = [data for data, _ in MESSAGES.values()]
+    for _ in range(6):
+        piece = rng.choice(pieces)[: rng.choice([40, 4000, LARGEST])]
+        message = bytearray((piece * (LARGEST // len(piece)))[:LARGEST])
+        body = bytearray(rng.choice(BROKEN_JSON) * (LARGEST // 30))
+        for broken in (message, body):
+            for _ in range(rng.choice([1, 100])):
+                broken[rng.randrange(len(broken))] = rng.randrange(256)
+        assert isinstance(read(bytes(message)), InvalidInput | inference_pb2.GenerateRequest)
+        for kind in (openai_requests.ChatBody, openai_requests.CompletionBody):
+            with contextlib.suppress(InvalidInput):
+                openai_requests.parse_body(kind, bytes(body), limits)
+
+
+async def test_large_bodies_of_few_values_are_accepted(router):
+    limits = LimitsConfig()
+    quotes = '\\"[{,\\\\' * 1_000_000
+    assert read_json(('{"prompt":"' + quotes + '"}').encode(), limits) == {"prompt": '"[{,\\' * 1_000_000}
+    numbers = b'{"prompt":[' + b",".join([b"12345"] * limits.prompt_tokens) + b"]}"
+    assert len(read_json(numbers, limits)["prompt"]) == limits.prompt_tokens
+    message = '{"role":"user","content":[{"type":"text","text":"What is [this], and {that}?"}]}'
+    chat = ('{"messages":[' + ",".join([message] * limits.messages) + "]}").encode()
+    assert len(openai_requests.parse_body(openai_requests.ChatBody, chat, limits).messages) == limits.messages
+
+
+def delimited(number: int, payload: bytes) -> bytes:
+    """Returns a length-delimited field of the wire format."""
+    length, encoded = len(payload), b""
+    while length > 127:
+        encoded += bytes([length & 127 | 128])
+        length >>= 7
+    return bytes([number << 3 | 2]) + encoded + bytes([length]) + payload
+
+
+BROKEN = b"\xff"  # no UTF-8
+MANY = "request: has more than 16384 fields; send fewer messages, and pack repeated numbers"
+UNREADABLE = "request: is no penstock.v1.GenerateRequest"
+ROOM = LARGEST - 32  # for what stands around the repeated bytes
+MESSAGES = {
+    "a number without an end": (b"\xff" * LARGEST, UNREADABLE),
+    "open groups": (b"\x0b" * LARGEST, MANY),
+    "closed groups": ((b"\x0b" * 90 + b"\x0c" * 90) * (ROOM // 180) + delimited(1, BROKEN), MANY),
+    "unknown fields": (b"\x78\x00" * (ROOM // 2) + delimited(1, BROKEN), MANY),
+    "empty messages": (b"\x22\x00" * (ROOM // 2) + delimited(1, BROKEN), MANY),
+    "short messages": (delimited(4, delimited(2, b"x")) * (ROOM // 5) + delimited(1, BROKEN), MANY),
+    "empty sampling": (b"\x2a\x00" * (ROOM // 2) + delimited(1, BROKEN), MANY),
+    "stop strings": (delimited(5, b"\x6a\x00" * (ROOM // 2) + delimited(13, BROKEN)), MANY),
+    "unknown fields of sampling": (delimited(5, b"\xfa\x01\x00" * (ROOM // 3) + delimited(13, BROKEN)), MANY),
+    "cut off": (b"\x22\x00" * (ROOM // 2) + b"\x22\x7f", MANY),
+    "broken strings": (delimited(1, BROKEN) * (ROOM // 3), MANY),
+    "token ids": (delimited(3, b"\x01" * ROOM), f"token_ids: has {ROOM} tokens; give 2097408 or fewer"),
+    "emitted tokens": (delimited(8, delimited(2, b"\x01" * ROOM)), f"emitted.token_ids: has {ROOM} tokens; give "),
+    "a long text": (
+        delimited(2, b"x" * ROOM + BROKEN),
+        f"text: is not valid UTF-8 (invalid start byte at byte {ROOM})",
+    ),
+    "many strings in little space": (delimited(5, b"\x6a\x00" * 30_000 + delimited(13, BROKEN)), UNREADABLE),
+    "a broken string among few": (
+        delimited(4, delimited(1, b"user")) * 1000 + delimited(4, delimited(2, BROKEN)),
+        "messages[1000].content: is not valid UTF-8 (invalid start byte at byte 0); send text as UTF-8",
+    ),
+}
+
+
+async def test_no_grpc_message_stops_the_event_loop(router, monkeypatch):
+    num_numbers = 0
+    read_varint = request_decoding._FieldReader._varint
+
+    def counted(reader, at, end):
+        nonlocal num_numbers
+        num_numbers += 1
+        return read_varint(reader, at, end)
+
+    monkeypatch.setattr(request_decoding._FieldReader, "_varint", counted)
+    async with grpc.aio.insecure_channel(router.grpc_address) as channel:
+        call = channel.unary_unary("/penstock.v1.Inference/Route")
+        for case, (data, problem) in MESSAGES.items():
+            assert len(data) <= LARGEST
+            num_numbers = 0
+            async with bounded_pauses():
+                with pytest.raises(grpc.RpcError) as caught:
+                    await call(data, timeout=60.0)
+            error = from_rpc_error(caught.value)
+            assert isinstance(error, InvalidInput), case
+            assert error.message.startswith(problem), (case, error.message)
+            assert len(error.message) < 200, case
+            assert num_numbers <= 2 * (16384 + 4096) + 1, case  # a tag, and a length or value
+
+
+def test_the_largest_messages_within_the_limits_are_decoded():
+    limits = LimitsConfig()
+    read = request_decoding.tolerant(inference_pb2.GenerateRequest, limits)
+    message = inference_pb2.GenerateRequest(token_ids=[12345] * limits.prompt_tokens)
+    message.sampling.logit_bias.update(dict.fromkeys(range(limits.logit_bias), 1.0))
+    message.emitted.add(token_ids=[12345] * limits.prompt_tokens)
+    assert read(message.SerializeToString()) == message
+    message = inference_pb2.GenerateRequest()
+    for _ in range(limits.messages):
+        message.messages.add(role="user", content="x" * 100)
+    unknown_group = b"\xfb\x01" + b"\x22\x7f" + bytes(127) + b"\xfc\x01"  # what it holds is no chat message
+    decoded = read(message.SerializeToString() + unknown_group)
+    assert len(decoded.messages) == limits.messages

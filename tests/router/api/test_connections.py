@@ -1,0 +1,216 @@
+"""Tests the limits of connections to the public ports, over real sockets: how many, how slow, how idle, how noisy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+
+import grpc
+import httpx
+import pytest
+
+from penstock.config.security import LimitsConfig
+from penstock.errors import DeadlineExceeded, Overloaded, from_rpc_error
+from penstock.process import raise_file_limit
+from penstock.v1 import inference_pb2
+from router.api.http.connections import connections_for, peer_of
+from tests.router.api.test_grpc_service import failure
+from tests.support.router.router_fakes import FakeWorker, running_router, until
+
+LIST_MODELS = "/penstock.v1.Inference/ListModels"
+
+
+@contextlib.asynccontextmanager
+async def router_with(**limits):
+    async with running_router(await FakeWorker().start(), limits=limits) as router:
+        yield router
+
+
+@contextlib.asynccontextmanager
+async def connected(router, port="http"):
+    reader, writer = await asyncio.open_connection("127.0.0.1", getattr(router.server.ports, port))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def answer(reader):
+    """Returns status, headers and error of an answer after which the connection ends."""
+    async with asyncio.timeout(20.0):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    return int(status.split()[1]), dict(line.split(": ", 1) for line in lines), json.loads(body)["error"]
+
+
+def count_of(router, limit):
+    rendered = router.server._metrics.render().decode()
+    return rendered.count(f'penstock:limited_total{{limit="{limit}",model_name="penstock-tiny"}}')
+
+
+@pytest.mark.parametrize(("limit", "status"), [("connections", 503), ("connections_per_peer", 429)])
+async def test_one_connection_too_many_is_refused_by_name(limit, status):
+    async with router_with(**{limit: 2}) as router:
+        async with connected(router), connected(router) as (_, second):
+            async with connected(router) as (reader, _):
+                got, headers, error = await answer(reader)
+            assert (got, headers["connection"], headers["retry-after"]) == (status, "close", "1")
+            assert f"limits.{limit}" in error["message"]
+            assert count_of(router, limit) == 1
+            second.close()
+            await until(lambda: router.server.connections.num_open == 1)
+            async with httpx.AsyncClient(base_url=router.http_url) as http:
+                assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: "])
+async def test_headers_that_never_arrive_time_out(sent):
+    async with router_with(header_timeout_s=0.2) as router, connected(router) as (reader, writer):
+        writer.write(sent)
+        status, _, error = await answer(reader)
+        assert (status, error["param"]) == (408, "headers")
+        assert "did not arrive within 0.2 s" in error["message"]
+        assert count_of(router, "header_timeout_s") == 1
+        await until(lambda: not router.server.connections.num_open)
+
+
+async def test_headers_of_a_later_request_time_out_too():
+    async with router_with(header_timeout_s=0.2) as router, connected(router) as (reader, writer):
+        for _ in range(2):  # an idle connection is no slow one
+            writer.write(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b"200 OK" in await reader.readuntil(b"\r\n")
+            await reader.readuntil(b'{"status":"live"}')
+            await asyncio.sleep(0.3)
+        writer.write(b"GET ")
+        assert (await answer(reader))[0] == 408
+
+
+async def test_a_request_that_takes_long_to_answer_is_not_late():
+    worker = await FakeWorker(pause_at=0).start()
+    async with running_router(worker, limits={"header_timeout_s": 0.2}) as router:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=20.0) as http:
+            call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}))
+            await worker.until(lambda fake: bool(fake.submits))
+            await asyncio.sleep(0.4)
+            worker.resume.set()
+            assert (await call).status_code == 200
+
+
+async def test_an_idle_connection_is_closed():
+    async with router_with(idle_timeout_s=1.0) as router, connected(router) as (reader, writer):
+        writer.write(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(20.0):
+            assert b"200 OK" in await reader.read()
+
+
+async def test_a_closed_connection_whose_answer_is_not_read_ends():
+    """The answer is complete and larger than the sockets take: the connection would wait for its reader."""
+    worker = await FakeWorker(context_length=8192, tokens_per_frame=500).start()
+    async with running_router(worker, limits={"write_stall_s": 0.5, "idle_timeout_s": 1.0}) as router:
+        body = {"prompt": "x", "max_tokens": 8000, "logprobs": 20}
+        raw = json.dumps(body).encode()
+        async with connected(router) as (_, writer):
+            writer.transport.pause_reading()
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw)
+            await worker.until(lambda fake: bool(fake.submits), 20.0)
+            await until(lambda: not router.server.connections.num_open, 30.0)
+
+
+async def test_grpc_refuses_connections_and_calls_beyond_their_limits():
+    async with router_with(connections=2, calls=3) as router:
+        request = inference_pb2.ListModelsRequest()
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        await router.stub.ListModels(request)  # the first connection
+        async with grpc.aio.insecure_channel(router.grpc_address, options=options) as second:
+            await second.unary_unary(LIST_MODELS)(b"", timeout=20.0)
+            async with grpc.aio.insecure_channel(router.grpc_address, options=options) as third:
+                with pytest.raises(grpc.RpcError) as caught:
+                    await third.unary_unary(LIST_MODELS)(b"", timeout=20.0)
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            silent = [second.stream_unary(LIST_MODELS)() for _ in range(3)]  # calls without a message
+            for call in silent:
+                await call.wait_for_connection()
+            error = await eventually_refused(router)
+            assert isinstance(error, Overloaded)
+            assert "Concurrent RPC limit exceeded" in error.message
+            for call in silent:
+                call.cancel()
+
+
+async def eventually_refused(router):
+    """Returns the refusal: the server may still be taking the calls that fill it."""
+    async with asyncio.timeout(20.0):
+        while True:
+            try:
+                await router.stub.ListModels(inference_pb2.ListModelsRequest())
+            except grpc.RpcError as error:
+                return from_rpc_error(error)
+
+
+async def test_a_grpc_message_that_never_arrives_times_out():
+    async with router_with(body_timeout_s=0.2) as router:
+        for method in ("Generate", "Route", "Tokenize", "ListModels"):
+            error = await failure(router.channel.stream_unary(f"/penstock.v1.Inference/{method}")())
+            assert isinstance(error, DeadlineExceeded)
+            assert error.message.startswith("request: did not arrive within 0.2 s")
+        assert count_of(router, "body_timeout_s") == 1
+
+
+async def test_a_grpc_connection_without_a_handshake_is_closed():
+    async with router_with(header_timeout_s=0.2) as router, connected(router, "grpc") as (reader, _):
+        async with asyncio.timeout(20.0):
+            await reader.read()
+
+
+@pytest.mark.parametrize("limits", [{"idle_timeout_s": 0.5}, {"connection_age_s": 0.5}])
+async def test_idle_and_old_grpc_connections_end_and_clients_go_on(limits):
+    async with router_with(**limits) as router:
+        async with grpc.aio.insecure_channel(router.grpc_address) as channel:
+            await channel.unary_unary(LIST_MODELS)(b"", timeout=20.0)
+            async with asyncio.timeout(20.0):
+                while (state := channel.get_state()) is grpc.ChannelConnectivity.READY:
+                    await channel.wait_for_state_change(state)
+            await channel.unary_unary(LIST_MODELS)(b"", timeout=20.0, wait_for_ready=True)
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+PING = b"\x00\x00\x08\x06\x00\x00\x00\x00\x00" + b"12345678"
+
+
+async def test_a_flood_of_pings_ends_its_connection():
+    async with router_with(ping_strikes=4) as router, connected(router, "grpc") as (reader, writer):
+        writer.write(PREFACE + 20 * PING)
+        async with asyncio.timeout(20.0):
+            with contextlib.suppress(ConnectionError):
+                await reader.read()  # ends
+
+
+def test_peers():
+    assert peer_of("10.0.0.7") == peer_of("::ffff:10.0.0.7") == "10.0.0.7"
+    assert peer_of("2001:db8:1:2::1") == peer_of("2001:db8:1:2:ffff::9") == "2001:db8:1:2::/64"
+    assert peer_of("2001:db8:1:3::1") != peer_of("2001:db8:1:2::1")
+
+
+def test_connections_leave_files_for_the_rest(caplog):
+    limits = LimitsConfig()
+    assert connections_for(1 << 20, limits) == limits.connections
+    assert not caplog.messages
+    assert connections_for(1024, limits) == 256
+    assert caplog.messages == [
+        "1024 open files allow 256 connections to a port, and limits.connections = 8192; raise the limit (ulimit -Hn)"
+    ]
+
+
+def test_the_limit_of_open_files_is_raised_and_logged(caplog):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+    try:
+        with caplog.at_level(logging.INFO):
+            assert raise_file_limit() == before[1]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+        assert caplog.messages == [f"open files: raised the limit from {before[1] // 2} to {before[1]}"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,0 +1,132 @@
+"""Tests that no field of a body that would change the answer is ignored: it is obeyed, refused by name, or harmless."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.config.security import LimitsConfig
+from penstock.errors import InvalidInput
+from router.api.openai.fields import HARMLESS, HARMLESS_IN_MESSAGES, REFUSED, REFUSED_IN_MESSAGES
+from router.api.openai.requests import ChatBody, CompletionBody, parse_body
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "openai.md"
+
+# What other servers' requests have, from the sources of their packages: openai 3.54, vllm at 002032e, sglang 0.5.5.
+OPENAI_COMPLETION = """
+    model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop
+    stream stream_options suffix temperature top_p user
+"""
+OPENAI_CHAT = """
+    messages model audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens
+    max_tokens metadata modalities moderation n parallel_tool_calls prediction presence_penalty
+    prompt_cache_key prompt_cache_options prompt_cache_retention reasoning_effort response_format
+    safety_identifier seed service_tier stop store stream stream_options temperature tool_choice tools
+    top_logprobs top_p user verbosity web_search_options
+"""
+VLLM_BOTH = """
+    use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids
+    include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+    truncate_prompt_tokens truncation_side allowed_token_ids prompt_logprobs logprob_token_ids bad_words
+    add_special_tokens response_format structured_outputs priority request_id session_id
+    return_tokens_as_token_ids return_token_ids routed_experts_prompt_start return_token_offsets
+    return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params vllm_xargs repetition_detection
+    thinking_token_budget stream_interval
+"""
+VLLM_COMPLETION = "prompt_embeds"
+VLLM_CHAT = """
+    reasoning_effort thinking_token_budget include_reasoning echo add_generation_prompt continue_final_message
+    documents chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text
+"""
+SGLANG_BOTH = """
+    return_hidden_states regex ebnf stop_regex no_stop_trim lora_path session_params custom_params
+    custom_logit_processor bootstrap_host bootstrap_port bootstrap_room rid extra_key cache_salt priority
+"""
+SGLANG_COMPLETION = "json_schema custom_labels"
+SGLANG_CHAT = "separate_reasoning stream_reasoning continue_final_message chat_template_kwargs"
+
+PEERS = {
+    CompletionBody: " ".join((OPENAI_COMPLETION, VLLM_BOTH, VLLM_COMPLETION, SGLANG_BOTH, SGLANG_COMPLETION)).split(),
+    ChatBody: " ".join((OPENAI_CHAT, VLLM_BOTH, VLLM_CHAT, SGLANG_BOTH, SGLANG_CHAT)).split(),
+}
+PLAIN = {CompletionBody: {"prompt": "a"}, ChatBody: {"messages": [{"role": "user", "content": "a"}]}}
+
+
+def parse(kind: type, **fields: object) -> CompletionBody | ChatBody:
+    return parse_body(kind, json.dumps({**PLAIN[kind], **fields}).encode(), LimitsConfig())
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_every_field_of_a_peer_is_obeyed_refused_or_harmless(kind: type) -> None:
+    for name in PEERS[kind]:
+        kinds = (name in kind.model_fields, name in REFUSED, name in HARMLESS)
+        assert sum(kinds) == 1, f"{name}: obeyed, refused, harmless are {kinds}"
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_a_refused_field_is_named_unless_its_value_asks_for_nothing(kind: type) -> None:
+    for name, neutrals in REFUSED.items():
+        with pytest.raises(InvalidInput, match=rf"^{name}: = .* is not supported; leave it out"):
+            parse(kind, **{name: {"asks": "for something"}})
+        for neutral in (None, *neutrals):
+            parse(kind, **{name: neutral})
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_harmless_fields_are_accepted_and_unknown_ones_refused(kind: type) -> None:
+    parse(kind, **{name: {"any": "value"} for name in HARMLESS})
+    with pytest.raises(InvalidInput, match=r"^mirostat: is not a field of this API; leave it out"):
+        parse(kind, mirostat=2)
+    with pytest.raises(InvalidInput, match=r"^stream_options\.pace: is not a field"):
+        parse(kind, stream_options={"include_usage": True, "include_obfuscation": False, "pace": 1})
+
+
+def test_true_is_not_one() -> None:
+    parse(CompletionBody, best_of=1)
+    with pytest.raises(InvalidInput, match="best_of: = true is not supported"):
+        parse(CompletionBody, best_of=True)
+    with pytest.raises(InvalidInput, match="echo: = 0 is not supported"):
+        parse(CompletionBody, echo=0)
+
+
+def test_fields_of_messages_and_parts_are_not_ignored() -> None:
+    user = {"role": "user", "content": "a"}
+    for name in REFUSED_IN_MESSAGES:
+        with pytest.raises(InvalidInput, match=rf"^messages\[1\]\.{name}: = \[1\] is not supported"):
+            parse(ChatBody, messages=[user, {"role": "assistant", "content": "b", name: [1]}])
+    harmless = dict.fromkeys(HARMLESS_IN_MESSAGES, "x")
+    parse(ChatBody, messages=[user | harmless, {"role": "assistant", "content": "b", "tool_calls": [], "audio": None}])
+    parse(ChatBody, messages=[{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}])
+    with pytest.raises(InvalidInput, match=r"^messages\[0\]\.content\[1\]\.weight: is not a field"):
+        parse(ChatBody, messages=[{"role": "user", "content": [{"type": "text"}, {"type": "text", "weight": 2}]}])
+
+
+def test_parts_of_text_are_joined_by_line_feeds() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    [request] = parse(ChatBody, messages=[{"role": "user", "content": parts}]).requests("id")
+    assert request.messages[0].content == "one\ntwo"
+
+
+def test_the_most_specific_name_of_a_session_counts() -> None:
+    assert parse(ChatBody, session_id="s", prompt_cache_key="k", user="u").session == "s"
+    assert parse(ChatBody, prompt_cache_key="k", user="u").session == "k"
+    assert parse(ChatBody, user="u").session == "u"
+    assert parse(ChatBody).session == ""
+
+
+def test_the_docs_list_the_same_fields() -> None:
+    page = DOCS.read_text()
+    obeyed, rest = page.split("**Harmless**")
+    harmless, refused = rest.split("**Refused**")
+    for kind in (CompletionBody, ChatBody):
+        for name in kind.model_fields:
+            assert f"`{name}`" in obeyed, name
+    for name in HARMLESS | HARMLESS_IN_MESSAGES:
+        assert f"`{name}`" in harmless, name
+    for name, neutrals in REFUSED.items():
+        values = ", ".join(f"`{json.dumps(value)}`" for value in neutrals)
+        assert f"| `{name}` | {values} |".replace("|  |", "| |") in refused, name
+    for name in REFUSED_IN_MESSAGES:
+        assert f"`{name}`" in refused, name

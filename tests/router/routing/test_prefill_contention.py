@@ -1,0 +1,59 @@
+"""The delay of waiting prompts: it sends requests to caches only while prompts wait."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.config import KvAwareConfig
+from penstock.types import WorkerId, WorkerLoad
+from router.routing.policy.end_costs import PrefillContention
+from router.routing.policy.interface import PlacementDemand, WorkerLimits, WorkerView
+from router.routing.policy.kv_aware import KvAwarePolicy
+
+A, B, D = WorkerId("a"), WorkerId("b"), WorkerId("d")
+DECODE = [WorkerView(D, WorkerLoad(), 16, limits=WorkerLimits(max_local_tokens=32))]
+
+
+def view(worker_id: WorkerId, queued: int) -> WorkerView:
+    return WorkerView(worker_id, WorkerLoad(queued_prefill_tokens=queued), 16)
+
+
+def chosen(policy: KvAwarePolicy, cached: dict[WorkerId, int], queued_a: int, queued_b: int) -> WorkerId:
+    demand = PlacementDemand(2000, 1000.0, cached_tokens=cached)
+    return policy.choose(demand, DECODE, [view(A, queued_a), view(B, queued_b)], random.Random(0)).prefill[0].worker_id
+
+
+def test_a_cached_prefix_is_worth_a_longer_queue_only_while_prompts_wait() -> None:
+    policy, blind = KvAwarePolicy(), KvAwarePolicy(KvAwareConfig(contention_weight=0.0))
+    cached = {B: 1000}  # saves about half a second, behind a queue that is 1.5 s longer
+    assert chosen(policy, cached, 0, 3000) == chosen(blind, cached, 0, 3000) == A
+    for _ in range(200):  # every worker has a queue of a few prompts
+        chosen(policy, {}, 6000, 6000)
+        chosen(blind, {}, 6000, 6000)
+    assert chosen(policy, cached, 6000, 9000) == B
+    assert chosen(blind, cached, 6000, 9000) == A
+    for _ in range(400):
+        chosen(policy, {}, 0, 0)
+    assert chosen(policy, cached, 0, 3000) == A
+
+
+def test_without_anything_cached_the_shorter_queue_wins_however_full_they_are() -> None:
+    policy = KvAwarePolicy()
+    for _ in range(200):
+        chosen(policy, {}, 50_000, 50_000)
+    assert chosen(policy, {}, 50_000, 50_001) == A
+    assert chosen(policy, {}, 50_001, 50_000) == B
+
+
+def test_the_number_waiting_is_bounded_and_zero_at_first() -> None:
+    contention = PrefillContention()
+    views = [view(A, 10_000_000), view(B, 10_000_000)]
+    assert contention.num_waiting == 0.0
+    assert contention.delays_s(PlacementDemand(100, 1.0), views, [1.0, 1.0]) == [0.0, 0.0]
+    for _ in range(500):
+        contention.observe(views)
+    assert contention.num_waiting == 4.0
+    own_s = views[0].costs.prefill.prefill_s(100, 100, 2048)
+    assert contention.delays_s(PlacementDemand(100, 1.0), views, [1.0, 1.0]) == pytest.approx([4 * own_s] * 2)

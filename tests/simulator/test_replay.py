@@ -1,0 +1,125 @@
+"""Tests trace files, the generated mix, and the report of a replay."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import InvalidInput
+from simulator.fleet import FleetSpec
+from simulator.replay import UNLIMITED, fit, main, replay, with_pages
+from simulator.report import Slo, offered_load, single_cache_hit_rate
+from simulator.request import TraceRequest
+from simulator.traces import FOLDER_VARIABLE, SharedPrefixMix, drop_longer, load_trace, scale_arrivals
+
+SPEC = FleetSpec(num_prefill=3, num_decode=3, prefill_pages=4000, decode_pages=4000)
+MIX = SharedPrefixMix(num_requests=120, requests_per_s=30.0, output_tokens=20, think_s=1.0)
+
+
+def write_trace(path: Path, rows: list[dict[str, object]]) -> Path:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def row(timestamp: float, **more: object) -> dict[str, object]:
+    return {"timestamp": timestamp, "input_length": 700, "output_length": 5, **more}
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_equal_block_hashes_give_equal_tokens_and_others_differ(tmp_path: Path, name: str) -> None:
+    rows = [row(0, hash_ids=[7, 8]), row(10, hash_ids=[7, 9]), row(20)]
+    each, other, alone = load_trace(write_trace(tmp_path / name, rows))
+    assert len(each.token_ids()) == each.num_input_tokens == 700
+    assert each.token_ids()[:512] == other.token_ids()[:512]
+    assert not set(each.token_ids()[512:]) & set(other.token_ids())
+    assert not set(alone.token_ids()) & {*each.token_ids(), *other.token_ids()}
+    assert [each.arrival_s, other.arrival_s, alone.arrival_s] == [0.0, 0.01, 0.02]
+
+
+def test_requests_of_a_tick_are_spread_over_it_by_the_seed(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "ticks.jsonl", [row(3000 * (number // 10)) for number in range(100)])
+    times = [request.arrival_s for request in load_trace(path, seed=1)]
+    assert len(set(times)) == 100
+    assert times == sorted(times)
+    assert times == [request.arrival_s for request in load_trace(path, seed=1)]
+    assert times != [request.arrival_s for request in load_trace(path, seed=2)]
+
+
+def test_a_trace_is_found_in_the_folder_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_trace(tmp_path / "here.jsonl", [row(0)])
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    assert len(load_trace("here.jsonl")) == 1
+    with pytest.raises(InvalidInput, match=r"no file gone\.jsonl, nor in PENSTOCK_TRACES"):
+        load_trace("gone.jsonl")
+
+
+def test_a_malformed_line_is_named(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "bad.jsonl", [row(0), {"timestamp": 1}])
+    with pytest.raises(InvalidInput, match=r"bad\.jsonl:2: KeyError\('input_length'\); expected numbers timestamp"):
+        load_trace(path)
+
+
+def test_scaling_and_dropping_keep_the_order() -> None:
+    requests = MIX.make(1)
+    faster = scale_arrivals(requests, 2.0)
+    assert offered_load(faster, SPEC) == pytest.approx(2 * offered_load(requests, SPEC))
+    short = drop_longer(requests, 3000)
+    assert 0 < len(short) < len(requests)
+    assert all(request.num_input_tokens + request.num_output_tokens <= 3000 for request in short)
+    assert [request.number for request in short] == list(range(len(short)))
+    assert short[0].arrival_s == 0.0
+
+
+def test_the_generated_mix_depends_on_its_seed_alone_and_shares_prefixes() -> None:
+    requests = MIX.make(3)
+    assert requests == MIX.make(3) != MIX.make(4)
+    pages = 1_000_000
+    assert single_cache_hit_rate(requests, 16, pages) > 0.4
+    alone = replace(MIX, single_share=1.0).make(3)
+    assert single_cache_hit_rate(alone, 16, pages) == 0.0
+
+
+def test_a_single_cache_hits_earlier_pages_but_never_the_last_token() -> None:
+    requests = [TraceRequest(number, float(number), 64, 1, (1,), 64) for number in range(3)]
+    assert single_cache_hit_rate(requests, 16, 100) == pytest.approx(2 * 48 / (3 * 64))
+
+
+@pytest.mark.parametrize("num_prefill", [0, 3])
+def test_a_replay_completes_everything_and_counts_hits(num_prefill: int) -> None:
+    requests, factor = fit(MIX.make(0), SPEC, load=0.6)
+    assert factor > 0
+    spec = with_pages(replace(SPEC, num_prefill=num_prefill), UNLIMITED, requests)
+    summary, fleet = replay(requests, spec, 0, Slo(5.0, 1.0))
+    assert (summary.num_requests, summary.num_failed) == (120, 0)
+    single = single_cache_hit_rate(requests, spec.page_size, 3 * spec.prefill_pages)
+    assert 0 < summary.hit_rate <= single
+    computed = sum(worker.num_computed_tokens for worker in fleet.workers.values())
+    prompts = sum(request.num_input_tokens for request in requests)
+    assert computed >= prompts * (1 - summary.hit_rate) * 0.98
+    assert 0 < summary.ttft_p50_s <= summary.ttft_p90_s <= summary.ttft_p99_s
+    assert summary.goodput == 1.0
+
+
+def test_striding_over_decode_steps_changes_little() -> None:
+    requests, _ = fit(MIX.make(0), SPEC, load=0.6)
+    fine, fleet = replay(requests, SPEC, 0, Slo())
+    coarse, strided = replay(requests, replace(SPEC, decode_stride=4), 0, Slo())
+    assert strided.sim.num_events < 0.85 * fleet.sim.num_events
+    assert [each.num_tokens for each in strided.outcomes] == [each.num_tokens for each in fleet.outcomes]
+    assert not any(each.num_wrong_tokens for each in strided.outcomes)
+    assert coarse.tpot_p50_s == pytest.approx(fine.tpot_p50_s, rel=0.25)
+
+
+def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--limit", "30", "--workers", "2", "--policy", "round-robin", "--policy", "kv-aware"]) == 0
+    printed = capsys.readouterr().out
+    assert "30 of 30 requests fit" in printed
+    assert [line.split()[0] for line in printed.splitlines()[2:]] == ["round-robin", "kv-aware"]
+    assert main(["--trace", "gone.jsonl"]) == 2

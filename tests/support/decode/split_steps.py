@@ -1,0 +1,115 @@
+"""Drives a decode worker like `decode_worker.schedule.step_driver`, without a thread: other events happen between the
+beginning of a step and its end, and a step's writes reach the pages when it ends, not before."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+from decode_worker.worker import DecodeWorker
+from engine.step.compute import StepTokens
+from engine.step.plan import StepPlan
+from engine.step.sequence import Sequence
+from penstock.types import PageId
+from tests.support.engine.fake_engine import FakeEngine, next_token
+
+Place = tuple[PageId, int]  # a page and where in it
+
+
+@dataclass
+class _Computed:
+    plan: StepPlan
+    reads: dict[Place, int]
+    writes: dict[Place, int]
+    sampled: list[int | None]
+
+    def token_of(self, sequence: Sequence) -> int:
+        token_id = next(token for item, token in zip(self.plan, self.sampled, strict=True) if item.sequence is sequence)
+        assert token_id is not None
+        return token_id
+
+
+class SplitSteps:
+    def __init__(self, worker: DecodeWorker, engine: FakeEngine, rng: random.Random | None = None) -> None:
+        """With `rng`, steps are also scheduled ahead, and fail now and then."""
+        self._worker = worker
+        self._engine = engine
+        self._rng = rng
+        self._in_flight: deque[_Computed] = deque()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._in_flight)
+
+    def turn(self) -> None:
+        """Begins or ends a step, or serves calls during one, at random."""
+        assert self._rng is not None
+        if not self._in_flight:
+            self.begin()
+            return
+        choice = self._rng.randrange(4)
+        if choice == 0:
+            self._worker.serve_during_step()
+        elif choice == 1 and len(self._in_flight) == 1:
+            plan = self._worker.begin_step_ahead()
+            if plan is not None:
+                self._start(plan)
+        elif choice == 2 and self._rng.random() < 0.2:
+            self._fail()
+        else:
+            self.end()
+
+    def whole(self) -> bool:
+        """Runs a step from its beginning to its end; returns False if there was nothing to compute."""
+        while self._in_flight:
+            self.end()
+        self.begin()
+        if not self._in_flight:
+            return False
+        self.end()
+        return True
+
+    def begin(self) -> None:
+        """Begins a step; none may be in flight."""
+        self._start(self._worker.begin_step())
+
+    def _start(self, plan: StepPlan) -> None:
+        if not plan:
+            return
+        size, done = self._engine.layout.page_size, _Computed(plan, {}, {}, [])
+        for place, item in enumerate(plan):
+            text, start, is_sampled = list(item.sequence.token_ids), item.start, item.is_sampled
+            if place < len(plan.rows):
+                start, is_sampled = int(plan.rows.positions_R[place]), True
+                if start == len(text):
+                    text.append(self._in_flight[-1].token_of(item.sequence))
+            for position in range(start + item.num_tokens):
+                where = item.sequence.pages[position // size], position % size
+                (done.reads if position < start else done.writes)[where] = hash(tuple(text[: position + 1]))
+            done.sampled.append(next_token(text) if is_sampled else None)
+        self._in_flight.append(done)
+
+    def _compute(self, done: _Computed) -> None:
+        pages = self._engine.kv_pages
+        for (page, offset), digest in done.reads.items():
+            assert pages[page][offset] == digest, f"page {page} holds another KV at {offset}"
+        for (page, offset), digest in done.writes.items():
+            pages[page][offset] = digest
+
+    def end(self) -> None:
+        """Ends the oldest step in flight."""
+        done = self._in_flight.popleft()
+        self._compute(done)
+        self._worker.finish_step(done.plan, StepTokens.from_list(done.sampled, len(done.plan.rows)), 0.001)
+
+    def _fail(self) -> None:
+        """Fails the oldest step after its last write; the step after it is computed and discarded."""
+        done = self._in_flight.popleft()
+        self._compute(done)
+        for discarded in self._in_flight:
+            for page, offset in discarded.writes:
+                self._engine.kv_pages[page][offset] = None
+        self._in_flight.clear()
+        self._worker.scheduler.cancel_ahead()
+        self._worker.recompute_step(done.plan)

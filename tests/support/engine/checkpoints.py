@@ -1,0 +1,114 @@
+"""Small random checkpoints of every supported family, as `transformers` writes them.
+
+`make_checkpoint("llama", tmp_path)` takes well under a second: 2 layers of width 32, a byte-level tokenizer of 320
+tokens. Weights depend only on the family and the overrides.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FAMILIES = ("deepseek_v2", "deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+VOCAB_SIZE = 320
+EOS_TOKEN_ID = 1
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": None,
+    "initializer_range": 0.3,  # wide, so that logits differ clearly and greedy choices are no ties
+}
+# Only some experts are chosen, and tests have so few tokens that some expert has none.
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "head_dim": None,
+        "num_key_value_heads": None,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 24,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 6,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v3": {
+        "head_dim": 8,  # transformers takes this as the rotated width
+        "num_key_value_heads": None,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 16,
+        "routed_scaling_factor": 1.5,
+    },
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}
+
+
+def make_checkpoint(
+    family: str,
+    folder: Path,
+    *,
+    max_shard_size: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> Path:
+    """Writes a checkpoint with tokenizer.json into `folder`, created if missing, and returns it."""
+    config = AutoConfig.for_model(family, **{**_BASE, **_OF_FAMILY.get(family, {}), **overrides})
+    state = torch.random.get_rng_state()
+    torch.manual_seed(len(family))
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # norms and biases are ones and zeros at first, which would hide mistakes
+                parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.3))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
+    torch.random.set_rng_state(state)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Writes a tokenizer with one token per byte: 0 begins, 1 ends, bytes follow."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, "</s>": 1} | {symbol: 2 + index for index, symbol in enumerate(symbols)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,0 +1,136 @@
+"""A model whose KV can be checked: each position holds a digest of the tokens up to it.
+
+`FakeEngine.step` fails on any page that does not hold exactly what its sequence's tokens say, so a stale, reused or
+half-written page cannot go unnoticed. The next token depends on the tokens alone, as with a real model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.cache.page_pool import PagePool
+from engine.cache.page_slots import PageSlots
+from engine.cache.prefix_cache import PrefixCache
+from engine.cache.tiers import CacheTiers
+from engine.step.compute import StepTokens
+from engine.step.sequence import SampledToken, ScheduledSequence, StepOutput
+from penstock.types import FinishReason, PageId
+
+VOCAB_SIZE = 500
+EOS = 7
+CONTEXT = 64  # of the workers whose streams `expected_tokens` predicts
+
+
+@dataclass(frozen=True)
+class FakeLayout:
+    page_size: int
+    page_bytes: int = 64
+    layers: range = range(2)
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    vocab_size: int = VOCAB_SIZE
+    eos_token_ids: frozenset[int] = frozenset({EOS})
+    context_length: int = 1000
+
+
+def next_token(token_ids: Seq[int]) -> int:
+    return (hash(tuple(token_ids)) >> 7) % VOCAB_SIZE
+
+
+def expected_tokens(prompt: list[int], max_tokens: int) -> tuple[list[int], FinishReason]:
+    tokens = list(prompt)
+    while len(tokens) < min(CONTEXT, len(prompt) + max_tokens):
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS:
+            return tokens[len(prompt) :], FinishReason.STOP
+    return tokens[len(prompt) :], FinishReason.LENGTH
+
+
+class FakeHost:
+    """Stands in for `engine.cache.host_tier.HostTier`; there is no disk below it."""
+
+    def __init__(self, kv_pages: list[list[int | None]], num_pages: int) -> None:
+        self.slots = PageSlots(num_pages)
+        self.bounce = memoryview(b"")
+        self._kv_pages = kv_pages
+        self._kept: list[list[int | None]] = [[] for _ in range(num_pages)]
+
+    def write(self, slots: Seq[int], pages: Seq[PageId]) -> None:
+        for slot, page in zip(slots, pages, strict=True):
+            self._kept[slot] = list(self._kv_pages[page])
+
+    def read(self, slots: Seq[int], pages: Seq[PageId]) -> None:
+        for slot, page in zip(slots, pages, strict=True):
+            self._kv_pages[page][:] = self._kept[slot]
+
+    def wipe(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._kept[slot] = []
+
+    def read_bounce(self, page: PageId) -> None:
+        raise AssertionError("there is no disk")
+
+    def settle(self) -> None:
+        raise AssertionError("there is no disk")
+
+    def content(self, slot: int) -> memoryview:
+        raise AssertionError("there is no disk")
+
+
+class PendingStep:
+    """A launched step; until it is waited for, its pages must not be allocated again."""
+
+    def __init__(self, output: StepOutput, pages: set[PageId], in_flight: list[set[PageId]]) -> None:
+        self._output, self._pages, self._in_flight = output, pages, in_flight
+        in_flight.append(pages)
+
+    def wait(self) -> StepTokens:
+        assert self._in_flight.pop(0) is self._pages, "steps end in order"
+        return StepTokens.from_list([token and token.token_id for token in self._output.tokens], 0)
+
+
+class FakeEngine:
+    """Stands in for `engine.engine.Engine` in tests of the workers' control flow."""
+
+    def __init__(self, num_pages: int, page_size: int, num_host_pages: int = 0) -> None:
+        self.layout = FakeLayout(page_size)
+        self.model = FakeModel()
+        self.runs_ahead = False
+        self.in_flight: list[set[PageId]] = []
+        self.pool = PagePool(num_pages)
+        self._allocate, self.pool.allocate = self.pool.allocate, self.allocate  # type: ignore[method-assign]
+        self.kv_pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
+        tiers = CacheTiers(FakeHost(self.kv_pages, num_host_pages)) if num_host_pages else None
+        self.prefix_cache = PrefixCache(self.pool, page_size, tiers=tiers)
+
+    def allocate(self, num_pages: int) -> list[PageId]:
+        pages = self._allocate(num_pages)
+        assert not any(set(pages) & written for written in self.in_flight), "an in-flight step may still write it"
+        return pages
+
+    def launch(self, work: Seq[ScheduledSequence], on_layer: object = None) -> PendingStep:
+        """Computes the step at once, as later work on a device would see it."""
+        pages = {page for scheduled in work for page in scheduled.sequence.pages}
+        return PendingStep(self.step(work), pages, self.in_flight)
+
+    def step(self, work: Seq[ScheduledSequence]) -> StepOutput:
+        tokens: list[SampledToken | None] = []
+        for scheduled in work:
+            sequence = scheduled.sequence
+            start = sequence.num_computed_tokens
+            for position in range(start + scheduled.num_tokens):
+                digest = hash(tuple(sequence.token_ids[: position + 1]))
+                page, offset = sequence.pages[position // self.layout.page_size], position % self.layout.page_size
+                if position < start:
+                    assert self.kv_pages[page][offset] == digest, f"page {page} holds another KV at {position}"
+                else:
+                    self.kv_pages[page][offset] = digest
+            tokens.append(SampledToken(next_token(sequence.token_ids)) if scheduled.is_sampled else None)
+        return StepOutput(tuple(tokens))
+
+    def read(self, pages: Seq[PageId]) -> list[list[int | None]]:
+        return [list(self.kv_pages[page]) for page in pages]

@@ -1,0 +1,129 @@
+"""Several Ray nodes on one machine, for tests and the fault benchmark, which kill nodes and restart the head.
+
+The head keeps its state on disk (Ray's RocksDB store), without which Ray's nodes would end themselves with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+from cluster.ray.connection import with_descendants
+from penstock.config.security import SecurityConfig
+from penstock.rpc.secret import ClusterSecret
+from tests.support.key_files import write_secret
+
+_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum; nothing of ours goes through it
+_GONE_TIMEOUT_S = 10.0
+_ENVIRONMENT = {
+    "RAY_gcs_storage": "rocksdb",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+class LocalRayNodes:
+    """A head without resources for workers, and the nodes that are added. Its `with` block ends every process."""
+
+    security: SecurityConfig  # names a secret that every node can read, while they run
+
+    def __init__(self) -> None:
+        self._context = contextlib.ExitStack()
+        self._bystanders = {child.pid for child in psutil.Process().children()}
+        self._cluster: Any = None
+
+    def __enter__(self) -> LocalRayNodes:
+        with self._context as context:
+            path = context.enter_context(tempfile.TemporaryDirectory(prefix="penstock-head-"))
+            context.enter_context(_environment(_ENVIRONMENT | {"RAY_gcs_storage_path": path}))
+            context.callback(self._end_processes)
+            secret = Path(context.enter_context(tempfile.TemporaryDirectory(prefix="penstock-secret-")), "secret")
+            self.security = SecurityConfig.model_validate(write_secret(secret, ClusterSecret.make()))
+            self._cluster = Cluster(
+                initialize_head=True,
+                head_node_args={"num_cpus": 0, "object_store_memory": _STORE_BYTES, "include_dashboard": False},
+            )
+            self._context = context.pop_all()
+        return self
+
+    @property
+    def address(self) -> str:
+        """host:port of the head."""
+        return str(self._cluster.address)
+
+    @property
+    def head(self) -> Any:
+        """The head's node, to which the driver connects."""
+        return self._cluster.head_node
+
+    def add(self, resources: Mapping[str, float], labels: Mapping[str, str] | None = None, num_cpus: int = 1) -> Any:
+        """Returns a new node that has joined; its processes run on this machine."""
+        return self._cluster.add_node(
+            num_cpus=num_cpus, resources=dict(resources), labels=dict(labels or {}), object_store_memory=_STORE_BYTES
+        )
+
+    def kill(self, node: Any) -> None:
+        """Kills all of a node's processes at once, its actors included, like a machine that loses power."""
+        for process in _family(node):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._cluster.worker_nodes.discard(node)
+
+    def node_of(self, pid: int) -> Any:
+        """Returns the node that a worker's process belongs to."""
+        nodes = [self.head, *self._cluster.worker_nodes]
+        return next(one for one in nodes if pid in {process.pid for process in _family(one)})
+
+    def kill_head(self) -> None:
+        """Kills the head's own process alone; its node's other processes go on."""
+        self._cluster.head_node.kill_gcs_server()
+
+    def restart_head(self) -> None:
+        self._cluster.head_node.start_gcs_server()
+
+    def _end_processes(self) -> None:
+        ray.shutdown()
+        mine = [child for child in psutil.Process().children() if child.pid not in self._bystanders]
+        family = with_descendants(mine)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _, alive = psutil.wait_procs(family, _GONE_TIMEOUT_S)
+        if alive:
+            logging.getLogger(__name__).warning("still there: %s", alive)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.close()
+
+
+def _family(node: Any) -> list[psutil.Process]:
+    pids = [one.process.pid for processes in node.all_processes.values() for one in processes]
+    return with_descendants([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)])
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables that Ray's daemons read when they start."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,148 @@
+"""Checks of structure and language over the tracked files: folder sizes, unique class names, docstrings, banned words.
+
+`python -m tests.support.repository.house PATH...` prints what is wrong below those paths; the tests in
+`tests/repository/` assert that nothing is.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+MAX_ENTRIES = 15
+MAX_LINES = 1000
+# Generated, third-party or historical: not written in the project's words.
+NOT_PROSE = (
+    "CHANGELOG.md",
+    "LICENSE",
+    "docs/glossary.md",
+    "benchmarks/results/",
+    "models/",
+    "tests/support/repository/schemas/",
+)
+FRAGMENT = re.compile(r"(As|Of|Where|Who|Whose|Whom|What becomes)\b")
+
+
+@functools.cache
+def tracked_files() -> tuple[str, ...]:
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    return tuple(sorted(name for name in listed.split("\0") if name and (ROOT / name).is_file()))
+
+
+def sources(*prefixes: str) -> Iterator[str]:
+    """Yields the handwritten Python files below any of `prefixes`, or all of them."""
+    for name in tracked_files():
+        if name.endswith(".py") and "_pb2" not in name and (not prefixes or name.startswith(prefixes)):
+            yield name
+
+
+@functools.cache
+def parse(name: str) -> ast.Module:
+    return ast.parse((ROOT / name).read_text(), name)
+
+
+def crowded_folders(*prefixes: str) -> list[str]:
+    """Lists folders with more than MAX_ENTRIES modules and sub-packages; generated stubs and csrc are exempt."""
+    entries: defaultdict[str, set[str]] = defaultdict(set)
+    for name in sources(*prefixes):
+        parts = name.split("/")
+        for depth in range(1, len(parts)):
+            if parts[depth] != "__init__.py":
+                entries["/".join(parts[:depth])].add(parts[depth])
+    return [f"{folder}: {len(found)} entries" for folder, found in sorted(entries.items()) if len(found) > MAX_ENTRIES]
+
+
+def long_files(*prefixes: str) -> list[str]:
+    """Lists Python files with more than MAX_LINES lines."""
+    sizes = {name: (ROOT / name).read_text().count("\n") for name in sources(*prefixes)}
+    return [f"{name}: {size} lines" for name, size in sizes.items() if size > MAX_LINES]
+
+
+def repeated_class_names() -> list[str]:
+    """Lists public top-level class names that two modules outside tests/ define."""
+    homes: defaultdict[str, list[str]] = defaultdict(list)
+    for name in sources():
+        if not name.startswith("tests/"):
+            for node in parse(name).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes[node.name].append(name)
+    return [f"{name}: {', '.join(found)}" for name, found in sorted(homes.items()) if len(found) > 1]
+
+
+def fragments(*prefixes: str) -> list[str]:
+    """Lists docstrings that begin as a sentence fragment."""
+    found = []
+    for name in sources(*prefixes):
+        for node in ast.walk(parse(name)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node) or ""
+                if FRAGMENT.match(text):
+                    found.append(f"{name}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}")
+    return found
+
+
+def rooms_without_introduction(*prefixes: str) -> list[str]:
+    """Lists packages outside tests/ whose `__init__.py` has no docstring."""
+    return [
+        name
+        for name in sources(*prefixes)
+        if name.endswith("/__init__.py") and not name.startswith("tests/") and not ast.get_docstring(parse(name))
+        if name != "penstock/v1/__init__.py"
+    ]
+
+
+@functools.cache
+def banned_words() -> re.Pattern[str]:
+    block = re.search(r"```words\n(.*?)```", (ROOT / "docs" / "glossary.md").read_text(), re.DOTALL)
+    assert block, "docs/glossary.md has no ```words block"
+    words = [
+        re.escape(word).replace(r"\*", r"[a-z]*").replace(r"\ ", r"[\s_-]+") for word in block[1].split("\n") if word
+    ]
+    # An underscore or a capital ends a word, so that identifiers count too.
+    return re.compile(rf"(?<![A-Za-z])(?:{'|'.join(words)})(?![a-z])", re.IGNORECASE)
+
+
+def banned_uses(*prefixes: str) -> list[str]:
+    """Lists the lines that use a word which docs/glossary.md bans."""
+    found = []
+    for name in tracked_files():
+        if name.startswith(NOT_PROSE) or "_pb2" in name or (prefixes and not name.startswith(prefixes)):
+            continue
+        try:
+            text = (ROOT / name).read_text()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if match := banned_words().search(line):
+                found.append(f"{name}:{number}: {match[0]!r} in {line.strip()[:100]}")
+    return found
+
+
+def main() -> None:
+    prefixes = tuple(sys.argv[1:])
+    for check in (crowded_folders, long_files, rooms_without_introduction, fragments, banned_uses):
+        for line in check(*prefixes):
+            print(f"{check.__name__}: {line}")
+    for line in repeated_class_names():
+        if not prefixes or any(prefix in line for prefix in prefixes):
+            print(f"repeated_class_names: {line}")
+    starts = Counter(
+        (ast.get_docstring(node) or "").split(" ")[0]
+        for name in sources(*prefixes)
+        for node in ast.walk(parse(name))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    starts.pop("", None)
+    print("first words of docstrings:", ", ".join(f"{word} {count}" for word, count in starts.most_common(25)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""A supervised deployment of plain processes on this machine: the real controller and Admin service, without Ray.
+
+Replaces what is lost, drains, flips and upgrades as a deployment on Ray does, and ends with its `async with` block.
+Tests and benchmarks use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+
+from cluster.controller.admin_service import start_admin_server
+from cluster.controller.composition import make_controller
+from cluster.controller.controller import Controller
+from cluster.controller.supervised_process import OnUnplaced, Started
+from cluster.health.canary_check import CanaryCheck
+from cluster.health.canary_policy import CanaryJudge
+from cluster.health.liveness import OnDoubt, follow_router, follow_worker
+from cluster.pools.pool import ROUTER, Incarnation
+from penstock.client.async_client import AsyncClient
+from penstock.client.retry import RetryPolicy
+from penstock.config import RouterConfig, ServeConfig, WorkerConfig
+from penstock.errors import Unavailable, from_rpc_error
+from penstock.rpc.addresses import LOOPBACK
+from penstock.rpc.server import Dial, make_channel
+from penstock.types import Epoch, Role
+from penstock.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
+from tests.support.plain_processes import ROOT, log_tail
+
+_FIRST_REQUEST_RETRY = RetryPolicy(max_attempts=1000, initial_s=0.05, max_s=0.5)
+_FLIP_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 10.0
+_LEAVE_MARGIN_S = 5.0  # beyond its streams' time, for a router that was asked to end
+
+
+@dataclass(frozen=True, slots=True)
+class PlainDeployment:
+    controller: Controller
+    admin_address: str
+
+    @property
+    def grpc_address(self) -> str:
+        """host:port of the first router."""
+        return self.controller.status().endpoints[0].removeprefix("grpc://")
+
+    async def until(
+        self, condition: Callable[[admin_pb2.StatusResponse], bool], timeout_s: float = 120.0
+    ) -> admin_pb2.StatusResponse:
+        """Returns the first status that fulfils the condition. Raises TimeoutError, or the deployment's failure."""
+        version = -1
+        async with asyncio.timeout(timeout_s):
+            while True:
+                snapshot = await self.controller.wait(version, timeout_s)
+                if snapshot.failure is not None:
+                    raise snapshot.failure
+                if condition(snapshot.status):
+                    return snapshot.status
+                version = snapshot.version
+
+
+@contextlib.asynccontextmanager
+async def plain_deployment(config: ServeConfig) -> AsyncIterator[PlainDeployment]:
+    """Yields a ready deployment. Ports of 0 become free ones; every port is on loopback, without a secret."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        admin_address = ""
+
+        def spawn(incarnation: Incarnation, served: ServeConfig) -> PlainProcess:
+            name = f"{incarnation.worker_id}.{incarnation.number}"
+            if incarnation.pool_name == ROUTER:
+                return PlainProcess(served.router_config(admin_address, incarnation.place), Path(folder), name)
+            role = Role(incarnation.spare_of or incarnation.pool_name)
+            worker = served.worker_config(incarnation.worker_id, role)
+            return PlainProcess(worker, Path(folder), name, is_spare=bool(incarnation.spare_of))
+
+        canary_check = CanaryCheck(CanaryJudge(), make_channel)
+        controller = make_controller(config, spawn, _send_first_request, canary_check=canary_check)
+        server, admin_address = await start_admin_server(controller, LOOPBACK, config.admin_port)
+        deployment = PlainDeployment(controller, admin_address)
+        try:
+            controller.start()
+            try:
+                await deployment.until(lambda status: status.ready, config.start_timeout_s)
+            except TimeoutError as error:
+                raise Unavailable(f"not ready within start_timeout_s = {config.start_timeout_s:g} s") from error
+            yield deployment
+        finally:
+            await controller.stop()
+            await server.stop()
+
+
+async def _send_first_request(address: str) -> None:
+    async with AsyncClient(address, retry=_FIRST_REQUEST_RETRY) as client:
+        await client.complete("Hello", max_tokens=1, temperature=0.0)
+
+
+class PlainProcess:
+    """Implements `SupervisedProcess` with a process of this machine."""
+
+    def __init__(
+        self,
+        config: WorkerConfig | RouterConfig,
+        folder: Path,
+        name: str,
+        dial: Dial = make_channel,
+        *,
+        is_spare: bool = False,
+    ) -> None:
+        """`folder` holds the process's configuration and log."""
+        self._config = config
+        self._is_spare = is_spare
+        self._is_router = isinstance(config, RouterConfig)
+        self._path, self._log = folder / f"{name}.json", folder / f"{name}.log"
+        self._dial = dial
+        self._process: asyncio.subprocess.Process | None = None
+        self._host = ""  # host:port of the service that changes its role
+        self._started: Started | None = None
+
+    async def place(self, on_unplaced: OnUnplaced) -> None:
+        """Returns at once: this machine is its place."""
+
+    async def start(self) -> Started:
+        self._path.write_text(self._config.model_dump_json())
+        module = "router" if self._is_router else "cluster.local.worker"
+        command = [sys.executable, "-m", module, "--config", str(self._path)]
+        if self._is_spare:
+            command.append("--spare")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        if isinstance(self._config, WorkerConfig) and self._config.engine.num_threads is not None:
+            threads = str(self._config.engine.num_threads)
+            environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        with self._log.open("wb") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdout=asyncio.subprocess.PIPE, stderr=log, cwd=ROOT, env=environment
+            )
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()  # the supervisor bounds the start
+        if not line:
+            raise Unavailable(f"it ended with status {await self._process.wait()}: {log_tail(self._log)}")
+        ready = json.loads(line)
+        self._host = ready.get("host", "")
+        if self._is_router:
+            self._started = Started(
+                Epoch(0), ready["control"], ready["pid"], ready["http"], public_address=ready["grpc"]
+            )
+        else:
+            self._started = Started(Epoch(ready["epoch"]), ready["address"], ready["pid"])
+        return self._started
+
+    async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
+        assert self._process is not None
+        assert self._started is not None
+        address, epoch = self._started.address, self._started.epoch
+        if not address:  # a spare listens nowhere
+            return await self._outlive()
+        if self._is_router:
+            drain_s = self._config.drain_s + _LEAVE_MARGIN_S
+            following = follow_router(address, on_doubt, self._started.pid, drain_s)
+        else:
+            following = follow_worker(address, epoch, on_load, on_doubt, self._dial)
+        ends = [asyncio.create_task(self._outlive()), asyncio.create_task(following)]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in ends:
+                task.cancel()
+
+    async def _outlive(self) -> str:
+        assert self._process is not None
+        return f"its process ended with status {await self._process.wait()}"
+
+    async def flip(self, incarnation: Incarnation) -> Started:
+        assert self._started is not None
+        request = worker_pb2.HostFlipRequest(worker_id=incarnation.worker_id, role=incarnation.pool_name)
+        try:
+            async with self._dial(self._host) as channel:
+                answer = await worker_pb2_grpc.WorkerHostStub(channel).Flip(request, timeout=_FLIP_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        self._started = Started(Epoch(answer.epoch), answer.address, self._started.pid)
+        return self._started
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        # A worker was drained before; a router's own `drain_s` bounds its streams.
+        await self._end(signal.SIGTERM if self._is_router else signal.SIGINT, grace_s)
+
+    async def kill(self) -> None:
+        await self._end(signal.SIGKILL)
+
+    async def _end(self, number: signal.Signals, grace_s: float = 0.0) -> None:
+        if self._process is None or self._process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+        await asyncio.wait_for(self._process.wait(), grace_s + _END_TIMEOUT_S)

@@ -1,0 +1,219 @@
+"""Kills and freezes real processes under real streams: the client gets exactly the tokens of an undisturbed run.
+
+One router, two prefill and two decode workers as plain processes, the bundled model in fp32. Slow prefills are made by
+long prompts in tiny chunks, so that a kill hits a running prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.engine import Engine
+from engine.generate import generate
+from penstock import AsyncClient
+from penstock.config import EngineConfig, RouterConfig, WorkerConfig
+from penstock.errors import DeadlineExceeded, PenstockError
+from penstock.rpc.server import make_channel
+from penstock.types import Role, SamplingParams
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.plain_processes import Deployment, Process
+from tests.support.serving import worker_config
+
+pytestmark = pytest.mark.processes
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
+PROMPT = [(7 * i) % 900 + 20 for i in range(600)]
+MAX_TOKENS = 300
+TIMEOUT_S = 60.0
+SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}  # exact in single precision
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+
+
+def config(role: Role, number: int) -> WorkerConfig:
+    return worker_config(
+        role,
+        MODEL,
+        f"{role.value}-{number}",
+        engine={"num_pages": 256, "dtype": "float32"},
+        prefill={"max_batch_tokens": 4},  # 150 steps for the long prompt
+        transfer={"timeout_s": 5.0},
+    )
+
+
+class Fleet:
+    """The processes of one test; killed workers are started again on demand."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+        roles = [(Role.PREFILL, 0), (Role.PREFILL, 1), (Role.DECODE, 0), (Role.DECODE, 1)]
+        started = deployment.start_workers([config(role, number) for role, number in roles])
+        self.prefill, self.decode = started[:2], started[2:]
+        self.router = self.start_router(started)
+
+    def start_router(self, workers: list[Process]) -> Process:
+        addresses = tuple(process.address for process in workers)
+        return self._deployment.start_router(
+            RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses)
+        )
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with Deployment() as deployment:
+        yield Fleet(deployment)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, list[int]]:
+    """Returns the answers of a single process."""
+    engine = Engine.load(EngineConfig(model=str(MODEL), num_pages=256, num_threads=1, dtype="float32"))
+    greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    seeded = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.875, top_p=0.9375, seed=11, ignore_eos=True)
+    return {"greedy": generate(engine, PROMPT, greedy), "seeded": generate(engine, PROMPT, seeded)}
+
+
+@contextlib.asynccontextmanager
+async def client(process: Process) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(process.address, timeout_s=TIMEOUT_S) as made:
+        yield made
+
+
+async def load_of(process: Process) -> worker_pb2.Load:
+    """Returns the worker's present load."""
+    async with make_channel(process.address) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).WatchEvents(worker_pb2.WatchEventsRequest(), timeout=TIMEOUT_S)
+        batch = await call.read()
+        call.cancel()
+        return batch.load
+
+
+async def wait_until_empty(processes: list[Process], timeout_s: float = TIMEOUT_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    for process in processes:
+        while (load := await load_of(process)).free_pages < load.total_pages or load.num_running or load.num_waiting:
+            assert time.monotonic() < deadline_s, f"{process.ready['worker_id']} still holds: {load}"
+            await asyncio.sleep(0.02)
+
+
+async def busy_worker(processes: list[Process]) -> Process:
+    """Returns the first process that reports work."""
+    watchers = {asyncio.create_task(_until_busy(process)): process for process in processes}
+    try:
+        done, _ = await asyncio.wait(watchers, timeout=TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        assert done, "no process is at work"
+        return watchers[done.pop()]
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+
+
+async def _until_busy(process: Process) -> None:
+    async with make_channel(process.address) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).WatchEvents(worker_pb2.WatchEventsRequest(), timeout=TIMEOUT_S)
+        async for batch in call:
+            if batch.load.num_running:
+                return
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_prefill_worker_lost_during_a_prefill_costs_no_token(
+    fleet: Fleet, undisturbed: dict[str, list[int]], number: signal.Signals
+) -> None:
+    async with client(fleet.router) as router:
+        answer = asyncio.create_task(router.complete(PROMPT, max_tokens=MAX_TOKENS, **SEEDED))
+        victim = await busy_worker(fleet.prefill)
+        victim.signal(number)
+        result = await answer
+        assert list(result.token_ids) == undisturbed["seeded"]
+        victim.signal(signal.SIGKILL)
+        survivors = [process for process in fleet.prefill if process is not victim]
+        # The fence on pages that the dead worker might have written is lifted once its death is known.
+        await wait_until_empty([*survivors, *fleet.decode])
+        again = await router.complete(PROMPT, max_tokens=MAX_TOKENS, **GREEDY)
+        assert list(again.token_ids) == undisturbed["greedy"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_decode_worker_lost_during_a_stream_costs_no_token(
+    fleet: Fleet, undisturbed: dict[str, list[int]], number: signal.Signals
+) -> None:
+    async with client(fleet.router) as router:
+        tokens: list[int] = []
+        victim = None
+        async for chunk in router.generate(PROMPT, max_tokens=MAX_TOKENS, **SEEDED):
+            tokens += chunk.token_ids
+            if victim is None and len(tokens) > 10:
+                victim = await busy_worker(fleet.decode)
+                victim.signal(number)
+        assert tokens == undisturbed["seeded"]
+        assert victim is not None
+        survivors = [process for process in fleet.decode if process is not victim]
+        await wait_until_empty([*fleet.prefill, *survivors])
+
+
+async def test_the_service_outlives_its_whole_prefill_pool(fleet: Fleet, undisturbed: dict[str, list[int]]) -> None:
+    for process in fleet.prefill:
+        process.kill()
+    async with client(fleet.router) as router:
+        result = await router.complete(PROMPT, max_tokens=MAX_TOKENS, **GREEDY)
+        assert list(result.token_ids) == undisturbed["greedy"]
+
+
+async def test_a_request_cancelled_in_any_phase_frees_its_pages(fleet: Fleet) -> None:
+    """Cancels while queued, prefilling, transferring and decoding: every page is freed and no request completes."""
+    everyone = [*fleet.prefill, *fleet.decode]
+    async with client(fleet.router) as router:
+        for delay_s in (0.0, 0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3):
+            streams = [router.generate(PROMPT, max_tokens=700, **GREEDY) for _ in range(3)]
+            readers = [asyncio.create_task(anext(stream)) for stream in streams]
+            await asyncio.sleep(delay_s)
+            for stream in streams:
+                stream.close()
+            await asyncio.gather(*readers, return_exceptions=True)
+            await wait_until_empty(everyone)
+            assert [(await load_of(process)).requests.ended for process in fleet.decode] == [0, 0]
+
+
+async def test_the_requests_deadline_bounds_every_leg(fleet: Fleet) -> None:
+    async with client(fleet.router) as router:
+        for process in fleet.decode:
+            process.signal(signal.SIGSTOP)
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(PenstockError) as caught:
+                await router.complete(PROMPT, max_tokens=MAX_TOKENS, timeout_s=1.5, **GREEDY)
+        assert isinstance(caught.value, DeadlineExceeded)
+        for process in fleet.decode:
+            process.signal(signal.SIGCONT)
+
+
+async def test_a_router_killed_under_load_costs_no_request_and_no_token(
+    fleet: Fleet, undisturbed: dict[str, list[int]]
+) -> None:
+    spare = fleet.start_router([*fleet.prefill, *fleet.decode])
+    async with AsyncClient([fleet.router.address, spare.address], timeout_s=TIMEOUT_S) as routers:
+        streaming = asyncio.Event()
+
+        async def read(number: int) -> list[int]:
+            tokens: list[int] = []
+            options = SEEDED if number % 2 else GREEDY
+            async for chunk in routers.generate(PROMPT, max_tokens=MAX_TOKENS, **options):
+                tokens += chunk.token_ids
+                if len(tokens) > 20:
+                    streaming.set()
+            return tokens
+
+        readers = [asyncio.create_task(read(number)) for number in range(2)]
+        async with asyncio.timeout(TIMEOUT_S):
+            await streaming.wait()
+        fleet.router.kill()
+        for number, tokens in enumerate(await asyncio.gather(*readers)):
+            assert tokens == undisturbed["seeded" if number % 2 else "greedy"]
+    await wait_until_empty([*fleet.prefill, *fleet.decode])

@@ -1,0 +1,187 @@
+"""Tests what lifts the fence of a lost transfer: an answer, a refusal, or no way left into the pool; never time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from penstock import wire
+from penstock.errors import TransferError
+from penstock.types import Epoch, TransferId, TransferKey
+from penstock.v1 import worker_pb2
+from worker import fence_keeper
+from worker.fence_keeper import MAX_GONE, FenceKeeper
+
+SENDER = Epoch(1 << 40)
+KEY = TransferKey(TransferId("t"), SENDER, Epoch(2))
+WAIT_S = 20.0
+Answer = worker_pb2.TransferStateResponse | grpc.StatusCode
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.001)
+
+
+class FakeSender:
+    """Answers as the test says, and counts the questions."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = answers  # the last one is repeated
+        self.num_asked = 0
+
+    @asynccontextmanager
+    async def use(self, address: str) -> AsyncIterator[Any]:
+        assert address == "sender:1"
+        yield self
+
+    def unary_unary(self, method: str, **kinds: object) -> Callable[..., Any]:
+        async def call(request: worker_pb2.TransferStateRequest, timeout: float) -> worker_pb2.TransferStateResponse:
+            assert wire.transfer_key_from_wire(request.transfer) == KEY
+            answer = self.answers[min(self.num_asked, len(self.answers) - 1)]
+            self.num_asked += 1
+            if isinstance(answer, worker_pb2.TransferStateResponse):
+                return answer
+            raise grpc.aio.AioRpcError(
+                answer, grpc.aio.Metadata(), grpc.aio.Metadata(), "connection refused" * _refuses(answer)
+            )
+
+        return call
+
+    unary_stream = unary_unary
+
+
+def _refuses(answer: grpc.StatusCode) -> bool:
+    return answer is grpc.StatusCode.UNAVAILABLE
+
+
+class FakeWays:
+    def __init__(self, *, is_open: bool) -> None:
+        self.is_open = is_open
+        self.closes_by_tearing = False
+        self.error: TransferError | None = None
+        self.num_cut = self.num_torn = 0
+        self.threads: set[int] = set()
+
+    def cut_off(self, epoch: Epoch) -> bool:
+        self.num_cut += 1
+        return self._answer(epoch)
+
+    def tear_down(self, epoch: Epoch) -> bool:
+        self.num_torn += 1
+        if self.error is not None:
+            raise self.error
+        self.is_open = self.is_open and not self.closes_by_tearing
+        return self._answer(epoch)
+
+    def _answer(self, epoch: Epoch) -> bool:
+        assert epoch == SENDER
+        self.threads.add(threading.get_ident())
+        return not self.is_open
+
+
+class Kept:
+    """A keeper that watches one transfer."""
+
+    def __init__(self, sender: FakeSender, ways: FakeWays, pause_s: float = 0.001) -> None:
+        self.quiet = asyncio.Event()
+        self.keeper = FenceKeeper(sender.use, lambda key: self.quiet.set(), lambda: ways, pause_s)
+        self.keeper.watch(KEY, "sender:1")
+
+    async def is_lifted(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await self.quiet.wait()
+        await until(lambda: not self.keeper.num_watched)
+
+
+SILENT = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def state(epoch: Epoch = SENDER, *, is_open: bool = True) -> worker_pb2.TransferStateResponse:
+    return worker_pb2.TransferStateResponse(epoch=epoch, open=is_open)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fence_keeper, "_LONGEST_PAUSE_S", 0.005)
+
+
+@pytest.mark.parametrize("last", [state(is_open=False), state(Epoch(7))])
+async def test_an_answer_lifts_the_fence_and_cuts_nobody_off(last: Answer) -> None:
+    ways, sender = FakeWays(is_open=False), FakeSender(state(), SILENT, SILENT, state(), SILENT, SILENT, last)
+    await Kept(sender, ways).is_lifted()
+    assert (sender.num_asked, ways.num_cut) == (7, 0)
+
+
+async def test_a_silent_sender_without_a_way_into_the_pool_is_quiet() -> None:
+    ways, sender = FakeWays(is_open=False), FakeSender(SILENT)
+    await Kept(sender, ways).is_lifted()
+    assert (sender.num_asked, ways.num_cut, ways.num_torn) == (3, 1, 0)
+    assert ways.threads.isdisjoint({threading.get_ident()}), "ranks answer over a channel: the event loop must not wait"
+
+
+async def test_a_silent_sender_with_a_way_keeps_its_fence_until_the_way_is_gone() -> None:
+    ways, sender = FakeWays(is_open=True), FakeSender(SILENT)
+    kept = Kept(sender, ways)
+    await until(lambda: ways.num_cut >= 20)
+    assert not kept.quiet.is_set()
+    assert ways.num_torn == 0, "nobody has said that its machine is dead"
+    ways.is_open = False  # its kernel has closed the connection
+    await kept.is_lifted()
+
+
+async def test_a_dead_machine_is_torn_off_at_once_and_a_failure_keeps_the_fence() -> None:
+    ways, sender = FakeWays(is_open=True), FakeSender(SILENT)
+    ways.closes_by_tearing, ways.error = True, TransferError("the memory cannot be withdrawn")
+    kept = Kept(sender, ways, pause_s=3600.0)  # nothing but the news ends this pause
+    await until(lambda: sender.num_asked == 1)
+    kept.keeper.on_gone([Epoch(5)])
+    await until(lambda: sender.num_asked == 2)
+    assert ways.num_torn == 0
+    kept.keeper.on_gone([SENDER])
+    await until(lambda: ways.num_torn == 1)
+    assert not kept.quiet.is_set()
+    ways.error = None
+    kept.keeper.on_gone([SENDER])  # whoever informs again makes it try again
+    await kept.is_lifted()
+
+
+async def test_news_that_came_before_the_loss_counts_too() -> None:
+    ways = FakeWays(is_open=True)
+    ways.closes_by_tearing = True
+    sender = FakeSender(SILENT)
+    keeper = FenceKeeper(sender.use, lambda key: lifted.set(), lambda: ways)
+    lifted = asyncio.Event()
+    keeper.on_gone([SENDER])
+    keeper.watch(KEY, "sender:1")
+    async with asyncio.timeout(WAIT_S):
+        await lifted.wait()
+    assert sender.num_asked == 0
+    keeper.on_gone(map(Epoch, range(3 * MAX_GONE)))
+    assert len(keeper._gone) == MAX_GONE
+
+
+async def test_two_refusals_follow_each_other_without_the_long_pause_of_a_silent_sender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fence_keeper, "_LONGEST_PAUSE_S", 3600.0)
+    ways, pauses = FakeWays(is_open=True), list[float]()
+    sender = FakeSender(*[SILENT] * 12, grpc.StatusCode.UNAVAILABLE)
+
+    async def wait(event: asyncio.Event, timeout_s: float) -> None:
+        pauses.append(timeout_s)
+
+    monkeypatch.setattr(fence_keeper, "_wait", wait)
+    await Kept(sender, ways, pause_s=1.0).is_lifted()
+    assert max(pauses) > 1000.0
+    assert pauses[-1] == 1.0, "a refusal is looked at again soon"

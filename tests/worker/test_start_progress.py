@@ -1,0 +1,63 @@
+"""Progress of a start: which lines a worker reports, and how they are parsed and shown."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+
+import pytest
+
+from worker.start_progress import StartReporter, parse_stage, progress_bar
+
+
+def test_a_worker_reports_every_twentieth_of_its_weights_and_each_graph() -> None:
+    lines: list[str] = []
+    reporter = StartReporter(lines.append)
+    for step in range(1000):
+        reporter.on_weights(step / 1000)
+    reporter.on_weights(1.0)
+    reporter.on_weights(1.0)
+    assert lines[:3] == ["loading weights 0%", "loading weights 5%", "loading weights 10%"]
+    assert lines[-1] == "warming up"
+    assert len(lines) <= 21
+    for done in range(1, 4):
+        reporter.on_graphs(done, 3)
+    assert lines[-3:] == ["capturing graphs 1/3", "capturing graphs 2/3", "capturing graphs 3/3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "stage", "share"),
+    [
+        ("loading weights 45%", "loading weights", 0.45),
+        ("capturing graphs 7/14", "capturing graphs", 0.5),
+        ("capturing graphs 0/0", "capturing graphs 0/0", None),
+        ("warming up", "warming up", None),
+        ("answers its first request", "answers its first request", None),
+        ("", "", None),
+    ],
+)
+def test_a_line_is_split_into_its_stage_and_share(line: str, stage: str, share: float | None) -> None:
+    assert parse_stage(line) == (stage, share)
+
+
+def test_without_a_terminal_each_stage_is_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "worker.start_progress"), progress_bar("decode-0") as report:
+        for line in ("loading weights 5%", "loading weights 50%", "warming up", "capturing graphs 1/2"):
+            report(line)
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == ["decode-0: loading weights", "decode-0: warming up", "decode-0: capturing graphs"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress_bar("decode-0") as report:
+        report("capturing graphs 7/14")
+    assert "capturing graphs 7/14" in terminal.getvalue()

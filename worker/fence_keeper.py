@@ -1,0 +1,141 @@
+"""Finds out when a transfer whose call broke can no longer write, so that its fenced pages may be reused.
+
+Elapsed time proves nothing: a frozen sender writes when it wakes. Proof is one of these:
+
+* the sender says that the transfer is closed, another incarnation answers at its address, or that address refuses
+  connections;
+* the sender is silent and has no way left by which it writes into this pool on its own: it never connected by a
+  one-sided transport, or, on this host, its kernel has closed the connection. What remains is copied here, and only
+  into open transfers. It then gets no new way;
+* over RDMA, the controller says that the sender's machine is dead, and the pool's memory has been withdrawn from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from penstock import wire
+from penstock.errors import PenstockError, refuses_connections
+from penstock.types import Epoch, TransferKey
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+MAX_GONE = 1024  # incarnations that are remembered as gone
+_CALL_TIMEOUT_S = 2.0
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 5.0
+_NUM_REFUSALS = 2  # in a row; they show that the process behind an address is gone
+_NUM_SILENT = 3  # attempts in a row without an answer, after which the sender is cut off
+
+UseChannel = Callable[[str], AbstractAsyncContextManager[grpc.aio.Channel]]
+
+
+class WaysIn(Protocol):
+    """The ways by which other workers write into this worker's pool; `KvReceiver`. Calls may block."""
+
+    def cut_off(self, epoch: Epoch) -> bool: ...
+
+    def tear_down(self, epoch: Epoch) -> bool: ...
+
+
+class FenceKeeper:
+    """Runs one task for each lost transfer; `on_quiesced` is called once for each. On the server's event loop."""
+
+    def __init__(
+        self,
+        use_channel: UseChannel,
+        on_quiesced: Callable[[TransferKey], None],
+        ways_in: Callable[[], WaysIn],
+        first_pause_s: float = _FIRST_PAUSE_S,
+    ) -> None:
+        self._use_channel = use_channel
+        self._on_quiesced = on_quiesced
+        self._ways_in = ways_in
+        self._first_pause_s = first_pause_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._gone: OrderedDict[Epoch, None] = OrderedDict()
+        self._news = asyncio.Event()  # set, and replaced, when more incarnations are known to be gone
+
+    @property
+    def num_watched(self) -> int:
+        return len(self._tasks)
+
+    def watch(self, key: TransferKey, address: str) -> None:
+        """Starts to ask the sender at `address` about the transfer."""
+        task = asyncio.create_task(self._watch(key, address))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def on_gone(self, epochs: Iterable[Epoch]) -> None:
+        """Notes that the machines of these incarnations are dead, as the controller says."""
+        for epoch in epochs:
+            self._gone[epoch] = None
+            self._gone.move_to_end(epoch)
+        while len(self._gone) > MAX_GONE:
+            self._gone.popitem(last=False)
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _watch(self, key: TransferKey, address: str) -> None:
+        proof = await self._find_proof(key, address)
+        log.info("transfer %s is quiet, since %s; its fence is lifted", key.transfer_id, proof)
+        self._on_quiesced(key)
+
+    async def _find_proof(self, key: TransferKey, address: str) -> str:
+        """Returns the proof that nothing of the transfer is written any more, once there is one."""
+        pause_s, num_refusals, num_silent = self._first_pause_s, 0, 0
+        while True:
+            news = self._news
+            if key.sender_epoch in self._gone and await self._has_no_way(self._ways_in().tear_down, key.sender_epoch):
+                return "its sender's machine is dead, and has no way into this pool"
+            try:
+                if not await self._may_write(key, address):
+                    return "its sender has closed it, or is another incarnation"
+                num_refusals = num_silent = 0
+            except grpc.aio.AioRpcError as error:
+                num_silent += 1
+                num_refusals = num_refusals + 1 if refuses_connections(error) else 0
+                if num_refusals >= _NUM_REFUSALS:
+                    return "nothing listens at its sender's address"
+                if num_refusals:
+                    pause_s = self._first_pause_s
+            if num_silent >= _NUM_SILENT and await self._has_no_way(self._ways_in().cut_off, key.sender_epoch):
+                return "its sender is silent, and has no way into this pool"
+            await _wait(news, pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _has_no_way(self, end_ways: Callable[[Epoch], bool], epoch: Epoch) -> bool:
+        """Calls `end_ways` on another thread; its failure is no proof."""
+        try:
+            return await asyncio.to_thread(end_ways, epoch)
+        except PenstockError as error:
+            log.error("the ways of epoch %d into this pool stay open: %s", epoch, error)
+            return False
+
+    async def _may_write(self, key: TransferKey, address: str) -> bool:
+        request = worker_pb2.TransferStateRequest(transfer=wire.transfer_key_to_wire(key))
+        async with self._use_channel(address) as channel:
+            state = await worker_pb2_grpc.WorkerStub(channel).TransferState(request, timeout=_CALL_TIMEOUT_S)
+        return state.epoch == key.sender_epoch and state.open
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return  # it is time to ask again

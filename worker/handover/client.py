@@ -1,0 +1,241 @@
+"""Calls that hand cached pages over to other workers: one call a batch, hottest pages first, targets in parallel.
+
+Runs on the server's event loop, beside the step loop on which `PageSource` owns the pages. However a batch ends, its
+pages are referenced until nothing of it is written any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+import grpc.aio
+
+from penstock import wire
+from penstock.errors import DeadlineExceeded, PenstockError, TransferError, from_rpc_error, from_status, to_status
+from penstock.types import CachedPage, Epoch, HandoverTarget, PageId, TransferId, TransferKey, WorkerId
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from worker.channels import Channels
+from worker.handover.source import PageSource
+
+BATCH_BYTES = 32 << 20
+BATCH_PAGES = 256
+_CLOSE_TIMEOUT_S = 2.0  # for a batch in flight when the deadline passes
+
+Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.ReceivePagesCommand, worker_pb2.ReceivePagesEvent]"
+Post = Callable[[Callable[[], None]], None]
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(slots=True)
+class HandoverReport:
+    """The outcome of one target's share."""
+
+    num_pages: int = 0
+    num_known: int = 0
+    num_sent: int = 0  # whether or not the target could use them
+    problem: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    key: TransferKey
+    pages: Sequence[CachedPage]
+    commands: asyncio.Queue[worker_pb2.ReceivePagesCommand | None] = field(default_factory=asyncio.Queue)
+    sent: asyncio.Future[PenstockError | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    is_pushed: bool = False  # set on the step loop
+
+    def close(self, error: PenstockError | None = None) -> None:
+        closed = worker_pb2.ReceivePagesClosed(error=to_status(error) if error else None)
+        self.commands.put_nowait(worker_pb2.ReceivePagesCommand(closed=closed))
+
+    def hang_up(self) -> None:
+        """Ends the commands; a batch that was not closed before is closed with an error."""
+        self.close(TransferError("the source gave the batch up"))
+        self.commands.put_nowait(None)
+
+
+class HandoverClient:
+    def __init__(self, source: PageSource, post: Post, channels: Channels, worker_id: WorkerId, epoch: Epoch) -> None:
+        """`post` runs a call on the step loop."""
+        self._source = source
+        self._post = post
+        self._channels = channels
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._batch_pages = max(1, min(BATCH_PAGES, BATCH_BYTES // source.page_bytes))
+
+    @property
+    def page_bytes(self) -> int:
+        return self._source.page_bytes
+
+    async def hand_over(
+        self, targets: Sequence[HandoverTarget], max_bytes: int, timeout_s: float, own_address: str
+    ) -> list[HandoverReport]:
+        """Returns one report for each target, in their order. `own_address` is where the targets reach this worker."""
+        deadline_s = time.monotonic() + timeout_s
+        max_pages = max_bytes // self.page_bytes
+        picked = await self._on_loop(lambda: self._source.pick(targets, max_pages))
+        shares = ((target, picked.get(target.epoch, [])) for target in targets)
+        return list(
+            await asyncio.gather(
+                *(self._send_share(target, pages, deadline_s, own_address) for target, pages in shares)
+            )
+        )
+
+    async def _send_share(
+        self, target: HandoverTarget, pages: list[CachedPage], deadline_s: float, own_address: str
+    ) -> HandoverReport:
+        report, num_begun = HandoverReport(), 0
+        try:
+            while num_begun < len(pages):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineExceeded(f"{len(pages) - num_begun} pages were not begun within the deadline")
+                batch = pages[num_begun : num_begun + self._batch_pages]
+                num_begun += len(batch)
+                await self._send_batch(target, batch, left_s, own_address, report)
+        except PenstockError as error:
+            report.problem = f"{target.worker_id}: {error.message}"
+        finally:
+            rest = pages[num_begun:]
+            if rest:
+                self._post(lambda: self._source.release(rest))
+        return report
+
+    async def _send_batch(
+        self,
+        target: HandoverTarget,
+        pages: Sequence[CachedPage],
+        left_s: float,
+        own_address: str,
+        report: HandoverReport,
+    ) -> None:
+        """Adds the outcome to `report`. Raises PenstockError."""
+        batch = _Batch(TransferKey(TransferId(uuid.uuid4().hex), self._epoch, target.epoch), pages)
+        start = worker_pb2.ReceivePagesStart(
+            transfer=wire.transfer_key_to_wire(batch.key),
+            pages=[worker_pb2.CachedPage(hash=page.page_hash, parent=page.parent or b"") for page in pages],
+            layout_digest=self._source.layout_digest,
+            worker_id=self._worker_id,
+            address=own_address,
+            num_ranks=self._source.num_ranks,
+        )
+        batch.commands.put_nowait(worker_pb2.ReceivePagesCommand(start=start))
+        async with self._channels.use(target.address) as channel:
+            call = worker_pb2_grpc.PageHandoverStub(channel).ReceivePages(_commands(batch))
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._follow(batch, call, report)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+            except TimeoutError:
+                raise DeadlineExceeded("a batch did not end within the deadline") from None
+            finally:
+                self._post(lambda: None if batch.is_pushed else self._source.release(pages))
+                self._end(batch, call)
+
+    async def _follow(
+        self,
+        batch: _Batch,
+        call: Call,
+        report: HandoverReport,
+    ) -> None:
+        destination = (await _next(call, "destination")).destination
+        wanted = wanted_pages(batch.pages, destination)
+        report.num_known += len(batch.pages) - len(wanted)
+        if wanted:
+            own = [page.page for page in wanted]
+            checksums = await asyncio.to_thread(self._source.checksums, own, destination.offer)
+            await self._on_loop(lambda: self._push(batch, destination, own))
+            manifest = worker_pb2.PrefillPushed(
+                page_hashes=[page.page_hash for page in wanted], num_pages=len(wanted), checksums=checksums
+            )
+            batch.commands.put_nowait(worker_pb2.ReceivePagesCommand(finish=manifest))
+            error = await asyncio.shield(batch.sent)
+            if error is not None:
+                raise error
+            report.num_sent += len(wanted)
+        batch.close()
+        report.num_pages += (await _next(call, "cached")).cached.num_pages
+
+    def _push(self, batch: _Batch, destination: worker_pb2.ReceivePagesDestination, own: Sequence[PageId]) -> None:
+        """Runs on the step loop."""
+        event_loop = batch.sent.get_loop()
+
+        def on_sent(error: PenstockError | None) -> None:
+            self._source.release(batch.pages)
+            event_loop.call_soon_threadsafe(_settle, batch.sent, error)
+
+        self._source.push(batch.key, destination.offer, own, [PageId(page) for page in destination.pages], on_sent)
+        batch.is_pushed = True
+
+    def _end(self, batch: _Batch, call: Call) -> None:
+        """Sends `closed` once nothing is written any more; a target that misses it asks for the transfer's state."""
+        if batch.is_pushed and not batch.sent.done():
+            self._post(lambda: self._source.abort(batch.key))
+            batch.sent.add_done_callback(lambda sent: batch.hang_up())
+            timer = asyncio.get_running_loop().call_later(_CLOSE_TIMEOUT_S, call.cancel)
+            call.add_done_callback(lambda call: timer.cancel())
+        else:
+            batch.hang_up()
+
+    async def _on_loop(self, work: Callable[[], ResultT]) -> ResultT:
+        """Runs `work` on the step loop and returns its result or raises its PenstockError."""
+        event_loop = asyncio.get_running_loop()
+        done: asyncio.Future[ResultT] = event_loop.create_future()
+
+        def run() -> None:
+            try:
+                result = work()
+            except PenstockError as error:
+                event_loop.call_soon_threadsafe(_fail, done, error)
+            else:
+                event_loop.call_soon_threadsafe(_settle, done, result)
+
+        self._post(run)
+        return await done
+
+
+async def _next(call: Call, kind: str) -> worker_pb2.ReceivePagesEvent:
+    event = await call.read()
+    if not isinstance(event, worker_pb2.ReceivePagesEvent):
+        raise TransferError(f"the target ended the call without {kind}")
+    if event.HasField("refused"):
+        raise from_status(event.refused.error)
+    if event.WhichOneof("event") != kind:
+        raise TransferError(f"the target sent {event.WhichOneof('event')}; expected {kind}")
+    return event
+
+
+def wanted_pages(pages: Sequence[CachedPage], destination: worker_pb2.ReceivePagesDestination) -> list[CachedPage]:
+    """Returns the pages that the target asks for. Raises TransferError unless it names each once, and a page of its own
+    for each."""
+    indexes, num_pages = list(destination.wanted), len(destination.pages)
+    if len(set(indexes)) != len(indexes) or num_pages != len(indexes) or max(indexes, default=0) >= len(pages):
+        raise TransferError(
+            f"destination: pages {str(indexes)[:80]} into {num_pages}; want some of {len(pages)} pages, each once, and "
+            "as many to write them to"
+        )
+    return [pages[index] for index in indexes]
+
+
+async def _commands(batch: _Batch) -> AsyncIterator[worker_pb2.ReceivePagesCommand]:
+    while (command := await batch.commands.get()) is not None:
+        yield command
+
+
+def _settle(future: asyncio.Future[ResultT], result: ResultT) -> None:
+    if not future.done():  # else its waiter was cancelled
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[ResultT], error: PenstockError) -> None:
+    if not future.done():
+        future.set_exception(error)

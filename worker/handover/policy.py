@@ -1,0 +1,64 @@
+"""Decides which cached pages of a draining worker go to which of the remaining ones. Pure.
+
+A prefix is useful only as a whole, so each branch of the cache's tree goes to one worker, together with the trunk that
+leads to it. A branch larger than one worker's share is divided where it forks, so that a system prompt that all prompts
+have in common reaches every worker. A branch chooses its worker by rendezvous hashing: in a second round, pages that
+were cached since the first follow their parents to the same worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from penstock.types import Epoch, HandoverTarget, PageHash, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """A page with all its descendants."""
+
+    root: int
+    trunk: tuple[int, ...] = ()  # its ancestors
+
+
+def assign_pages(
+    pages: Sequence[tuple[PageHash, PageHash | None]], targets: Sequence[HandoverTarget]
+) -> dict[Epoch, list[int]]:
+    """Returns the indexes of the (page, parent) pairs that each target receives, in the given order: hottest first,
+    parents before children."""
+    if not targets:
+        return {}
+    places = {page_hash: index for index, (page_hash, _) in enumerate(pages)}
+    parents = [places.get(parent) if parent is not None else None for _, parent in pages]
+    children: list[list[int]] = [[] for _ in pages]
+    sizes = [1] * len(pages)
+    for index in reversed(range(len(pages))):  # a parent's index is below its children's
+        parent = parents[index]
+        if parent is not None:
+            sizes[parent] += sizes[index]
+            children[parent].append(index)
+    share = max(1, len(pages) // len(targets))
+    chosen: dict[Epoch, set[int]] = {target.epoch: set() for target in targets}
+    open_branches = [_Branch(index) for index, parent in enumerate(parents) if parent is None]
+    while open_branches:
+        branch = open_branches.pop()
+        if sizes[branch.root] > share and len(targets) > 1 and children[branch.root]:
+            trunk = (*branch.trunk, branch.root)
+            open_branches += [_Branch(child, trunk) for child in children[branch.root]]
+            continue
+        best = max(targets, key=lambda target: _weight(pages[branch.root][0], target.worker_id))
+        chosen[best.epoch].update((*branch.trunk, *_subtree(branch.root, children)))
+    return {target.epoch: sorted(chosen[target.epoch])[: target.max_pages] for target in targets}
+
+
+def _subtree(root: int, children: Sequence[Sequence[int]]) -> list[int]:
+    found = [root]
+    for index in found:  # grows while it is walked
+        found += children[index]
+    return found
+
+
+def _weight(page_hash: PageHash, worker_id: WorkerId) -> bytes:
+    return blake2b(page_hash + worker_id.encode(), digest_size=8).digest()

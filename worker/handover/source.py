@@ -1,0 +1,97 @@
+"""Pushes cached pages towards other workers' caches and holds references on them meanwhile. Runs on the step loop.
+
+A page that is handed over is full and cached, so nothing writes it any more. Its reference is held until the sender is
+done with it, even when the hand-over has been cancelled in the meantime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.engine import Engine
+from kv_transfer.endpoints import KvSender
+from kv_transfer.ranks.head_routes import split_offer
+from penstock.errors import PenstockError
+from penstock.types import CachedPage, Epoch, HandoverTarget, Lane, PageId, TransferKey
+from worker.handover.policy import assign_pages
+
+OnSent = Callable[[PenstockError | None], None]
+
+
+@dataclass(slots=True)
+class _Push:
+    on_sent: OnSent
+    error: PenstockError | None = None
+
+
+class PageSource:
+    """Owns the references on pages that are being handed over, and their pushes."""
+
+    def __init__(self, engine: Engine, sender: KvSender) -> None:
+        self._engine = engine
+        self._sender = sender
+        self._pushes: dict[TransferKey, _Push] = {}
+
+    @property
+    def page_bytes(self) -> int:
+        return self._engine.model_layout.page_bytes
+
+    @property
+    def layout_digest(self) -> str:
+        return self._engine.model_layout.digest()
+
+    @property
+    def num_ranks(self) -> int:
+        return self._engine.num_ranks
+
+    def pick(self, targets: Sequence[HandoverTarget], max_pages: int) -> dict[Epoch, list[CachedPage]]:
+        """Chooses at most `max_pages` pages in all, for each target hottest first; the caller must `release` them."""
+        found = self._engine.prefix_cache.hottest(max_pages)
+        chosen = assign_pages([(page.page_hash, page.parent) for page in found], targets)
+        picked: dict[Epoch, list[CachedPage]] = {}
+        for epoch, indexes in chosen.items():
+            picked[epoch] = [found[index] for index in indexes[:max_pages]]
+            max_pages -= len(picked[epoch])
+            self._engine.pool.share([page.page for page in picked[epoch]])
+        return picked
+
+    def release(self, pages: Sequence[CachedPage]) -> None:
+        self._engine.pool.release([page.page for page in pages])
+
+    def push(
+        self, key: TransferKey, offer: bytes, src_pages: Sequence[PageId], dst_pages: Sequence[PageId], on_sent: OnSent
+    ) -> None:
+        """Starts to write the pages; `on_sent` is called once, with the outcome, when nothing is written any more.
+
+        Raises TransferError or TransferRefused before anything is written.
+        """
+        self._sender.open(key, offer, Lane.BULK)
+        self._pushes[key] = _Push(on_sent)
+        tokens = range(len(src_pages) * self._engine.layout.page_size)  # pages have the same size at both ends
+        self._sender.push_tokens(key, 0, tokens, src_pages, dst_pages)
+        self._sender.finish(key)
+
+    def checksums(self, pages: Sequence[PageId], offer: bytes) -> list[int]:
+        """Returns the checksums that the receiver behind `offer` will compute. Blocks; may run on any thread, since
+        nothing writes the pages. Raises TransferError."""
+        _, num_receivers, _ = split_offer(offer)
+        return self._sender.checksums(pages, num_receivers)
+
+    def abort(self, key: TransferKey) -> None:
+        """Stops a push after what has been started; its `on_sent` follows."""
+        if key in self._pushes:
+            self._sender.abort(key)
+
+    def owns(self, key: TransferKey) -> bool:
+        """Whether the transfer is a push of cached pages that has not ended."""
+        return key in self._pushes
+
+    # What the sender reports about a push that is owned here.
+
+    def on_failed(self, key: TransferKey, error: PenstockError) -> None:
+        self._pushes[key].error = error
+
+    def on_sent(self, key: TransferKey) -> None:
+        push = self._pushes.pop(key)
+        push.on_sent(push.error)

@@ -1,0 +1,283 @@
+"""The process shell of a worker of either role: engine, transfers, step loop, page hand-over and gRPC server.
+
+A server (`prefill_worker.server`, `decode_worker.server`) loads a replica into a shell, opens its transfers, builds
+the role's core over them and attaches it; from then on the shell turns what happens outside into calls on the step
+loop. The shell owns these parts and knows nothing about requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import grpc.aio
+
+from engine.engine import Engine
+from engine.parallel.leader import Launch
+from engine.replica import Replica
+from engine.step.loop import StepLoop
+from kv_transfer.endpoints import KvReceiver, KvSender, open_receiver, open_sender
+from kv_transfer.ranks.rank_main import launch_ranks
+from kv_transfer.session.lease import earliest
+from penstock import wire
+from penstock.config import WorkerConfig
+from penstock.errors import ConfigError, PenstockError
+from penstock.rpc.server import GrpcServer
+from penstock.rpc.trust import Trust
+from penstock.types import Epoch, Labels, Role, TransferKey, WorkerId, WorkerLoad, new_epoch
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from penstock.worker_metrics import OLDEST_FENCE_SECONDS
+from worker.channels import Channels
+from worker.checkup import check_up
+from worker.fence_keeper import FenceKeeper
+from worker.handover.client import HandoverClient
+from worker.handover.intake import PageIntake
+from worker.handover.service import HandoverService
+from worker.handover.source import PageSource
+from worker.service import WorkerService
+from worker.start_progress import StartReporter
+from worker.ticket_log import TicketLog
+
+
+class OutgoingTransfers(Protocol):
+    """The role's transfers out of this pool. Called on the step loop."""
+
+    def on_sent(self, key: TransferKey) -> None: ...
+
+    def on_failed(self, key: TransferKey, error: PenstockError) -> None: ...
+
+
+class IncomingTransfers(Protocol):
+    """The role's transfers into this pool. Called on the step loop."""
+
+    def on_arrival(self, key: TransferKey, first_index: int, num_pages: int) -> None: ...
+
+    def on_lost(self, key: TransferKey, error: PenstockError) -> None: ...
+
+    def on_quiesced(self, key: TransferKey) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoleCore:
+    """What a role puts into its shell."""
+
+    step: Callable[[], bool]  # on the step loop; whether it did any work
+    sweep: Callable[[float], float | None]  # on the step loop: checks leases at `now_s`, returns when to come again
+    load: Callable[[], WorkerLoad]  # from any thread
+    is_transfer_open: Callable[[TransferKey], bool]  # besides those that the sender knows; from any thread
+    outgoing: OutgoingTransfers
+    incoming: IncomingTransfers | None  # None: only handed-over pages are ever written into this pool
+
+
+class WorkerShell:
+    """Owns the parts that both roles share. Attributes without a default exist once `load` and `attach` have run."""
+
+    replica: Replica | None
+    trust: Trust
+    description: worker_pb2.WorkerDescription
+    sender: KvSender
+    source: PageSource
+    intake: PageIntake
+    channels: Channels
+    fences: FenceKeeper
+    service: WorkerService
+    rpc: GrpcServer
+
+    def __init__(
+        self, config: WorkerConfig, role: Role, replica: Replica | None = None, launch: Launch | None = None
+    ) -> None:
+        """`replica` is one that is loaded already and unused; `launch` starts the processes of other ranks, by default
+        plain ones. Raises ConfigError where the configuration is for the other role."""
+        if config.role is not role:
+            raise ConfigError(f"role = {config.role.value}: this is a {role.value} worker; set role = {role.value!r}")
+        self.config = config
+        self.epoch = new_epoch()
+        self.address = ""
+        self.replica = replica
+        self.tickets = TicketLog()
+        self._launch = launch or launch_ranks
+        self._running = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._running.create_future()
+        self.loop = StepLoop(config.worker_id, self._step, self._on_fatal, self._sweep)
+        self._core: RoleCore
+        self._fenced_s: float | None = None  # when the oldest fence came, monotonic
+        self._receiver: KvReceiver | None = None
+        self._opening_receiver = threading.Lock()
+
+    async def load(self, progress: StartReporter) -> Engine:
+        """Loads the replica unless there is one. Raises CheckpointError or ConfigError."""
+        config = self.config
+        self.trust = Trust(config.security)
+        self.channels = Channels(self.trust.channel)
+        self._watching = asyncio.create_task(self.trust.watcher.follow(), name="key files")
+        if self.replica is None:
+            self.replica = await asyncio.to_thread(Replica.load, config.engine, progress.on_weights, self._launch)
+        self.description = describe(self.replica.engine, config, self.epoch)
+        return self.replica.engine
+
+    async def open_transfers(self) -> None:
+        """Opens the sender and everything that hands cached pages over; a receiver is opened on its first use."""
+        config, post, engine = self.config, self.loop.post, self._engine
+        self.sender = await asyncio.to_thread(
+            open_sender,
+            engine,
+            self.epoch,
+            config.transfer,
+            on_done=lambda key: post(lambda: self._owner_of_outgoing(key).on_sent(key)),
+            on_failure=lambda key, error: post(lambda: self._owner_of_outgoing(key).on_failed(key, error)),
+        )
+        self.source = PageSource(engine, self.sender)
+        self.intake = PageIntake(engine, self.open_receiver, config.transfer.timeout_s, post)
+        self.fences = FenceKeeper(
+            self.channels.use, lambda key: post(partial(self._on_quiesced, key)), self.open_receiver
+        )
+
+    def open_receiver(self) -> KvReceiver:
+        """Returns the receiver, opened by the first call. Blocks; from any thread but the step loop."""
+        post = self.loop.post
+        with self._opening_receiver:
+            if self._receiver is None:
+                self._receiver = open_receiver(
+                    self._engine,
+                    self.epoch,
+                    self.config.transfer,
+                    on_arrival=lambda *event: post(partial(self._on_arrival, *event)),
+                    on_failure=lambda key, error: post(lambda: self._owner_of_incoming(key).on_lost(key, error)),
+                )
+            return self._receiver
+
+    def attach(self, core: RoleCore, service: str, add_services: Iterable[Callable[[grpc.aio.Server], None]]) -> None:
+        """Puts the role's core under the step loop and its `service` beside those that every worker has."""
+        assert self.replica is not None
+        self._core = core
+        self.service = WorkerService(
+            self.description,
+            self.replica.events,
+            self._load,
+            lambda key: core.is_transfer_open(key) or self.sender.is_open(key),
+            partial(check_up, self._engine, self.config.engine),
+            self.tickets,
+            self.fences.on_gone,
+        )
+        names = worker_pb2.DESCRIPTOR.services_by_name
+        self.rpc = self.trust.server([names["Worker"], names[service], names["PageHandover"]])
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.rpc.server)
+        worker_pb2_grpc.add_PageHandoverServicer_to_server(self._handover_service(), self.rpc.server)
+        for add in add_services:
+            add(self.rpc.server)
+
+    def _handover_service(self) -> HandoverService:
+        post = self.loop.post
+        client = HandoverClient(self.source, post, self.channels, WorkerId(self.config.worker_id), self.epoch)
+        return HandoverService(client, self.intake, post, self.fences, self.epoch, lambda: self.address)
+
+    async def serve(self) -> None:
+        """Starts the step loop and listens. Raises ConfigError where the port is taken."""
+        self.loop.start()
+        self._engine.when_lost(self._on_fatal)
+        port = await self.rpc.start(self.config.host, self.config.port)
+        self.address = f"{self.config.host}:{port}"
+        await self.rpc.set_serving(True)
+
+    @property
+    def _engine(self) -> Engine:
+        assert self.replica is not None
+        return self.replica.engine
+
+    # The step loop. A transfer belongs to the page hand-over, which knows its keys, or else to the role's core.
+
+    def _step(self) -> bool:
+        worked = self._core.step()
+        self.service.notify()
+        return worked
+
+    def _load(self) -> WorkerLoad:
+        """From any thread. A fence ages while the step loop waits."""
+        load, fenced_s = self._core.load(), self._fenced_s
+        age_s = 0.0 if fenced_s is None else time.monotonic() - fenced_s
+        return replace(load, metrics={**load.metrics, OLDEST_FENCE_SECONDS.name: age_s})
+
+    def _sweep(self, now_s: float) -> float | None:
+        self._fenced_s = self._engine.pool.oldest_fence_s
+        return earliest(self._core.sweep(now_s), self.intake.sweep(now_s))
+
+    def _owner_of_outgoing(self, key: TransferKey) -> OutgoingTransfers:
+        return self.source if self.source.owns(key) else self._core.outgoing
+
+    def _owner_of_incoming(self, key: TransferKey) -> IncomingTransfers:
+        return self.intake if self._core.incoming is None or self.intake.owns(key) else self._core.incoming
+
+    def _on_arrival(self, key: TransferKey, first_index: int, num_pages: int) -> None:
+        self._owner_of_incoming(key).on_arrival(key, first_index, num_pages)
+
+    def _on_quiesced(self, key: TransferKey) -> None:
+        self._owner_of_incoming(key).on_quiesced(key)
+
+    def _on_fatal(self, error: BaseException) -> None:
+        def fail() -> None:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+
+        self._running.call_soon_threadsafe(fail)
+
+    # The end. A server calls `close_port`, ends its calls to other workers, and then stops the loop.
+
+    async def leave(self) -> None:
+        """Asks routers to send nothing more; requests that are here go on."""
+        self.service.leave()
+        await self.rpc.set_serving(False)
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until no request is open and no page is held or fenced; False after `timeout_s`."""
+        return await self.service.wait_idle(timeout_s)
+
+    async def close_port(self) -> None:
+        """Ends every request while the step loop still runs. Closes the port only once nothing of this worker's is
+        written into another pool, since receivers take a refused connection as leave to reuse their pages."""
+        await self.rpc.set_serving(False)
+        self.service.close()
+        await asyncio.to_thread(self.sender.shutdown)
+        await self.rpc.stop()
+        await self.fences.close()
+
+    async def close_channels(self) -> None:
+        """Closes the channels to other workers, and reads no more keys."""
+        self._watching.cancel()
+        await self.channels.close()
+
+    async def stop_loop(self) -> None:
+        await asyncio.to_thread(self.loop.stop)
+
+    async def stop_receiver(self) -> None:
+        if self._receiver is not None:
+            await asyncio.to_thread(self._receiver.shutdown)
+
+
+def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.WorkerDescription:
+    """Describes a worker to routers and to the workers that it exchanges pages with."""
+    # A sequence must fit into the pool alone, or else it could never finish.
+    context_length = min(engine.model.context_length, engine.pool.num_pages * engine.layout.page_size)
+    labels = Labels(config.labels.host or platform.node(), config.labels.rack, config.labels.zone)
+    return worker_pb2.WorkerDescription(
+        worker_id=config.worker_id,
+        epoch=epoch,
+        role=config.role.value,
+        model=config.served_model or Path(config.engine.model).name,
+        model_revision=engine.layout.model_revision,
+        page_size=engine.layout.page_size,
+        num_pages=engine.pool.num_pages,
+        layout_digest=engine.model_layout.digest(),
+        context_length=min(context_length, config.engine.max_context or context_length),
+        page_bytes=engine.model_layout.page_bytes,
+        kv_digest=engine.model_layout.kv_digest(),
+        num_ranks=engine.num_ranks,
+        silent_cache=config.engine.prefix_caching and not config.engine.kv_events,
+        labels=wire.labels_to_wire(labels),
+    )

@@ -1,0 +1,83 @@
+"""How far a worker has come on its way to its first request: weights read, kernels tried, decode steps captured.
+
+A worker's server reports to a `StartReporter`, which makes readable lines of it. On Ray they go to the controller, for
+`penstock status` and `top`; a plain process shows them itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+
+log = logging.getLogger(__name__)
+
+_MIN_SHARE = 0.05  # of the weights, between two lines
+Report = Callable[[str], None]
+
+
+class StartReporter:
+    """Calls `report` with a line whenever there is news, on the thread that does the work."""
+
+    def __init__(self, report: Report = lambda line: None) -> None:
+        self._report = report
+        self._reported_share: float | None = None
+
+    def on_weights(self, share: float) -> None:
+        """`share` of the weights is read, 0 to 1."""
+        last = self._reported_share
+        if last is None or share - last >= _MIN_SHARE or share >= 1.0 > last:
+            self._reported_share = share
+            self._report(f"loading weights {share:.0%}" if share < 1.0 else "warming up")
+
+    def on_graphs(self, done: int, total: int) -> None:
+        """`done` of `total` batch sizes are captured."""
+        self._report(f"capturing graphs {done}/{total}")
+
+
+def parse_stage(line: str) -> tuple[str, float | None]:
+    """Splits a line into its stage and its share: "loading weights 45%" into ("loading weights", 0.45), and
+    "capturing graphs 7/14" into ("capturing graphs", 0.5). The share is None if the line has none."""
+    stage, _, number = line.rpartition(" ")
+    if number.endswith("%") and number[:-1].isdigit():
+        return stage, int(number[:-1]) / 100
+    done, _, total = number.partition("/")
+    if done.isdigit() and total.isdigit() and int(total):
+        return stage, int(done) / int(total)
+    return line, None
+
+
+@contextlib.contextmanager
+def progress_bar(name: str) -> Iterator[Report]:
+    """Shows a bar on a terminal; elsewhere logs a line whenever a stage begins."""
+    if not sys.stderr.isatty():
+        yield _log_stages(name)
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+    except ImportError:
+        yield _log_stages(name)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(24))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task(name, total=1.0)
+
+        def report(line: str) -> None:
+            bars.update(bar, description=f"{name}  {line}", completed=parse_stage(line)[1] or 0.0)
+
+        yield report
+
+
+def _log_stages(name: str) -> Report:
+    last = ""
+
+    def report(line: str) -> None:
+        nonlocal last
+        stage, _ = parse_stage(line)
+        if stage != last:
+            last = stage
+            log.info("%s: %s", name, stage)
+
+    return report

@@ -65,6 +65,21 @@ class FinishReason(StrEnum):
     CANCELLED = "cancelled"
 
 
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an output must match; `proto/penstock/v1/common.proto` says what each kind's source is."""
+
+    kind: GrammarKind
+    source: str
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are sampled, with every default resolved. Validated by `router.api.sampling_fields.resolve`."""
@@ -85,6 +100,13 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives per token; None: no log-probabilities
+    prompt_logprobs: int | None = None  # alternatives per prompt token; None: none of the prompt
+    allowed_token_ids: tuple[int, ...] = ()  # if any, only these and those that end the output are sampled
+    bad_words: tuple[str, ...] = ()
+    bad_sequences: tuple[tuple[int, ...], ...] = ()  # the tokens of `bad_words`, which the output never holds
+    grammar: Grammar | None = None
+    include_stop: bool = False  # the text of an output ends with the stop string that ended it
+    keep_special_tokens: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -117,6 +139,12 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int
+    prompt_logprobs: int
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    grammar: Grammar
+    include_stop: bool
+    keep_special_tokens: bool
 
 
 @dataclass(frozen=True, slots=True)

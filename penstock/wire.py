@@ -11,6 +11,8 @@ from penstock.types import (
     CacheStats,
     Epoch,
     FinishReason,
+    Grammar,
+    GrammarKind,
     Labels,
     Lane,
     Member,
@@ -44,13 +46,28 @@ _LANE_TO_WIRE = {
 _LANE_FROM_WIRE = {wire: lane for lane, wire in _LANE_TO_WIRE.items()}
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
-# `SamplingParams` and its message have the same field names, so that a new field needs no conversion of its own.
-_SAMPLING_FIELDS = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+# `SamplingParams` and its message have the same field names, so that a new plain field needs no conversion of its own.
+_SAMPLING_MESSAGES = ("grammar", "bad_sequences")
+_SAMPLING_FIELDS = {
+    name: field
+    for name, field in common_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items()
+    if name not in _SAMPLING_MESSAGES
+}
 _SAMPLING_MAPS = [name for name, field in _SAMPLING_FIELDS.items() if field.message_type is not None]
 _SAMPLING_LISTS = [name for name, field in _SAMPLING_FIELDS.items() if field.is_repeated and name not in _SAMPLING_MAPS]
 _SAMPLING_SCALARS = [name for name, field in _SAMPLING_FIELDS.items() if not field.is_repeated]
-_OPTIONAL_SCALARS = [field.name for field in fields(SamplingParams) if field.default is None]
+_OPTIONAL_SCALARS = [
+    field.name for field in fields(SamplingParams) if field.default is None and field.name in _SAMPLING_SCALARS
+]
 _read_scalars = attrgetter(*_SAMPLING_SCALARS)
+
+_GRAMMAR_TO_WIRE = {
+    GrammarKind.JSON_SCHEMA: common_pb2.GRAMMAR_KIND_JSON_SCHEMA,
+    GrammarKind.REGEX: common_pb2.GRAMMAR_KIND_REGEX,
+    GrammarKind.LARK: common_pb2.GRAMMAR_KIND_LARK,
+    GrammarKind.CHOICE: common_pb2.GRAMMAR_KIND_CHOICE,
+}
+_GRAMMAR_FROM_WIRE = {wire: kind for kind, wire in _GRAMMAR_TO_WIRE.items()}
 
 
 def finish_reason_to_wire(reason: FinishReason | None) -> common_pb2.FinishReason:
@@ -93,6 +110,10 @@ def set_sampling(wire: common_pb2.SamplingParams, sampling: SamplingParams) -> N
         getattr(wire, name).extend(getattr(sampling, name))
     for name in _SAMPLING_MAPS:
         getattr(wire, name).update(getattr(sampling, name))
+    for token_ids in sampling.bad_sequences:
+        wire.bad_sequences.add(token_ids=token_ids)
+    if sampling.grammar is not None:
+        wire.grammar.CopyFrom(grammar_to_wire(sampling.grammar))
 
 
 def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
@@ -105,7 +126,21 @@ def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
         values[name] = tuple(getattr(wire, name))
     for name in _SAMPLING_MAPS:
         values[name] = dict(getattr(wire, name))
+    values["bad_sequences"] = tuple(tuple(sequence.token_ids) for sequence in wire.bad_sequences)
+    values["grammar"] = grammar_from_wire(wire.grammar) if wire.HasField("grammar") else None
     return SamplingParams(**values)
+
+
+def grammar_to_wire(grammar: Grammar) -> common_pb2.Grammar:
+    return common_pb2.Grammar(kind=_GRAMMAR_TO_WIRE[grammar.kind], source=grammar.source)
+
+
+def grammar_from_wire(wire: common_pb2.Grammar, field: str = "sampling.grammar") -> Grammar:
+    """Raises InvalidInput for a kind that this version does not know."""
+    kind = _GRAMMAR_FROM_WIRE.get(wire.kind)
+    if kind is None:
+        raise InvalidInput(f"{field}.kind", f"is {wire.kind}; give one of {', '.join(GrammarKind)}")
+    return Grammar(kind, wire.source)
 
 
 def logprob_to_wire(logprob: TokenLogprob) -> common_pb2.TokenLogprob:

@@ -18,6 +18,7 @@ from penstock.completions import Emitted
 from penstock.errors import InvalidInput
 from penstock.types import SamplingParams
 from penstock.v1 import common_pb2, inference_pb2
+from penstock.wire import grammar_from_wire
 
 MAX_COMPLETIONS = 128
 MAX_STOP_STRINGS = 16
@@ -54,6 +55,7 @@ _RANGES: Mapping[str, _Range] = {
     "frequency_penalty": _Range(-2.0, 2.0),
     "n": _Range(1, MAX_COMPLETIONS),
     "logprobs": _Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": _Range(0, MAX_LOGPROBS),
 }
 
 
@@ -167,6 +169,10 @@ def _stop_token_ids(wire: common_pb2.SamplingParams, limits: _Limits) -> tuple[i
     return _check_token_ids("sampling.stop_token_ids", tuple(wire.stop_token_ids), limits.vocab_size)
 
 
+def _allowed_token_ids(wire: common_pb2.SamplingParams, limits: _Limits) -> tuple[int, ...]:
+    return _check_token_ids("sampling.allowed_token_ids", tuple(wire.allowed_token_ids), limits.vocab_size)
+
+
 def _check_token_ids(field: str, token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     for token_id in token_ids:
         if token_id >= vocab_size:
@@ -181,6 +187,10 @@ _OWN_RULES: Mapping[str, Callable[[common_pb2.SamplingParams, _Limits], Any]] = 
     "seed": _seed,
     "stop": _stop_strings,
     "stop_token_ids": _stop_token_ids,
+    "allowed_token_ids": _allowed_token_ids,
+    "bad_words": lambda wire, limits: tuple(wire.bad_words),
+    "bad_sequences": lambda wire, limits: (),  # `router.api.prepare` tokenizes `bad_words`
+    "grammar": lambda wire, limits: grammar_from_wire(wire.grammar) if wire.HasField("grammar") else None,
 }
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
 

@@ -67,11 +67,23 @@ def _json_type(field: Any) -> Any:
     return str | elements | None if element is str else elements | None
 
 
-# `logprobs` is a number for one call and a flag for the other.
+# `logprobs` is a number for one call and a flag for the other. The others have forms of their own in a body.
+_OWN_FORMS = frozenset(
+    {
+        "logprobs",
+        "grammar",
+        "bad_sequences",
+        "include_stop",
+        "keep_special_tokens",
+        "allowed_token_ids",
+        "bad_words",
+        "prompt_logprobs",
+    }
+)
 _SAMPLING_FIELDS = {
     name: (_json_type(field), None)
     for name, field in common_pb2.SamplingParams.DESCRIPTOR.fields_by_name.items()
-    if name != "logprobs"
+    if name not in _OWN_FORMS
 }
 
 

@@ -53,6 +53,8 @@ class RouterConfig(KvAwareConfig):
     """Whether other routers listen at the same public ports; the system divides new connections among them."""
     metrics_port: int | None = Field(None, ge=0, le=65535)
     """HTTP port of this router alone, with /metrics and /health and no model; 0 takes any free one; by default none."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins, such as https://chat.example.com, whose pages may call the HTTP API from a browser; "*" is any."""
     admin: str = ""
     """host:port of the Admin service, which streams membership."""
     workers: tuple[str, ...] = ()

@@ -53,6 +53,12 @@ class RequestPreparer:
         """Whether a request sent now would be served."""
         return not self.leaving and self._fleet.group() is not None
 
+    @property
+    def inflight(self) -> tuple[int, int]:
+        """The requests at this router: all of them, and those of them that wait for admission."""
+        admission = self._context.gate.admission
+        return admission.num_inside, admission.num_waiting
+
     async def prepare(
         self,
         wire: inference_pb2.GenerateRequest,

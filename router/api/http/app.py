@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP API: routes, request bodies and errors. Thin over `router.dispatch`, on its event loop.
+"""The OpenAI-compatible HTTP API: routes and request bodies. Thin over `router.dispatch`, on its event loop.
 
 `streams` sends responses; `router.api.openai` holds the formats.
 """
@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from penstock.config.security import LimitsConfig
-from penstock.errors import Cancelled, DeadlineExceeded, ModelNotFound, PenstockError, Unauthenticated, Unavailable
+from penstock.errors import Cancelled, Unavailable
 from penstock.rpc.hints import read_hints
 from penstock.v1 import inference_pb2
 from router.api.http.connections import ABORT, SUBJECTS
-from router.api.http.request_ids import RequestIdMiddleware, name_request
+from router.api.http.documents import described_call, described_reading
+from router.api.http.operations import make_operations_app
+from router.api.http.request_ids import REQUEST_ID, name_request
 from router.api.http.streams import (
+    GRANTED_TOKENS,
     EventStream,
     StreamedUsage,
     collect_response,
     event_bytes,
     granted_header,
-    internal_error,
     merged_outputs,
     until_disconnect,
 )
@@ -37,7 +37,7 @@ from router.api.identity import Tenant
 from router.api.limits import UnreadRequest, check_body, check_completions, check_headers
 from router.api.openai.json_bodies import SMALL_BODY_BYTES
 from router.api.openai.requests import BodyT, ChatBody, CompletionBody, parse_body, read_lane, read_timeout_s
-from router.api.openai.responses import ChatResponse, CompletionResponse, Json, OpenAiResponse, error_json
+from router.api.openai.responses import ChatResponse, CompletionResponse, Json, OpenAiResponse
 from router.api.prepare import RequestPreparer
 from router.api.reader_watch import ReaderWatch
 from router.dispatch.dispatcher import Dispatcher
@@ -53,42 +53,21 @@ def make_app(
     metrics: RouterMetrics,
     threads: FairThreads,
     metrics_token: Callable[[], str] = lambda: "",
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """`threads` parse large bodies. With a `metrics_token` that is not "", /metrics demands it. With tenants and no
-    token, nobody can read the metrics."""
+    """`threads` parse large bodies. With a `metrics_token` that is not "", /metrics and /load demand it. With tenants
+    and no token, nobody can read either. Browsers' pages of the `cors_origins` may call; "*" is any page."""
     app = make_operations_app(preparer, metrics, metrics_token)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, GRANTED_TOKENS, "retry-after"],
+        )
     _add_generation(app, _GenerationCalls(preparer, dispatcher, metrics, threads), preparer)
     _add_models(app, preparer, fleet)
-    return app
-
-
-def make_operations_app(
-    preparer: RequestPreparer, metrics: RouterMetrics, metrics_token: Callable[[], str] = lambda: ""
-) -> FastAPI:
-    """Returns an app that says how this router is, and serves no model: for a port that only operators reach."""
-    app = FastAPI(title="Penstock", docs_url=None, redoc_url=None, openapi_url=None)
-
-    @app.get("/health")
-    @app.get("/health/ready")
-    async def health() -> Response:
-        ready = preparer.ready
-        reason = "leaving" if preparer.leaving else "no decode worker"
-        return JSONResponse({"status": "ready" if ready else reason}, 200 if ready else 503)
-
-    @app.get("/health/live")
-    async def live() -> Response:
-        """Reports that the process answers, whether or not a request would be served: no reason to restart it."""
-        return JSONResponse({"status": "live"})
-
-    @app.get("/metrics")
-    async def scrape(http: Request) -> Response:
-        preparer.tenants.check_scraper(http.headers.get("authorization"), metrics_token())
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-    app.add_middleware(RequestIdMiddleware)
-    app.add_exception_handler(PenstockError, _on_penstock_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_internal_error)
     return app
 
 
@@ -233,7 +212,7 @@ class _GenerationCalls:
 def _add_generation(app: FastAPI, calls: _GenerationCalls, preparer: RequestPreparer) -> None:
     name, tokenizer = preparer.card.name, preparer.tokenizer
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", **described_call(CompletionBody))
     async def completions(http: Request) -> Response:
         return await calls.answer(
             http,
@@ -241,7 +220,7 @@ def _add_generation(app: FastAPI, calls: _GenerationCalls, preparer: RequestPrep
             lambda body: CompletionResponse("cmpl", name, tokenizer, body.logprobs is not None),
         )
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", **described_call(ChatBody))
     async def chat(http: Request) -> Response:
         return await calls.answer(
             http, ChatBody, lambda body: ChatResponse("chatcmpl", name, tokenizer, bool(body.logprobs))
@@ -257,12 +236,12 @@ def _add_models(app: FastAPI, preparer: RequestPreparer, fleet: WorkerFleet) -> 
         name = preparer.card.name
         return {"id": name, "object": "model", "created": started_s, "owned_by": "penstock", "max_model_len": length}
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", **described_reading())
     async def models(http: Request) -> Json:
         _identify(http, preparer)
         return {"object": "list", "data": [model_json()]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", **described_reading())
     async def model(http: Request, name: str) -> Json:
         _identify(http, preparer)
         preparer.check_model(name)
@@ -273,28 +252,3 @@ def _identify(http: Request, preparer: RequestPreparer) -> Tenant:
     """Raises UnreadRequest, Unauthenticated or PermissionDenied."""
     check_headers(http.headers.raw, preparer.limits)
     return preparer.tenants.identify(http.headers.get("authorization"), http.scope.get(SUBJECTS, ()))
-
-
-async def _on_penstock_error(http: Request, error: Exception) -> Response:
-    assert isinstance(error, PenstockError)
-    headers = {}
-    if isinstance(error, Unauthenticated):
-        headers["www-authenticate"] = "Bearer"
-    if isinstance(error, UnreadRequest) and error.http_status == 408:
-        headers["connection"] = "close"  # the client is silent; a client that still sends would see a reset
-    if isinstance(error, Unavailable | DeadlineExceeded) and error.retry_after_s is not None:
-        headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    return JSONResponse(error_json(error), error.http_status, headers)
-
-
-async def _on_http_exception(http: Request, error: Exception) -> Response:
-    """Reports an unknown path or method in OpenAI's shape."""
-    assert isinstance(error, HTTPException)
-    problem = ModelNotFound(f"{http.method} {http.url.path}: {error.detail}")
-    body = error_json(problem)
-    body["error"].update(param=None, code="not_found" if error.status_code == 404 else None)
-    return JSONResponse(body, error.status_code, error.headers)
-
-
-async def _on_internal_error(http: Request, error: Exception) -> Response:
-    return JSONResponse(error_json(internal_error(error)), 500)

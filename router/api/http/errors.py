@@ -1,0 +1,87 @@
+"""Turns errors into HTTP answers of OpenAI's shape, those of unknown paths included."""
+
+from __future__ import annotations
+
+import math
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from penstock.errors import DeadlineExceeded, ModelNotFound, PenstockError, Unauthenticated, Unavailable
+from router.api.http.streams import internal_error
+from router.api.limits import UnreadRequest
+from router.api.openai.responses import error_json
+
+# Calls of OpenAI's API and of other servers, by the beginning of their path: what Penstock does not serve.
+_UNSERVED = {
+    "/v1/audio": "speech and transcription",
+    "/v1/images": "image generation",
+    "/v1/videos": "video generation",
+    "/v1/embeddings": "embeddings",
+    "/v1/moderations": "moderation",
+    "/v1/rerank": "reranking",
+    "/v2/rerank": "reranking",
+    "/rerank": "reranking",
+    "/v1/score": "scoring",
+    "/score": "scoring",
+    "/pooling": "pooling",
+    "/classify": "classification",
+    "/v1/realtime": "realtime sessions",
+    "/v1/files": "files",
+    "/v1/uploads": "files",
+    "/v1/batches": "batches of files",
+    "/v1/vector_stores": "vector stores",
+    "/v1/fine_tuning": "fine-tuning",
+    "/v1/evals": "evaluations",
+    "/v1/assistants": "assistants",
+    "/v1/threads": "assistants",
+    "/v1/conversations": "stored conversations",
+    "/v1/containers": "containers",
+    "/v1/load_lora_adapter": "adapters",
+    "/v1/unload_lora_adapter": "adapters",
+    "/invocations": "SageMaker's calls",
+    "/generate": "call of this name (POST /v1/completions takes text and token ids)",
+}
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(PenstockError, _on_penstock_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_internal_error)
+
+
+def unserved(path: str) -> str | None:
+    """Returns what a path stands for elsewhere and not here; None for any other path."""
+    for start, what in _UNSERVED.items():
+        if path == start or path.startswith(f"{start}/"):
+            return what
+    return None
+
+
+async def _on_penstock_error(http: Request, error: Exception) -> Response:
+    assert isinstance(error, PenstockError)
+    headers = {}
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, UnreadRequest) and error.http_status == 408:
+        headers["connection"] = "close"  # the client is silent; a client that still sends would see a reset
+    if isinstance(error, Unavailable | DeadlineExceeded) and error.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    return JSONResponse(error_json(error), error.http_status, headers)
+
+
+async def _on_http_exception(http: Request, error: Exception) -> Response:
+    """Reports an unknown path or method."""
+    assert isinstance(error, HTTPException)
+    what = unserved(http.url.path) if error.status_code == 404 else None
+    detail = error.detail if what is None else f"Penstock has no {what}"
+    problem = ModelNotFound(f"{http.method} {http.url.path[:200]}: {detail}; GET /openapi.json lists all calls")
+    body = error_json(problem)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    body["error"].update(param=None, code=code if what is None else "not_supported")
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _on_internal_error(http: Request, error: Exception) -> Response:
+    return JSONResponse(error_json(internal_error(error)), 500)

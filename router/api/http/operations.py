@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from router.api.http.documents import add_documents, answers
 from router.api.http.errors import add_error_handlers
@@ -54,7 +54,7 @@ def make_operations_app(
         num_inflight, num_waiting = preparer.inflight
         return JSONResponse({"server_load": num_inflight, "num_waiting": num_waiting})
 
-    @app.get("/metrics", responses=answers(401))
+    @app.get("/metrics", responses=answers(401), response_class=PlainTextResponse)
     async def scrape(http: Request) -> Response:
         """Returns the router's metrics in Prometheus' format."""
         preparer.tenants.check_scraper(http.headers.get("authorization"), metrics_token())

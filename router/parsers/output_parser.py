@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any
 
 from penstock.errors import InvalidInput
-from router.parsers.call_body import CallBody
 from router.parsers.events import (
     ParserEvent,
     ReasoningDelta,
@@ -25,6 +24,7 @@ from router.parsers.events import (
     ToolCallStart,
 )
 from router.parsers.formats import CallMark, ReasoningFormat, ToolFormat
+from router.parsers.parts.body import CallBody
 from router.parsers.parts.part import MAX_HELD, CallSink, Stateful, Step
 from router.parsers.tools import ToolFunction
 
@@ -118,6 +118,7 @@ class OutputParser:
         self._tools = tool_format if tools else None
         self._reasoning = reasoning_format
         self._heads = _heads(self._tools, reasoning_format)
+        self._ends = _ends(self._tools, reasoning_format)
         self._marks = {section: _marks(section, self._tools, reasoning_format) for section in Section}
         self._output = Output({tool.name: tool for tool in tools})
         self._section = Section.TEXT
@@ -257,12 +258,11 @@ class OutputParser:
     def _mark(self, mark: str) -> None:
         head = self._heads.get(mark)
         tools, reasoning = self._tools, self._reasoning
-        if head and (self._first or not head.only_first):
+        if head and (not head.only_first or (self._first and self._section is Section.TEXT)):
             self._begin(mark, head)
         elif tools and mark in tools.before:
-            self._section = Section.TEXT
             self._wait(mark)
-        elif reasoning and self._section is Section.REASONING and mark in reasoning.closings:
+        elif mark in self._ends or (reasoning and self._section is Section.REASONING and mark in reasoning.closings):
             self._close()
         elif reasoning and self._section is Section.TEXT and mark == reasoning.opening and self._first:
             self._close()
@@ -350,6 +350,10 @@ def _heads(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> dict[
     return {**(reasoning.headers if reasoning else {}), **(tools.calls if tools else {})}
 
 
+def _ends(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> frozenset[str]:
+    return (tools.ends if tools else frozenset()) | (reasoning.ends if reasoning else frozenset())
+
+
 @lru_cache(maxsize=256)
 def _mark_set(marks: frozenset[str]) -> MarkSet:
     beginnings = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
@@ -359,7 +363,7 @@ def _mark_set(marks: frozenset[str]) -> MarkSet:
 
 
 def _marks(section: Section, tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> MarkSet:
-    marks: set[str] = set()
+    marks: set[str] = set(_ends(tools, reasoning))
     if reasoning:
         marks |= {*reasoning.headers, reasoning.opening} - {""}
         if section is Section.REASONING:

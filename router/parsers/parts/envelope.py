@@ -1,4 +1,4 @@
-"""A call as one JSON object that holds the tool's name and its arguments, alone or in a list."""
+"""A call as one JSON object that holds the tool's name and its arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Envelope(Part):
             return self._in_string(char, sink)
         if self.place == "object":
             return self._in_object(char, sink)
-        if self.place == "quoted":
+        if self.place in ("quoted", "closing"):
             return self._in_quoted_object(char, sink)
         if self.place == "bare":
             return self._in_bare(char, sink)
@@ -134,11 +134,11 @@ class Envelope(Part):
         """Takes a character of arguments that are an object in a string."""
         text = self.reader.step(char)
         for each in text:
-            if self.place == "comma" or (not self.scanner.depth and each not in "{ \n"):
+            if not self.scanner.depth and each not in (_SPACE if self.ended else "{" + _SPACE):
                 return Step.FAILED
             if each == "{":
                 self._start_if_named(sink)
-            if not self.started:
+            if not self.started or self.ended:
                 continue
             sink.arguments(each)
             if self.scanner.step(each):
@@ -179,51 +179,3 @@ class Envelope(Part):
     def _end(self, sink: CallSink) -> None:
         self.ended = True
         sink.end()
-
-
-class EnvelopeList(Part):
-    """Envelopes one after another, between `opening` and `closing` and with `separator` between them."""
-
-    FIELDS = ("place", "envelope")
-
-    def __init__(
-        self, opening: str = "[", closing: str = "]", separator: str = ",", *, known_only: bool = False
-    ) -> None:
-        self._opening = opening
-        self._closing = closing
-        self._separator = separator
-        self._known_only = known_only
-        self.place = "open" if opening else "begin"
-        self.envelope = Envelope(known_only=known_only)
-
-    def step(self, char: str, sink: CallSink) -> Step:
-        if self.place == "inside":
-            step = self.envelope.step(char, sink)
-            if step is Step.DONE:
-                self.place = "after"
-                return Step.MORE
-            return step
-        if char in _SPACE:
-            return Step.MORE
-        if self.place == "open" and char == self._opening:
-            self.place = "begin"
-        elif self.place == "begin":
-            self.place, self.envelope = "inside", Envelope(known_only=self._known_only)
-            sink.begin_next()
-            return self.envelope.step(char, sink)
-        elif self.place == "after" and char == self._separator:
-            self.place = "begin"
-        elif self.place == "after" and self._closing and char == self._closing:
-            return Step.DONE
-        elif self.place == "after" and not self._closing:
-            return Step.DONE_BEFORE
-        else:
-            return Step.FAILED
-        return Step.MORE
-
-    def skip(self, text: str, start: int, sink: CallSink) -> int:
-        return self.envelope.skip(text, start, sink) if self.place == "inside" else start
-
-    def cut_off(self, sink: CallSink) -> None:
-        if self.place == "inside":
-            self.envelope.cut_off(sink)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.parsers.parts.json_text import ObjectScanner, StringReader
-from router.parsers.parts.part import MAX_HELD, CallSink, Part, Step
+from router.parsers.parts.part import MAX_HELD, CallSink, Part, Step, TextBuffer
 from router.parsers.parts.plain import MAX_NAME, NAME
 
 _SPACE = " \t\r\n"
@@ -26,7 +26,7 @@ class Envelope(Part):
         self.place = "open"
         self.key = ""
         self.name = ""
-        self.early = ""  # arguments that came before the name
+        self.early = TextBuffer()  # arguments that came before the name
         self.started = False
         self.ended = False
         self.scanner = ObjectScanner()
@@ -90,16 +90,15 @@ class Envelope(Part):
         if self.name or not NAME.fullmatch(self.word) or (self._known_only and self.word not in sink.tools):
             return Step.FAILED
         self.name = sink.name = self.word
-        if self.early:
+        if self.early.size:
             self._start(sink)
-            sink.arguments(self.early)
+            sink.arguments(self.early.take())
             self._end(sink)
-            self.early = ""
         return Step.MORE
 
     def _value(self, char: str, sink: CallSink) -> Step:
         if self.key in self._arguments:
-            if self.ended or self.early:
+            if self.ended or self.early.size:
                 return Step.FAILED
             if char == "{":
                 self.place = "object"
@@ -121,8 +120,8 @@ class Envelope(Part):
         if self.started:
             sink.arguments(char)
         else:
-            self.early += char
-            if len(self.early) > MAX_HELD:
+            self.early.add(char)
+            if self.early.size > MAX_HELD:
                 return Step.FAILED
         if closed:
             self.place = "comma"
@@ -160,7 +159,7 @@ class Envelope(Part):
         return Step.MORE if char in _SPACE else self._between(char, sink)
 
     def _close(self, sink: CallSink) -> Step:
-        if not self.name or (self.early and not self.started):
+        if not self.name or (self.early.size and not self.started):
             return Step.FAILED
         if not self.started:
             self._start(sink)

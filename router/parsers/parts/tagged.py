@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from router.parsers.parts.part import CallSink, Part, Step
+from router.parsers.parts.part import CallSink, Part, Step, TextBuffer
 from router.parsers.parts.plain import MAX_NAME
 from router.parsers.tools import json_type
 
@@ -42,7 +42,7 @@ class TaggedArguments(Part):
         self.place = "between"
         self.held = ""  # the beginning of a tag
         self.key = ""
-        self.value = ""  # of a type other than string, so far
+        self.value = TextBuffer()  # of a type other than string, so far
         self.started = False
         self.streams = False  # the value is a string
         self.empty = True  # nothing of the value was read
@@ -81,7 +81,7 @@ class TaggedArguments(Part):
 
     def cut_off(self, sink: CallSink) -> None:
         if self.place == "value":
-            sink.arguments(_escape(self.held) if self.streams else self.value + self.held)
+            sink.arguments(_escape(self.held) if self.streams else self.value.take() + self.held)
 
     def fail(self, sink: CallSink) -> None:
         if self.started and self.place != "value":
@@ -114,7 +114,7 @@ class TaggedArguments(Part):
     def _open_value(self, sink: CallSink) -> None:
         types = self._types(sink)
         self.streams = types == {"string"} or (not types and not self._untyped_json)
-        self.place, self.held, self.value, self.empty = "value", "", "", True
+        self.place, self.held, self.empty = "value", "", True
         if self.started:
             sink.arguments(", ")
         else:
@@ -125,7 +125,7 @@ class TaggedArguments(Part):
         held = self.held + char
         while held:
             if held in self._closings:
-                sink.arguments('"' if self.streams else _as_json(self.value, self._types(sink)))
+                sink.arguments('"' if self.streams else _as_json(self.value.take(), self._types(sink)))
                 self.place, held = "between", ""
             elif any(closing.startswith(held) for closing in self._closings):
                 break
@@ -143,11 +143,10 @@ class TaggedArguments(Part):
         if self.streams:
             sink.arguments(_escape(char))
             return
-        self.value += char
-        if len(self.value) > _MAX_VALUE:
+        self.value.add(char)
+        if self.value.size > _MAX_VALUE:
             self.streams = True
-            sink.arguments('"' + _escape(self.value))
-            self.value = ""
+            sink.arguments('"' + _escape(self.value.take()))
 
 
 def _escape(text: str) -> str:

@@ -20,7 +20,7 @@ SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 # The order sets the token ids: bos 0, eos 1, end 2, pad 3, then the roles.
 SPECIAL_TOKENS = (BOS, EOS, END, PAD, SYSTEM, USER, ASSISTANT)
 
-# Conversations with tools are in the form of Hermes models, on which these models are not trained: the form serves tests.
+# Conversations with tools are in the form of Hermes models. The models are not trained on it: it serves tests.
 # What is rendered of a turn does not depend on later turns, so that a growing conversation extends its own prompt.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] | trim + '\n\n' }}{% endif %}"
     "{{ 'You may call functions. Their signatures:\n<tools>' }}"
     "{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}"
-    "{{ '\n</tools>\nTo call one, write:\n<tool_call>\n{\"name\": NAME, \"arguments\": OBJECT}\n</tool_call><|end|>' }}"
+    '{{ \'\n</tools>\nTo call one, write:\n<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call><|end|>\' }}'
     "{% endif %}"
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"

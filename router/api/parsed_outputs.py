@@ -24,7 +24,7 @@ from router.parsers.events import (
 )
 from router.parsers.output_parser import OutputParser
 
-_END_TOKENS = 256  # of a prompt, which show whether it leaves the model reasoning
+_END_TOKENS = 64  # of a prompt, which show whether it leaves the model reasoning
 
 
 class OutputParsing:

@@ -140,7 +140,7 @@ class OpenAiResponse(CallResponse):
         return self._choices.setdefault(choice, _Choice())
 
     def _chunk(self, delta: ChoiceDelta, content: Json, logprobs: Json | None = None, *, is_last: bool = False) -> Json:
-        """Returns a chunk; the last one of a delta has its tokens, and the finish reason if the delta ends the choice."""
+        """Returns a chunk; the last one of a delta has its tokens, and the finish reason if that ends the choice."""
         ends = is_last and delta.output.finish_reason is not None
         reason = _finish_reason(delta) if ends else None
         entry = {"index": delta.choice, **content, "logprobs": logprobs, "finish_reason": reason}

@@ -37,7 +37,17 @@ def run_schemathesis(bins: Path, url: str, scratch: Path, max_examples: int) -> 
     command = [
         *(str(bins / "schemathesis"), "--config-file", str(settings), "run", f"{url}/openapi.json"),
         *("--checks", ",".join(_CHECKS), "--max-examples", str(max_examples), "--phases", "examples,coverage,fuzzing"),
-        *("--request-timeout", "120", "--seed", "1", "--generation-database", "none", "--no-color", "--warnings", "off"),
+        *(
+            "--request-timeout",
+            "120",
+            "--seed",
+            "1",
+            "--generation-database",
+            "none",
+            "--no-color",
+            "--warnings",
+            "off",
+        ),
     ]
     status, output = _run(command, {})
     cases = _CASES.search(output)
@@ -94,7 +104,9 @@ def main() -> int:
             RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses, default_timeout_s=60.0)
         )
         for name in chosen.suites:
-            results[name] = SUITES[name](chosen.venv / "bin", f"http://{router.http}", Path(scratch), chosen.max_examples)
+            results[name] = SUITES[name](
+                chosen.venv / "bin", f"http://{router.http}", Path(scratch), chosen.max_examples
+            )
     for name, result in results.items():
         print(name, {key: value for key, value in result.items() if key != "output"})
     if chosen.file:

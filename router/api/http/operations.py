@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from router.api.dialect import ErrorShape
 from router.api.http.documents import add_documents, answers
-from router.api.http.errors import add_error_handlers
+from router.api.http.error_answers import ErrorAnswers
 from router.api.http.request_ids import RequestIdMiddleware
 from router.api.prepare import RequestPreparer
 from router.metrics.metrics import RouterMetrics
@@ -19,11 +21,15 @@ _PROBES = answers(200, 503, error=False)
 
 
 def make_operations_app(
-    preparer: RequestPreparer, metrics: RouterMetrics, metrics_token: Callable[[], str] = lambda: ""
+    preparer: RequestPreparer,
+    metrics: RouterMetrics,
+    metrics_token: Callable[[], str] = lambda: "",
+    shapes: Mapping[str, ErrorShape] = MappingProxyType({}),
 ) -> FastAPI:
     """Returns an app that says how this router is, and serves no model: for a port that only operators reach.
 
-    With a `metrics_token` that is not "", /metrics and /load demand it.
+    With a `metrics_token` that is not "", /metrics and /load demand it. `shapes` are those of errors, as `ErrorAnswers`
+    takes them.
     """
     app = FastAPI(title="Penstock", version=_version(), docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -61,7 +67,7 @@ def make_operations_app(
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     app.add_middleware(RequestIdMiddleware)
-    add_error_handlers(app)
+    ErrorAnswers(shapes).add_to(app)
     add_documents(app)
     return app
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -201,6 +201,13 @@ async def caller(server: DecodeServer | str) -> AsyncIterator[Caller]:
         yield made
     finally:
         await made.close()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+    """Waits for state that has no event of its own. Raises TimeoutError when time is up."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.005)
 
 
 async def wait_until_empty(*servers: PrefillServer | DecodeServer, timeout_s: float = TIMEOUT_S) -> None:

@@ -99,7 +99,7 @@ async def test_a_chat_without_a_limit_is_not_bound_by_its_tenants_kv_quota():
     worker = await FakeWorker(context_length=20_000, pause_at=1).start()
     admission = {"tenant": {"max_inflight_tokens": 5000}}
     async with running_router(worker, admission=admission) as router:
-        async with httpx.AsyncClient(base_url=router.http_url, timeout=20.0) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
             chat = asyncio.create_task(
                 http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
             )

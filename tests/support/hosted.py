@@ -136,7 +136,7 @@ class Hosted:
 
     async def until(self, condition: Callable[[admin_pb2.StatusResponse], bool]) -> admin_pb2.StatusResponse:
         version = -1
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while True:
                 snapshot = await self.controller.wait(version, 10)
                 assert snapshot.failure is None, snapshot.failure
@@ -185,7 +185,7 @@ class Load:
         self._progress = asyncio.Event()
 
     async def __aenter__(self) -> Load:
-        self._client = AsyncClient(self._deployment.grpc, timeout_s=60)
+        self._client = AsyncClient(self._deployment.grpc, timeout_s=120)
         self._lanes = [asyncio.create_task(self._ask(lane)) for lane in range(self._num_lanes)]
         return self
 
@@ -213,7 +213,7 @@ class Load:
     async def more(self, count: int) -> None:
         """Returns once `count` more requests have ended."""
         wanted = len(self.answered) + len(self.errors) + count
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while len(self.answered) + len(self.errors) < wanted:
                 self._progress.clear()
                 await self._progress.wait()

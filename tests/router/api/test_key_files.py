@@ -37,7 +37,7 @@ async def eventually(condition: Callable[[], object]) -> None:
 
 
 async def is_known(address: str, key: str) -> bool:
-    async with AsyncClient(address, api_key=key, timeout_s=20.0) as client:
+    async with AsyncClient(address, api_key=key, timeout_s=60.0) as client:
         try:
             await client.tokenize("x")
         except Unauthenticated:
@@ -146,7 +146,7 @@ async def test_certificates_are_renewed_under_running_streams(tmp_path: Path, ca
             """Whether gRPC and HTTP accept the authority's clients, and are accepted by them."""
             own = (client_old, client_new)[number]
             tls = ClientTls(authorities[number].ca, own.cert_file, own.key_file)
-            async with AsyncClient(router.grpc_address, tls=tls, timeout_s=20.0) as client:
+            async with AsyncClient(router.grpc_address, tls=tls, timeout_s=60.0) as client:
                 try:
                     await client.tokenize("x")
                     grpc_trusts = True

@@ -202,7 +202,7 @@ class Background:
         return await self._stack.enter_async_context(running_router(worker, limits=SMALL, default_timeout_s=5.0))
 
     def _run(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20.0)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60.0)
 
     def code(self, method: str, data: bytes) -> grpc.StatusCode:
         """Returns how a call with these bytes as its message ends."""

@@ -71,7 +71,7 @@ class Counted:
 
         def counted(*args):
             self.num_encoded += 1
-            assert self.is_open.wait(20.0)
+            assert self.is_open.wait(60.0)
             return encode(*args)
 
         monkeypatch.setattr(tokenizer, "_encode", counted)

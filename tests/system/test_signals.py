@@ -115,7 +115,7 @@ async def test_a_worker_that_gets_sigterm_finishes_its_requests_and_is_live_but_
 async def test_a_router_that_gets_sigterm_refuses_new_requests_and_finishes_its_streams(deployment: Deployment) -> None:
     (worker,) = start_workers(deployment, "decode-0")
     router = start_router(deployment, worker)
-    async with httpx.AsyncClient(base_url=f"http://{router.http}") as http:
+    async with httpx.AsyncClient(base_url=f"http://{router.http}", timeout=60) as http:
         assert (await http.get("/health/live")).status_code == (await http.get("/health/ready")).status_code == 200
         body = {"model": "penstock-tiny", "prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
         async with http.stream("POST", "/v1/completions", json=body, timeout=TIMEOUT_S) as stream:

@@ -64,6 +64,13 @@ def client(deployment: RayDeployment) -> Iterator[Client]:
         yield each
 
 
+@pytest.fixture(scope="module")
+def long_answers(deployment: RayDeployment) -> dict[int, tuple[int, ...]]:
+    """Returns by seed what an undisturbed deployment answers to `_ask_long`."""
+    with Client(deployment.grpc_address, timeout_s=120) as client:
+        return {seed: _ask_long(client, seed).token_ids for seed in range(2)}
+
+
 def worker(status: admin_pb2.StatusResponse, worker_id: str) -> admin_pb2.WorkerStatus:
     return next(each for each in status.workers if each.member.worker_id == worker_id)
 
@@ -195,8 +202,8 @@ def test_a_killed_router_refuses_nobody_and_comes_back_at_the_same_ports(
 def test_a_router_that_gets_sigterm_finishes_its_streams_and_comes_back(deployment: RayDeployment) -> None:
     router = worker(deployment.status(), "router-0")
     with Client(router.member.address, timeout_s=120) as client:
-        undisturbed = client.complete(PROMPT, max_tokens=500, temperature=0.8, seed=5, ignore_eos=True)
-        with client.generate(PROMPT, max_tokens=500, temperature=0.8, seed=5, ignore_eos=True) as stream:
+        undisturbed = client.complete(PROMPT, max_tokens=300, temperature=0.8, seed=5, ignore_eos=True)
+        with client.generate(PROMPT, max_tokens=300, temperature=0.8, seed=5, ignore_eos=True) as stream:
             builder = ResultBuilder()
             builder.add(next(stream))
             os.kill(router.pid, signal.SIGTERM)
@@ -245,17 +252,15 @@ def test_a_frozen_decode_worker_is_replaced(deployment: RayDeployment, client: C
 
 
 def test_a_decode_worker_is_drained_under_load_and_no_request_fails(
-    deployment: RayDeployment, client: Client, capsys: pytest.CaptureFixture[str]
+    deployment: RayDeployment,
+    client: Client,
+    long_answers: dict[int, tuple[int, ...]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Running sequences migrate with their KV; the tokens are those of an undisturbed run."""
-
-    def ask_long(seed: int) -> GenerateResult:
-        return client.complete(PROMPT, max_tokens=900, temperature=0.8, seed=seed, ignore_eos=True)
-
-    undisturbed = {seed: ask_long(seed).token_ids for seed in range(2)}
     _decode_workers(deployment, busy=0)
-    with ThreadPoolExecutor() as pool:
-        asked = {index: pool.submit(ask_long, index % 2) for index in range(8)}
+    with ThreadPoolExecutor(8) as pool:
+        asked = {index: pool.submit(_ask_long, client, index % 2) for index in range(8)}
         victim = _busiest_decode_worker(deployment)
         assert (
             main.main(["drain", victim.member.worker_id, "--replace", "--json", "--admin", deployment.admin_address])
@@ -266,7 +271,7 @@ def test_a_decode_worker_is_drained_under_load_and_no_request_fails(
     assert [each["stage"] for each in reports][-2:] == ["stopping", "ended"]
     assert reports[-1]["num_cut_short"] == 0
     for index, result in results.items():
-        assert result.token_ids == undisturbed[index % 2]
+        assert result.token_ids == long_answers[index % 2]
         assert result.timing.num_redispatches == 0
     assert sum(result.timing.num_migrations for result in results.values()) == reports[-1]["num_migrated"] > 0
     replaced = until_replaced(deployment, victim)
@@ -329,12 +334,13 @@ def _busiest_decode_worker(deployment: RayDeployment) -> admin_pb2.WorkerStatus:
     raise AssertionError("no decode worker runs two sequences")
 
 
-def test_a_worker_that_gets_sigterm_is_drained_and_replaced(deployment: RayDeployment, client: Client) -> None:
+def test_a_worker_that_gets_sigterm_is_drained_and_replaced(
+    deployment: RayDeployment, client: Client, long_answers: dict[int, tuple[int, ...]]
+) -> None:
     """Sends SIGTERM to the process, as its machine does: sequences migrate, and nothing is recomputed."""
-    undisturbed = {seed: _ask_long(client, seed).token_ids for seed in range(2)}
     until(deployment, lambda status: all(each.state == "ready" for each in status.workers))
     _decode_workers(deployment, busy=0)
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(8) as pool:
         asked = {index: pool.submit(_ask_long, client, index % 2) for index in range(8)}
         victim = _busiest_decode_worker(deployment)
         prefill = worker(deployment.status(), "prefill-0")
@@ -343,7 +349,7 @@ def test_a_worker_that_gets_sigterm_is_drained_and_replaced(deployment: RayDeplo
         left = until(deployment, lambda status: _of_pid(status, victim.pid) is None)
         results = {index: each.result() for index, each in asked.items()}
     for index, result in results.items():
-        assert result.token_ids == undisturbed[index % 2]
+        assert result.token_ids == long_answers[index % 2]
         assert result.timing.num_redispatches == 0
     assert sum(result.timing.num_migrations for result in results.values()) > 0
     whole = until(deployment, lambda status: _is_whole(status) and _of_pid(status, prefill.pid) is None)
@@ -361,7 +367,7 @@ def _is_whole(status: admin_pb2.StatusResponse) -> bool:
 
 
 def _ask_long(client: Client, seed: int) -> GenerateResult:
-    return client.complete(PROMPT, max_tokens=900, temperature=0.8, seed=seed, ignore_eos=True)
+    return client.complete(PROMPT, max_tokens=600, temperature=0.8, seed=seed, ignore_eos=True)
 
 
 def test_stop_leaves_no_process(deployment: RayDeployment) -> None:

@@ -64,7 +64,7 @@ async def test_one_connection_too_many_is_refused_by_name(limit, status):
             assert count_of(router, limit) == 1
             second.close()
             await until(lambda: router.server.connections.num_open == 1)
-            async with httpx.AsyncClient(base_url=router.http_url) as http:
+            async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
                 assert (await http.get("/health")).status_code == 200
 
 

@@ -174,7 +174,7 @@ async def test_metrics_demand_their_token_where_tenants_are_configured(tmp_path)
         ({"metrics_token_file": str(path)}, None, 401),
     ):
         async with running_router(await FakeWorker().start(), wait=False, **options) as router:
-            async with httpx.AsyncClient(base_url=router.http_url) as http:
+            async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
                 headers = {"authorization": f"Bearer {shown}"} if shown else {}
                 assert (await http.get("/metrics", headers=headers)).status_code == status
 

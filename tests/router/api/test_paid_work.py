@@ -108,7 +108,7 @@ async def test_a_caller_without_budget_is_refused_before_the_work(monkeypatch):
 @pytest.fixture(name="busy")
 async def _busy(monkeypatch):
     """A router whose tokenizer's threads are all taken."""
-    async with running_router(await FakeWorker().start(), max_timeout_s=20.0) as router:
+    async with running_router(await FakeWorker().start(), max_timeout_s=60.0) as router:
         counted = Counted(router, monkeypatch)
         counted.is_open.clear()
         calls = [asyncio.ensure_future(failure(router.stub.Generate(request(LONG)))) for _ in range(2)]

@@ -5,11 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -381,61 +378,3 @@ def test_stop_leaves_no_process(deployment: RayDeployment) -> None:
     deployment.stop()
     _, alive = psutil.wait_procs(processes, timeout=60)  # until init has reaped the orphans
     assert alive == []
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    """Returns False for zombies too: an orphan stays one where init does not reap it."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_ctrl_c_ends_a_served_deployment_in_order() -> None:
-    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", MODEL, "--colocated"]
-    ports = ["--http-port", "0", "--grpc-port", "0", "--admin-port", "0"]
-    # A session of its own, so that the signal reaches every process of it, as a terminal's Ctrl-C does; and handled
-    # even where the tests run in a shell's background, whose children ignore it.
-    serving = subprocess.Popen(
-        [*command, *ports],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
-    )
-    try:
-        assert serving.stdout is not None
-        lines = []
-        for line in serving.stdout:
-            lines.append(line)
-            if "Ctrl-C" in line:
-                break
-        printed = "".join(lines)
-        address = re.search(r"gRPC +(\S+)", printed)
-        admin = re.search(r"admin +(\S+)", printed)
-        assert address, printed
-        assert admin, printed
-        assert "ready: penstock-tiny, 0 prefill + 1 decode workers" in printed
-        _check_commands(address[1], admin[1])
-        family = psutil.Process(serving.pid).children(recursive=True)
-        os.killpg(serving.pid, signal.SIGINT)
-        _, errors = serving.communicate(timeout=120)
-        assert (serving.returncode, "Traceback" in errors) == (0, False), errors
-        assert [process for process in family if _is_alive(process)] == []
-    finally:
-        if serving.poll() is None:
-            serving.terminate()
-            serving.wait(120)
-
-
-def _check_commands(address: str, admin: str) -> None:
-    penstock = [sys.executable, "-m", "cluster.cli"]
-    generate = [*penstock, "generate", "Once upon a time", "--server", address, "--max-tokens", "5", "--timing"]
-    done = subprocess.run(generate, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip()
-    assert "decode-0" in done.stderr
-    status = [*penstock, "status", "--json", "--admin", admin]
-    done = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout)["ready"] is True

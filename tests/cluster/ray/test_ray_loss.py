@@ -1,8 +1,11 @@
-"""Tests `penstock serve` whose own Ray loses a daemon: streams go on, it says what happened, and it serves again."""
+"""Tests `penstock serve` whose own Ray loses a daemon: streams go on, it says what happened, and it serves again until
+Ctrl-C ends it."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import signal
 import subprocess
@@ -40,7 +43,10 @@ class Serving:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # A session of its own, so that a signal reaches every process of it, as a terminal's Ctrl-C does; and
+            # handled even where the tests run in a shell's background, whose children ignore it.
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
         )
         self.printed = ""
         self._changed = threading.Condition()
@@ -50,6 +56,11 @@ class Serving:
         address = re.search(r"gRPC +(\S+)", self.printed)
         assert address, self.printed
         self.address = address[1]
+
+    @property
+    def admin(self) -> str:
+        """host:port of the Admin service that was announced last."""
+        return re.findall(r"admin +(\S+)", self.printed)[-1]
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -66,6 +77,11 @@ class Serving:
             found = self._changed.wait_for(lambda: self.printed.count(text) >= times or self._is_over, WITHIN_S)
         assert found, self.printed
         assert self.printed.count(text) >= times, self.printed
+
+    def until_over(self) -> None:
+        """Waits until everything that it printed has been read."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._is_over, WITHIN_S), self.printed
 
     def kill(self, name: str) -> None:
         (victim,) = [each for each in psutil.Process(self.process.pid).children(recursive=True) if each.name() == name]
@@ -130,11 +146,32 @@ def test_streams_end_well_when_the_node_manager_is_lost_and_serving_goes_on_at_t
         assert begin_of_answer(client) == undisturbed[:60]
     assert "Ray is lost: its node manager (raylet) ended" in serving.printed
     serving.until("Ctrl-C stops it", times=2)
-    family = _descendants(serving)
-    assert sum(each.name() == "raylet" for each in family) == 1
-    serving.process.send_signal(signal.SIGINT)
+    assert sum(each.name() == "raylet" for each in _descendants(serving)) == 1
+
+
+def test_ctrl_c_ends_a_served_deployment_in_order(serving: Serving) -> None:
+    assert serving.printed.count("ready: penstock-tiny, 0 prefill + 1 decode workers") == 2  # it was lost in between
+    _check_commands(serving)
+    family, num_printed = _descendants(serving), len(serving.printed)
+    os.killpg(serving.process.pid, signal.SIGINT)
     assert serving.process.wait(WITHIN_S) == 0
+    serving.until_over()
+    assert "Traceback" not in serving.printed[num_printed:]
     assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+def _check_commands(serving: Serving) -> None:
+    penstock = [sys.executable, "-m", "cluster.cli"]
+    prompt = ["Once upon a time", "--server", serving.address, "--max-tokens", "5", "--timing"]
+    done = _run([*penstock, "generate", *prompt])
+    assert done.stdout.strip()
+    assert "decode-0" in done.stderr
+    done = _run([*penstock, "status", "--json", "--admin", serving.admin])
+    assert json.loads(done.stdout)["ready"] is True
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
 
 
 def _descendants(serving: Serving) -> list[psutil.Process]:

@@ -26,6 +26,7 @@ from penstock.errors import PenstockError
 from penstock.types import Epoch, Role, WorkerId
 from penstock.v1 import admin_pb2, worker_pb2
 from router.server import RouterServer
+from tests.support.serving import patience
 
 PROMPTS = [[(7 * i + 131 * n) % 900 + 20 for i in range(40 + 16 * n)] for n in range(4)]
 SAMPLING = {"temperature": 0.875, "top_p": 0.9375, "ignore_eos": True}
@@ -154,14 +155,15 @@ class Hosted:
 async def hosted(config: ServeConfig) -> AsyncIterator[Hosted]:
     """Yields a ready deployment."""
     deployment = Hosted(config)
-    server, deployment.admin = await start_admin_server(deployment.controller, "127.0.0.1", 0)
-    try:
-        deployment.controller.start()
-        await deployment.until(lambda status: status.ready)
-        yield deployment
-    finally:
-        await deployment.controller.stop()
-        await server.stop()
+    with patience():
+        server, deployment.admin = await start_admin_server(deployment.controller, "127.0.0.1", 0)
+        try:
+            deployment.controller.start()
+            await deployment.until(lambda status: status.ready)
+            yield deployment
+        finally:
+            await deployment.controller.stop()
+            await server.stop()
 
 
 @dataclass

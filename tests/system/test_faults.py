@@ -19,11 +19,12 @@ import pytest
 from engine.engine import Engine
 from engine.generate import generate
 from penstock import AsyncClient
-from penstock.config import EngineConfig, RouterConfig, WorkerConfig
+from penstock.config import EngineConfig, WorkerConfig
 from penstock.errors import DeadlineExceeded, PenstockError
 from penstock.rpc.server import make_channel
 from penstock.types import Role, SamplingParams
 from penstock.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.mended_fleet import MendedFleet
 from tests.support.plain_processes import Deployment, Process
 from tests.support.serving import worker_config
 
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.processes
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
 PROMPT = [(7 * i) % 900 + 20 for i in range(600)]
-MAX_TOKENS = 300
+MAX_TOKENS = 500  # of which a busy client has not read the last before it does what it is here for
 TIMEOUT_S = 60.0
 _NUMBERS = itertools.count()
 SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}  # exact in single precision
@@ -49,56 +50,22 @@ def config(role: Role, number: int) -> WorkerConfig:
     )
 
 
-class Fleet:
-    """The processes of all tests; `mend` starts again what a test has killed or frozen."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment = deployment
-        self._workers: dict[tuple[Role, int], Process] = {}
-        self._router: Process | None = None
+class Fleet(MendedFleet):
+    """Two prefill and two decode workers."""
 
     @property
     def prefill(self) -> list[Process]:
-        return [self._workers[Role.PREFILL, number] for number in range(2)]
+        return self.workers[:2]
 
     @property
     def decode(self) -> list[Process]:
-        return [self._workers[Role.DECODE, number] for number in range(2)]
-
-    def mend(self) -> None:
-        for process in filter(_is_frozen, self._workers.values()):
-            process.kill()
-        every = [(role, number) for role in Role for number in range(2)]
-        gone = [key for key in every if key not in self._workers or self._workers[key].popen.poll() is not None]
-        started = self._deployment.start_workers([config(role, number) for role, number in gone])
-        self._workers |= zip(gone, started, strict=True)
-        if self._router is not None:
-            self._router.kill()
-        self._router = self.start_router()
-
-    @property
-    def router(self) -> Process:
-        """A router that no other test has used: what it thinks of the workers' health is this test's doing."""
-        assert self._router is not None
-        return self._router
-
-    def start_router(self) -> Process:
-        addresses = tuple(process.address for process in (*self.prefill, *self.decode))
-        return self._deployment.start_router(
-            RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses)
-        )
-
-
-def _is_frozen(process: Process) -> bool:
-    if process.popen.poll() is not None:
-        return False
-    return Path(f"/proc/{process.popen.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return self.workers[2:]
 
 
 @pytest.fixture(scope="module")
 def shared_fleet() -> Iterator[Fleet]:
     with Deployment() as deployment:
-        yield Fleet(deployment)
+        yield Fleet(deployment, [config(role, number) for role in Role for number in range(2)])
 
 
 @pytest.fixture

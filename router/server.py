@@ -117,7 +117,9 @@ class RouterServer:
         self._grpc = self._make_grpc()
         try:
             if config.metrics_port is not None:
-                sockets.append(_listen(config.host, config.metrics_port, "metrics_port"))
+                # Shared too: where the controller moves, a successor serves here before its predecessor ends.
+                metrics_socket = _listen(config.host, config.metrics_port, "metrics_port", shared=config.shares_ports)
+                sockets.append(metrics_socket)
             await self._start(*sockets)
         except BaseException:
             for each in sockets:

@@ -85,7 +85,7 @@ async def test_http_errors_are_those_that_openai_clients_expect(router, worker):
     assert "psk-wrong" not in str(caught.value.body)
     with pytest.raises(openai.PermissionDeniedError, match="tenant off is turned off"):
         await models(KEYS["off"])
-    async with httpx.AsyncClient(base_url=router.http_url) as http:
+    async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
         for call in (http.get("/v1/models"), http.get("/v1/models/x"), http.post("/v1/completions", content=b"{")):
             answer = await call
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.engine import Engine
+from engine.sampling.grammar.matcher import GrammarMatcher
 from engine.step.finish import finish_reason
 from engine.step.sequence import ScheduledSequence
 from engine.step.sequence import Sequence as Generation
@@ -28,6 +29,8 @@ def generate(
     `chunk_tokens` bounds what one step computes; None computes the prompt whole.
     """
     generation = Generation(RequestId("generate"), list(token_ids), len(token_ids), sampling, salt)
+    if sampling.grammar is not None:
+        generation.matcher = GrammarMatcher(engine.grammars.compile(sampling.grammar), engine.model.eos_token_ids)
     page_size = engine.layout.page_size
     if use_prefix_cache:  # the last token is always computed: its logits are what the first new token is sampled from
         hashes = generation.hash_full_pages(page_size)[: (len(token_ids) - 1) // page_size]

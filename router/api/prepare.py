@@ -18,12 +18,14 @@ from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overl
 from penstock.rpc.hints import NO_HINTS, Hints
 from penstock.types import Lane, RequestId
 from penstock.v1 import common_pb2, inference_pb2
+from penstock.wire import grammar_from_wire
 from router.api import sampling_fields
 from router.api.identity import Tenant, Tenants
 from router.api.limits import check_request, check_tokens
 from router.dispatch.context import DispatchContext
 from router.fleet.worker_groups import WorkerGroup
 from router.prepared_request import PreparedRequest
+from router.text.grammar_check import GrammarCheck
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
 
@@ -47,11 +49,16 @@ class RequestPreparer:
         self._config = context.config
         self._fleet = context.fleet
         self._rng = random.Random()
+        self._grammars = GrammarCheck(self._config.model, card.vocab_size, self.limits.text_queue_characters)
 
     @property
     def ready(self) -> bool:
         """Whether a request sent now would be served."""
         return not self.leaving and self._fleet.group() is not None
+
+    def close(self) -> None:
+        """Ends the threads that compile grammars."""
+        self._grammars.close()
 
     async def prepare(
         self,
@@ -76,6 +83,8 @@ class RequestPreparer:
             lane = tenant.lane(wire.lane)
             deadline_s = accepted_s + self._limit_s(timeout_s)
             async with self.until(deadline_s):
+                if wire.sampling.HasField("grammar"):
+                    await self._grammars.check(grammar_from_wire(wire.sampling.grammar), tenant.name)
                 token_ids, prepaid_tokens = await self._prompt(wire, tenant, lane)
             check_tokens(len(token_ids), self.limits)
             if self._context.quarantine.holds(token_ids, accepted_s):

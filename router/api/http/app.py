@@ -18,7 +18,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from penstock.config.security import LimitsConfig
-from penstock.errors import Cancelled, DeadlineExceeded, ModelNotFound, PenstockError, Unauthenticated, Unavailable
+from penstock.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidInput,
+    ModelNotFound,
+    PenstockError,
+    Unauthenticated,
+    Unavailable,
+)
 from penstock.rpc.hints import read_hints
 from penstock.v1 import inference_pb2
 from router.api.http.connections import ABORT, SUBJECTS
@@ -193,7 +201,11 @@ class _GenerationCalls:
         check_completions(wanted, preparer.limits)
         for wire in wanted:
             wire.lane = lane
-            requests.append(await preparer.prepare(wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s))
+            prepared = preparer.prepare(wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s)
+            try:
+                requests.append(await prepared)
+            except InvalidInput as error:
+                raise body.renamed(error) from error
         outputs = merged_outputs(self._dispatcher, requests)
         if not body.stream:
             async with contextlib.aclosing(outputs):

@@ -21,6 +21,7 @@ from decode_worker.request import DecodeRequest, StageTimes, TokenDelta
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.engine import Engine
+from engine.sampling.grammar.fast_forward import forced_tokens
 from engine.sampling.grammar.queue import GrammarQueue
 from engine.step.compute import StepTokens
 from engine.step.finish import finish_reason
@@ -81,7 +82,14 @@ class DecodeWorker:
         except PenstockError as error:
             self._delivery.put(request, TokenDelta(request.stream_id, error=error))
             return
-        self._when_grammar_ready(request, lambda: self._prefills.place(request))
+        self._when_grammar_ready(request, lambda: self._place(request))
+
+    def _place(self, request: DecodeRequest) -> None:
+        """Places a request; one that continues an output may go on with tokens that its grammar forces."""
+        if request.sequence.matcher is not None:
+            self._fast_forward(request)
+        if request.sequence in self._requests:
+            self._prefills.place(request)
 
     def accept(self, request: DecodeRequest) -> None:
         """Takes ownership of a request without placing it. Raises InvalidInput or Overloaded."""
@@ -343,9 +351,29 @@ class DecodeWorker:
         reason = finish_reason(request.sequence, self._engine.model.eos_token_ids, self._context_length)
         if reason is None:
             self._delivery.put(request, TokenDelta(request.stream_id, token))
+            if request.sequence.matcher is not None:
+                self._fast_forward(request)
             return
         self._delivery.put_end(request, token, reason, self.timing(request))
         self._release(request)
+
+    def _fast_forward(self, request: DecodeRequest) -> None:
+        """Delivers the tokens that the request's grammar forces after its last one; their KV is computed in the next
+        step, as one chunk."""
+        sequence, ends = request.sequence, self._engine.model.eos_token_ids
+        try:
+            forced = forced_tokens(sequence)
+        except PenstockError as error:
+            self.cancel(request, error)
+            return
+        for token_id in forced:
+            self.scheduler.extend(sequence, [token_id])
+            reason = finish_reason(sequence, ends, self._context_length)
+            if reason is not None:
+                self._delivery.put_end(request, SampledToken(token_id), reason, self.timing(request))
+                self._release(request)
+                return
+            self._delivery.put(request, TokenDelta(request.stream_id, SampledToken(token_id)))
 
     def _release(self, request: DecodeRequest) -> None:
         del self._requests[request.sequence]

@@ -65,6 +65,12 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def is_fast_forwarding(self) -> bool:
+        """Whether only output tokens lack their KV, and more than the last one: its grammar forced them, or it is
+        recomputed."""
+        return self.matcher is not None and self.num_prompt_tokens <= self.num_computed_tokens < len(self.token_ids) - 1
+
+    @property
     def sampling_needs_text(self) -> bool:
         """Whether sampling its next token reads its text, or returns more than a token."""
         sampling = self.sampling

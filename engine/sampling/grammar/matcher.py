@@ -68,16 +68,23 @@ class GrammarMatcher:
             raise InternalError(f"{FIELD}: llguidance allows no token after {num_output_tokens} tokens")
 
     def forced(self, token_ids: Seq[int], num_prompt_tokens: int) -> list[int]:
-        """Returns the tokens that must follow the output tokens; the one that ends the sequence may be among them.
+        """Returns the tokens that must follow the output tokens; the last may be the one that ends the sequence.
 
-        Raises PenstockError like `read`.
+        It reads them too: the caller appends them, up to where the sequence ends. Raises PenstockError like `read`.
         """
         self.read(token_ids, num_prompt_tokens)
-        if self._matcher.is_stopped():
-            return [] if token_ids[-1] in self._eos_token_ids else [min(self._eos_token_ids)]
-        found: list[int] = self._matcher.compute_ff_tokens()
+        if token_ids[-1] in self._eos_token_ids:
+            return []
+        found: list[int] = []
+        while not self._matcher.is_stopped() and (fresh := self._matcher.compute_ff_tokens()):
+            found += fresh
+            self._num_read += len(fresh)
+            if not self._matcher.consume_tokens(fresh):
+                break
         if self._matcher.is_error():
             raise self._failure()
+        if self._matcher.is_stopped():
+            found.append(min(self._eos_token_ids))
         return found
 
     def _failure(self) -> PenstockError:

@@ -22,6 +22,7 @@ from decode_worker.service import DecodeService, add_to_server
 from decode_worker.worker import DecodeWorker
 from engine.parallel.leader import Launch
 from engine.replica import Replica
+from engine.sampling.grammar.queue import GrammarQueue
 from kv_transfer.session.lease import earliest
 from penstock.config import WorkerConfig
 from penstock.types import Epoch, Role, WorkerId
@@ -39,6 +40,7 @@ class DecodeServer:
     _prefill_calls: PrefillClient
     _migration_calls: MigrationClient
     _driver: StepDriver
+    _grammars: GrammarQueue
 
     def __init__(self, config: WorkerConfig, replica: Replica | None = None, launch: Launch | None = None) -> None:
         """Takes what `WorkerShell` takes."""
@@ -71,7 +73,9 @@ class DecodeServer:
 
         self._prefill_calls = PrefillClient(loop, receiver.offer, shell.channels, shell.fences)
         transfers = TransferTable(engine, receiver, self._prefill_calls, self.epoch, config.transfer, loop.post)
-        worker = DecodeWorker(self._worker_id, engine, transfers, config.decode, shell.description.context_length)
+        self._grammars = GrammarQueue(engine.grammars, engine.model.eos_token_ids, loop.post)
+        context_length = shell.description.context_length
+        worker = DecodeWorker(self._worker_id, engine, transfers, config.decode, context_length, self._grammars)
         self.worker = worker
         self._driver = StepDriver(worker, engine, config.worker_id, loop.post)
 
@@ -133,4 +137,5 @@ class DecodeServer:
         await shell.close_channels()
         await shell.stop_loop()
         await asyncio.to_thread(self._driver.stop)
+        self._grammars.close()
         await shell.stop_receiver()

@@ -21,6 +21,8 @@ from decode_worker.request import DecodeRequest, StageTimes, TokenDelta
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.engine import Engine
+from engine.sampling.grammar.fast_forward import forced_tokens
+from engine.sampling.grammar.queue import GrammarQueue
 from engine.step.compute import StepTokens
 from engine.step.finish import finish_reason
 from engine.step.isolation import step_isolated
@@ -29,7 +31,7 @@ from engine.step.row_table import RowTable
 from engine.step.sequence import SampledToken, Sequence
 from kv_transfer.session.transfer_session import Manifest
 from penstock.config import DecodeConfig
-from penstock.errors import Cancelled, Overloaded, PenstockError
+from penstock.errors import Cancelled, InvalidInput, Overloaded, PenstockError
 from penstock.types import TransferKey, WorkerId, WorkerLoad
 from penstock.v1 import common_pb2, worker_pb2
 from worker.sequence_message import check_token_ids
@@ -43,8 +45,15 @@ class DecodeWorker:
     """Owns the requests. Every method runs on the step loop."""
 
     def __init__(
-        self, worker_id: WorkerId, engine: Engine, transfers: TransferTable, config: DecodeConfig, context_length: int
+        self,
+        worker_id: WorkerId,
+        engine: Engine,
+        transfers: TransferTable,
+        config: DecodeConfig,
+        context_length: int,
+        grammars: GrammarQueue | None = None,
     ) -> None:
+        """Without `grammars` requests that have one are refused."""
         self._worker_id = worker_id
         self._engine = engine
         self._config = config
@@ -52,6 +61,7 @@ class DecodeWorker:
         rows = RowTable(engine.layout.page_size, EndConditions(engine.model.eos_token_ids, context_length))
         self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows)
         self._transfers = transfers
+        self._grammars = grammars
         self._requests: dict[Sequence, DecodeRequest] = {}
         self._delivery = TokenDelivery()
         self._pace = Pace()
@@ -72,7 +82,14 @@ class DecodeWorker:
         except PenstockError as error:
             self._delivery.put(request, TokenDelta(request.stream_id, error=error))
             return
-        self._prefills.place(request)
+        self._when_grammar_ready(request, lambda: self._place(request))
+
+    def _place(self, request: DecodeRequest) -> None:
+        """Places a request; one that continues an output may go on with tokens that its grammar forces."""
+        if request.sequence.matcher is not None:
+            self._fast_forward(request)
+        if request.sequence in self._requests:
+            self._prefills.place(request)
 
     def accept(self, request: DecodeRequest) -> None:
         """Takes ownership of a request without placing it. Raises InvalidInput or Overloaded."""
@@ -80,9 +97,38 @@ class DecodeWorker:
         self._requests[request.sequence] = request
         self._delivery.add(request)
         self.scheduler.track(request.sequence)
+        if self._grammars is not None and request.sequence.sampling.grammar is not None:
+            self._grammars.when_ready(request.sequence, lambda error: None)  # compiles while its pages are on the way
+
+    def _when_grammar_ready(self, request: DecodeRequest, then: Callable[[], None]) -> None:
+        """Calls `then` once the request's grammar is compiled, unless the request has ended meanwhile. Ends a request
+        whose grammar cannot be obeyed."""
+
+        def go_on(error: PenstockError | None) -> None:
+            if request.sequence not in self._requests:
+                return
+            if error is None:
+                then()
+            else:
+                self._refuse(self._requests[request.sequence], error)
+
+        if self._grammars is None:
+            go_on(None)
+        else:
+            self._grammars.when_ready(request.sequence, go_on)
+
+    def _refuse(self, request: DecodeRequest, error: PenstockError) -> None:
+        """Ends a request that cannot run here; one that migrates stays at its source."""
+        if request.migration is None:
+            self.cancel(request, error)
+        else:
+            request.migration.refuse(error)
+            self._release(request)
 
     def _check(self, sequence: Sequence) -> None:
         check_token_ids(sequence.token_ids, 1, self._context_length, self._engine.model.vocab_size)
+        if sequence.sampling.grammar is not None and self._grammars is None:
+            raise InvalidInput("sampling.grammar", "is not supported by this worker; leave it out")
         if len(self._requests) >= self._config.max_batch_sequences + self._config.max_waiting:
             raise Overloaded(f"this worker holds {len(self._requests)} requests, its limit; try again", _RETRY_AFTER_S)
 
@@ -160,6 +206,10 @@ class DecodeWorker:
         if isinstance(outcome, FailedTransfer):
             self._fall_back(outcome.key, outcome.request, outcome.error)
             return
+        landed = outcome
+        self._when_grammar_ready(landed.request, lambda: self._join(landed))
+
+    def _join(self, outcome: LandedTransfer) -> None:
         request = outcome.request
         request.pages_moved += outcome.num_pages
         self.scheduler.join(request.sequence, outcome.num_tokens)
@@ -194,8 +244,7 @@ class DecodeWorker:
         if request is None:
             return
         if request.migration is not None:
-            request.migration.refuse(error or Cancelled("its source gave the migration up"))
-            self._release(request)
+            self._refuse(request, error or Cancelled("its source gave the migration up"))
             return
         self._prefills.on_failed(request, key, error)
 
@@ -302,9 +351,29 @@ class DecodeWorker:
         reason = finish_reason(request.sequence, self._engine.model.eos_token_ids, self._context_length)
         if reason is None:
             self._delivery.put(request, TokenDelta(request.stream_id, token))
+            if request.sequence.matcher is not None:
+                self._fast_forward(request)
             return
         self._delivery.put_end(request, token, reason, self.timing(request))
         self._release(request)
+
+    def _fast_forward(self, request: DecodeRequest) -> None:
+        """Delivers the tokens that the request's grammar forces after its last one; their KV is computed in the next
+        step, as one chunk."""
+        sequence, ends = request.sequence, self._engine.model.eos_token_ids
+        try:
+            forced = forced_tokens(sequence)
+        except PenstockError as error:
+            self.cancel(request, error)
+            return
+        for token_id in forced:
+            self.scheduler.extend(sequence, [token_id])
+            reason = finish_reason(sequence, ends, self._context_length)
+            if reason is not None:
+                self._delivery.put_end(request, SampledToken(token_id), reason, self.timing(request))
+                self._release(request)
+                return
+            self._delivery.put(request, TokenDelta(request.stream_id, SampledToken(token_id)))
 
     def _release(self, request: DecodeRequest) -> None:
         del self._requests[request.sequence]

@@ -7,11 +7,11 @@ is the caller's decision (through `pool` and `prefix_cache`), and a step changes
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -30,6 +30,7 @@ from engine.parallel.leader import Launch, RankLeader
 from engine.parallel.model_part import ModelPart
 from engine.parallel.shard import Shard
 from engine.parallel.step_codec import BroadcastStep
+from engine.sampling.grammar.masks import MaskThread
 from engine.sampling.sampler import sample, warm_up_sampling
 from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
 from engine.step.compute import PreparedStep, SampledTokens, compute, compute_discarded, prepare_step
@@ -37,6 +38,7 @@ from engine.step.sequence import SampledToken, ScheduledSequence, StepOutput
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.kv.events import KvEventLog
+from penstock.text.grammars import GrammarCompiler
 from penstock.types import PageId
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ class Engine:
         # Whether decode steps are given to the device before the steps ahead of them are over.
         self.runs_ahead = kv_pages.is_cuda if part.config.run_ahead is None else part.config.run_ahead
         self.max_context = select_context(part.config, part.model)  # tokens that a sequence may have
+        self.grammars = GrammarCompiler(part.config.model, part.model.vocab_size, part.model.eos_token_ids)
+        self._masks = MaskThread(part.model.vocab_size)
         self._graphs = part.make_graphs(self.runner, self.pool.num_pages)
         self._group = part.group
 
@@ -134,7 +138,8 @@ class Engine:
             self.ranks.when_lost(on_lost)
 
     def close(self) -> None:
-        """Ends the other ranks, if there are any."""
+        """Ends the threads of masks, and the other ranks if there are any."""
+        self._masks.close()
         if self.ranks is not None:
             self.ranks.close()
 
@@ -155,11 +160,13 @@ class Engine:
         if not work:
             return StepOutput(())
         host = build_host_batch(work, self.layout.page_size)
+        places = host.sampled_places.tolist()
+        masks = self._masks.start([work[place].sequence for place in places])
         logits_RV = self._forward(host, on_layer)
         tokens: list[SampledToken | None] = [None] * len(work)
-        places = host.sampled_places.tolist()
         if places:
-            sampled = sample(logits_RV, [work[place] for place in places], self.model.eos_token_ids)
+            rows, ends = [work[place] for place in places], self.model.eos_token_ids
+            sampled = sample(logits_RV, rows, ends, masks.wait() if masks else None)
             for place, token in zip(places, sampled, strict=True):
                 tokens[place] = token
         return StepOutput(tuple(tokens))
@@ -190,7 +197,8 @@ class Engine:
         `previous` is the step whose tokens this one awaits.
         """
         with self._explaining_failures():
-            return compute(step, self._replay, self._group, self.kv_pages.device, self.model.eos_token_ids, previous)
+            device, ends = self.kv_pages.device, self.model.eos_token_ids
+            return compute(step, self._replay, self._group, device, ends, previous, self._masks)
 
     def launch(self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None = None) -> SampledTokens:
         """Computes a step like `step`, but on a GPU returns before it is done, unless sampling needs a text."""
@@ -199,7 +207,8 @@ class Engine:
             self.ranks.announce(BroadcastStep(step.host))
         device, ends = self.kv_pages.device, self.model.eos_token_ids
         with self._explaining_failures():
-            return compute(step, lambda batch: self.runner.forward(batch, on_layer), self._group, device, ends)
+            forward = partial(self.runner.forward, on_layer=on_layer)
+            return compute(step, forward, self._group, device, ends, masks=self._masks)
 
     def compute_discarded(self, step: PreparedStep) -> None:
         """Computes a step that awaits a failed one and that other ranks compute too; does nothing without them."""
@@ -247,8 +256,8 @@ class Engine:
 
 def _make_eraser(kv_pages: torch.Tensor, ranks: RankLeader | None) -> Callable[[Sequence[PageId]], None]:
     if ranks is None:
-        return functools.partial(zero_pages, kv_pages)
-    return functools.partial(zero_on_all_ranks, kv_pages, ranks)
+        return partial(zero_pages, kv_pages)
+    return partial(zero_on_all_ranks, kv_pages, ranks)
 
 
 def _make_tiers(

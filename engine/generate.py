@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.engine import Engine
+from engine.sampling.grammar.fast_forward import forced_tokens
+from engine.sampling.grammar.matcher import GrammarMatcher
 from engine.step.finish import finish_reason
 from engine.step.sequence import ScheduledSequence
 from engine.step.sequence import Sequence as Generation
@@ -28,6 +30,8 @@ def generate(
     `chunk_tokens` bounds what one step computes; None computes the prompt whole.
     """
     generation = Generation(RequestId("generate"), list(token_ids), len(token_ids), sampling, salt)
+    if sampling.grammar is not None:
+        generation.matcher = GrammarMatcher(engine.grammars.compile(sampling.grammar), engine.model.eos_token_ids)
     page_size = engine.layout.page_size
     if use_prefix_cache:  # the last token is always computed: its logits are what the first new token is sampled from
         hashes = generation.hash_full_pages(page_size)[: (len(token_ids) - 1) // page_size]
@@ -38,6 +42,7 @@ def generate(
             _promote(engine, generation, hashes)
         while finish_reason(generation, engine.model.eos_token_ids, engine.model.context_length) is None:
             _step(engine, generation, chunk_tokens)
+            _fast_forward(engine, generation)
             if use_prefix_cache:
                 num_full = generation.num_computed_tokens // page_size
                 hashes = generation.hash_full_pages(page_size)[:num_full]
@@ -45,6 +50,16 @@ def generate(
     finally:
         engine.pool.release(generation.pages)
     return generation.token_ids[len(token_ids) :]
+
+
+def _fast_forward(engine: Engine, generation: Generation) -> None:
+    """Appends the tokens that the grammar forces after a token that was sampled, as far as the output may go on."""
+    model = engine.model
+    if generation.num_uncomputed_tokens == 1:
+        for token_id in forced_tokens(generation):
+            if finish_reason(generation, model.eos_token_ids, model.context_length) is not None:
+                return
+            generation.token_ids.append(token_id)
 
 
 def _promote(engine: Engine, generation: Generation, hashes: Sequence[PageHash]) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 
 from engine.parallel.leader import Launch
 from engine.replica import Replica
+from engine.sampling.grammar.queue import GrammarQueue
 from penstock.config import WorkerConfig
 from penstock.types import Epoch, Role
 from penstock.v1.worker_pb2_grpc import add_PrefillWorkerServicer_to_server
@@ -43,7 +44,9 @@ class PrefillServer:
         await shell.open_transfers()
         shell.description.transports.extend(shell.sender.transports)
         shell.description.chunk_tokens = config.prefill.max_batch_tokens or engine.saturating_tokens
-        worker = self.worker = PrefillWorker(engine, shell.sender, config, shell.description.context_length)
+        self._grammars = GrammarQueue(engine.grammars, engine.model.eos_token_ids, shell.loop.post)
+        context_length = shell.description.context_length
+        worker = self.worker = PrefillWorker(engine, shell.sender, config, context_length, grammars=self._grammars)
         service = PrefillService(worker, shell.loop)
         core = RoleCore(
             step=worker.step,
@@ -70,4 +73,5 @@ class PrefillServer:
         await shell.close_port()
         await shell.close_channels()
         await shell.stop_loop()
+        self._grammars.close()
         await shell.stop_receiver()

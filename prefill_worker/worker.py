@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine.engine import Engine
+from engine.sampling.grammar.queue import GrammarQueue
 from engine.step.compute import SampledTokens
 from engine.step.isolation import step_isolated
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
@@ -61,9 +62,12 @@ class PrefillWorker:
         config: WorkerConfig,
         context_length: int,
         clock: Callable[[], float] = time.monotonic,
+        grammars: GrammarQueue | None = None,
     ) -> None:
-        """`context_length` is what both the model and the pool hold, in tokens."""
+        """`context_length` is what both the model and the pool hold, in tokens. Without `grammars` jobs that have one
+        are refused."""
         self._engine = engine
+        self._grammars = grammars
         self._context_length = context_length
         self._sender = sender
         self._checksums = config.transfer.checksums
@@ -94,6 +98,8 @@ class PrefillWorker:
         """Queues a prefill. A job that cannot be queued ends with a `Closed` that holds the error."""
         try:
             check_token_ids(job.sequence.token_ids, 0, self._context_length, self._engine.model.vocab_size)
+            if job.sequence.sampling.grammar is not None and self._grammars is None:
+                raise InvalidInput("sampling.grammar", "is not supported by this worker; leave it out")
             job.plan = self._sender.open(job.key, offer, job.sequence.lane)
         except PenstockError as error:
             job.emit(Closed(error))
@@ -101,7 +107,19 @@ class PrefillWorker:
         job.lease = Lease(self._lease_s, self._clock())
         self._jobs[job.key] = job
         self._by_sequence[job.sequence] = job
-        self.scheduler.add(job.sequence)
+        if self._grammars is None:
+            self.scheduler.add(job.sequence)
+        else:
+            self._grammars.when_ready(job.sequence, partial(self._queue, job))
+
+    def _queue(self, job: PrefillJob, error: PenstockError | None) -> None:
+        """Queues a job whose grammar is compiled, unless it has ended meanwhile; cancels one whose grammar is not."""
+        if job.key not in self._jobs or job.error is not None:
+            return
+        if error is None:
+            self.scheduler.add(job.sequence)
+        else:
+            self.cancel(job.key, error)
 
     def set_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None:
         job = self._jobs.get(key)

@@ -235,7 +235,7 @@ class RouterServer:
         self._metrics.loop_lag.stop()
         self.context.gate.close()
         await self.fleet.stop()
-        for threads in (self._tokenizer, self._parsing):
+        for threads in (self._tokenizer, self._parsing, self.preparer):
             threads.close()
 
     async def _follow_health(self) -> None:

@@ -156,7 +156,10 @@ class IncomingMigrations:
             self._worker.on_lost(key, error)
             return
         request.paused_since_s = now_s - paused_s
-        self._transfers.set_num_tokens(key, len(request.sequence.token_ids) - 1)
+        num_tokens = len(request.sequence.token_ids) - 1
+        if request.sequence.sampling.grammar is not None:  # tokens that a grammar forced may have no KV yet
+            num_tokens = min(num_tokens, manifest.num_tokens)
+        self._transfers.set_num_tokens(key, num_tokens)
         self._worker.on_manifest(key, manifest)
 
     def on_heartbeat(self, key: TransferKey) -> None:

@@ -59,11 +59,12 @@ class RunQueues:
         return self._entries[sequence]
 
     def is_running(self, sequence: Sequence) -> bool:
-        """Returns whether it gets a token in every step: it runs, and all but its last token have their KV here."""
+        """Returns whether it gets a token in every step: it runs, and all but its last token have their KV here, or
+        all but those that its grammar has forced."""
         if sequence in self._rows:
             return True
         entry = self._entries.get(sequence)
-        return entry in self.rowless and sequence.num_uncomputed_tokens == 1
+        return entry in self.rowless and (sequence.num_uncomputed_tokens == 1 or sequence.is_fast_forwarding)
 
     def by_rank(self, sequences: Iterable[Sequence]) -> list[TrackedSequence]:
         return sorted((self._entries[sequence] for sequence in sequences), key=_rank)

@@ -238,7 +238,8 @@ class DecodeScheduler:
 
     def _schedule_chunks(self, budget: int) -> list[ScheduledSequence]:
         chunks: list[ScheduledSequence] = []
-        for entry in self._queues.rowless.copy():
+        # Sequences that stream already and were given tokens by their grammars go before prompts.
+        for entry in sorted(self._queues.rowless, key=lambda entry: not entry.sequence.is_fast_forwarding):
             num_tokens = min(budget, entry.sequence.num_uncomputed_tokens)
             if num_tokens <= 0:
                 break

@@ -5,7 +5,7 @@ that asks for nothing costs nothing. Edits are gathered on the host as (row, tok
 operation per kind, so the cost does not grow with the vocabulary. Ids outside the vocabulary are skipped, since they
 cannot be sampled.
 
-Order: logit bias, repetition penalty, presence and frequency penalties, bans.
+Order: logit bias, repetition penalty, presence and frequency penalties, bans, the masks of grammars.
 Shapes: `R` rows, `V` vocabulary.
 """
 
@@ -18,16 +18,27 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.sampling.grammar.masks import TokenMasks, apply_masks
 from engine.step.sequence import Sequence
 
 
 def is_edited(sequence: Sequence) -> bool:
     sampling = sequence.sampling
-    return bool(sampling.has_penalties or sampling.logit_bias or sequence.num_output_tokens < sampling.min_tokens)
+    return bool(
+        sampling.has_penalties
+        or sampling.logit_bias
+        or sampling.grammar is not None
+        or sequence.num_output_tokens < sampling.min_tokens
+    )
 
 
-def edit_logits(logits_RV: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: Collection[int]) -> None:
-    """Applies to row i, in place, what `sequences[i]` asks for. `logits_RV` is fp32.
+def edit_logits(
+    logits_RV: torch.Tensor,
+    sequences: SequenceOf[Sequence],
+    eos_token_ids: Collection[int],
+    masks: TokenMasks | None = None,
+) -> None:
+    """Applies to row i, in place, what `sequences[i]` asks for. `logits_RV` is fp32. `masks` are those of its grammars.
 
     Repetition penalty over prompt and output, dividing positive and multiplying negative logits (Keskar et al. 2019,
     "CTRL", as transformers has it); presence and frequency penalties over the output alone (OpenAI's definition).
@@ -46,13 +57,15 @@ def edit_logits(logits_RV: torch.Tensor, sequences: SequenceOf[Sequence], eos_to
             counts = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
             presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
             additive.add(row, counts, [-presence - frequency * count for count in counts.values()])
-        if sequence.num_output_tokens < sampling.min_tokens:
+        if sequence.num_output_tokens < sampling.min_tokens and sampling.grammar is None:  # else its mask bans them
             ending = _ending(sequence, vocab_size, eos_token_ids)
             banned.add(row, ending, [float("-inf")] * len(ending))
     bias.add_to(logits_RV)
     repetition.penalize(logits_RV)
     additive.add_to(logits_RV)
     banned.add_to(logits_RV)
+    if masks is not None:
+        apply_masks(logits_RV, sequences, masks)
 
 
 def _ending(sequence: Sequence, vocab_size: int, eos_token_ids: Collection[int]) -> set[int]:

@@ -4,8 +4,8 @@ The last stage of a step: logits in, tokens out. It owns no state and changes ne
 takes one uniform number named by (seed, position) and walks the distribution in vocabulary order, so a token depends on
 nothing but its own row: not on the batch, its order or its padding, and not on which worker runs it.
 
-Order of operations (as in vLLM and transformers): logit bias, penalties and bans (`engine.sampling.logit_edits`), then
-temperature, then min-p, top-k and top-p, each on what the previous one left (`engine.sampling.distribution`).
+Order of operations (as in vLLM and transformers): logit bias, penalties, bans and grammars
+(`engine.sampling.logit_edits`), then temperature, then min-p, top-k and top-p, each on what the previous one left (`engine.sampling.distribution`).
 Log-probabilities are those of the unedited distribution.
 
 Rows are grouped by what they ask for. On a CPU a greedy row costs one argmax, even beside rows that ask for more. On a
@@ -24,11 +24,12 @@ import numpy as np
 import torch
 
 from engine.sampling.distribution import pad_scores, sample_scores, select_rows
+from engine.sampling.grammar.masks import TokenMasks
 from engine.sampling.logit_edits import edit_logits, is_edited
 from engine.sampling.row_params import SamplingRows, SamplingTensors
 from engine.step.plan import sampling_records
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
-from penstock.errors import InternalError
+from penstock.errors import InternalError, InvalidInput, PenstockError
 from penstock.types import SamplingParams, TokenLogprob
 
 # Logits and parameters to (token ids, total weights); see `engine.kernels.triton.sample`.
@@ -85,34 +86,67 @@ def _is_finite(totals_R: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def sample(
-    logits_BV: torch.Tensor, rows: SequenceOf[ScheduledSequence], eos_token_ids: Collection[int]
+    logits_BV: torch.Tensor,
+    rows: SequenceOf[ScheduledSequence],
+    eos_token_ids: Collection[int],
+    masks: TokenMasks | None = None,
 ) -> list[SampledToken]:
-    """Returns one token per row; row i of `logits_BV` belongs to `rows[i].sequence`. Blocks until they are known.
+    """Returns one token per row like `sample_each`. Raises the error of the first row that has one."""
+    tokens, failed = sample_each(logits_BV, rows, eos_token_ids, masks)
+    for error in failed.values():
+        raise error
+    return tokens
 
-    `logits_BV` is fp32, bf16 or fp16, on any device; arithmetic is in fp32. Raises InternalError for a row whose
-    distribution is not finite, unless it is greedy.
+
+@torch.inference_mode()
+def sample_each(
+    logits_BV: torch.Tensor,
+    rows: SequenceOf[ScheduledSequence],
+    eos_token_ids: Collection[int],
+    masks: TokenMasks | None = None,
+) -> tuple[list[SampledToken], dict[int, PenstockError]]:
+    """Returns one token per row, and the errors of rows whose token means nothing. Blocks until they are known.
+
+    Row i of `logits_BV` belongs to `rows[i].sequence`; `logits_BV` is fp32, bf16 or fp16, on any device; arithmetic is
+    in fp32. `masks` hold every row with a grammar. A row fails if its distribution is not finite, unless it is greedy,
+    or if its grammar allows nothing that the other parameters leave.
     """
     if logits_BV.shape[0] != len(rows):
         raise InternalError(f"sample: {logits_BV.shape[0]} rows of logits for {len(rows)} sequences")
     sequences = [row.sequence for row in rows]
     edited = [index for index, sequence in enumerate(sequences) if is_edited(sequence)]
     plain = [index for index, sequence in enumerate(sequences) if not is_edited(sequence)]
-    token_ids, is_valid = [0] * len(rows), [True] * len(rows)
+    token_ids, failed = [0] * len(rows), dict[int, PenstockError]()
     for group in (plain, edited):
         if not group:
             continue
         group_RV, members = select_rows(logits_BV, group), [sequences[index] for index in group]
         if group is edited:
             group_RV = group_RV.to(torch.float32, copy=True)
-            edit_logits(group_RV, members, eos_token_ids)
+            edit_logits(group_RV, members, eos_token_ids, masks)
         sampled_R, valid_R = sample_rows(group_RV, SamplingRows.of(members))
         found = torch.stack((sampled_R, valid_R.long())).tolist()  # one copy to the host
         for index, token_id, valid in zip(group, *found, strict=True):
-            token_ids[index], is_valid[index] = token_id, bool(valid)
-    if not all(is_valid):
-        raise no_distribution(sequences[is_valid.index(False)])
+            token_ids[index] = token_id
+            error = _error_of(sequences[index], token_id, bool(valid), masks)
+            if error is not None:
+                failed[index] = error
     logprobs = _logprobs(logits_BV, sequences, token_ids)
-    return [SampledToken(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)]
+    return [SampledToken(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)], failed
+
+
+def _error_of(sequence: Sequence, token_id: int, is_valid: bool, masks: TokenMasks | None) -> PenstockError | None:
+    """Returns why the sampled token means nothing, or None."""
+    if sequence.sampling.grammar is not None:
+        if masks is None:
+            return InternalError(f"request {sequence.request_id}: its grammar's mask was not computed")
+        if sequence in masks.failed:
+            return masks.failed[sequence]
+        if not masks.allows(sequence, token_id):  # every token is at minus infinity, and an argmax takes the first
+            return InvalidInput(
+                "sampling", "leaves no token that its grammar allows; relax the bans beside the grammar"
+            )
+    return None if is_valid else no_distribution(sequence)
 
 
 def _kernel_for(logits_RV: torch.Tensor) -> SampleKernel | None:

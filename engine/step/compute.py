@@ -18,12 +18,13 @@ import torch
 
 from engine.kernels.upload import upload
 from engine.parallel.collectives import ParallelGroup
+from engine.sampling.grammar.masks import MaskThread
 from engine.sampling.row_params import SamplingRows
-from engine.sampling.sampler import no_distribution, sample, sample_rows
+from engine.sampling.sampler import no_distribution, sample_each, sample_rows
 from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
 from engine.step.plan import StepPlan
 from engine.step.sequence import ScheduledSequence, Sequence
-from penstock.errors import InternalError
+from penstock.errors import PenstockError
 from penstock.types import TokenLogprob
 
 Forward = Callable[[Batch], torch.Tensor]  # a batch to the logits of its sampled rows
@@ -36,7 +37,7 @@ class StepTokens:
     rows: np.ndarray  # int64, a token for each row of the plan
     chunks: list[int | None]  # for each chunk; None if it does not reach the end of its text
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)  # by place in the plan
-    failed: list[tuple[Sequence, InternalError]] = field(default_factory=list)  # their tokens mean nothing
+    failed: list[tuple[Sequence, PenstockError]] = field(default_factory=list)  # their tokens mean nothing
 
     @classmethod
     def from_list(
@@ -161,11 +162,15 @@ def compute(
     device: torch.device,
     eos_token_ids: Collection[int],
     previous: SampledTokens | None = None,
+    masks: MaskThread | None = None,
 ) -> SampledTokens:
     """Computes a step and samples its tokens; on a GPU it returns before the device is done.
 
-    `previous` is the step before, required if this step awaits tokens of it.
+    `previous` is the step before, required if this step awaits tokens of it. `masks` are required if a grammar rules a
+    token.
     """
+    rows = [] if step.sampling is not None else [step.work[place] for place in step.host.sampled_places]
+    pending = masks.start([row.sequence for row in rows]) if masks is not None else None
     awaited = None
     if step.awaited_places is not None:
         assert previous is not None
@@ -179,12 +184,14 @@ def compute(
         return DeviceTokens(step, *sample_rows(logits_RV, step.sampling))
     token_ids: list[int | None] = [None] * len(step.work)
     logprobs: dict[int, TokenLogprob] = {}
-    sampled = sample(logits_RV, [step.work[place] for place in places], eos_token_ids)
+    sampled, errors = sample_each(logits_RV, rows, eos_token_ids, pending.wait() if pending else None)
     for place, token in zip(places.tolist(), sampled, strict=True):
         token_ids[place] = token.token_id
         if token.logprob is not None:
             logprobs[place] = token.logprob
-    return HostTokens(StepTokens.from_list(token_ids, step.num_rows, logprobs), device)
+    tokens = StepTokens.from_list(token_ids, step.num_rows, logprobs)
+    tokens.failed.extend((rows[index].sequence, error) for index, error in errors.items())
+    return HostTokens(tokens, device)
 
 
 def compute_discarded(step: PreparedStep, forward: Forward, group: ParallelGroup, device: torch.device) -> None:

@@ -16,14 +16,18 @@ def finish_reason(sequence: Sequence, eos_token_ids: Collection[int], context_le
     """Returns why the sequence ends with its last token, or None while it goes on.
 
     None of the first `min_tokens` output tokens counts as a stop. A stop token that is also the last one that fits
-    counts as a stop.
+    counts as a stop. With a grammar, every end-of-sequence token does: one that is to be ignored, or comes too early,
+    is sampled only where the grammar allows nothing else.
     """
     sampling = sequence.sampling
     num_output_tokens = sequence.num_output_tokens
     if num_output_tokens <= 0:
         return None
     last = sequence.token_ids[-1]
-    stops = last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos)
+    is_eos = last in eos_token_ids
+    if is_eos and sampling.grammar is not None:
+        return FinishReason.STOP
+    stops = last in sampling.stop_token_ids or (is_eos and not sampling.ignore_eos)
     if stops and num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
     if num_output_tokens >= sampling.max_tokens or len(sequence.token_ids) >= context_length:

@@ -28,7 +28,7 @@ ROW_PARAMS = np.dtype(
         ("end", np.int64),  # length at which the sequence ends in any case, in tokens
         ("needs_text_below", np.int64),  # below this length, sampling needs more than these columns
         ("eos_ends", np.bool_),
-        ("has_stops", np.bool_),  # the request has stop token ids of its own
+        ("has_stops", np.bool_),  # any of its tokens may end it, or have others follow at once
         # Read by `engine.sampling`.
         ("is_greedy", np.bool_),
         ("temperature", np.float64),
@@ -56,7 +56,8 @@ def sampling_records(samplings: Iterable[SamplingParams]) -> np.ndarray:
 def row_params(sequence: Sequence, ends: EndConditions) -> tuple[object, ...]:
     """Returns the fields of `ROW_PARAMS` in order; writing a whole record costs as much as writing a single field."""
     sampling, needs_text_below = sequence.sampling, 0
-    if sampling.has_penalties or sampling.logit_bias or sampling.logprobs is not None:
+    has_grammar = sampling.grammar is not None
+    if sampling.has_penalties or sampling.logit_bias or sampling.logprobs is not None or has_grammar:
         needs_text_below = int(_NEVER)
     elif sampling.min_tokens:
         needs_text_below = sequence.num_prompt_tokens + sampling.min_tokens
@@ -64,7 +65,7 @@ def row_params(sequence: Sequence, ends: EndConditions) -> tuple[object, ...]:
         min(sequence.num_prompt_tokens + sampling.max_tokens, ends.context_length),
         needs_text_below,
         not sampling.ignore_eos,
-        bool(sampling.stop_token_ids),
+        bool(sampling.stop_token_ids) or has_grammar,
         *_sampling_fields(sampling),
     )
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock.kv.page_hash import hash_next_pages, hash_pages
 from penstock.types import Lane, PageHash, PageId, RequestId, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from engine.sampling.grammar.matcher import GrammarMatcher
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +34,7 @@ class Sequence:
     page_hashes: list[PageHash] = field(default_factory=list)  # of leading full pages, grown by `hash_full_pages`
     lane: Lane = Lane.STANDARD  # its priority class, for schedulers and links
     is_decoding: bool = False  # all tokens but the last have their KV; no count is kept while this holds
+    matcher: GrammarMatcher | None = None  # of `sampling.grammar`; set before the sequence is scheduled
     _num_prefilled: int = 0  # leading tokens with KV, unless `is_decoding`
 
     @property
@@ -60,6 +65,12 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def is_fast_forwarding(self) -> bool:
+        """Whether only output tokens lack their KV, and more than the last one: its grammar forced them, or it is
+        recomputed."""
+        return self.matcher is not None and self.num_prompt_tokens <= self.num_computed_tokens < len(self.token_ids) - 1
+
+    @property
     def sampling_needs_text(self) -> bool:
         """Whether sampling its next token reads its text, or returns more than a token."""
         sampling = self.sampling
@@ -67,6 +78,7 @@ class Sequence:
             sampling.has_penalties
             or sampling.logit_bias
             or sampling.logprobs is not None
+            or sampling.grammar is not None
             or self.num_output_tokens < sampling.min_tokens
         )
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from penstock.errors import InvalidInput
-from penstock.types import FinishReason, Lane, SamplingOptions
+from penstock.types import FinishReason, Grammar, Lane, SamplingOptions
 from penstock.v1 import common_pb2, inference_pb2
-from penstock.wire import finish_reason_from_wire, lane_from_name, lane_to_wire
+from penstock.wire import finish_reason_from_wire, grammar_to_wire, lane_from_name, lane_to_wire
 
 ChatMessage = Mapping[str, str]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -243,9 +243,11 @@ def _sampling_to_wire(options: Mapping[str, object]) -> common_pb2.SamplingParam
             raise InvalidInput(name, f"is no sampling option; use one of {', '.join(sorted(known))}")
         if value is None:
             continue
-        stops = [value] if name == "stop" and isinstance(value, str) else value
+        given = [value] if name == "stop" and isinstance(value, str) else value
+        if isinstance(given, Grammar):
+            given = grammar_to_wire(given)
         try:
-            wire.MergeFrom(common_pb2.SamplingParams(**{name: stops}))  # type: ignore[arg-type]
+            wire.MergeFrom(common_pb2.SamplingParams(**{name: given}))  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise InvalidInput(name, f"= {value!r}: {error}") from error
     return wire

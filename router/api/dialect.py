@@ -73,6 +73,11 @@ class CallBody(Protocol):
         """How outputs are parsed. Raises InvalidInput."""
         ...
 
+    @property
+    def grammar_field(self) -> str:
+        """The field that says what the output must match, as errors name it."""
+        ...
+
     def requests(self, request_id: str) -> list[inference_pb2.GenerateRequest]:
         """Returns a request for each prompt. Raises InvalidInput."""
         ...

@@ -18,6 +18,7 @@ from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overl
 from penstock.rpc.hints import NO_HINTS, Hints
 from penstock.types import Lane, RequestId
 from penstock.v1 import common_pb2, inference_pb2
+from penstock.wire import grammar_from_wire
 from router.api import sampling_fields
 from router.api.conversations import read_conversation
 from router.api.dialect import OutputFormat
@@ -28,6 +29,7 @@ from router.dispatch.context import DispatchContext
 from router.fleet.worker_groups import WorkerGroup
 from router.parsers.choice import choose_parsers
 from router.prepared_request import PreparedRequest
+from router.text.grammar_check import GrammarCheck
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
 
@@ -56,6 +58,7 @@ class RequestPreparer:
         self._config = context.config
         self._fleet = context.fleet
         self._rng = random.Random()
+        self._grammars = GrammarCheck(self._config.model, card.vocab_size, self.limits.text_queue_characters)
 
     @property
     def ready(self) -> bool:
@@ -71,6 +74,10 @@ class RequestPreparer:
     def parsing(self, form: OutputFormat) -> OutputParsing:
         """Returns how the outputs of a call are parsed. Raises InvalidInput for tools that the model cannot call."""
         return OutputParsing(form, self._parsers, self.tokenizer.spelling, self.tokenizer.special_tokens)
+
+    def close(self) -> None:
+        """Ends the threads that compile grammars."""
+        self._grammars.close()
 
     async def prepare(
         self,
@@ -114,6 +121,9 @@ class RequestPreparer:
             )
             if complete is not None:
                 complete(params, token_ids)
+            if params.HasField("grammar"):
+                async with self.until(deadline_s):
+                    await self._grammars.check(grammar_from_wire(params.grammar), tenant.name)
             sampling = sampling_fields.resolve(
                 params,
                 num_prompt_tokens=len(token_ids),

@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from penstock.errors import InvalidInput
 from penstock.rpc.hints import read_hints
+from penstock.text.grammars import FIELD as GRAMMAR_FIELD
 from penstock.v1 import inference_pb2
 from router.api.dialect import BodyT, CallResponse, CallTotals, Dialect
 from router.api.http.bodies import BodyReader
@@ -91,10 +93,15 @@ class GenerationCalls:
         check_completions(wanted, preparer.limits)
         for wire in wanted:
             wire.lane = lane
-            request = await preparer.prepare(
+            preparing = preparer.prepare(
                 wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s, parsing.complete_sampling
             )
-            requests.append(request)
+            try:
+                requests.append(await preparing)
+            except InvalidInput as error:
+                if error.field != GRAMMAR_FIELD:
+                    raise
+                raise InvalidInput(body.grammar_field, error.problem) from error
         response.begin(requests)
         totals = CallTotals(sum(len(request.token_ids) for request in requests))
         parsed = ParsedOutputs(parsing, [request.token_ids for request in requests], requests[0].sampling.n)

@@ -16,12 +16,13 @@ from penstock.config.security import LimitsConfig
 from penstock.errors import InvalidInput
 from penstock.types import Lane
 from penstock.v1 import common_pb2, inference_pb2
-from penstock.wire import lane_from_name, lane_to_wire
+from penstock.wire import grammar_to_wire, lane_from_name, lane_to_wire
 from router.api.dialect import PLAIN_TEXT, OutputFormat
 from router.api.limits import check_count
 from router.api.openai.chat_prompt import FIRST_ERROR, PARTS, TEXT, ChatPrompt, read_tool_choice
 from router.api.openai.fields import check_fields
 from router.api.openai.json_bodies import read_json, shown
+from router.api.openai.structured import StructuredFields
 from router.api.sampling_fields import MAX_STOP_STRINGS
 
 LANE = "x-penstock-lane"
@@ -97,7 +98,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False  # vLLM's: every chunk has the usage so far
 
 
-class _CommonFields(BaseModel):
+class _CommonFields(StructuredFields):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
@@ -172,6 +173,9 @@ class _CommonFields(BaseModel):
             if value is not None and name in _NORMALIZED:
                 value = _NORMALIZED[name](value)
             _set(wire, name, value)
+        grammar = self.grammar()
+        if grammar is not None:
+            wire.grammar.CopyFrom(grammar_to_wire(grammar))
         return wire
 
 

@@ -209,15 +209,15 @@ class OutputParser:
 
     def _outside(self, char: str) -> None:
         """Takes a character of text or reasoning: part of a mark, or not."""
-        held = self._held + char
+        held, self._held = self._held + char, ""
         marks = self._marks[self._section]
-        while held:
-            if held in marks.whole:
-                self._held = ""
-                self._mark(held)
+        while held and held not in marks.beginnings:
+            mark = next((held[:size] for size in range(len(held), 0, -1) if held[:size] in marks.whole), None)
+            if mark is not None:
+                self._mark(mark)
+                for each in held[len(mark) :]:
+                    self._step(each)
                 return
-            if held in marks.beginnings:
-                break
             self._plain(held[0])
             held = held[1:]
         self._held = held
@@ -345,7 +345,7 @@ class MarkSet:
     """The marks that count in a section."""
 
     whole: frozenset[str]
-    beginnings: frozenset[str]  # of the marks, without the whole ones
+    beginnings: frozenset[str]  # of the marks, without their ends
     plain: re.Pattern[str]  # text without line ends in which no mark begins
 
 
@@ -360,7 +360,6 @@ def _ends(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> frozen
 @lru_cache(maxsize=256)
 def _mark_set(marks: frozenset[str]) -> MarkSet:
     beginnings = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
-    assert not marks & beginnings, "a mark begins as another one"
     first = "".join(sorted({re.escape(mark[0]) for mark in marks}))
     return MarkSet(marks, beginnings, re.compile(rf"[^\n{first}]+"))
 

@@ -23,6 +23,7 @@ class CallGrammar:
     opening: str = ""
     closing: str = ""
     one_only: bool = False  # the format has no parallel calls
+    trigger: str = ""  # the beginning of `opening` after which only calls may come; all of it if empty
 
 
 def schema_of(tool: ToolFunction) -> dict[str, Any]:
@@ -112,7 +113,9 @@ def _gemma_value(lark: LarkWriter, schema: Mapping[str, Any], quote: str, depth:
     return f"{lark.literal(quote)} {lark.until(quote)}"
 
 
-_MISTRAL_LIST = CallGrammar("", _with_json('{"name": "{}", "arguments": ', "}"), ", ", "[TOOL_CALLS] [", "]")
+_MISTRAL_LIST = CallGrammar(
+    "", _with_json('{"name": "{}", "arguments": ', "}"), ", ", "[TOOL_CALLS] [", "]", trigger="[TOOL_CALLS]"
+)
 _MISTRAL_NAMED = CallGrammar("[TOOL_CALLS]", _with_json("{}[ARGS]", ""))
 _GEMMA_CODE = CallGrammar("```tool_code\n", _python("", "\n```"), "\n")
 _GEMMA_FUNCTION = CallGrammar("<start_function_call>", _gemma("<escape>", "<end_function_call>"))

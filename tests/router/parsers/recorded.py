@@ -299,7 +299,8 @@ KIMI = (
         "two",
         "kimi_k2",
         "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
-        '{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+        '{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>'
+        "functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
         "<|tool_calls_section_end|><|im_end|>",
         "I look.",
         PARIS,

@@ -192,6 +192,28 @@ def test_one_call_is_the_limit_without_parallel_calls() -> None:
     assert sample(grammar, (), 1, call) == call
 
 
+HUGE = ToolFunction(
+    "f",
+    {"properties": {f"p{n}": {"$ref": "#/$defs/d"} for n in range(999)}, "$defs": {"d": {"description": "d" * 9999}}},
+)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"required": 7, "properties": {"a": True, "b": {"enum": 3}, "c": {"anyOf": 5}, "d": {"type": ["string", 4]}}},
+        {"required": [[], "a"], "properties": {"a": {"properties": [], "type": "object"}}},
+        {"properties": 4},
+    ],
+)
+def test_a_schema_that_is_none_makes_a_grammar_or_is_refused(name: str, parameters: dict[str, object]) -> None:
+    tool = ToolFunction("f", parameters, strict=True)
+    choice = choose_parsers(None, name)
+    assert choice.grammar([tool], "required")
+    parse_whole(choice, "<function=f><parameter=c>1</parameter><parameter=d>1</parameter></function>", [tool])
+
+
 @pytest.mark.parametrize(
     ("tool_parser", "tools", "tool_choice", "field"),
     [
@@ -199,6 +221,8 @@ def test_one_call_is_the_limit_without_parallel_calls() -> None:
         ("none", TOOLS, "required", "tool_choice"),
         ("hermes", (), "required", "tools"),
         ("pythonic", (ToolFunction("f", {"anyOf": []}),), "required", "tools"),
+        ("pythonic", (ToolFunction("f", {"properties": {"a b": {}}}),), "required", "tools"),
+        ("qwen3_coder", (HUGE,), "required", "tools"),
     ],
 )
 def test_what_no_grammar_can_hold_is_refused_by_name(

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from penstock.config.security import LimitsConfig
 from penstock.errors import InvalidInput
 from penstock.rpc.hints import read_hints
 from penstock.text.grammars import FIELD as GRAMMAR_FIELD
@@ -38,6 +40,8 @@ from router.api.reader_watch import ReaderWatch
 from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
 from router.metrics.metrics import RouterMetrics
+
+ParsedT = TypeVar("ParsedT")
 
 
 class GenerationCalls:
@@ -127,17 +131,26 @@ class GenerationCalls:
 
         Raises InvalidInput that names the field, or Overloaded.
         """
-        is_small = len(raw) <= SMALL_BODY_BYTES
-        limits = self._preparer.limits
-        if not is_small:
-            limits = self._preparer.limits_within(limits.completions)
 
-        def parse() -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
+        def parse(
+            raw: bytes, limits: LimitsConfig
+        ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
             body = dialect.read(raw, limits, tenant.name)
             response = dialect.respond(body)
             return body, response, self._preparer.parsing(body.output_format), body.requests(response.id)
 
-        return parse() if is_small else await self._threads.run(tenant.name, len(raw), parse)
+        return await self.parse(raw, tenant, parse)
+
+    async def parse(self, raw: bytes, tenant: Tenant, parse: Callable[[bytes, LimitsConfig], ParsedT]) -> ParsedT:
+        """Returns what `parse` makes of the body and the limits that hold for it; a large one is parsed in a thread.
+
+        Raises what `parse` raises, or Overloaded.
+        """
+        limits = self._preparer.limits
+        if len(raw) <= SMALL_BODY_BYTES:
+            return parse(raw, limits)
+        limits = self._preparer.limits_within(limits.completions)
+        return await self._threads.run(tenant.name, len(raw), parse, raw, limits)
 
 
 def identify(http: Request, preparer: RequestPreparer) -> Tenant:

@@ -266,16 +266,11 @@ BAD = {
     "tools": ("chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, "tools[0].type", "only functions"),
     "format": (
         "chat/completions",
-        {**CHAT, "response_format": {"type": "json_object"}},
-        "response_format",
-        "not supported",
+        {**CHAT, "response_format": {"type": "xml"}},
+        "response_format.type",
+        "give text, json_object or json_schema",
     ),
-    "role": (
-        "chat/completions",
-        {"messages": [{"role": "function", "content": "x"}]},
-        "messages[0].role",
-        "give one of",
-    ),
+    "role": ("chat/completions", {"messages": [{"role": "tools", "content": "x"}]}, "messages[0].role", "give one of"),
     "no messages": ("chat/completions", {"messages": []}, "messages", "messages: is empty; give at least one message"),
     "image": (
         "chat/completions",

@@ -19,6 +19,7 @@ from penstock.rpc.hints import NO_HINTS, Hints
 from penstock.types import Lane, RequestId
 from penstock.v1 import common_pb2, inference_pb2
 from router.api import sampling_fields
+from router.api.bad_words import with_bad_sequences
 from router.api.identity import Tenant, Tenants
 from router.api.limits import check_request, check_tokens
 from router.dispatch.context import DispatchContext
@@ -93,7 +94,10 @@ class RequestPreparer:
                 vocab_size=self.card.vocab_size,
                 seed=secrets.randbits(64),
                 defaults=self.card.generation_defaults,
+                max_prompt_logprobs=self.limits.prompt_logprobs,
             )
+            async with self.until(deadline_s):
+                sampling = await with_bad_sequences(sampling, self.tokenizer, tenant.name)
             emitted = sampling_fields.check_emitted(wire, sampling, self.card.vocab_size)
         return PreparedRequest(
             request_id=RequestId(wire.request_id or f"gen-{secrets.token_hex(16)}"),

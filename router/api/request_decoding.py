@@ -89,7 +89,8 @@ def tolerant(kind: type[MessageT], limits: LimitsConfig) -> Callable[[bytes], Me
     """Returns a deserializer that returns the problem instead of raising it; the handler raises it as a status."""
     descriptor: Descriptor = kind.DESCRIPTOR  # type: ignore[assignment]
     max_fields = 3 * (limits.messages + limits.logit_bias) + 1024  # each entry has two fields
-    max_numbers = 2 * limits.prompt_tokens + limits.stop_token_ids  # of the prompt, and emitted by an earlier call
+    # Of the prompt, emitted by an earlier call, and of the sampling parameters.
+    max_numbers = 2 * limits.prompt_tokens + limits.stop_token_ids + limits.allowed_token_ids
 
     def read(data: bytes) -> MessageT | InvalidInput:
         try:

@@ -95,6 +95,10 @@ class Tokenizer:
         rendered = await self._template_thread.run(caller, size, self._template.render, messages)
         return await self.encode(rendered, add_special_tokens=False, scope=scope, caller=caller)
 
+    async def encode_each(self, texts: Sequence[str], caller: str = "") -> list[list[int]]:
+        """Returns the ids of each text, without special tokens around it. Raises Overloaded."""
+        return await self._encode_parts(texts, False, caller)
+
     async def spell(self, token_ids: Sequence[int], caller: str = "") -> list[str]:
         """Returns each token's text. Raises Overloaded."""
 

@@ -48,8 +48,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     # vLLM
     "add_generation_prompt": (True,),
     "add_special_tokens": (),  # its default differs between the two calls
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "cache_salt": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -72,7 +70,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "mm_processor_kwargs": ({},),
     "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "return_mm_kwargs": (True,),
     "return_prompt_text": (False,),

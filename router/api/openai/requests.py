@@ -20,7 +20,7 @@ from penstock.wire import lane_from_name, lane_to_wire
 from router.api.limits import check_count
 from router.api.openai.fields import HARMLESS_IN_MESSAGES, REFUSED_IN_MESSAGES, check_fields
 from router.api.openai.json_bodies import read_json, shown
-from router.api.sampling_fields import MAX_STOP_STRINGS
+from router.api.sampling_fields import MAX_BAD_WORDS, MAX_STOP_STRINGS
 
 LANE = "x-penstock-lane"
 TIMEOUT = "x-request-timeout"  # seconds, for the whole call
@@ -47,11 +47,22 @@ _JSON_TYPES: Mapping[int, Any] = {
     FieldDescriptor.CPPTYPE_BOOL: bool,
     FieldDescriptor.CPPTYPE_STRING: str,
 }
+
+
+def _not_empty(token_ids: list[int]) -> list[int]:
+    """Raises InvalidInput: the message cannot tell an empty list from a missing one, which allows every token."""
+    if not token_ids:
+        raise InvalidInput("allowed_token_ids", "is empty; give at least one token, or leave it out")
+    return token_ids
+
+
 # What other servers accept for a field beyond what its message does.
 _NORMALIZED: Mapping[str, Callable[[Any], Any]] = {
     "top_k": lambda value: 0 if value == -1 else value,  # -1 keeps all
     "seed": lambda value: value % (1 << 64),
     "stop": lambda value: [value] if isinstance(value, str) else value,
+    "bad_words": lambda value: [value] if isinstance(value, str) else value,
+    "allowed_token_ids": _not_empty,
 }
 
 
@@ -75,9 +86,6 @@ _OWN_FORMS = frozenset(
         "bad_sequences",
         "include_stop",
         "keep_special_tokens",
-        "allowed_token_ids",
-        "bad_words",
-        "prompt_logprobs",
     }
 )
 _SAMPLING_FIELDS = {
@@ -309,6 +317,8 @@ def _check_lengths(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
         ("stop", MAX_STOP_STRINGS, "strings"),
         ("stop_token_ids", limits.stop_token_ids, "tokens"),
         ("logit_bias", limits.logit_bias, "entries"),
+        ("allowed_token_ids", limits.allowed_token_ids, "tokens"),
+        ("bad_words", MAX_BAD_WORDS, "words"),
     ):
         value = fields.get(name)
         if isinstance(value, list | dict):

@@ -17,6 +17,7 @@ from penstock.errors import InvalidInput
 from penstock.types import Lane
 from penstock.v1 import common_pb2, inference_pb2
 from penstock.wire import lane_from_name, lane_to_wire
+from router.api.dialect import PLAIN_TEXT, OutputFormat
 from router.api.limits import check_count
 from router.api.openai.fields import HARMLESS_IN_MESSAGES, REFUSED_IN_MESSAGES, check_fields
 from router.api.openai.json_bodies import read_json, shown
@@ -119,6 +120,22 @@ class _CommonFields(BaseModel):
     service_tier: str | None = None
 
     @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def caller_id(self) -> str:
+        return self.request_id or self.rid or ""
+
+    @property
+    def tier(self) -> str | None:
+        return self.service_tier
+
+    @property
+    def output_format(self) -> OutputFormat:
+        return PLAIN_TEXT
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -185,6 +202,10 @@ class CompletionBody(_SamplingBody):
         Discriminator(_prompt_form, "prompt_form", "Input should be text, token ids, or a list of either"),
     ]
     logprobs: int | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
 
     @property
     def default_max_tokens(self) -> int | None:
@@ -254,6 +275,10 @@ class ChatBody(_SamplingBody):
     top_logprobs: int | None = None
 
     @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    @property
     def default_max_tokens(self) -> int | None:
         return None
 
@@ -291,7 +316,11 @@ BodyT = TypeVar("BodyT", CompletionBody, ChatBody)
 
 def parse_body(kind: type[BodyT], raw: bytes, limits: LimitsConfig) -> BodyT:
     """Raises InvalidInput that names the field. What it costs is bounded by the limits, not by what the body holds."""
-    fields = read_json(raw, limits)
+    return validate_body(kind, read_json(raw, limits), limits)
+
+
+def validate_body(kind: type[BodyT], fields: Any, limits: LimitsConfig) -> BodyT:
+    """Returns the body of parsed JSON, as `parse_body` does; other dialects translate theirs to `ChatBody`'s fields."""
     if isinstance(fields, dict):
         _check_lengths(fields, limits)
     try:

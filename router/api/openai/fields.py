@@ -28,11 +28,10 @@ HARMLESS = frozenset(
 HARMLESS_IN_MESSAGES = frozenset({"annotations", "cache_control", "refusal"})
 
 # Fields that would change the answer, each with the values that ask for nothing. Null always does.
-REFUSED: Mapping[str, tuple[object, ...]] = {
+REFUSED: dict[str, tuple[object, ...]] = {
     # OpenAI
     "audio": (),
     "best_of": (0, 1),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -107,6 +106,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "stop_regex": (),
     "stream_reasoning": (True,),
 }
+REFUSED_IN_CHATS: dict[str, tuple[object, ...]] = {"echo": (False,)}  # vLLM's, of the last message
 REFUSED_IN_MESSAGES: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "function_call": (),

@@ -19,7 +19,13 @@ from penstock.v1 import common_pb2, inference_pb2
 from penstock.wire import lane_from_name, lane_to_wire
 from router.api.dialect import PLAIN_TEXT, OutputFormat
 from router.api.limits import check_count
-from router.api.openai.fields import HARMLESS_IN_MESSAGES, REFUSED_IN_MESSAGES, check_fields
+from router.api.openai.fields import (
+    HARMLESS_IN_MESSAGES,
+    REFUSED,
+    REFUSED_IN_CHATS,
+    REFUSED_IN_MESSAGES,
+    check_fields,
+)
 from router.api.openai.json_bodies import read_json, shown
 from router.api.sampling_fields import MAX_BAD_WORDS, MAX_STOP_STRINGS
 
@@ -148,9 +154,13 @@ class _CommonFields(BaseModel):
         """What names the session where no header does, from the most to the least specific."""
         return self.session_id or self.prompt_cache_key or self.user or ""
 
+    @property
+    def refused_fields(self) -> Mapping[str, tuple[object, ...]]:
+        return REFUSED
+
     def check_other_fields(self) -> None:
         """Raises InvalidInput for a field that is neither obeyed nor harmless."""
-        check_fields(self.model_extra)
+        check_fields(self.model_extra, refused=self.refused_fields)
         if self.stream_options is not None:
             check_fields(self.stream_options.model_extra, "stream_options.", _HARMLESS_STREAM_OPTIONS, {})
 
@@ -162,6 +172,8 @@ class _CommonFields(BaseModel):
             if value is not None and name in _NORMALIZED:
                 value = _NORMALIZED[name](value)
             _set(wire, name, value)
+        if self.stream and wire.HasField("prompt_logprobs"):
+            raise InvalidInput("prompt_logprobs", "is given with stream, which has no place for them; leave one out")
         return wire
 
 
@@ -169,6 +181,7 @@ if TYPE_CHECKING:
 
     class _SamplingBody(_CommonFields):
         max_tokens: int | None
+        prompt_logprobs: int | None
 
 else:
     _SamplingBody = create_model("_SamplingBody", __base__=_CommonFields, **_SAMPLING_FIELDS)
@@ -202,6 +215,12 @@ class CompletionBody(_SamplingBody):
         Discriminator(_prompt_form, "prompt_form", "Input should be text, token ids, or a list of either"),
     ]
     logprobs: int | None = None
+    echo: bool | None = None
+
+    @property
+    def prompt_texts(self) -> list[str | None]:
+        """The text of each prompt; None for one of token ids."""
+        return [prompt if isinstance(prompt, str) else None for prompt in _prompts(self.prompt)]
 
     @property
     def wants_logprobs(self) -> bool:
@@ -215,6 +234,8 @@ class CompletionBody(_SamplingBody):
         """Returns a request for each prompt."""
         sampling = self.sampling()
         _set(sampling, "logprobs", self.logprobs)
+        if self.echo:
+            self._set_echo(sampling)
         prompts = _prompts(self.prompt)
         requests = []
         for rank, prompt in enumerate(prompts):
@@ -226,6 +247,13 @@ class CompletionBody(_SamplingBody):
                 _set(request, "token_ids", prompt, "prompt")
             requests.append(request)
         return requests
+
+    def _set_echo(self, sampling: common_pb2.SamplingParams) -> None:
+        """Asks for what the answer says of the prompt. Without output, one token is generated and left out."""
+        if self.max_tokens == 0:
+            sampling.max_tokens = 1
+        if self.logprobs is not None:
+            sampling.prompt_logprobs = max(sampling.logprobs, sampling.prompt_logprobs)
 
 
 class TextPart(BaseModel):
@@ -273,6 +301,10 @@ class ChatBody(_SamplingBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    @property
+    def refused_fields(self) -> Mapping[str, tuple[object, ...]]:
+        return REFUSED | REFUSED_IN_CHATS
 
     @property
     def wants_logprobs(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.config.security import LimitsConfig
 from penstock.errors import InvalidInput
-from router.api.openai.fields import HARMLESS, HARMLESS_IN_MESSAGES, REFUSED, REFUSED_IN_MESSAGES
+from router.api.openai.fields import HARMLESS, HARMLESS_IN_MESSAGES, REFUSED, REFUSED_IN_CHATS, REFUSED_IN_MESSAGES
 from router.api.openai.requests import ChatBody, CompletionBody, parse_body
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "openai.md"
@@ -61,7 +61,8 @@ def parse(kind: type, **fields: object) -> CompletionBody | ChatBody:
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
 def test_every_field_of_a_peer_is_obeyed_refused_or_harmless(kind: type) -> None:
     for name in PEERS[kind]:
-        kinds = (name in kind.model_fields, name in REFUSED, name in HARMLESS)
+        refused = REFUSED | (REFUSED_IN_CHATS if kind is ChatBody else {})
+        kinds = (name in kind.model_fields, name in refused, name in HARMLESS)
         assert sum(kinds) == 1, f"{name}: obeyed, refused, harmless are {kinds}"
 
 
@@ -88,7 +89,7 @@ def test_true_is_not_one() -> None:
     with pytest.raises(InvalidInput, match="best_of: = true is not supported"):
         parse(CompletionBody, best_of=True)
     with pytest.raises(InvalidInput, match="echo: = 0 is not supported"):
-        parse(CompletionBody, echo=0)
+        parse(ChatBody, echo=0)
 
 
 def test_fields_of_messages_and_parts_are_not_ignored() -> None:
@@ -107,6 +108,21 @@ def test_parts_of_text_are_joined_by_line_feeds() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     [request] = parse(ChatBody, messages=[{"role": "user", "content": parts}]).requests("id")
     assert request.messages[0].content == "one\ntwo"
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_log_probabilities_of_prompts_are_not_streamed(kind: type) -> None:
+    with pytest.raises(InvalidInput, match=r"^prompt_logprobs: is given with stream"):
+        parse(kind, prompt_logprobs=1, stream=True).requests("id")
+    [request] = parse(kind, prompt_logprobs=1).requests("id")
+    assert request.sampling.prompt_logprobs == 1
+
+
+def test_an_echo_asks_for_as_many_alternatives_as_the_output() -> None:
+    [request] = parse(CompletionBody, echo=True, logprobs=3, max_tokens=0).requests("id")
+    assert (request.sampling.prompt_logprobs, request.sampling.logprobs, request.sampling.max_tokens) == (3, 3, 1)
+    [request] = parse(CompletionBody, echo=True, max_tokens=2).requests("id")
+    assert not request.sampling.HasField("prompt_logprobs")
 
 
 def test_the_most_specific_name_of_a_session_counts() -> None:
@@ -128,5 +144,5 @@ def test_the_docs_list_the_same_fields() -> None:
     for name, neutrals in REFUSED.items():
         values = ", ".join(f"`{json.dumps(value)}`" for value in neutrals)
         assert f"| `{name}` | {values} |".replace("|  |", "| |") in refused, name
-    for name in REFUSED_IN_MESSAGES:
+    for name in REFUSED_IN_MESSAGES | REFUSED_IN_CHATS:
         assert f"`{name}`" in refused, name

@@ -41,7 +41,7 @@ class Feature:
     @property
     def prompt(self) -> list[int]:
         """Returns a prompt of its own, so that no feature finds another one's pages."""
-        number = list(FEATURES).index(self.name)
+        number = [*FEATURES, "first", "second"].index(self.name)
         return [(7 * i + 131 * number) % 900 + 20 for i in range(PROMPT_TOKENS)]
 
     @property
@@ -64,7 +64,7 @@ FEATURES = {
         Feature("allowed_token_ids", {"allowed_token_ids": list(range(260, 500))}),
         Feature("stop", end_is_late=True),
         Feature("stop_token_ids", end_is_late=True),
-        Feature("min_tokens", {"min_tokens": 80, "ignore_eos": False, "logit_bias": {1: 6.0}}),
+        Feature("min_tokens", {"min_tokens": 80, "ignore_eos": False, "logit_bias": {1: 12.0}}),
         Feature("ignore_eos", {"logit_bias": {1: 6.0}}),
         Feature("lane", lane="bulk"),
     )

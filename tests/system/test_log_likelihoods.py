@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from penstock import AsyncClient
 from penstock.config import RouterConfig
-from penstock.types import Role
+from penstock.types import Role, SamplingParams
 from router.server import RouterServer
 from router.text.tokenizer import Tokenizer
 from tests.support.router.router_fakes import all_followed, until
-from tests.support.serving import wait_until_empty, worker_config, workers
+from tests.support.serving import caller, wait_until_empty, worker_config, workers
 
 pytestmark = pytest.mark.processes
 
@@ -164,3 +164,39 @@ async def test_clients_get_them_with_the_first_tokens(deployment: Deployment, mo
         assert [token.token_id for token in completion.prompt_logprobs] == LONG[1:]
         assert [token.logprob for token in completion.prompt_logprobs] == pytest.approx(wanted(model, LONG), abs=1e-3)
         assert all(len(token.top) == 1 and token.token for token in completion.prompt_logprobs)
+
+
+async def test_prompts_that_preempt_each_other_keep_their_log_probabilities(model: Any) -> None:
+    """Has pages for about two of five prompts, each of which is scored in many steps while others grow."""
+    prompts = [[20 + number, *LONG[: 150 + 10 * number]] for number in range(5)]
+    engine: dict[str, object] = {"dtype": "float32", "num_pages": 26, "prefix_caching": False}
+    decode: dict[str, object] = {
+        "placement": "local",
+        "max_batch_tokens": 12,
+        "max_batch_sequences": 8,
+        "watermark": 0.0,
+    }
+    options = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+    async with workers(worker_config(Role.DECODE, MODEL, engine=engine, decode=decode)) as servers:
+        async with caller(servers[0].address) as router:
+            streams = [router.submit(prompt, options) for prompt in prompts]
+            answers = [await router.answer(stream) for stream in streams]
+        await wait_until_empty(*servers)
+    assert sum(answer.timing.num_preemptions for answer in answers if answer.timing) > 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert [each.token_id for each in answer.prompt_logprobs] == prompt[1:]
+        assert [each.logprob for each in answer.prompt_logprobs] == pytest.approx(wanted(model, prompt), abs=1e-3)
+
+
+async def test_a_request_that_is_dispatched_again_is_scored_before_its_first_token_only() -> None:
+    options = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+    engine: dict[str, object] = {"dtype": "float32"}
+    async with workers(worker_config(Role.DECODE, MODEL, engine=engine, decode={"placement": "local"})) as servers:
+        async with caller(servers[0].address) as router:
+            first = await router.answer(router.submit(LONG, options))
+            again = await router.answer(router.submit(LONG, options))
+            resumed = [*LONG, *first.token_ids[:1]]
+            rest = await router.answer(router.submit(resumed, options, num_prompt_tokens=len(LONG)))
+    assert len(first.prompt_logprobs) == len(again.prompt_logprobs) == len(LONG) - 1
+    assert not rest.prompt_logprobs
+    assert rest.token_ids == first.token_ids[1:]

@@ -14,12 +14,12 @@ from router.api.dialect import Dialect, ErrorShape, Json
 from router.api.http.error_answers import ErrorAnswers
 from router.api.http.generation import GenerationCalls, identify
 from router.api.http.request_ids import RequestIdMiddleware
+from router.api.http.tokenization import add_tokenization
 from router.api.openai.requests import ChatBody, CompletionBody, parse_body
 from router.api.openai.responses import ChatResponse, CompletionResponse
 from router.api.prepare import RequestPreparer
 from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
-from router.fleet.worker_fleet import WorkerFleet
 from router.metrics.metrics import RouterMetrics
 
 # The shapes of errors other than OpenAI's, by the beginning of the paths that have them.
@@ -29,7 +29,6 @@ SHAPES: Mapping[str, ErrorShape] = {}
 def make_app(
     preparer: RequestPreparer,
     dispatcher: Dispatcher,
-    fleet: WorkerFleet,
     metrics: RouterMetrics,
     threads: FairThreads,
     metrics_token: Callable[[], str] = lambda: "",
@@ -37,8 +36,10 @@ def make_app(
     """`threads` parse large bodies. With a `metrics_token` that is not "", /metrics demands it. With tenants and no
     token, nobody can read the metrics."""
     app = make_operations_app(preparer, metrics, metrics_token)
-    _add_generation(app, GenerationCalls(preparer, dispatcher, metrics, threads), preparer)
-    _add_models(app, preparer, fleet)
+    calls = GenerationCalls(preparer, dispatcher, metrics, threads)
+    _add_generation(app, calls, preparer)
+    add_tokenization(app, calls, preparer)
+    _add_models(app, preparer)
     return app
 
 
@@ -91,13 +92,11 @@ def _add_generation(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepa
         return await calls.answer(http, chat)
 
 
-def _add_models(app: FastAPI, preparer: RequestPreparer, fleet: WorkerFleet) -> None:
+def _add_models(app: FastAPI, preparer: RequestPreparer) -> None:
     started_s = int(time.time())
 
     def model_json() -> Json:
-        group = fleet.group()
-        length = group.context_length if group else None
-        name = preparer.card.name
+        name, length = preparer.card.name, preparer.context_length
         return {"id": name, "object": "model", "created": started_s, "owned_by": "penstock", "max_model_len": length}
 
     @app.get("/v1/models")

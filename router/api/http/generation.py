@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from penstock.config.security import LimitsConfig
 from penstock.rpc.hints import read_hints
 from penstock.v1 import inference_pb2
 from router.api.dialect import BodyT, CallResponse, CallTotals, Dialect
@@ -30,12 +32,14 @@ from router.api.identity import Tenant
 from router.api.limits import check_completions, check_headers
 from router.api.openai.json_bodies import SMALL_BODY_BYTES
 from router.api.openai.requests import read_lane, read_timeout_s
-from router.api.parsed_outputs import ParsedOutputs
+from router.api.parsed_outputs import OutputParsing, ParsedOutputs
 from router.api.prepare import RequestPreparer
 from router.api.reader_watch import ReaderWatch
 from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
 from router.metrics.metrics import RouterMetrics
+
+ParsedT = TypeVar("ParsedT")
 
 
 class GenerationCalls:
@@ -81,20 +85,23 @@ class GenerationCalls:
         preparer, accepted_s = self._preparer, time.monotonic()
         timeout_s = read_timeout_s(http.headers)
         async with preparer.until(preparer.deadline_s(timeout_s)):
-            body, response, wanted = await self._parse(raw, dialect, tenant)
+            body, response, parsing, wanted = await self._parse(raw, dialect, tenant)
         del raw
         held.close()
         name_request(http.scope, body.caller_id)
         hints = read_hints(http.headers, body.session)
-        lane = read_lane(http.headers, body.tier)
+        lane = read_lane(http.headers, body.lane)
         requests = []
         check_completions(wanted, preparer.limits)
         for wire in wanted:
             wire.lane = lane
-            requests.append(await preparer.prepare(wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s))
+            request = await preparer.prepare(
+                wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s, parsing.complete_sampling
+            )
+            requests.append(request)
         response.begin(requests)
         totals = CallTotals(sum(len(request.token_ids) for request in requests))
-        parsed = ParsedOutputs()
+        parsed = ParsedOutputs(parsing, [request.token_ids for request in requests], requests[0].sampling.n)
         outputs = merged_outputs(self._dispatcher, requests)
         if not body.streams:
             async with contextlib.aclosing(outputs):
@@ -112,22 +119,31 @@ class GenerationCalls:
 
     async def _parse(
         self, raw: bytes, dialect: Dialect[BodyT], tenant: Tenant
-    ) -> tuple[BodyT, CallResponse, list[inference_pb2.GenerateRequest]]:
-        """Returns the body, the response to it, and its requests.
+    ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
+        """Returns the body, the response to it, how its outputs are parsed, and its requests.
 
         Raises InvalidInput that names the field, or Overloaded.
         """
-        is_small = len(raw) <= SMALL_BODY_BYTES
-        limits = self._preparer.limits
-        if not is_small:
-            limits = self._preparer.limits_within(limits.completions)
 
-        def parse() -> tuple[BodyT, CallResponse, list[inference_pb2.GenerateRequest]]:
+        def parse(
+            raw: bytes, limits: LimitsConfig
+        ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
             body = dialect.read(raw, limits, tenant.name)
             response = dialect.respond(body)
-            return body, response, body.requests(response.id)
+            return body, response, self._preparer.parsing(body.output_format), body.requests(response.id)
 
-        return parse() if is_small else await self._threads.run(tenant.name, len(raw), parse)
+        return await self.parse(raw, tenant, parse)
+
+    async def parse(self, raw: bytes, tenant: Tenant, parse: Callable[[bytes, LimitsConfig], ParsedT]) -> ParsedT:
+        """Returns what `parse` makes of the body and the limits that hold for it; a large one is parsed in a thread.
+
+        Raises what `parse` raises, or Overloaded.
+        """
+        limits = self._preparer.limits
+        if len(raw) <= SMALL_BODY_BYTES:
+            return parse(raw, limits)
+        limits = self._preparer.limits_within(limits.completions)
+        return await self._threads.run(tenant.name, len(raw), parse, raw, limits)
 
 
 def identify(http: Request, preparer: RequestPreparer) -> Tenant:

@@ -7,7 +7,7 @@ for the first token, which follows nothing; it travels as a NaN, which is no num
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from penstock.completions import Output
@@ -57,18 +57,22 @@ class PromptEcho:
         return replace(totals, completion_tokens=0) if self._prompt_alone else totals
 
 
-def completion_logprobs(logprobs: Sequence[common_pb2.TokenLogprob], num_characters: int) -> Json:
-    """Returns the log-probabilities of tokens whose text begins after `num_characters`."""
+def completion_logprobs(
+    logprobs: Sequence[common_pb2.TokenLogprob],
+    num_characters: int,
+    name: Callable[[common_pb2.TokenLogprob | common_pb2.TopLogprob], str],
+) -> Json:
+    """Returns the log-probabilities of tokens whose text begins after `num_characters`, under their names."""
     offsets = []
     for token in logprobs:
         offsets.append(num_characters)
         num_characters += len(token.token)
     has_none = [math.isnan(token.logprob) for token in logprobs]
     return {
-        "tokens": [token.token for token in logprobs],
+        "tokens": [*map(name, logprobs)],
         "token_logprobs": [None if none else token.logprob for token, none in zip(logprobs, has_none, strict=True)],
         "top_logprobs": [
-            None if none else {other.token: other.logprob for other in token.top}
+            None if none else {name(other): other.logprob for other in token.top}
             for token, none in zip(logprobs, has_none, strict=True)
         ],
         "text_offset": offsets,

@@ -270,14 +270,14 @@ BAD = {
         "allowed_token_ids: is empty; give at least one token",
     ),
     "spaces": ("completions", {"prompt": "a", "bad_words": [" "]}, "bad_words", "bad_words: has ' '; give a word"),
-    "tools": ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools", "is not supported"),
+    "tools": ("chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, "tools[0].type", "only functions"),
     "format": (
         "chat/completions",
         {**CHAT, "response_format": {"type": "json_object"}},
         "response_format",
         "not supported",
     ),
-    "role": ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "give one of"),
+    "role": ("chat/completions", {"messages": [{"role": "tools", "content": "x"}]}, "messages[0].role", "give one of"),
     "no messages": ("chat/completions", {"messages": []}, "messages", "messages: is empty; give at least one message"),
     "image": (
         "chat/completions",

@@ -46,6 +46,8 @@ def check_request(wire: inference_pb2.GenerateRequest, limits: LimitsConfig) -> 
     check_count("emitted", num_emitted, limits.prompt_tokens, "tokens over all completions")
     check_count("sampling.logit_bias", len(sampling.logit_bias), limits.logit_bias, "entries")
     check_count("sampling.stop_token_ids", len(sampling.stop_token_ids), limits.stop_token_ids, "tokens")
+    num_allowed = len(sampling.allowed_token_ids)
+    check_count("sampling.allowed_token_ids", num_allowed, limits.allowed_token_ids, "tokens")
 
 
 def check_prompt(wire: PromptRequest, limits: LimitsConfig) -> None:

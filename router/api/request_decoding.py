@@ -90,7 +90,8 @@ def tolerant(kind: type[MessageT], limits: LimitsConfig) -> Callable[[bytes], Me
     descriptor: Descriptor = kind.DESCRIPTOR  # type: ignore[assignment]
     # A message with a tool call has eight fields, a bias and a tool have up to four.
     max_fields = 8 * limits.messages + 4 * (limits.logit_bias + limits.tools) + 1024
-    max_numbers = 2 * limits.prompt_tokens + limits.stop_token_ids  # of the prompt, and emitted by an earlier call
+    # Of the prompt, emitted by an earlier call, and of the sampling parameters.
+    max_numbers = 2 * limits.prompt_tokens + limits.stop_token_ids + limits.allowed_token_ids
 
     def read(data: bytes) -> MessageT | InvalidInput:
         try:

@@ -87,7 +87,7 @@ def hostile() -> dict[str, str]:
         "header": "<|channel|>" * (size // 5),
         "list": "[" * 3 * size,
         "calls": "[get_weather(city=" + "(" * 3 * size,
-        "parameters": "<function=get_weather><parameter=days>" + "1" * 15 * size,
+        "parameters": "<function=get_weather><parameter=days>" + "1" * 10 * size,
         "tags": "<function=get_weather><parameter=city>" + "</paramete" * (size // 5),
         "dictionary": "[get_weather(at=" + "{'a':" * size,
     }

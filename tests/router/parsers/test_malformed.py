@@ -160,3 +160,15 @@ def test_a_recorded_output_with_faults_is_parsed_alike_however_it_is_cut(
         events += cut.feed(text[start : start + size])
         cut = choose_parsers(None, *names).restore(json.loads(json.dumps(cut.state())), TOOLS)
     assert gather([*events, *cut.finish()]) == expected
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.sampled_from([recorded for recorded in RECORDED if "id" not in recorded.id and "list of two" not in recorded.id]), st.data())
+def test_a_word_put_anywhere_into_a_recorded_output_is_not_lost(recorded: Recorded, data: st.DataObject) -> None:
+    """Leaves out the outputs with ids of calls, which are dropped."""
+    at = data.draw(st.integers(0, len(recorded.text)))
+    text = recorded.text[:at] + "w77w" + recorded.text[at:]
+    parser = make(recorded.tools, recorded.reasoning)
+    parsed = gather([*parser.feed(text), *parser.finish()])
+    shown = parsed.text + parsed.reasoning + "".join(call.name + call.arguments for call in parsed.tool_calls)
+    assert "w77w" in shown

@@ -139,7 +139,7 @@ class Hosted:
         version = -1
         async with asyncio.timeout(120):
             while True:
-                snapshot = await self.controller.wait(version, 10)
+                snapshot = await self.controller.wait(version, 1)
                 assert snapshot.failure is None, snapshot.failure
                 if condition(snapshot.status):
                     return snapshot.status

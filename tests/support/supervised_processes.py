@@ -60,7 +60,7 @@ class PlainDeployment:
         version = -1
         async with asyncio.timeout(timeout_s):
             while True:
-                snapshot = await self.controller.wait(version, timeout_s)
+                snapshot = await self.controller.wait(version, 1)
                 if snapshot.failure is not None:
                     raise snapshot.failure
                 if condition(snapshot.status):

@@ -116,7 +116,7 @@ class World:
         version = -1
         async with asyncio.timeout(60):
             while True:
-                snapshot = await self.controller.wait(version, 5)
+                snapshot = await self.controller.wait(version, 0.2)  # loads are no change
                 if condition(snapshot.status):
                     return snapshot.status
                 version = snapshot.version

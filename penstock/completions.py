@@ -54,6 +54,7 @@ class Output:
     usage: common_pb2.Usage | None = None  # on the last output of the stream
     granted_tokens: int | None = None  # max_tokens, if the operator lets overload allow fewer than were requested
     decision: dict[str, Any] | None = None  # with usage, if requested
+    stop_string: str | None = None  # the stop string that ended the completion, with finish_reason
 
 
 def to_response(output: Output, request_id: str, model: str) -> inference_pb2.GenerateResponse:

@@ -19,8 +19,9 @@ from penstock.rpc.hints import NO_HINTS, Hints
 from penstock.types import Lane, RequestId
 from penstock.v1 import common_pb2, inference_pb2
 from router.api import sampling_fields
-from router.api.identity import Tenant, Tenants
-from router.api.limits import check_request, check_tokens
+from router.api.conversations import read_conversation
+from router.api.identity import Tenant, Tenants, salted_scope
+from router.api.limits import check_request, check_tokens, num_prompt_characters, prompt_texts
 from router.dispatch.context import DispatchContext
 from router.fleet.worker_groups import WorkerGroup
 from router.prepared_request import PreparedRequest
@@ -77,6 +78,10 @@ class RequestPreparer:
             deadline_s = accepted_s + self._limit_s(timeout_s)
             async with self.until(deadline_s):
                 token_ids, prepaid_tokens = await self._prompt(wire, tenant, lane)
+            if wire.HasField("truncate_prompt_tokens"):
+                num_cut = max(0, len(token_ids) - wire.truncate_prompt_tokens)
+                token_ids = token_ids[num_cut:]
+                prepaid_tokens = max(0, prepaid_tokens - num_cut)  # what is cut off stays paid for
             check_tokens(len(token_ids), self.limits)
             if self._context.quarantine.holds(token_ids, accepted_s):
                 raise Quarantined("prompt: several workers died of it one after the other; do not send it again")
@@ -94,6 +99,7 @@ class RequestPreparer:
                 seed=secrets.randbits(64),
                 defaults=self.card.generation_defaults,
             )
+            scope = salted_scope(tenant.cache_scope, wire.cache_salt)
             emitted = sampling_fields.check_emitted(wire, sampling, self.card.vocab_size)
         return PreparedRequest(
             request_id=RequestId(wire.request_id or f"gen-{secrets.token_hex(16)}"),
@@ -107,9 +113,9 @@ class RequestPreparer:
             session=hints.session,
             explain=hints.explain and self._config.explain,
             tenant=tenant.name,
-            cache_scope=tenant.cache_scope,
-            salt=self.tenants.salt(group.model_revision, tenant),
-            salt_for=lambda revision: self.tenants.salt(revision, tenant),
+            cache_scope=scope,
+            salt=self.tenants.salt(group.model_revision, scope),
+            salt_for=lambda revision: self.tenants.salt(revision, scope),
             emitted=emitted,
             open_ended=not params.HasField("max_tokens"),
             cohort=group.cohort,
@@ -132,8 +138,7 @@ class RequestPreparer:
         num_tokens = 0
         if isinstance(wire, inference_pb2.GenerateRequest):
             num_tokens = len(wire.token_ids) + sum(len(entry.token_ids) for entry in wire.emitted)
-        num_characters = len(wire.text) + sum(len(message.content) for message in wire.messages)
-        return self.limits_within(1) if max(num_tokens, num_characters) > _MANY_TOKENS else self.limits
+        return self.limits_within(1) if max(num_tokens, num_prompt_characters(wire)) > _MANY_TOKENS else self.limits
 
     def deadline_s(self, timeout_s: float | None) -> float:
         """Returns when a call that begins now must end (monotonic): by its own time-out, else by the default."""
@@ -220,15 +225,18 @@ class RequestPreparer:
         The tenant pays first, by the size of the text; returns that too. What is not refused is paid for, even if its
         caller does not wait for the end: a thread that has begun is not stopped.
         """
-        scope, caller, gate = tenant.cache_scope, tenant.name, self._context.gate
-        messages = [{"role": message.role, "content": message.content} for message in wire.messages]
-        texts = [message["content"] for message in messages] or [wire.text]
-        prepaid_tokens = 1 + sum(len(text.encode()) for text in texts) // _BYTES_PER_TOKEN
+        salt = wire.cache_salt if isinstance(wire, inference_pb2.GenerateRequest) else ""
+        scope, caller, gate = salted_scope(tenant.cache_scope, salt), tenant.name, self._context.gate
+        conversation = read_conversation(wire) if wire.messages else None
+        added = wire.add_special_tokens if wire.HasField("add_special_tokens") else conversation is None
+        prepaid_tokens = 1 + sum(len(text.encode()) for text in prompt_texts(wire)) // _BYTES_PER_TOKEN
         gate.prepay(tenant.name, lane, prepaid_tokens)
         try:
-            if messages:
-                return await self.tokenizer.encode_chat(messages, scope, caller), prepaid_tokens
-            return await self.tokenizer.encode(wire.text, scope=scope, caller=caller), prepaid_tokens
+            if conversation is not None:
+                encoding = self.tokenizer.encode_chat(conversation, scope, caller, add_special_tokens=added)
+            else:
+                encoding = self.tokenizer.encode(wire.text, scope=scope, caller=caller, add_special_tokens=added)
+            return await encoding, prepaid_tokens
         except Overloaded:
             gate.repay(tenant.name, prepaid_tokens)
             raise

@@ -112,7 +112,7 @@ async def test_the_router_credits_a_tenant_with_its_own_pages_alone(tenant, unca
     decode.load = replace(decode.load, prefill_tokens_per_s=200.0)
     prefill.load = replace(prefill.load, prefill_tokens_per_s=1000.0)
     prompt = [300 + number % 1000 for number in range(1605)]
-    salt = Tenants(lambda: TenantDirectory({})).salt("r1", named("acme"))
+    salt = Tenants(lambda: TenantDirectory({})).salt("r1", named("acme").cache_scope)
     prefill.log.stored(hash_pages(prompt, PAGE_SIZE, salt)[:90])
     async with running_router(decode, prefill, tenants=TENANTS) as router:
         async with client(router, tenant) as caller:
@@ -179,7 +179,7 @@ def _check_own_pages(servers, tenants, revision) -> None:
         held, pool = cached_pages(server), server.worker._engine.kv_pages
         pages = {}
         for name in ("acme", "beta", "one"):
-            hashes = hash_pages(PROMPT, PAGE_SIZE, tenants.salt(revision, named(name)))
+            hashes = hash_pages(PROMPT, PAGE_SIZE, tenants.salt(revision, named(name).cache_scope))
             pages[name] = [held[page_hash] for page_hash in hashes]
         assert len(set(itertools.chain(*pages.values()))) == 3 * len(hashes)
         for page, twin in zip(pages["acme"], pages["beta"], strict=True):

@@ -1,0 +1,50 @@
+"""The tools that a request offers, as parsers see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFunction:
+    """A tool that the model may call. `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False  # the arguments must be valid against the schema
+
+    def types_of(self, key: str) -> frozenset[str]:
+        """Returns the JSON types that the schema gives the parameter `key`; empty if it gives none."""
+        properties = self.parameters.get("properties")
+        schema = properties.get(key) if isinstance(properties, Mapping) else None
+        return frozenset(_types(schema, 0))
+
+
+def _types(schema: object, depth: int) -> set[str]:
+    if not isinstance(schema, Mapping) or depth > 8:
+        return set()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {each for each in kind if isinstance(each, str)}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return {_type_of(value) for value in values}
+    found: set[str] = set()
+    for word in ("anyOf", "oneOf", "allOf"):
+        for branch in schema.get(word) or ():
+            found |= _types(branch, depth + 1)
+    return found
+
+
+def _type_of(value: object) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    if isinstance(value, str):
+        return "string"
+    return "null" if value is None else "array" if isinstance(value, list) else "object"

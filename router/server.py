@@ -154,7 +154,15 @@ class RouterServer:
         service.add_to(self._grpc.server)
         control = self._grpc.add_control_port(_LOOPBACK) if self._needs_control_port else 0
         grpc_port = await self._grpc.start(self._config.host, self._config.grpc_port, "grpc_port")
-        app = make_app(self.preparer, self._dispatcher, self.fleet, self._metrics, self._parsing, self._metrics_token)
+        app = make_app(
+            self.preparer,
+            self._dispatcher,
+            self.fleet,
+            self._metrics,
+            self._parsing,
+            self._metrics_token,
+            self._config.store,
+        )
         self._https = [self._serve_http(app, http_socket, self.connections, asks_for_certificate=True)]
         if metrics_socket is not None:
             operations = make_operations_app(self.preparer, self._metrics, self._metrics_token)

@@ -9,21 +9,25 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
+from penstock.config.router import StoreConfig
 from penstock.config.security import LimitsConfig
+from router.api.anthropic.errors import anthropic_error
 from router.api.dialect import Dialect, ErrorShape, Json
+from router.api.http import message_routes, response_routes
 from router.api.http.error_answers import ErrorAnswers
 from router.api.http.generation import GenerationCalls, identify
 from router.api.http.request_ids import RequestIdMiddleware
 from router.api.openai.requests import ChatBody, CompletionBody, parse_body
 from router.api.openai.responses import ChatResponse, CompletionResponse
 from router.api.prepare import RequestPreparer
+from router.api.responses.store import ResponseStore
 from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
 from router.fleet.worker_fleet import WorkerFleet
 from router.metrics.metrics import RouterMetrics
 
 # The shapes of errors other than OpenAI's, by the beginning of the paths that have them.
-SHAPES: Mapping[str, ErrorShape] = {}
+SHAPES: Mapping[str, ErrorShape] = {message_routes.PATH: anthropic_error}
 
 
 def make_app(
@@ -33,11 +37,15 @@ def make_app(
     metrics: RouterMetrics,
     threads: FairThreads,
     metrics_token: Callable[[], str] = lambda: "",
+    store: StoreConfig | None = None,
 ) -> FastAPI:
     """`threads` parse large bodies. With a `metrics_token` that is not "", /metrics demands it. With tenants and no
     token, nobody can read the metrics."""
     app = make_operations_app(preparer, metrics, metrics_token)
-    _add_generation(app, GenerationCalls(preparer, dispatcher, metrics, threads), preparer)
+    calls = GenerationCalls(preparer, dispatcher, metrics, threads)
+    _add_generation(app, calls, preparer)
+    message_routes.add_messages(app, calls, preparer)
+    response_routes.add_responses(app, calls, preparer, ResponseStore(store or StoreConfig(), time.monotonic))
     _add_models(app, preparer, fleet)
     return app
 

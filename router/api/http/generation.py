@@ -6,18 +6,22 @@ A route calls `GenerationCalls.answer` with its `Dialect`. Thin over `router.dis
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from penstock.config.security import LimitsConfig
 from penstock.rpc.hints import read_hints
 from penstock.v1 import inference_pb2
 from router.api.dialect import BodyT, CallResponse, CallTotals, Dialect
 from router.api.http.bodies import BodyReader
 from router.api.http.connections import ABORT, SUBJECTS
 from router.api.http.request_ids import name_request
+from router.api.http.running_calls import RunningCalls
 from router.api.http.streams import (
     EventStream,
     collect_response,
@@ -37,6 +41,10 @@ from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
 from router.metrics.metrics import RouterMetrics
 
+API_KEY = "x-api-key"  # the header of Anthropic's clients; `authorization` takes precedence
+
+ResultT = TypeVar("ResultT")
+
 
 class GenerationCalls:
     """Shared by all routes that generate."""
@@ -51,11 +59,14 @@ class GenerationCalls:
         self._threads = threads
         self._bodies = BodyReader(preparer.limits, metrics)
 
-    async def answer(self, http: Request, dialect: Dialect[BodyT]) -> Response:
-        """Nothing goes on for a client that disconnects, in whatever queue its call waits."""
+    async def answer(self, http: Request, dialect: Dialect[BodyT], running: RunningCalls | None = None) -> Response:
+        """Nothing goes on for a client that disconnects, in whatever queue its call waits.
+
+        With `running`, other calls can cancel this one by its response's id.
+        """
 
         def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Awaitable[Response]:
-            return self._answer(http, raw, held, dialect, tenant)
+            return self._answer(http, raw, held, dialect, tenant, running)
 
         return await self.with_body(http, work)
 
@@ -75,13 +86,19 @@ class GenerationCalls:
             return await until_disconnect(http.receive, working)
 
     async def _answer(
-        self, http: Request, raw: bytes, held: contextlib.ExitStack, dialect: Dialect[BodyT], tenant: Tenant
+        self,
+        http: Request,
+        raw: bytes,
+        held: contextlib.ExitStack,
+        dialect: Dialect[BodyT],
+        tenant: Tenant,
+        running: RunningCalls | None,
     ) -> Response:
         """Returns a stream only with its first token, so that errors before it are plain HTTP errors."""
         preparer, accepted_s = self._preparer, time.monotonic()
         timeout_s = read_timeout_s(http.headers)
         async with preparer.until(preparer.deadline_s(timeout_s)):
-            body, response, wanted = await self._parse(raw, dialect, tenant)
+            body, response, wanted = await self.parse(raw, tenant, functools.partial(_read, dialect, raw, tenant))
         del raw
         held.close()
         name_request(http.scope, body.caller_id)
@@ -96,6 +113,8 @@ class GenerationCalls:
         totals = CallTotals(sum(len(request.token_ids) for request in requests))
         parsed = ParsedOutputs()
         outputs = merged_outputs(self._dispatcher, requests)
+        if running is not None:
+            outputs = running.guarded((tenant.name, response.id), outputs)
         if not body.streams:
             async with contextlib.aclosing(outputs):
                 whole, headers = await collect_response(outputs, parsed, response, totals)
@@ -110,27 +129,34 @@ class GenerationCalls:
         events = event_bytes(first, outputs, parsed, response, totals)
         return EventStream(events, watch, granted_header(first[1]))
 
-    async def _parse(
-        self, raw: bytes, dialect: Dialect[BodyT], tenant: Tenant
-    ) -> tuple[BodyT, CallResponse, list[inference_pb2.GenerateRequest]]:
-        """Returns the body, the response to it, and its requests.
+    async def parse(self, raw: bytes, tenant: Tenant, read: Callable[[LimitsConfig], ResultT]) -> ResultT:
+        """Returns what `read` makes of the body within the limits; of a large one off the event loop.
 
         Raises InvalidInput that names the field, or Overloaded.
         """
-        is_small = len(raw) <= SMALL_BODY_BYTES
         limits = self._preparer.limits
-        if not is_small:
-            limits = self._preparer.limits_within(limits.completions)
+        if len(raw) <= SMALL_BODY_BYTES:
+            return read(limits)
+        limits = self._preparer.limits_within(limits.completions)
+        return await self._threads.run(tenant.name, len(raw), read, limits)
 
-        def parse() -> tuple[BodyT, CallResponse, list[inference_pb2.GenerateRequest]]:
-            body = dialect.read(raw, limits, tenant.name)
-            response = dialect.respond(body)
-            return body, response, body.requests(response.id)
 
-        return parse() if is_small else await self._threads.run(tenant.name, len(raw), parse)
+def _read(
+    dialect: Dialect[BodyT], raw: bytes, tenant: Tenant, limits: LimitsConfig
+) -> tuple[BodyT, CallResponse, list[inference_pb2.GenerateRequest]]:
+    """Returns the body, the response to it, and its requests. Raises InvalidInput."""
+    body = dialect.read(raw, limits, tenant.name)
+    response = dialect.respond(body)
+    return body, response, body.requests(response.id)
 
 
 def identify(http: Request, preparer: RequestPreparer) -> Tenant:
-    """Raises UnreadRequest, Unauthenticated or PermissionDenied."""
+    """Returns the tenant of a call by its API key, which comes in either of two headers, or by its certificate.
+
+    Raises UnreadRequest, Unauthenticated or PermissionDenied.
+    """
     check_headers(http.headers.raw, preparer.limits)
-    return preparer.tenants.identify(http.headers.get("authorization"), http.scope.get(SUBJECTS, ()))
+    authorization = http.headers.get("authorization")
+    if authorization is None and (key := http.headers.get(API_KEY)) is not None:
+        authorization = f"Bearer {key}"
+    return preparer.tenants.identify(authorization, http.scope.get(SUBJECTS, ()))

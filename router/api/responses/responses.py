@@ -55,7 +55,7 @@ class ResponsesResponse(CallResponse):
 
     def opening(self, totals: CallTotals) -> list[ServerEvent]:
         kinds = ("response.created", "response.in_progress")
-        return [self._event(kind, response=dict(self._response)) for kind in kinds]
+        return [self._event(kind, response={**self._response, "output": []}) for kind in kinds]
 
     def events(self, delta: ChoiceDelta, totals: CallTotals) -> list[ServerEvent]:
         return list(self._advance(delta))

@@ -152,7 +152,10 @@ def test_pages_are_shared_within_a_tenant_and_a_declared_group_alone():
 
 
 def test_a_salt_cannot_be_computed_without_the_secret():
-    salts = {make({}, *secret).salt("r1", Tenant("acme").cache_scope) for secret in ((), (SECRET,), (ClusterSecret("t" * 40),))}
+    salts = {
+        make({}, *secret).salt("r1", Tenant("acme").cache_scope)
+        for secret in ((), (SECRET,), (ClusterSecret("t" * 40),))
+    }
     assert len(salts) == 3
 
 

@@ -54,6 +54,10 @@ class RouterConfig(KvAwareConfig):
     """Hugging Face checkpoint folder, of which only the tokenizer and the chat template are read."""
     served_model: str = ""
     """Name that requests call the model by; by default the name of its folder."""
+    tool_parser: str = "auto"
+    """Format of the model's tool calls: a name of docs/parsers.md, "none", or "auto" by the chat template."""
+    reasoning_parser: str = "auto"
+    """Format of the model's reasoning: a name of docs/parsers.md, "none", or "auto" by the chat template."""
     host: str = "127.0.0.1"
     """Address that the public ports listen on."""
     grpc_port: int = Field(50051, ge=0, le=65535)

@@ -119,7 +119,8 @@ class LimitsConfig(_SecretiveConfig):
     header_bytes: int = Field(16 * 1024, ge=1024)
     """Bytes of gRPC metadata or HTTP headers."""
     prompt_characters: int = Field(4_000_000, ge=1)
-    """Characters of a text, or of all messages and tools together; of long ones also 64 for each token of the context at most."""
+    """Characters of a text, or of all messages and tools together; of long ones also 64 for each token of the context
+    at most."""
     prompt_tokens: int = Field(1 << 20, ge=1)
     """Tokens of a prompt, which must also fit into the workers' context."""
     messages: int = Field(4096, ge=1)

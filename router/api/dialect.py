@@ -17,8 +17,10 @@ from typing import Any, Generic, Protocol, TypeVar
 from penstock.completions import Output
 from penstock.config.security import LimitsConfig
 from penstock.errors import PenstockError
+from penstock.types import Lane
 from penstock.v1 import inference_pb2
 from router.parsers.events import ParserEvent
+from router.parsers.tools import ToolFunction
 from router.prepared_request import PreparedRequest
 
 Json = dict[str, Any]
@@ -29,12 +31,10 @@ class OutputFormat:
     """How the text of a call's outputs is parsed. The default parses nothing: all of it is text."""
 
     is_chat: bool = False  # parses reasoning, and tool calls where there are tools
-    tools: Sequence[inference_pb2.Tool] = ()
-    tool_choice: str = "auto"  # "none", "auto", "required", or "named" for `tool_name`
-    tool_name: str = ""
-    parallel_tool_calls: bool = True
-    strict_tools: bool = False  # also a call that the model chooses to make has valid arguments
-    include_reasoning: bool = True
+    tools: Sequence[ToolFunction] = ()
+    tool_choice: str = "auto"  # or "none", "required", or the name of the tool to call
+    parallel_tool_calls: bool = True  # False: only the first call of a choice counts
+    include_reasoning: bool = True  # False: reasoning is left out
 
 
 PLAIN_TEXT = OutputFormat()
@@ -59,8 +59,8 @@ class CallBody(Protocol):
         ...
 
     @property
-    def tier(self) -> str | None:
-        """OpenAI's `service_tier`, which names a lane."""
+    def lane(self) -> Lane | None:
+        """The lane that the body asks for, if any. Raises InvalidInput."""
         ...
 
     @property
@@ -69,7 +69,9 @@ class CallBody(Protocol):
         ...
 
     @property
-    def output_format(self) -> OutputFormat: ...
+    def output_format(self) -> OutputFormat:
+        """How outputs are parsed. Raises InvalidInput."""
+        ...
 
     def requests(self, request_id: str) -> list[inference_pb2.GenerateRequest]:
         """Returns a request for each prompt. Raises InvalidInput."""

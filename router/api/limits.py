@@ -63,6 +63,8 @@ def check_prompt(wire: PromptRequest, limits: LimitsConfig) -> None:
             num_calls += len(message.tool_calls)
             _check_calls(path, message)
     check_count("messages", num_calls, limits.messages, "tool calls")
+    if wire.HasField("chat") and not wire.messages:
+        raise InvalidInput("chat", "is given without messages; leave it out")
     _check_tools(wire.chat, limits)
     what = "characters of content, tool calls and tools"
     check_count("messages", num_prompt_characters(wire), limits.prompt_characters, what)

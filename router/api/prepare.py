@@ -11,7 +11,7 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from penstock.config.security import LimitsConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overloaded, Quarantined, Unavailable
@@ -20,10 +20,13 @@ from penstock.types import Lane, RequestId
 from penstock.v1 import common_pb2, inference_pb2
 from router.api import sampling_fields
 from router.api.conversations import read_conversation
+from router.api.dialect import OutputFormat
 from router.api.identity import Tenant, Tenants, salted_scope
 from router.api.limits import check_request, check_tokens, num_prompt_characters, prompt_texts
+from router.api.parsed_outputs import OutputParsing
 from router.dispatch.context import DispatchContext
 from router.fleet.worker_groups import WorkerGroup
+from router.parsers.choice import choose_parsers
 from router.prepared_request import PreparedRequest
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
@@ -44,6 +47,11 @@ class RequestPreparer:
         self.tenants = tenants
         self.limits = context.config.limits
         self.leaving = False  # the router shuts down: requests in flight go on, new ones are refused
+        self._parsers = choose_parsers(
+            tokenizer.template.source if tokenizer.template else None,
+            context.config.tool_parser,
+            context.config.reasoning_parser,
+        )
         self._context = context
         self._config = context.config
         self._fleet = context.fleet
@@ -54,6 +62,10 @@ class RequestPreparer:
         """Whether a request sent now would be served."""
         return not self.leaving and self._fleet.group() is not None
 
+    def parsing(self, form: OutputFormat) -> OutputParsing:
+        """Returns how the outputs of a call are parsed. Raises InvalidInput for tools that the model cannot call."""
+        return OutputParsing(form, self._parsers, self.tokenizer.spelling, self.tokenizer.special_tokens)
+
     async def prepare(
         self,
         wire: inference_pb2.GenerateRequest,
@@ -62,8 +74,11 @@ class RequestPreparer:
         default_max_tokens: int | None = None,
         hints: Hints = NO_HINTS,
         accepted_s: float | None = None,
+        complete: Callable[[common_pb2.SamplingParams, Sequence[int]], None] | None = None,
     ) -> PreparedRequest:
         """Waits a while if no worker takes requests. `accepted_s` (monotonic) is now, unless it is given.
+
+        `complete` sets what a sampling has to obey beyond what the request says, once the prompt's tokens are known.
 
         Raises InvalidInput, PermissionDenied, ModelNotFound, Quarantined, Overloaded, DeadlineExceeded, or Unavailable
         if no worker appears.
@@ -91,6 +106,8 @@ class RequestPreparer:
             params = self._with_max_tokens(
                 wire.sampling, lane, group.context_length - len(token_ids), default_max_tokens
             )
+            if complete is not None:
+                complete(params, token_ids)
             sampling = sampling_fields.resolve(
                 params,
                 num_prompt_tokens=len(token_ids),

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, InvalidInput
 from router.parsers.events import ParserEvent, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallEnd, ToolCallStart
 from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
+from router.parsers.grammars.outputs import write_grammar
 from router.parsers.output_parser import OutputParser
 from router.parsers.tools import ToolFunction
 
@@ -86,7 +87,29 @@ class ParserChoice:
         name of the tool to call. `special_tokens` are the ids of the tokens that the tokenizer keeps out of text: marks
         among them are matched as tokens. Raises InvalidInput if the model has no format of calls or no such tool.
         """
-        return None
+        offered = list(tools)
+        named = tool_choice not in ("auto", "required", NONE)
+        if named:
+            offered = [tool for tool in tools if tool.name == tool_choice]
+            if not offered:
+                raise InvalidInput("tool_choice", f"{tool_choice[:64]!r} is none of the tools; name one of them")
+        if tool_choice == NONE or (tool_choice == AUTO and not any(tool.strict for tool in tools)):
+            return None
+        if self.tools is None:
+            problem = "this model has no known format of tool calls; set tool_parser, or ask without tool_choice"
+            raise InvalidInput("tool_choice", problem)
+        if not offered:
+            raise InvalidInput("tools", "is empty, and tool_choice wants a call; offer a tool")
+        reasoning = self.reasoning
+        return write_grammar(
+            self.tools.name,
+            (reasoning.opening, reasoning.closings[0]) if reasoning and reasoning.closings else None,
+            offered,
+            required=tool_choice != AUTO,
+            parallel=parallel and not named,
+            special_tokens=special_tokens or {},
+            starts_in_reasoning=starts_in_reasoning,
+        )
 
     def prompt_opens_reasoning(self, prompt_text_end: str) -> bool:
         """Returns whether a prompt that ends so leaves the model reasoning, as some templates do."""

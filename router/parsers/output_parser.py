@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any
 
 from penstock.errors import InvalidInput
-from router.parsers.call_body import CallBody
 from router.parsers.events import (
     ParserEvent,
     ReasoningDelta,
@@ -25,11 +24,12 @@ from router.parsers.events import (
     ToolCallStart,
 )
 from router.parsers.formats import CallMark, ReasoningFormat, ToolFormat
-from router.parsers.parts.part import MAX_HELD, CallSink, Stateful, Step
+from router.parsers.parts.body import CallBody
+from router.parsers.parts.part import MAX_HELD, CallSink, Stateful, Step, TextBuffer
 from router.parsers.tools import ToolFunction
 
 _MAX_WAITING = 256  # characters that wait for what follows them
-_FIELDS = ("section", "held", "waiting", "raw", "first", "after", "wrote", "opened_by")
+_FIELDS = ("section", "held", "waiting", "first", "after", "wrote", "opened_by")
 
 
 class Section(StrEnum):
@@ -118,12 +118,13 @@ class OutputParser:
         self._tools = tool_format if tools else None
         self._reasoning = reasoning_format
         self._heads = _heads(self._tools, reasoning_format)
+        self._ends = _ends(self._tools, reasoning_format)
         self._marks = {section: _marks(section, self._tools, reasoning_format) for section in Section}
         self._output = Output({tool.name: tool for tool in tools})
         self._section = Section.TEXT
         self._held = ""  # the beginning of a mark, or nothing
         self._waiting = ""  # line ends and marks before calls, whose meaning depends on what follows
-        self._raw = ""  # what was read of a call and not passed on
+        self._raw = TextBuffer()  # what was read of a call and not passed on
         self._first = True  # nothing but white space since the start or the last call or reasoning
         self._after = False  # a call or reasoning ended or began, and only line ends came since
         self._wrote = False  # there was text of the answer
@@ -148,7 +149,7 @@ class OutputParser:
         if self._body is not None:
             self._body.cut_off(self._output)
             if not self._output.open and not self._output.settled:
-                self._to_plain(self._raw)
+                self._to_plain(self._raw.take())
             self._close()
         for char in self._held:
             self._plain(char)
@@ -160,13 +161,14 @@ class OutputParser:
         """Returns what `ParserChoice.restore` goes on from, as JSON-able data. Call it between calls of `feed`."""
         return {
             **{name: getattr(self, f"_{name}") for name in _FIELDS},
+            "raw": self._raw.state(),
             "output": self._output.state(),
             "body": self._body.state() if self._body else None,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state` of a parser of the same choice returned. Raises InvalidInput for anything else."""
-        if state.keys() != {*_FIELDS, "output", "body"}:
+        if state.keys() != {*_FIELDS, "raw", "output", "body"}:
             raise InvalidInput("parser_state", "has not the fields of a parser; send what state() returned")
         for name in _FIELDS:
             own, value = getattr(self, f"_{name}"), state[name]
@@ -175,7 +177,8 @@ class OutputParser:
         if state["section"] not in list(Section):
             raise InvalidInput("parser_state", "names no section; send what state() returned")
         self._section = Section(state["section"])
-        self._held, self._waiting, self._raw = state["held"], state["waiting"], state["raw"]
+        self._held, self._waiting = state["held"], state["waiting"]
+        self._raw.load(state["raw"])
         self._first, self._after, self._wrote = state["first"], state["after"], state["wrote"]
         self._opened_by = state["opened_by"]
         self._output.load(state["output"])
@@ -257,12 +260,11 @@ class OutputParser:
     def _mark(self, mark: str) -> None:
         head = self._heads.get(mark)
         tools, reasoning = self._tools, self._reasoning
-        if head and (self._first or not head.only_first):
+        if head and (not head.only_first or (self._first and self._section is Section.TEXT)):
             self._begin(mark, head)
         elif tools and mark in tools.before:
-            self._section = Section.TEXT
             self._wait(mark)
-        elif reasoning and self._section is Section.REASONING and mark in reasoning.closings:
+        elif mark in self._ends or (reasoning and self._section is Section.REASONING and mark in reasoning.closings):
             self._close()
         elif reasoning and self._section is Section.TEXT and mark == reasoning.opening and self._first:
             self._close()
@@ -282,7 +284,7 @@ class OutputParser:
         self._body = body = CallBody(head.parts())
         self._output.settled = False
         if not head.is_part:
-            self._raw = mark
+            self._raw.add(mark)
             return
         for char in mark:
             self._in_call(body, char)
@@ -297,11 +299,11 @@ class OutputParser:
             self._outside(char)
             return
         if output.used or (output.settled and body.ended_before):
-            self._raw = ""
+            self._raw.take()
         if output.used:
             self._waiting = ""
         elif not (output.settled and body.ended_at):
-            self._raw += char
+            self._raw.add(char)
         if step in (Step.TO_TEXT, Step.TO_REASONING):
             self._close()
             self._section = Section.REASONING if step is Step.TO_REASONING and self._reasoning else Section.TEXT
@@ -310,17 +312,17 @@ class OutputParser:
         elif step is Step.DONE_BEFORE:
             self._close()
             self._outside(char)
-        elif len(self._raw) > MAX_HELD:
+        elif self._raw.size > MAX_HELD:
             self._fail(body)
 
     def _fail(self, body: CallBody) -> None:
         """Leaves a call that does not fit its format: what was not passed on of it is text."""
         body.fail(self._output)
-        raw, settled = self._raw, self._output.settled
+        raw, settled = self._raw.take(), self._output.settled
         if settled or self._output.open:
             self._close()
         self._output.open = False
-        self._body, self._raw = None, ""
+        self._body = None
         if raw:
             self._to_plain(raw)
 
@@ -328,7 +330,8 @@ class OutputParser:
         """Ends a call or reasoning; text follows."""
         self._body = None
         self._output.open = False
-        self._raw = self._waiting = ""
+        self._raw.take()
+        self._waiting = ""
         self._section = Section.TEXT
         self._first = self._after = True
 
@@ -350,6 +353,10 @@ def _heads(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> dict[
     return {**(reasoning.headers if reasoning else {}), **(tools.calls if tools else {})}
 
 
+def _ends(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> frozenset[str]:
+    return (tools.ends if tools else frozenset()) | (reasoning.ends if reasoning else frozenset())
+
+
 @lru_cache(maxsize=256)
 def _mark_set(marks: frozenset[str]) -> MarkSet:
     beginnings = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
@@ -359,7 +366,7 @@ def _mark_set(marks: frozenset[str]) -> MarkSet:
 
 
 def _marks(section: Section, tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> MarkSet:
-    marks: set[str] = set()
+    marks: set[str] = set(_ends(tools, reasoning))
     if reasoning:
         marks |= {*reasoning.headers, reasoning.opening} - {""}
         if section is Section.REASONING:

@@ -32,7 +32,7 @@ def _types(schema: object, depth: int) -> set[str]:
         return {each for each in kind if isinstance(each, str)}
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
-        return {_type_of(value) for value in values}
+        return {json_type(value) for value in values}
     found: set[str] = set()
     for word in ("anyOf", "oneOf", "allOf"):
         for branch in schema.get(word) or ():
@@ -40,7 +40,8 @@ def _types(schema: object, depth: int) -> set[str]:
     return found
 
 
-def _type_of(value: object) -> str:
+def json_type(value: object) -> str:
+    """Returns the JSON type of a value; every number is a "number"."""
     if isinstance(value, bool):
         return "boolean"
     if isinstance(value, int | float):

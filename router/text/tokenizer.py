@@ -40,6 +40,8 @@ class Tokenizer:
         self._cache = PretokenizerCache(_CACHE_BYTES)
         self._affixes = self._find_affixes()
         self.spelling = Spelling(tokenizer)
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens = {token.content: token_id for token_id, token in added if token.special}
         self._threads = FairThreads("tokenizer", _NUM_THREADS, max_queued)
         self._template_thread = FairThreads("template", 1, max_queued)  # the template has one process
 

@@ -34,7 +34,7 @@ from router.api.identity import Tenant
 from router.api.limits import check_completions, check_headers
 from router.api.openai.json_bodies import SMALL_BODY_BYTES
 from router.api.openai.requests import read_lane, read_timeout_s
-from router.api.parsed_outputs import ParsedOutputs
+from router.api.parsed_outputs import OutputParsing, ParsedOutputs
 from router.api.prepare import RequestPreparer
 from router.api.reader_watch import ReaderWatch
 from router.dispatch.dispatcher import Dispatcher
@@ -98,20 +98,24 @@ class GenerationCalls:
         preparer, accepted_s = self._preparer, time.monotonic()
         timeout_s = read_timeout_s(http.headers)
         async with preparer.until(preparer.deadline_s(timeout_s)):
-            body, response, wanted = await self.parse(raw, tenant, functools.partial(_read, dialect, raw, tenant))
+            read = functools.partial(self._read, dialect, raw, tenant)
+            body, response, parsing, wanted = await self.parse(raw, tenant, read)
         del raw
         held.close()
         name_request(http.scope, body.caller_id)
         hints = read_hints(http.headers, body.session)
-        lane = read_lane(http.headers, body.tier)
+        lane = read_lane(http.headers, body.lane)
         requests = []
         check_completions(wanted, preparer.limits)
         for wire in wanted:
             wire.lane = lane
-            requests.append(await preparer.prepare(wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s))
+            request = await preparer.prepare(
+                wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s, parsing.complete_sampling
+            )
+            requests.append(request)
         response.begin(requests)
         totals = CallTotals(sum(len(request.token_ids) for request in requests))
-        parsed = ParsedOutputs()
+        parsed = ParsedOutputs(parsing, [request.token_ids for request in requests], requests[0].sampling.n)
         outputs = merged_outputs(self._dispatcher, requests)
         if running is not None:
             outputs = running.guarded((tenant.name, response.id), outputs)
@@ -140,14 +144,13 @@ class GenerationCalls:
         limits = self._preparer.limits_within(limits.completions)
         return await self._threads.run(tenant.name, len(raw), read, limits)
 
-
-def _read(
-    dialect: Dialect[BodyT], raw: bytes, tenant: Tenant, limits: LimitsConfig
-) -> tuple[BodyT, CallResponse, list[inference_pb2.GenerateRequest]]:
-    """Returns the body, the response to it, and its requests. Raises InvalidInput."""
-    body = dialect.read(raw, limits, tenant.name)
-    response = dialect.respond(body)
-    return body, response, body.requests(response.id)
+    def _read(
+        self, dialect: Dialect[BodyT], raw: bytes, tenant: Tenant, limits: LimitsConfig
+    ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
+        """Returns the body, the response to it, how its outputs are parsed, and its requests. Raises InvalidInput."""
+        body = dialect.read(raw, limits, tenant.name)
+        response = dialect.respond(body)
+        return body, response, self._preparer.parsing(body.output_format), body.requests(response.id)
 
 
 def identify(http: Request, preparer: RequestPreparer) -> Tenant:

@@ -15,6 +15,7 @@ from penstock.v1 import common_pb2
 from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent
 from router.api.openai.messages import AssistantMessage, message_deltas
 from router.api.openai.requests import ChatBody, CompletionBody
+from router.prepared_request import PreparedRequest
 from router.text.tokenizer import Tokenizer
 
 
@@ -25,6 +26,7 @@ class _Choice:
         self.text: list[str] = []
         self.message = AssistantMessage()
         self.logprobs: list[common_pb2.TokenLogprob] = []
+        self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.extension: Json = {}  # what the OpenAI API has no field for
         self.num_characters = 0  # of its tokens' texts so far
@@ -42,14 +44,25 @@ class OpenAiResponse(CallResponse):
         self._head: Json = {"id": self.id, "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
         self._wants_logprobs = body.wants_logprobs
+        self._wants_token_ids = bool(body.return_token_ids)
+        self._tokens_as_ids = bool(body.return_tokens_as_token_ids)
+        self._prompts: list[list[int]] = []
+        self._num_completions = 1  # of each prompt
         self._usage_at_end = body.includes_usage
         self._usage_in_chunks = body.continuous_usage
         self._choices: dict[int, _Choice] = {}
+
+    def begin(self, requests: Sequence[PreparedRequest]) -> None:
+        if self._wants_token_ids:
+            self._prompts = [request.token_ids for request in requests]
+            self._num_completions = requests[0].sampling.n
 
     def add(self, delta: ChoiceDelta) -> None:
         collected, output = self._choice(delta.choice), delta.output
         self._collect(collected, delta)
         collected.logprobs.extend(output.logprobs)
+        if self._wants_token_ids:
+            collected.token_ids.extend(output.token_ids)
         if output.finish_reason is not None:
             collected.finish_reason = _finish_reason(delta)
             collected.extension = _extension(output)
@@ -62,10 +75,13 @@ class OpenAiResponse(CallResponse):
                 "logprobs": self._logprobs(choice, choice.logprobs),
                 "finish_reason": choice.finish_reason,
                 **choice.extension,
+                **self._ids_json(choice.token_ids),
+                **self._choice_prompt(index),
             }
             for index, choice in sorted(self._choices.items())
         ]
         whole = {**self._head, "object": self._whole_object, "choices": choices, "usage": usage_json(totals)}
+        whole |= self._call_prompt()
         return whole | ({"penstock": {"decisions": totals.decisions}} if totals.decisions else {})
 
     def events(self, delta: ChoiceDelta, totals: CallTotals) -> list[ServerEvent]:
@@ -105,18 +121,38 @@ class OpenAiResponse(CallResponse):
     def _logprobs(self, choice: _Choice, logprobs: Sequence[common_pb2.TokenLogprob]) -> Json | None:
         """Returns None unless the call asks for log-probabilities."""
 
+    def _ids_json(self, token_ids: Sequence[int]) -> Json:
+        """Returns the tokens of a choice, or new ones of it, if the call asks for them."""
+        return {"token_ids": list(token_ids)} if self._wants_token_ids else {}
+
+    def _choice_prompt(self, choice: int) -> Json:
+        """Returns the prompt's tokens where each choice has a prompt of its own."""
+        return {}
+
+    def _call_prompt(self) -> Json:
+        """Returns the prompt's tokens where all choices have the same one."""
+        return {}
+
+    def _token_name(self, token: common_pb2.TokenLogprob | common_pb2.TopLogprob) -> str:
+        return f"token_id:{token.token_id}" if self._tokens_as_ids else token.token
+
     def _choice(self, choice: int) -> _Choice:
         return self._choices.setdefault(choice, _Choice())
 
-    def _chunk(
-        self, choice: int, content: Json, logprobs: Json | None = None, ended: ChoiceDelta | None = None
-    ) -> Json:
-        """Returns a chunk; `ended` is the delta that ends the choice with this chunk, if it does."""
-        reason = None if ended is None else _finish_reason(ended)
-        entry = {"index": choice, **content, "logprobs": logprobs, "finish_reason": reason}
-        if ended is not None:
-            entry |= _extension(ended.output)
+    def _chunk(self, delta: ChoiceDelta, content: Json, logprobs: Json | None = None, *, is_last: bool = False) -> Json:
+        """Returns a chunk; the last one of a delta has its tokens, and the finish reason if that ends the choice."""
+        ends = is_last and delta.output.finish_reason is not None
+        reason = _finish_reason(delta) if ends else None
+        entry = {"index": delta.choice, **content, "logprobs": logprobs, "finish_reason": reason}
+        if ends:
+            entry |= _extension(delta.output)
+        entry |= self._ids_json(delta.output.token_ids if is_last else ())
         return {**self._head, "object": self._chunk_object, "choices": [entry]}
+
+    def _is_worth_sending(self, output: Output) -> bool:
+        """Whether a delta without content is sent nevertheless."""
+        wants_tokens = self._wants_token_ids or (self._wants_logprobs and output.logprobs)
+        return bool(output.finish_reason or (wants_tokens and output.token_ids))
 
 
 class CompletionResponse(OpenAiResponse):
@@ -135,9 +171,17 @@ class CompletionResponse(OpenAiResponse):
 
     def _chunks(self, choice: _Choice, delta: ChoiceDelta) -> Iterator[Json]:
         output = delta.output
-        if output.text or output.finish_reason or (self._wants_logprobs and output.logprobs):
-            logprobs = self._logprobs(choice, output.logprobs)
-            yield self._chunk(delta.choice, {"text": output.text}, logprobs, delta if output.finish_reason else None)
+        if output.text or self._is_worth_sending(output):
+            content: Json = {"text": output.text}
+            if not choice.has_begun:
+                choice.has_begun = True
+                content |= self._choice_prompt(delta.choice)
+            yield self._chunk(delta, content, self._logprobs(choice, output.logprobs), is_last=True)
+
+    def _choice_prompt(self, choice: int) -> Json:
+        if not self._wants_token_ids:
+            return {}
+        return {"prompt_token_ids": self._prompts[choice // self._num_completions]}
 
     def _logprobs(self, choice: _Choice, logprobs: Sequence[common_pb2.TokenLogprob]) -> Json | None:
         if not self._wants_logprobs:
@@ -147,9 +191,9 @@ class CompletionResponse(OpenAiResponse):
             offsets.append(choice.num_characters)
             choice.num_characters += len(token.token)
         return {
-            "tokens": [token.token for token in logprobs],
+            "tokens": [*map(self._token_name, logprobs)],
             "token_logprobs": [token.logprob for token in logprobs],
-            "top_logprobs": [{other.token: other.logprob for other in token.top} for token in logprobs],
+            "top_logprobs": [{self._token_name(other): other.logprob for other in token.top} for token in logprobs],
             "text_offset": offsets,
         }
 
@@ -173,16 +217,18 @@ class ChatResponse(OpenAiResponse):
         output = delta.output
         if not choice.has_begun:
             choice.has_begun = True
-            yield self._chunk(delta.choice, {"delta": {"role": "assistant", "content": ""}})
+            yield self._chunk(delta, {"delta": {"role": "assistant", "content": ""}}) | self._call_prompt()
         contents = message_deltas(delta.events)
-        if not contents and (output.finish_reason or (self._wants_logprobs and output.logprobs)):
+        if not contents and self._is_worth_sending(output):
             contents = [{}]
-        for rank, content in enumerate(contents, 1):
-            if rank < len(contents):
-                yield self._chunk(delta.choice, {"delta": content})
-                continue
+        for content in contents[:-1]:
+            yield self._chunk(delta, {"delta": content})
+        if contents:
             logprobs = self._logprobs(choice, output.logprobs)
-            yield self._chunk(delta.choice, {"delta": content}, logprobs, delta if output.finish_reason else None)
+            yield self._chunk(delta, {"delta": contents[-1]}, logprobs, is_last=True)
+
+    def _call_prompt(self) -> Json:
+        return {"prompt_token_ids": self._prompts[0]} if self._wants_token_ids else {}
 
     def _logprobs(self, choice: _Choice, logprobs: Sequence[common_pb2.TokenLogprob]) -> Json | None:
         if not self._wants_logprobs:
@@ -192,7 +238,7 @@ class ChatResponse(OpenAiResponse):
 
     def _token(self, token: common_pb2.TokenLogprob | common_pb2.TopLogprob) -> Json:
         spelling = list(self._tokenizer.spelling.token_bytes(token.token_id))
-        return {"token": token.token, "logprob": token.logprob, "bytes": spelling}
+        return {"token": self._token_name(token), "logprob": token.logprob, "bytes": spelling}
 
 
 def _finish_reason(delta: ChoiceDelta) -> str | None:
@@ -222,7 +268,7 @@ def error_json(error: PenstockError) -> Json:
     """Returns OpenAI's error object; fields go by the names that its API gives them."""
     message, param = error.message, None
     if isinstance(error, InvalidInput):
-        param = error.field.removeprefix("sampling.")
+        param = error.field.removeprefix("sampling.").removeprefix("chat.")
         param = "prompt" if param in ("text", "token_ids") else param
         message = f"{param}: {error.problem}"
     elif isinstance(error, ModelNotFound):

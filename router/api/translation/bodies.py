@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.types import Lane
 from penstock.v1 import inference_pb2
 from router.api.dialect import OutputFormat
 from router.api.openai.requests import ChatBody
@@ -26,8 +27,8 @@ class ChatTranslation:
         return self.chat.caller_id
 
     @property
-    def tier(self) -> str | None:
-        return self.chat.tier
+    def lane(self) -> Lane | None:
+        return self.chat.lane
 
     @property
     def default_max_tokens(self) -> int | None:

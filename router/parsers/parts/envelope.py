@@ -1,9 +1,9 @@
-"""A call as one JSON object that holds the tool's name and its arguments, alone or in a list."""
+"""A call as one JSON object that holds the tool's name and its arguments."""
 
 from __future__ import annotations
 
 from router.parsers.parts.json_text import ObjectScanner, StringReader
-from router.parsers.parts.part import MAX_HELD, CallSink, Part, Step
+from router.parsers.parts.part import MAX_HELD, CallSink, Part, Step, TextBuffer
 from router.parsers.parts.plain import MAX_NAME, NAME
 
 _SPACE = " \t\r\n"
@@ -26,7 +26,7 @@ class Envelope(Part):
         self.place = "open"
         self.key = ""
         self.name = ""
-        self.early = ""  # arguments that came before the name
+        self.early = TextBuffer()  # arguments that came before the name
         self.started = False
         self.ended = False
         self.scanner = ObjectScanner()
@@ -38,7 +38,7 @@ class Envelope(Part):
             return self._in_string(char, sink)
         if self.place == "object":
             return self._in_object(char, sink)
-        if self.place == "quoted":
+        if self.place in ("quoted", "closing"):
             return self._in_quoted_object(char, sink)
         if self.place == "bare":
             return self._in_bare(char, sink)
@@ -90,16 +90,15 @@ class Envelope(Part):
         if self.name or not NAME.fullmatch(self.word) or (self._known_only and self.word not in sink.tools):
             return Step.FAILED
         self.name = sink.name = self.word
-        if self.early:
+        if self.early.size:
             self._start(sink)
-            sink.arguments(self.early)
+            sink.arguments(self.early.take())
             self._end(sink)
-            self.early = ""
         return Step.MORE
 
     def _value(self, char: str, sink: CallSink) -> Step:
         if self.key in self._arguments:
-            if self.ended or self.early:
+            if self.ended or self.early.size:
                 return Step.FAILED
             if char == "{":
                 self.place = "object"
@@ -121,8 +120,8 @@ class Envelope(Part):
         if self.started:
             sink.arguments(char)
         else:
-            self.early += char
-            if len(self.early) > MAX_HELD:
+            self.early.add(char)
+            if self.early.size > MAX_HELD:
                 return Step.FAILED
         if closed:
             self.place = "comma"
@@ -134,11 +133,11 @@ class Envelope(Part):
         """Takes a character of arguments that are an object in a string."""
         text = self.reader.step(char)
         for each in text:
-            if self.place == "comma" or (not self.scanner.depth and each not in "{ \n"):
+            if not self.scanner.depth and each not in (_SPACE if self.ended else "{" + _SPACE):
                 return Step.FAILED
             if each == "{":
                 self._start_if_named(sink)
-            if not self.started:
+            if not self.started or self.ended:
                 continue
             sink.arguments(each)
             if self.scanner.step(each):
@@ -160,7 +159,7 @@ class Envelope(Part):
         return Step.MORE if char in _SPACE else self._between(char, sink)
 
     def _close(self, sink: CallSink) -> Step:
-        if not self.name or (self.early and not self.started):
+        if not self.name or (self.early.size and not self.started):
             return Step.FAILED
         if not self.started:
             self._start(sink)
@@ -179,51 +178,3 @@ class Envelope(Part):
     def _end(self, sink: CallSink) -> None:
         self.ended = True
         sink.end()
-
-
-class EnvelopeList(Part):
-    """Envelopes one after another, between `opening` and `closing` and with `separator` between them."""
-
-    FIELDS = ("place", "envelope")
-
-    def __init__(
-        self, opening: str = "[", closing: str = "]", separator: str = ",", *, known_only: bool = False
-    ) -> None:
-        self._opening = opening
-        self._closing = closing
-        self._separator = separator
-        self._known_only = known_only
-        self.place = "open" if opening else "begin"
-        self.envelope = Envelope(known_only=known_only)
-
-    def step(self, char: str, sink: CallSink) -> Step:
-        if self.place == "inside":
-            step = self.envelope.step(char, sink)
-            if step is Step.DONE:
-                self.place = "after"
-                return Step.MORE
-            return step
-        if char in _SPACE:
-            return Step.MORE
-        if self.place == "open" and char == self._opening:
-            self.place = "begin"
-        elif self.place == "begin":
-            self.place, self.envelope = "inside", Envelope(known_only=self._known_only)
-            sink.begin_next()
-            return self.envelope.step(char, sink)
-        elif self.place == "after" and char == self._separator:
-            self.place = "begin"
-        elif self.place == "after" and self._closing and char == self._closing:
-            return Step.DONE
-        elif self.place == "after" and not self._closing:
-            return Step.DONE_BEFORE
-        else:
-            return Step.FAILED
-        return Step.MORE
-
-    def skip(self, text: str, start: int, sink: CallSink) -> int:
-        return self.envelope.skip(text, start, sink) if self.place == "inside" else start
-
-    def cut_off(self, sink: CallSink) -> None:
-        if self.place == "inside":
-            self.envelope.cut_off(sink)

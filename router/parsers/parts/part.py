@@ -72,6 +72,37 @@ class Stateful:
                 setattr(self, name, value)
 
 
+class TextBuffer(Stateful):
+    """Text that grows by characters. Adding to it costs the same however much it holds."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self.size = 0
+
+    def add(self, text: str) -> None:
+        """Adds text."""
+        self._pieces.append(text)
+        self.size += len(text)
+
+    def take(self) -> str:
+        """Returns the text and forgets it."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        self.size = 0
+        return text
+
+    def state(self) -> dict[str, Any]:
+        text = self.take()
+        self.add(text)
+        return {"text": text}
+
+    def load(self, state: object) -> None:
+        if not isinstance(state, dict) or not isinstance(state.get("text"), str):
+            raise InvalidInput("parser_state", "has no text where it wants some; send what state() returned")
+        self.take()
+        self.add(state["text"])
+
+
 class Part(Stateful, ABC):
     """One piece of the syntax of a call. A new one is made for each call."""
 

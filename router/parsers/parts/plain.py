@@ -36,22 +36,31 @@ class Space(Part):
 
 
 class Name(Part):
-    """The name of a tool, up to any of the literals `ends`. `clean` takes off what the format adds to the name."""
+    """The name of a tool, up to any of the literals `ends` or before any of the characters `stops`.
+
+    `clean` takes off what the format adds to the name. With `known_only`, the name of no tool of the request fails.
+    """
 
     FIELDS = ("text",)
 
-    def __init__(self, *ends: str, clean: Callable[[str], str] = str.strip) -> None:
+    def __init__(
+        self, *ends: str, stops: str = "", clean: Callable[[str], str] = str.strip, known_only: bool = False
+    ) -> None:
         self._ends = ends
+        self._stops = stops
         self._clean = clean
+        self._known_only = known_only
         self.text = ""
 
     def step(self, char: str, sink: CallSink) -> Step:
+        if char in self._stops:
+            return Step.DONE_BEFORE if self._take(self.text, sink) else Step.FAILED
         self.text += char
         for end in self._ends:
             if self.text.endswith(end):
-                name = self._clean(self.text[: -len(end)])
-                if not NAME.fullmatch(name):
-                    return Step.FAILED
-                sink.name = name
-                return Step.DONE
+                return Step.DONE if self._take(self.text[: -len(end)], sink) else Step.FAILED
         return Step.MORE if len(self.text) < MAX_NAME else Step.FAILED
+
+    def _take(self, text: str, sink: CallSink) -> bool:
+        sink.name = self._clean(text)
+        return bool(NAME.fullmatch(sink.name)) and (not self._known_only or sink.name in sink.tools)

@@ -263,14 +263,19 @@ BAD = {
     "type": ("chat/completions", {**CHAT, "temperature": "hot"}, "temperature", "temperature: is 'hot'"),
     "best_of": ("completions", {"prompt": "a", "best_of": 3}, "best_of", "best_of: = 3 is not supported"),
     "echo": ("completions", {"prompt": "a", "echo": True}, "echo", "echo: = true is not supported"),
-    "tools": ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools", "is not supported"),
+    "tools": ("chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, "tools[0].type", "only functions"),
     "format": (
         "chat/completions",
         {**CHAT, "response_format": {"type": "json_object"}},
         "response_format",
         "not supported",
     ),
-    "role": ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "give one of"),
+    "role": (
+        "chat/completions",
+        {"messages": [{"role": "function", "content": "x"}]},
+        "messages[0].role",
+        "give one of",
+    ),
     "no messages": ("chat/completions", {"messages": []}, "messages", "messages: is empty; give at least one message"),
     "image": (
         "chat/completions",

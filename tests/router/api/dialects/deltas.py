@@ -60,7 +60,7 @@ def deltas_of(
     reason: FinishReason = FinishReason.STOP,
     **last: object,
 ) -> list[ChoiceDelta]:
-    """Returns the events in deltas of these sizes, of one token each, and the rest in a last one that ends the output."""
+    """Returns the events in deltas of these sizes, one token each. The last one holds the rest and ends the output."""
     groups, start = [], 0
     for size in sizes:
         groups.append(events[start : start + size])

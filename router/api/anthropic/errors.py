@@ -16,6 +16,7 @@ from penstock.errors import (
     Unavailable,
 )
 from router.api.limits import UnreadRequest
+from router.api.translation.errors import in_dialect
 
 Json = dict[str, Any]
 
@@ -51,8 +52,4 @@ def anthropic_error(error: PenstockError) -> tuple[int, Json]:
         kind = "request_too_large"
     elif isinstance(error, Unavailable) and not isinstance(error, Overloaded):
         status = OVERLOADED_STATUS
-    message = error.message
-    if isinstance(error, InvalidInput):
-        field = error.field.removeprefix("sampling.")
-        message = f"{_NAMES.get(field, field)}: {error.problem}"
-    return status, {"type": "error", "error": {"type": kind, "message": message}}
+    return status, {"type": "error", "error": {"type": kind, "message": in_dialect(error, _NAMES).message}}

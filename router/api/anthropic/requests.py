@@ -156,7 +156,7 @@ def _read_thinking(body: JsonObject, fields: Json) -> bool:
     if kind == "disabled":
         fields["reasoning_effort"] = "none"
     elif effort is not None:
-        fields["reasoning_effort"] = effort
+        fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
     elif kind == "enabled":
         fields["chat_template_kwargs"] = {"enable_thinking": True}
     return display == "omitted"

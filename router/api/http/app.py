@@ -20,6 +20,7 @@ from router.api.http.request_ids import RequestIdMiddleware
 from router.api.openai.requests import ChatBody, CompletionBody, parse_body
 from router.api.openai.responses import ChatResponse, CompletionResponse
 from router.api.prepare import RequestPreparer
+from router.api.responses.errors import responses_error
 from router.api.responses.store import ResponseStore
 from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
@@ -27,7 +28,10 @@ from router.fleet.worker_fleet import WorkerFleet
 from router.metrics.metrics import RouterMetrics
 
 # The shapes of errors other than OpenAI's, by the beginning of the paths that have them.
-SHAPES: Mapping[str, ErrorShape] = {message_routes.PATH: anthropic_error}
+SHAPES: Mapping[str, ErrorShape] = {
+    message_routes.PATH: anthropic_error,
+    response_routes.PATH: responses_error,
+}
 
 
 def make_app(

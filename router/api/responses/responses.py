@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from penstock.errors import Cancelled, Overloaded, PenstockError
 from penstock.types import FinishReason
 from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent
-from router.api.openai.responses import error_json
+from router.api.responses.errors import responses_error
 from router.api.responses.output import FunctionCallItem, MessageItem, OutputItem, ReasoningItem
 from router.api.responses.requests import ResponsesBody
 from router.api.responses.store import ResponseStore
@@ -73,7 +73,7 @@ class ResponsesResponse(CallResponse):
             self._response["status"] = "cancelled"
             self._keep()
             return [self._event("response.incomplete", response=self._response)]
-        shown = error_json(error)["error"]
+        shown = responses_error(error)[1]["error"]
         code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
         if error.http_status < 500 and code == "server_error":
             code = "invalid_prompt"

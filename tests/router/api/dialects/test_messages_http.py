@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from penstock.errors import Unavailable
+from router.api.openai.fields import REFUSED
 from tests.router.api.dialects.speech import CALL, MODEL, WEATHER, rendered, saying
 from tests.router.api.test_tenants import KEYS, TENANTS
 from tests.support.router.router_fakes import FakeWorker, running_router
@@ -108,6 +109,14 @@ async def test_a_forced_tool_binds_the_sampling(client, worker):
     message = await create(client, tools=[TOOL], tool_choice={"type": "tool", "name": "get_weather"})
     assert message.content[0].input == {"city": "Rome"}
     assert "get_weather" in worker.submits[0].sampling.grammar.source
+
+
+@pytest.mark.skipif("response_format" in REFUSED, reason="this router compiles no schemas")
+async def test_a_schema_binds_the_sampling(client, worker):
+    worker.next_token = saying('{"city": "Rome"}')
+    message = await create(client, output_config={"format": {"type": "json_schema", "schema": WEATHER}})
+    assert message.content[0].text == '{"city": "Rome"}'
+    assert "city" in worker.submits[0].sampling.grammar.source
 
 
 async def test_a_stop_sequence_is_named(client):

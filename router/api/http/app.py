@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.config.router import StoreConfig
 from penstock.config.security import LimitsConfig
-from router.api.anthropic.errors import anthropic_error
 from router.api.dialect import Dialect, ErrorShape, Json
 from router.api.http import message_routes, response_routes
 from router.api.http.error_answers import ErrorAnswers
@@ -20,8 +19,9 @@ from router.api.http.request_ids import RequestIdMiddleware
 from router.api.openai.requests import ChatBody, CompletionBody, parse_body
 from router.api.openai.responses import ChatResponse, CompletionResponse
 from router.api.prepare import RequestPreparer
-from router.api.responses.errors import responses_error
-from router.api.responses.store import ResponseStore
+from router.api.translation.anthropic.errors import anthropic_error
+from router.api.translation.responses.errors import responses_error
+from router.api.translation.responses.store import ResponseStore
 from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
 from router.fleet.worker_fleet import WorkerFleet

@@ -10,13 +10,13 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.config.security import LimitsConfig
 from penstock.v1 import inference_pb2
-from router.api.anthropic.requests import MessagesBody, read_count_call, read_message_call
-from router.api.anthropic.responses import MessagesResponse
 from router.api.dialect import Dialect
 from router.api.http.generation import GenerationCalls
 from router.api.identity import Tenant
 from router.api.openai.requests import read_timeout_s
 from router.api.prepare import RequestPreparer
+from router.api.translation.anthropic.requests import MessagesBody, read_count_call, read_message_call
+from router.api.translation.anthropic.responses import MessagesResponse
 
 PATH = "/v1/messages"
 

@@ -14,9 +14,9 @@ from router.api.dialect import Dialect
 from router.api.http.generation import GenerationCalls, identify
 from router.api.http.running_calls import RunningCalls
 from router.api.prepare import RequestPreparer
-from router.api.responses.requests import ResponsesBody, read_response_call
-from router.api.responses.responses import ResponsesResponse
-from router.api.responses.store import ResponseNotFound, ResponseStore
+from router.api.translation.responses.requests import ResponsesBody, read_response_call
+from router.api.translation.responses.responses import ResponsesResponse
+from router.api.translation.responses.store import ResponseNotFound, ResponseStore
 
 PATH = "/v1/responses"
 _ONE = f"{PATH}/{{response_id}}"

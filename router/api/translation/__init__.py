@@ -1,5 +1,5 @@
-"""What the dialects that are translated into chats share: reading JSON objects field by field, and building messages.
+"""The dialects that are translated into chats, `anthropic` and `responses`, and what they share.
 
-`router.api.anthropic` and `router.api.responses` take `JsonObject`, `ChatTurns`, `ChatTranslation`, `seal` and
-`in_dialect`. This room must not know either of them, and performs no I/O.
+Both take `JsonObject`, `ChatTurns`, `ChatTranslation`, `seal` and `in_dialect` from the modules here, which must not
+know either of them. `router.api.http` takes the bodies and responses of the two rooms. Performs no I/O.
 """

@@ -16,11 +16,11 @@ from openai.types.shared_params import Reasoning
 from penstock.config import StoreConfig
 from penstock.config.security import LimitsConfig
 from penstock.errors import InvalidInput
-from router.api.anthropic import fields as messages_fields
-from router.api.anthropic.requests import read_message_call
-from router.api.responses import fields as responses_fields
-from router.api.responses.requests import read_response_call
-from router.api.responses.store import ResponseStore
+from router.api.translation.anthropic import fields as messages_fields
+from router.api.translation.anthropic.requests import read_message_call
+from router.api.translation.responses import fields as responses_fields
+from router.api.translation.responses.requests import read_response_call
+from router.api.translation.responses.store import ResponseStore
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 SENTINEL = {"asks": ["for", "something"]}

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config.security import LimitsConfig
 from penstock.errors import InvalidInput
-from router.api.anthropic.requests import _chat_fields, read_count_call, read_message_call
+from router.api.translation.anthropic.requests import _chat_fields, read_count_call, read_message_call
 from router.api.translation.objects import JsonObject
 from router.api.translation.sealed import seal
 

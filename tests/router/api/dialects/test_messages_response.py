@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import InternalError, InvalidInput, Overloaded, Unavailable
 from penstock.types import FinishReason
-from router.api.anthropic.errors import anthropic_error
-from router.api.anthropic.requests import MessagesBody
-from router.api.anthropic.responses import MessagesResponse
 from router.api.openai.requests import ChatBody
+from router.api.translation.anthropic.errors import anthropic_error
+from router.api.translation.anthropic.requests import MessagesBody
+from router.api.translation.anthropic.responses import MessagesResponse
 from router.api.translation.sealed import seal, unseal
 from router.parsers.events import TextDelta
 from tests.router.api.dialects.deltas import WRITTEN, Written, deltas_of, events_of, merged, stream_of, whole_of

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.config import StoreConfig
 from penstock.errors import InvalidInput
-from router.api.responses.store import CallInput, ResponseNotFound, ResponseStore
+from router.api.translation.responses.store import CallInput, ResponseNotFound, ResponseStore
 
 
 class Clock:

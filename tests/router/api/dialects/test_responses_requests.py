@@ -9,9 +9,9 @@ import pytest
 from penstock.config import StoreConfig
 from penstock.config.security import LimitsConfig
 from penstock.errors import InvalidInput
-from router.api.responses import requests
-from router.api.responses.requests import read_response_call
-from router.api.responses.store import CallInput, ResponseNotFound, ResponseStore
+from router.api.translation.responses import requests
+from router.api.translation.responses.requests import read_response_call
+from router.api.translation.responses.store import CallInput, ResponseNotFound, ResponseStore
 from router.api.translation.sealed import seal
 
 FUNCTION = {"type": "function", "name": "look_up", "parameters": {"type": "object", "properties": {}}, "strict": True}

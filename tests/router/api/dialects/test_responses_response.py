@@ -16,9 +16,9 @@ from penstock.config import StoreConfig
 from penstock.config.security import LimitsConfig
 from penstock.errors import Cancelled, InvalidInput, Overloaded, Unavailable
 from penstock.types import FinishReason
-from router.api.responses.requests import read_response_call
-from router.api.responses.responses import ResponsesResponse
-from router.api.responses.store import ResponseNotFound, ResponseStore
+from router.api.translation.responses.requests import read_response_call
+from router.api.translation.responses.responses import ResponsesResponse
+from router.api.translation.responses.store import ResponseNotFound, ResponseStore
 from router.api.translation.sealed import unseal
 from tests.router.api.dialects.deltas import WRITTEN, Written, deltas_of, events_of, merged, stream_of, whole_of
 

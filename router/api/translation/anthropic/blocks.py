@@ -1,6 +1,6 @@
 """Turns Anthropic's system prompt and messages of content blocks into the messages of a chat. Pure.
 
-The messages depend on the blocks' contents alone: marks for caching and lines that an agent client writes anew for
+The messages depend on the blocks' contents alone: marks for caching and lines that an agent client writes for
 each of its requests leave no token, so that a conversation's next prompt extends the one before.
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.errors import InvalidInput
-from router.api.anthropic.fields import (
+from router.api.openai.json_bodies import shown
+from router.api.translation.anthropic.fields import (
     HARMLESS_IN_BLOCKS,
     REFUSED_IN_TEXT,
     REFUSED_IN_TOOL_RESULTS,
     REFUSED_IN_TOOL_USE,
 )
-from router.api.openai.json_bodies import shown
 from router.api.translation.objects import JsonObject
 from router.api.translation.sealed import unseal
 from router.api.translation.turns import ChatTurns, compact_json

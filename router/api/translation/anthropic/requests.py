@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config.security import LimitsConfig
-from router.api.anthropic.blocks import read_messages, read_system
-from router.api.anthropic.fields import (
+from router.api.limits import check_count
+from router.api.openai.json_bodies import read_json, shown
+from router.api.openai.requests import ChatBody, validate_body
+from router.api.sampling_fields import MAX_STOP_STRINGS
+from router.api.translation.anthropic.blocks import read_messages, read_system
+from router.api.translation.anthropic.fields import (
     HARMLESS,
     HARMLESS_IN_METADATA,
     HARMLESS_IN_THINKING,
@@ -15,10 +19,6 @@ from router.api.anthropic.fields import (
     REFUSED_IN_OUTPUT_CONFIG,
     REFUSED_IN_TOOLS,
 )
-from router.api.limits import check_count
-from router.api.openai.json_bodies import read_json, shown
-from router.api.openai.requests import ChatBody, validate_body
-from router.api.sampling_fields import MAX_STOP_STRINGS
 from router.api.translation.bodies import ChatTranslation
 from router.api.translation.objects import JsonObject
 from router.api.translation.turns import ChatTurns

@@ -11,9 +11,9 @@ from pydantic_core import from_json
 from penstock.completions import Output
 from penstock.errors import PenstockError
 from penstock.types import FinishReason
-from router.api.anthropic.errors import anthropic_error
-from router.api.anthropic.requests import MessagesBody
 from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent
+from router.api.translation.anthropic.errors import anthropic_error
+from router.api.translation.anthropic.requests import MessagesBody
 from router.api.translation.sealed import seal
 from router.parsers.events import ParserEvent, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 

@@ -9,7 +9,9 @@ from penstock.config.security import LimitsConfig
 from router.api.limits import check_count
 from router.api.openai.json_bodies import read_json, shown
 from router.api.openai.requests import ChatBody, validate_body
-from router.api.responses.fields import (
+from router.api.translation.bodies import ChatTranslation
+from router.api.translation.objects import JsonObject
+from router.api.translation.responses.fields import (
     HARMLESS,
     HARMLESS_IN_REASONING,
     HARMLESS_IN_STREAM_OPTIONS,
@@ -18,10 +20,8 @@ from router.api.responses.fields import (
     REFUSED_IN_TEXT_CONFIG,
     REFUSED_IN_TOOLS,
 )
-from router.api.responses.items import listed_items, read_items
-from router.api.responses.store import CallInput, ResponseStore
-from router.api.translation.bodies import ChatTranslation
-from router.api.translation.objects import JsonObject
+from router.api.translation.responses.items import listed_items, read_items
+from router.api.translation.responses.store import CallInput, ResponseStore
 from router.api.translation.turns import ChatTurns, compact_json
 
 Json = dict[str, Any]

@@ -8,8 +8,8 @@ from typing import Any
 
 from penstock.errors import InvalidInput
 from router.api.openai.json_bodies import shown
-from router.api.responses.fields import HARMLESS_IN_ITEMS, HARMLESS_IN_PARTS, REFUSED_IN_CALLS
 from router.api.translation.objects import JsonObject
+from router.api.translation.responses.fields import HARMLESS_IN_ITEMS, HARMLESS_IN_PARTS, REFUSED_IN_CALLS
 from router.api.translation.sealed import unseal
 from router.api.translation.turns import ChatTurns
 

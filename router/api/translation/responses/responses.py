@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from penstock.errors import Cancelled, Overloaded, PenstockError
 from penstock.types import FinishReason
 from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent
-from router.api.responses.errors import responses_error
-from router.api.responses.output import FunctionCallItem, MessageItem, OutputItem, ReasoningItem
-from router.api.responses.requests import ResponsesBody
-from router.api.responses.store import ResponseStore
+from router.api.translation.responses.errors import responses_error
+from router.api.translation.responses.output import FunctionCallItem, MessageItem, OutputItem, ReasoningItem
+from router.api.translation.responses.requests import ResponsesBody
+from router.api.translation.responses.store import ResponseStore
 from router.api.translation.turns import ChatTurns
 from router.parsers.events import ParserEvent, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 

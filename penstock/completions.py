@@ -57,6 +57,7 @@ class Output:
     granted_tokens: int | None = None  # max_tokens, if the operator lets overload allow fewer than were requested
     decision: dict[str, Any] | None = None  # with usage, if requested
     prompt_logprobs: Sequence[common_pb2.TokenLogprob] = ()  # with the first token, if requested; with token texts
+    stop_string: str | None = None  # the stop string that ended the completion, with finish_reason
 
 
 def to_response(output: Output, request_id: str, model: str) -> inference_pb2.GenerateResponse:

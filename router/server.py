@@ -164,6 +164,7 @@ class RouterServer:
             self._parsing,
             self._metrics_token,
             self._config.cors_origins,
+            self._config.store,
         )
         self._https = [self._serve_http(app, http_socket, self.connections, asks_for_certificate=True)]
         if metrics_socket is not None:

@@ -22,6 +22,7 @@ from router.api.dialect import BodyT, CallResponse, CallTotals, Dialect
 from router.api.http.bodies import BodyReader
 from router.api.http.connections import ABORT, SUBJECTS
 from router.api.http.request_ids import name_request
+from router.api.http.running_calls import RunningCalls
 from router.api.http.streams import (
     EventStream,
     collect_response,
@@ -41,6 +42,8 @@ from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
 from router.metrics.metrics import RouterMetrics
 
+API_KEY = "x-api-key"  # the header of Anthropic's clients; `authorization` takes precedence
+
 ParsedT = TypeVar("ParsedT")
 
 
@@ -57,11 +60,14 @@ class GenerationCalls:
         self._threads = threads
         self._bodies = BodyReader(preparer.limits, metrics)
 
-    async def answer(self, http: Request, dialect: Dialect[BodyT]) -> Response:
-        """Nothing goes on for a client that disconnects, in whatever queue its call waits."""
+    async def answer(self, http: Request, dialect: Dialect[BodyT], running: RunningCalls | None = None) -> Response:
+        """Nothing goes on for a client that disconnects, in whatever queue its call waits.
+
+        With `running`, other calls can cancel this one by its response's id.
+        """
 
         def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Awaitable[Response]:
-            return self._answer(http, raw, held, dialect, tenant)
+            return self._answer(http, raw, held, dialect, tenant, running)
 
         return await self.with_body(http, work)
 
@@ -81,7 +87,13 @@ class GenerationCalls:
             return await until_disconnect(http.receive, working)
 
     async def _answer(
-        self, http: Request, raw: bytes, held: contextlib.ExitStack, dialect: Dialect[BodyT], tenant: Tenant
+        self,
+        http: Request,
+        raw: bytes,
+        held: contextlib.ExitStack,
+        dialect: Dialect[BodyT],
+        tenant: Tenant,
+        running: RunningCalls | None,
     ) -> Response:
         """Returns a stream only with its first token, so that errors before it are plain HTTP errors."""
         preparer, accepted_s = self._preparer, time.monotonic()
@@ -110,6 +122,8 @@ class GenerationCalls:
         totals = CallTotals(sum(len(request.token_ids) for request in requests))
         parsed = ParsedOutputs(parsing, [request.token_ids for request in requests], requests[0].sampling.n)
         outputs = merged_outputs(self._dispatcher, requests)
+        if running is not None:
+            outputs = running.guarded((tenant.name, response.id), outputs)
         if not body.streams:
             async with contextlib.aclosing(outputs):
                 whole, headers = await collect_response(outputs, parsed, response, totals)
@@ -154,6 +168,12 @@ class GenerationCalls:
 
 
 def identify(http: Request, preparer: RequestPreparer) -> Tenant:
-    """Raises UnreadRequest, Unauthenticated or PermissionDenied."""
+    """Returns the tenant of a call by its API key, which comes in either of two headers, or by its certificate.
+
+    Raises UnreadRequest, Unauthenticated or PermissionDenied.
+    """
     check_headers(http.headers.raw, preparer.limits)
-    return preparer.tenants.identify(http.headers.get("authorization"), http.scope.get(SUBJECTS, ()))
+    authorization = http.headers.get("authorization")
+    if authorization is None and (key := http.headers.get(API_KEY)) is not None:
+        authorization = f"Bearer {key}"
+    return preparer.tenants.identify(authorization, http.scope.get(SUBJECTS, ()))

@@ -296,6 +296,11 @@ BAD = {
         "tool_choice",
         "names 'then'",
     ),
+    "name of a choice": (
+        {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "none"}}},
+        "tool_choice",
+        "is a choice too",
+    ),
     "functions": ({"functions": [{"name": "a"}]}, "functions", "is not supported"),
     "function_call": ({"function_call": {"name": "a"}}, "function_call", "is not supported"),
     "role function": ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role", "give one of"),

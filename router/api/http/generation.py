@@ -6,6 +6,7 @@ A route calls `GenerationCalls.answer` with its `Dialect`. Thin over `router.dis
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -39,7 +40,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
 from router.metrics.metrics import RouterMetrics
 
-ParsedT = TypeVar("ParsedT")
+ResultT = TypeVar("ResultT")
 
 
 class GenerationCalls:
@@ -85,7 +86,8 @@ class GenerationCalls:
         preparer, accepted_s = self._preparer, time.monotonic()
         timeout_s = read_timeout_s(http.headers)
         async with preparer.until(preparer.deadline_s(timeout_s)):
-            body, response, parsing, wanted = await self._parse(raw, dialect, tenant)
+            read = functools.partial(self._read, dialect, raw, tenant)
+            body, response, parsing, wanted = await self.parse(raw, tenant, read)
         del raw
         held.close()
         name_request(http.scope, body.caller_id)
@@ -117,33 +119,24 @@ class GenerationCalls:
         events = event_bytes(first, outputs, parsed, response, totals)
         return EventStream(events, watch, granted_header(first[1]))
 
-    async def _parse(
-        self, raw: bytes, dialect: Dialect[BodyT], tenant: Tenant
-    ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
-        """Returns the body, the response to it, how its outputs are parsed, and its requests.
+    async def parse(self, raw: bytes, tenant: Tenant, read: Callable[[LimitsConfig], ResultT]) -> ResultT:
+        """Returns what `read` makes of the body within the limits; of a large one off the event loop.
 
         Raises InvalidInput that names the field, or Overloaded.
         """
-
-        def parse(
-            raw: bytes, limits: LimitsConfig
-        ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
-            body = dialect.read(raw, limits, tenant.name)
-            response = dialect.respond(body)
-            return body, response, self._preparer.parsing(body.output_format), body.requests(response.id)
-
-        return await self.parse(raw, tenant, parse)
-
-    async def parse(self, raw: bytes, tenant: Tenant, parse: Callable[[bytes, LimitsConfig], ParsedT]) -> ParsedT:
-        """Returns what `parse` makes of the body and the limits that hold for it; a large one is parsed in a thread.
-
-        Raises what `parse` raises, or Overloaded.
-        """
         limits = self._preparer.limits
         if len(raw) <= SMALL_BODY_BYTES:
-            return parse(raw, limits)
+            return read(limits)
         limits = self._preparer.limits_within(limits.completions)
-        return await self._threads.run(tenant.name, len(raw), parse, raw, limits)
+        return await self._threads.run(tenant.name, len(raw), read, limits)
+
+    def _read(
+        self, dialect: Dialect[BodyT], raw: bytes, tenant: Tenant, limits: LimitsConfig
+    ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
+        """Returns the body, the response to it, how its outputs are parsed, and its requests. Raises InvalidInput."""
+        body = dialect.read(raw, limits, tenant.name)
+        response = dialect.respond(body)
+        return body, response, self._preparer.parsing(body.output_format), body.requests(response.id)
 
 
 def identify(http: Request, preparer: RequestPreparer) -> Tenant:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
@@ -35,7 +36,7 @@ def add_messages(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer
     @app.post(f"{PATH}/count_tokens")
     async def count_tokens(http: Request) -> Response:
         async def count(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
-            chat = await calls.parse(raw, tenant, read_count_call)
+            chat = await calls.parse(raw, tenant, functools.partial(read_count_call, raw))
             held.close()
             preparer.check_model(chat.model or "")
             (request,) = chat.requests("")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.system.matrix.features import FEATURES, Feature
+from tests.system.matrix.features import FEATURES, Feature, spelling
 from tests.system.matrix.hand_offs import Runs
 from tests.system.matrix.reference import options_of, single_process
 from tests.system.matrix.table import ABSENT, BREAKS, CELLS, PAGE, with_table
@@ -41,13 +41,18 @@ def test_a_feature_changes_the_answer_of_a_single_process(feature: Feature) -> N
         assert dict(options_of(feature)) == plain
     elif feature.end_is_late:
         assert answers[0].finish_reason == "stop"
+        if feature.name != "stop_token_ids":
+            includes = answers[0].text.endswith(options_of(feature)["stop"][0])
+            assert includes == (feature.name == "include_stop")
         assert plain["max_tokens"] // 2 < len(answers[0].token_ids) < plain["max_tokens"]
     elif feature.name == "n":
         assert answers[0].token_ids != answers[1].token_ids
     elif feature.name in ("logprobs", "prompt_logprobs", "echo"):
         assert (len(answers[0].logprobs) > 0) == (feature.name != "prompt_logprobs")
         assert (len(answers[0].prompt_logprobs) > 0) == (feature.name != "logprobs")
-    elif feature.name == "ignore_eos":
+    elif feature.name in ("ignore_eos", "keep_special_tokens"):
+        shown = spelling().token_text(1) in answers[0].text
+        assert shown == (feature.name == "keep_special_tokens")
         assert 1 in answers[0].token_ids[:-1]
     elif feature.name == "min_tokens":
         assert 1 not in answers[0].token_ids[:80]

@@ -157,7 +157,6 @@ class RouterServer:
         app = make_app(
             self.preparer,
             self._dispatcher,
-            self.fleet,
             self._metrics,
             self._parsing,
             self._metrics_token,

@@ -40,7 +40,7 @@ class OutputFormat:
 PLAIN_TEXT = OutputFormat()
 
 
-class CallBody(Protocol):
+class DialectBody(Protocol):
     """A validated body."""
 
     @property
@@ -155,7 +155,7 @@ class CallResponse(abc.ABC):
 
 ErrorShape = Callable[[PenstockError], tuple[int, Json]]  # the HTTP status and the body of an error
 
-BodyT = TypeVar("BodyT", bound=CallBody)
+BodyT = TypeVar("BodyT", bound=DialectBody)
 
 
 @dataclass(frozen=True, slots=True)

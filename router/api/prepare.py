@@ -22,7 +22,14 @@ from router.api import sampling_fields
 from router.api.conversations import read_conversation
 from router.api.dialect import OutputFormat
 from router.api.identity import Tenant, Tenants, salted_scope
-from router.api.limits import check_request, check_tokens, num_prompt_characters, prompt_texts
+from router.api.limits import (
+    check_count,
+    check_prompt,
+    check_request,
+    check_tokens,
+    num_prompt_characters,
+    prompt_texts,
+)
 from router.api.parsed_outputs import OutputParsing
 from router.dispatch.context import DispatchContext
 from router.fleet.worker_groups import WorkerGroup
@@ -138,6 +145,12 @@ class RequestPreparer:
             cohort=group.cohort,
         )
 
+    @property
+    def context_length(self) -> int | None:
+        """The tokens of a prompt and its output together, as workers report them; None without a worker."""
+        group = self._fleet.group()
+        return group.context_length if group else None
+
     def limits_within(self, num_contexts: int) -> LimitsConfig:
         """Returns the limits, with no more prompt tokens and text than so many of the workers' contexts hold."""
         group, limits = self._fleet.group(), self.limits
@@ -222,17 +235,39 @@ class RequestPreparer:
         return await self._encode(wire, tenant, lane)
 
     async def tokenize(
-        self, wire: inference_pb2.TokenizeRequest, tenant: Tenant, timeout_s: float | None
+        self, wire: inference_pb2.TokenizeRequest, tenant: Tenant, timeout_s: float | None, *, spelt: bool = True
     ) -> tuple[list[int], list[str]]:
-        """Returns the tokens of a prompt and their texts; the tenant's rate pays for them.
+        """Returns the tokens of a prompt and, if they are `spelt`, their texts; the tenant's rate pays for them.
 
-        Raises InvalidInput, Overloaded or DeadlineExceeded.
+        Raises InvalidInput, ModelNotFound, Overloaded or DeadlineExceeded.
         """
+        check_prompt(wire, self.limits_of(wire))
+        self.check_model(wire.model)
+        if wire.HasField("text") == bool(wire.messages):
+            raise InvalidInput("text", "give exactly one of text and messages")
         async with self.until(self.deadline_s(timeout_s)):
             token_ids, prepaid_tokens = await self._encode(wire, tenant, tenant.config.lane)
             self._context.gate.repay(tenant.name, prepaid_tokens - len(token_ids))
             check_tokens(len(token_ids), self.limits)
-            return token_ids, await self.tokenizer.spell(token_ids, tenant.name)
+            return token_ids, await self.tokenizer.spell(token_ids, tenant.name) if spelt else []
+
+    async def detokenize(self, token_ids: Sequence[int], tenant: Tenant, timeout_s: float | None) -> str:
+        """Returns the text of tokens, special ones by their names; the tenant's rate pays for them.
+
+        Raises InvalidInput, Overloaded or DeadlineExceeded.
+        """
+        check_count("tokens", len(token_ids), self.limits.prompt_tokens, "tokens")
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token_id < self.card.vocab_size:
+                raise InvalidInput("tokens", f"hold {token_id}; give 0 to {self.card.vocab_size - 1}")
+        gate, price = self._context.gate, 1 + len(token_ids)
+        gate.prepay(tenant.name, tenant.config.lane, price)
+        try:
+            async with self.until(self.deadline_s(timeout_s)):
+                return await self.tokenizer.decode(token_ids, tenant.name)
+        except Overloaded:
+            gate.repay(tenant.name, price)
+            raise
 
     async def _encode(
         self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, tenant: Tenant, lane: Lane

@@ -57,7 +57,11 @@ class ParserChoice:
     @property
     def needs_special_tokens(self) -> bool:
         """Whether marks of a format are special tokens, so that the text must keep those."""
-        return bool((self.tools and self.tools.special) or (self.reasoning and self.reasoning.special))
+        return self.keeps_special_tokens(has_tools=True)
+
+    def keeps_special_tokens(self, has_tools: bool) -> bool:
+        """Returns whether the text of this request must keep special tokens: without tools, only reasoning counts."""
+        return bool((has_tools and self.tools and self.tools.special) or (self.reasoning and self.reasoning.special))
 
     def make(self, tools: Sequence[ToolFunction] = (), *, starts_in_reasoning: bool = False) -> OutputParser:
         """Returns a parser at the start of a completion. Without tools, tool calls stay text."""

@@ -202,7 +202,6 @@ _TOOL_ROWS = (
         "mistral",
         (("[TOOL_CALLS]",),),
         special=True,
-        ends=frozenset({"</s>"}),
         calls={"[TOOL_CALLS]": CallMark(_mistral)},
     ),
     ToolFormat(
@@ -267,6 +266,14 @@ _REASONING_ROWS = (
         opening="<think>",
         closings=("</think>",),
         prompts=("<think>",),
+    ),
+    ReasoningFormat(
+        "mistral",
+        (("[THINK]",),),
+        special=True,
+        opening="[THINK]",
+        closings=("[/THINK]",),
+        prompts=("[THINK]",),
     ),
     ReasoningFormat(
         "qwen3",

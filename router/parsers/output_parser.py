@@ -32,14 +32,14 @@ _MAX_WAITING = 256  # characters that wait for what follows them
 _FIELDS = ("section", "held", "waiting", "first", "after", "wrote", "opened_by")
 
 
-class Section(StrEnum):
+class OutputSection(StrEnum):
     """What the text is at a position."""
 
     TEXT = "text"
     REASONING = "reasoning"
 
 
-class Output(CallSink, Stateful):
+class EventSink(CallSink, Stateful):
     """Collects the events of one call of `feed`; adjacent deltas of one kind are one event."""
 
     FIELDS = ("name", "num_calls", "open", "settled")
@@ -52,8 +52,18 @@ class Output(CallSink, Stateful):
         self.settled = False  # a call of this body has ended, and no other one may have begun
         self.used = False  # the last step passed something on
         self.events: list[ParserEvent] = []
+        self._types: dict[tuple[str, str], frozenset[str]] = {}  # those that were looked up
         self._parts: list[str] = []  # of the delta that is being collected
         self._kind: type[TextDelta | ReasoningDelta | ToolArgumentsDelta] = TextDelta
+
+    def types_of(self, key: str) -> frozenset[str]:
+        tool = self.tools.get(self.name)
+        if tool is None or not tool.has(key):
+            return frozenset()
+        found = self._types.get((self.name, key))
+        if found is None:
+            found = self._types[self.name, key] = tool.types_of(key)
+        return found
 
     def add(self, kind: type[TextDelta | ReasoningDelta | ToolArgumentsDelta], text: str) -> None:
         """Adds text of the answer, the reasoning or the open call's arguments."""
@@ -119,9 +129,9 @@ class OutputParser:
         self._reasoning = reasoning_format
         self._heads = _heads(self._tools, reasoning_format)
         self._ends = _ends(self._tools, reasoning_format)
-        self._marks = {section: _marks(section, self._tools, reasoning_format) for section in Section}
-        self._output = Output({tool.name: tool for tool in tools})
-        self._section = Section.TEXT
+        self._marks = {section: _marks(section, self._tools, reasoning_format) for section in OutputSection}
+        self._output = EventSink({tool.name: tool for tool in tools})
+        self._section = OutputSection.TEXT
         self._held = ""  # the beginning of a mark, or nothing
         self._waiting = ""  # line ends and marks before calls, whose meaning depends on what follows
         self._raw = TextBuffer()  # what was read of a call and not passed on
@@ -131,7 +141,7 @@ class OutputParser:
         self._opened_by = ""  # the mark that began the call
         self._body: CallBody | None = None
         if starts_in_reasoning and reasoning_format:
-            self._section, self._after = Section.REASONING, True
+            self._section, self._after = OutputSection.REASONING, True
 
     def feed(self, text: str) -> list[ParserEvent]:
         """Takes new text and returns the events that it completes."""
@@ -174,9 +184,9 @@ class OutputParser:
             own, value = getattr(self, f"_{name}"), state[name]
             if not isinstance(value, bool if isinstance(own, bool) else str):
                 raise InvalidInput("parser_state", f"{name} is a {type(value).__name__}; send what state() returned")
-        if state["section"] not in list(Section):
+        if state["section"] not in list(OutputSection):
             raise InvalidInput("parser_state", "names no section; send what state() returned")
-        self._section = Section(state["section"])
+        self._section = OutputSection(state["section"])
         self._held, self._waiting = state["held"], state["waiting"]
         self._raw.load(state["raw"])
         self._first, self._after, self._wrote = state["first"], state["after"], state["wrote"]
@@ -209,15 +219,15 @@ class OutputParser:
 
     def _outside(self, char: str) -> None:
         """Takes a character of text or reasoning: part of a mark, or not."""
-        held = self._held + char
+        held, self._held = self._held + char, ""
         marks = self._marks[self._section]
-        while held:
-            if held in marks.whole:
-                self._held = ""
-                self._mark(held)
+        while held and held not in marks.beginnings:
+            mark = next((held[:size] for size in range(len(held), 0, -1) if held[:size] in marks.whole), None)
+            if mark is not None:
+                self._mark(mark)
+                for each in held[len(mark) :]:
+                    self._step(each)
                 return
-            if held in marks.beginnings:
-                break
             self._plain(held[0])
             held = held[1:]
         self._held = held
@@ -229,7 +239,7 @@ class OutputParser:
             return
         self._release()
         self._output.add(self._kind, char)
-        self._wrote = self._wrote or self._section is Section.TEXT
+        self._wrote = self._wrote or self._section is OutputSection.TEXT
         self._after = False
         self._first = self._first and char.isspace()
 
@@ -244,11 +254,11 @@ class OutputParser:
         Line ends beside a call or reasoning are dropped, unless text stands on both sides.
         """
         waiting, self._waiting = self._waiting, ""
-        if self._after and (last or not self._wrote or self._section is Section.REASONING):
+        if self._after and (last or not self._wrote or self._section is OutputSection.REASONING):
             waiting = waiting.lstrip("\n")
         if waiting:
             self._output.add(self._kind, waiting)
-            self._wrote = self._wrote or self._section is Section.TEXT
+            self._wrote = self._wrote or self._section is OutputSection.TEXT
             self._after = False
             self._first = self._first and waiting.isspace()
 
@@ -260,15 +270,17 @@ class OutputParser:
     def _mark(self, mark: str) -> None:
         head = self._heads.get(mark)
         tools, reasoning = self._tools, self._reasoning
-        if head and (not head.only_first or (self._first and self._section is Section.TEXT)):
+        if head and (not head.only_first or (self._first and self._section is OutputSection.TEXT)):
             self._begin(mark, head)
         elif tools and mark in tools.before:
             self._wait(mark)
-        elif mark in self._ends or (reasoning and self._section is Section.REASONING and mark in reasoning.closings):
+        elif mark in self._ends or (
+            reasoning and self._section is OutputSection.REASONING and mark in reasoning.closings
+        ):
             self._close()
-        elif reasoning and self._section is Section.TEXT and mark == reasoning.opening and self._first:
+        elif reasoning and self._section is OutputSection.TEXT and mark == reasoning.opening and self._first:
             self._close()
-            self._section = Section.REASONING
+            self._section = OutputSection.REASONING
         elif self._after and (mark in self._closing_marks or (reasoning and mark == reasoning.opening)):
             self._waiting = ""
         else:
@@ -306,7 +318,9 @@ class OutputParser:
             self._raw.add(char)
         if step in (Step.TO_TEXT, Step.TO_REASONING):
             self._close()
-            self._section = Section.REASONING if step is Step.TO_REASONING and self._reasoning else Section.TEXT
+            self._section = (
+                OutputSection.REASONING if step is Step.TO_REASONING and self._reasoning else OutputSection.TEXT
+            )
         elif step is Step.DONE:
             self._close()
         elif step is Step.DONE_BEFORE:
@@ -332,12 +346,12 @@ class OutputParser:
         self._output.open = False
         self._raw.take()
         self._waiting = ""
-        self._section = Section.TEXT
+        self._section = OutputSection.TEXT
         self._first = self._after = True
 
     @property
     def _kind(self) -> type[TextDelta | ReasoningDelta]:
-        return ReasoningDelta if self._section is Section.REASONING else TextDelta
+        return ReasoningDelta if self._section is OutputSection.REASONING else TextDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +359,7 @@ class MarkSet:
     """The marks that count in a section."""
 
     whole: frozenset[str]
-    beginnings: frozenset[str]  # of the marks, without the whole ones
+    beginnings: frozenset[str]  # of the marks, without their ends
     plain: re.Pattern[str]  # text without line ends in which no mark begins
 
 
@@ -360,19 +374,18 @@ def _ends(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> frozen
 @lru_cache(maxsize=256)
 def _mark_set(marks: frozenset[str]) -> MarkSet:
     beginnings = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
-    assert not marks & beginnings, "a mark begins as another one"
     first = "".join(sorted({re.escape(mark[0]) for mark in marks}))
     return MarkSet(marks, beginnings, re.compile(rf"[^\n{first}]+"))
 
 
-def _marks(section: Section, tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> MarkSet:
+def _marks(section: OutputSection, tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> MarkSet:
     marks: set[str] = set(_ends(tools, reasoning))
     if reasoning:
         marks |= {*reasoning.headers, reasoning.opening} - {""}
-        if section is Section.REASONING:
+        if section is OutputSection.REASONING:
             marks |= {*reasoning.closings}
-    if tools and (section is Section.TEXT or tools.ends_reasoning):
+    if tools and (section is OutputSection.TEXT or tools.ends_reasoning):
         marks |= {*tools.calls, *tools.before}
-    if tools and section is Section.TEXT:
+    if tools and section is OutputSection.TEXT:
         marks |= tools.after
     return _mark_set(frozenset(marks))

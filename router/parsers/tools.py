@@ -15,6 +15,11 @@ class ToolFunction:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False  # the arguments must be valid against the schema
 
+    def has(self, key: str) -> bool:
+        """Returns whether the schema names the parameter `key`."""
+        properties = self.parameters.get("properties")
+        return isinstance(properties, Mapping) and key in properties
+
     def types_of(self, key: str) -> frozenset[str]:
         """Returns the JSON types that the schema gives the parameter `key`; empty if it gives none."""
         properties = self.parameters.get("properties")
@@ -30,14 +35,21 @@ def _types(schema: object, depth: int) -> set[str]:
         return {kind}
     if isinstance(kind, list):
         return {each for each in kind if isinstance(each, str)}
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
+    values = allowed_values(schema)
+    if values is not None:
         return {json_type(value) for value in values}
     found: set[str] = set()
     for word in ("anyOf", "oneOf", "allOf"):
-        for branch in schema.get(word) or ():
+        branches = schema.get(word)
+        for branch in branches if isinstance(branches, list) else ():
             found |= _types(branch, depth + 1)
     return found
+
+
+def allowed_values(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Returns the values that a schema lists; None if it lists none."""
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return values if isinstance(values, list) and values else None
 
 
 def json_type(value: object) -> str:

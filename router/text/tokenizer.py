@@ -124,6 +124,17 @@ class Tokenizer:
 
         return spelt() if len(token_ids) <= _INLINE_TOKENS else await self._threads.run(caller, len(token_ids), spelt)
 
+    async def decode(self, token_ids: Sequence[int], caller: str = "") -> str:
+        """Returns the text of tokens, special ones by their names. Raises Overloaded."""
+
+        def decoded() -> str:
+            # Not `decode`: that keeps the interpreter's lock.
+            return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
+
+        return (
+            decoded() if len(token_ids) <= _INLINE_TOKENS else await self._threads.run(caller, len(token_ids), decoded)
+        )
+
     async def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool, caller: str) -> list[list[int]]:
         size = sum(map(len, parts))
         if size <= _INLINE_CHARACTERS:

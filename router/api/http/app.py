@@ -16,6 +16,7 @@ from router.api.http import message_routes, response_routes
 from router.api.http.error_answers import ErrorAnswers
 from router.api.http.generation import GenerationCalls, identify
 from router.api.http.request_ids import RequestIdMiddleware
+from router.api.http.tokenization import add_tokenization
 from router.api.openai.requests import ChatBody, CompletionBody, parse_body
 from router.api.openai.responses import ChatResponse, CompletionResponse
 from router.api.prepare import RequestPreparer
@@ -24,7 +25,6 @@ from router.api.translation.responses.errors import responses_error
 from router.api.translation.responses.store import ResponseStore
 from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
-from router.fleet.worker_fleet import WorkerFleet
 from router.metrics.metrics import RouterMetrics
 
 # The shapes of errors other than OpenAI's, by the beginning of the paths that have them.
@@ -37,7 +37,6 @@ SHAPES: Mapping[str, ErrorShape] = {
 def make_app(
     preparer: RequestPreparer,
     dispatcher: Dispatcher,
-    fleet: WorkerFleet,
     metrics: RouterMetrics,
     threads: FairThreads,
     metrics_token: Callable[[], str] = lambda: "",
@@ -48,9 +47,10 @@ def make_app(
     app = make_operations_app(preparer, metrics, metrics_token)
     calls = GenerationCalls(preparer, dispatcher, metrics, threads)
     _add_generation(app, calls, preparer)
+    add_tokenization(app, calls, preparer)
     message_routes.add_messages(app, calls, preparer)
     response_routes.add_responses(app, calls, preparer, ResponseStore(store or StoreConfig(), time.monotonic))
-    _add_models(app, preparer, fleet)
+    _add_models(app, preparer)
     return app
 
 
@@ -103,13 +103,11 @@ def _add_generation(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepa
         return await calls.answer(http, chat)
 
 
-def _add_models(app: FastAPI, preparer: RequestPreparer, fleet: WorkerFleet) -> None:
+def _add_models(app: FastAPI, preparer: RequestPreparer) -> None:
     started_s = int(time.time())
 
     def model_json() -> Json:
-        group = fleet.group()
-        length = group.context_length if group else None
-        name = preparer.card.name
+        name, length = preparer.card.name, preparer.context_length
         return {"id": name, "object": "model", "created": started_s, "owned_by": "penstock", "max_model_len": length}
 
     @app.get("/v1/models")

@@ -100,7 +100,7 @@ class GenerationCalls:
         async with preparer.until(preparer.deadline_s(timeout_s)):
             read = functools.partial(self._read, dialect, raw, tenant)
             body, response, parsing, wanted = await self.parse(raw, tenant, read)
-        del raw
+        del raw, read
         held.close()
         name_request(http.scope, body.caller_id)
         hints = read_hints(http.headers, body.session)

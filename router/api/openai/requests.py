@@ -284,6 +284,7 @@ class ChatBody(_SamplingBody, ChatPrompt):
 
 
 BodyT = TypeVar("BodyT", CompletionBody, ChatBody)
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def parse_body(kind: type[BodyT], raw: bytes, limits: LimitsConfig) -> BodyT:
@@ -293,14 +294,19 @@ def parse_body(kind: type[BodyT], raw: bytes, limits: LimitsConfig) -> BodyT:
 
 def validate_body(kind: type[BodyT], fields: Any, limits: LimitsConfig) -> BodyT:
     """Returns the body of parsed JSON, as `parse_body` does; other dialects translate theirs to `ChatBody`'s fields."""
+    body = validate_fields(kind, fields, limits)
+    body.check_other_fields()
+    return body
+
+
+def validate_fields(kind: type[ModelT], fields: Any, limits: LimitsConfig) -> ModelT:
+    """Returns a body whose declared fields are valid. Raises InvalidInput that names the field."""
     if isinstance(fields, dict):
         _check_lengths(fields, limits)
     try:
-        body = kind.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise _explain(error) from error
-    body.check_other_fields()
-    return body
 
 
 def _check_lengths(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
@@ -316,6 +322,7 @@ def _check_lengths(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
     for name, limit, what in (
         ("messages", limits.messages, "messages"),
         ("tools", limits.tools, "tools"),
+        ("tokens", limits.prompt_tokens, "tokens"),
         ("stop", MAX_STOP_STRINGS, "strings"),
         ("stop_token_ids", limits.stop_token_ids, "tokens"),
         ("logit_bias", limits.logit_bias, "entries"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.errors import InvalidInput
 from router.parsers.grammars.lark import LarkWriter
-from router.parsers.tools import ToolFunction
+from router.parsers.tools import ToolFunction, allowed_values
+
+_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 WriteCall = Callable[[LarkWriter, ToolFunction], str]
 
@@ -23,6 +27,7 @@ class CallGrammar:
     opening: str = ""
     closing: str = ""
     one_only: bool = False  # the format has no parallel calls
+    trigger: str = ""  # the beginning of `opening` after which only calls may come; all of it if empty
 
 
 def schema_of(tool: ToolFunction) -> dict[str, Any]:
@@ -53,7 +58,7 @@ def _tagged(before: str, key: str, value_end: str, after: str) -> WriteCall:
             opening = lark.literal(key.replace("{}", name))
             if not (schema.get("type") == "string" or all_strings(schema)):
                 return f"{opening} {lark.json(schema)} {lark.literal(value_end)}"
-            values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+            values = allowed_values(schema)
             if values is None:
                 return f"{opening} {lark.until(value_end)}"
             choices = " | ".join(lark.literal(f"{each}{value_end}") for each in values)
@@ -67,14 +72,22 @@ def _tagged(before: str, key: str, value_end: str, after: str) -> WriteCall:
 
 def all_strings(schema: Mapping[str, Any]) -> bool:
     """Returns whether a schema allows a list of strings and nothing else."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    return bool(values) and all(isinstance(value, str) for value in values)
+    values = allowed_values(schema)
+    return values is not None and all(isinstance(value, str) for value in values)
+
+
+def _bare(name: str) -> str:
+    """Returns the name of a parameter that stands without quotes. Raises InvalidInput if it cannot."""
+    if not _KEY.fullmatch(name):
+        problem = f"the parameter {name[:64]!r} cannot be enforced with this model; use letters, digits and underscores"
+        raise InvalidInput("tools", problem)
+    return name
 
 
 def _python(before: str, after: str) -> WriteCall:
     def write(lark: LarkWriter, tool: ToolFunction) -> str:
         properties = lark.properties(
-            schema_of(tool), lambda name, schema: f"{lark.literal(f'{name}=')} {lark.json(schema)}", ", "
+            schema_of(tool), lambda name, schema: f"{lark.literal(_bare(name) + '=')} {lark.json(schema)}", ", "
         )
         return f"{lark.literal(f'{before}{tool.name}(')} {properties} {lark.literal(f'){after}')}"
 
@@ -92,7 +105,7 @@ def _gemma(quote: str, end: str) -> WriteCall:
 def _gemma_value(lark: LarkWriter, schema: Mapping[str, Any], quote: str, depth: int) -> str:
     """Returns an expression of a value whose strings stand between `quote`s."""
     kind = schema.get("type")
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    values = allowed_values(schema)
     if values is not None:
         choices = [
             lark.literal(f"{quote}{each}{quote}" if isinstance(each, str) else json.dumps(each)) for each in values
@@ -100,7 +113,9 @@ def _gemma_value(lark: LarkWriter, schema: Mapping[str, Any], quote: str, depth:
         return f"({' | '.join(choices)})"
     if kind == "object" and depth < 16:
         properties = lark.properties(
-            schema, lambda name, each: f"{lark.literal(f'{name}:')} {_gemma_value(lark, each, quote, depth + 1)}", ","
+            schema,
+            lambda name, each: f"{lark.literal(_bare(name) + ':')} {_gemma_value(lark, each, quote, depth + 1)}",
+            ",",
         )
         return f'"{{" {properties} "}}"'
     if kind == "array" and depth < 16:
@@ -112,7 +127,9 @@ def _gemma_value(lark: LarkWriter, schema: Mapping[str, Any], quote: str, depth:
     return f"{lark.literal(quote)} {lark.until(quote)}"
 
 
-_MISTRAL_LIST = CallGrammar("", _with_json('{"name": "{}", "arguments": ', "}"), ", ", "[TOOL_CALLS] [", "]")
+_MISTRAL_LIST = CallGrammar(
+    "", _with_json('{"name": "{}", "arguments": ', "}"), ", ", "[TOOL_CALLS] [", "]", trigger="[TOOL_CALLS]"
+)
 _MISTRAL_NAMED = CallGrammar("[TOOL_CALLS]", _with_json("{}[ARGS]", ""))
 _GEMMA_CODE = CallGrammar("```tool_code\n", _python("", "\n```"), "\n")
 _GEMMA_FUNCTION = CallGrammar("<start_function_call>", _gemma("<escape>", "<end_function_call>"))

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.errors import InvalidInput
 
 ANY_TEXT = r"(.|\n)*"
+MAX_GRAMMAR = 1 << 20
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _DEFINITIONS = ("$defs", "definitions")
 
@@ -20,12 +21,17 @@ class LarkWriter:
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self.special_tokens = special_tokens
         self._rules: list[str] = []
+        self._size = 0  # characters of the rules
         found = [re.escape(mark) for mark in sorted(special_tokens, key=len, reverse=True) if mark]
         self._split = re.compile("(" + "|".join(found) + ")") if found else None
 
     def rule(self, body: str, options: str = "") -> str:
         """Adds a rule and returns its name."""
         name = f"r{len(self._rules)}"
+        self._size += len(body)
+        if self._size > MAX_GRAMMAR:
+            problem = f"their schemas make a grammar of more than {MAX_GRAMMAR} characters; simplify them"
+            raise InvalidInput("tools", problem)
         self._rules.append(f"{name}{options}: {body}")
         return name
 
@@ -44,8 +50,9 @@ class LarkWriter:
 
     def until(self, mark: str) -> str:
         """Returns an expression that matches any text up to the first `mark`, and the mark."""
-        if mark in self.special_tokens:
-            return self.rule(f"/{ANY_TEXT}/ {self.literal(mark)}")
+        if self._split and (token := self._split.search(mark)):
+            before = mark[: token.start()]
+            return self.rule(f"/{ANY_TEXT}{_quote(before)}/ {self.literal(mark[token.start() :])}")
         return self.rule(f"/{ANY_TEXT}{_quote(mark)}/", "[lazy]")
 
     def text(self) -> str:
@@ -64,13 +71,14 @@ class LarkWriter:
             problem = "anyOf, oneOf, allOf or $ref at the top of a tool's parameters cannot be enforced with this model"
             raise InvalidInput("tools", f"{problem}; write the parameters as properties of one object")
         shared = {word: schema[word] for word in _DEFINITIONS if word in schema}
-        required = set(schema.get("required", ()))
+        wanted, properties = schema.get("required"), schema.get("properties")
+        names_required = {each for each in wanted if isinstance(each, str)} if isinstance(wanted, list) else set()
         first = following = '""'
-        for name, value in reversed(dict(schema.get("properties", {})).items()):
+        for name, value in reversed(list(properties.items()) if isinstance(properties, Mapping) else []):
             item = self.rule(write(name, {**value, **shared} if isinstance(value, Mapping) else shared))
             first_next = f"{item} {following}"
             following_next = f"{self.literal(separator)} {item} {following}"
-            optional = name not in required
+            optional = name not in names_required
             first = self.rule(f"{first_next} | {first}" if optional else first_next)
             following = self.rule(f"{following_next} | {following}" if optional else following_next)
         return first

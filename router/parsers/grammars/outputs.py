@@ -48,18 +48,19 @@ def _reasoning(lark: LarkWriter, marks: tuple[str, str] | None, required: bool, 
     return f"({lark.literal(marks[0])} {thoughts})?" if required or marks[0] in lark.special_tokens else ""
 
 
-def _calls_only(lark: LarkWriter, form: CallGrammar, call: str, parallel: bool) -> str:
+def _calls_only(lark: LarkWriter, form: CallGrammar, call: str, parallel: bool, begun: str = "") -> str:
+    """Returns an expression of calls without text, from the end of `begun` on."""
+    beginning = lark.literal((form.opening + form.mark).removeprefix(begun))
     more = (
         f"({lark.literal(form.separator)} {lark.literal(form.mark)} {call})*" if parallel and not form.one_only else ""
     )
-    return f"{lark.literal(form.opening + form.mark)} {call} {more} {lark.literal(form.closing)}"
+    return f"{beginning} {call} {more} {lark.literal(form.closing)}"
 
 
 def _text_with_calls(lark: LarkWriter, form: CallGrammar, call: str, parallel: bool) -> str:
-    trigger = form.opening or form.mark
-    if trigger and trigger != "[":
-        group = _calls_only(lark, form, call, parallel)
-        group = lark.rule(group.removeprefix(lark.literal(trigger)))
+    trigger = form.trigger or form.opening or form.mark
+    if len(trigger) > 1:
+        group = lark.rule(_calls_only(lark, form, call, parallel, trigger))
         many = "*" if parallel else "?"
         return f"({lark.until(trigger)} {group}){many} {lark.text()}"
     # No mark begins a call but the first character of the output.

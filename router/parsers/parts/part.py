@@ -31,6 +31,10 @@ class CallSink(ABC):
     tools: Mapping[str, ToolFunction]  # those that the request offers, by name
 
     @abstractmethod
+    def types_of(self, key: str) -> frozenset[str]:
+        """Returns the JSON types of a parameter of the tool `name`; empty if its schema gives none."""
+
+    @abstractmethod
     def begin_next(self) -> None:
         """Says that a further call may begin here, in the same body."""
 

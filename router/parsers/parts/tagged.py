@@ -98,7 +98,8 @@ class TaggedArguments(Part):
 
     def _in_key(self, char: str, sink: CallSink) -> Step:
         self.key += char
-        if len(self.key) > MAX_NAME:
+        _, opened, rest = self.key.partition(self._key_close[0])
+        if len(self.key) > MAX_NAME or char == "\n" or not self._key_close.startswith(opened + rest):
             return Step.FAILED
         if self.key.endswith(self._key_close):
             self.key = self.key[: -len(self._key_close)].strip()
@@ -107,12 +108,8 @@ class TaggedArguments(Part):
                 self._open_value(sink)
         return Step.MORE
 
-    def _types(self, sink: CallSink) -> frozenset[str]:
-        tool = sink.tools.get(sink.name)
-        return tool.types_of(self.key) if tool else frozenset()
-
     def _open_value(self, sink: CallSink) -> None:
-        types = self._types(sink)
+        types = sink.types_of(self.key)
         self.streams = types == {"string"} or (not types and not self._untyped_json)
         self.place, self.held, self.empty = "value", "", True
         if self.started:
@@ -125,7 +122,7 @@ class TaggedArguments(Part):
         held = self.held + char
         while held:
             if held in self._closings:
-                sink.arguments('"' if self.streams else _as_json(self.value.take(), self._types(sink)))
+                sink.arguments('"' if self.streams else _as_json(self.value.take(), sink.types_of(self.key)))
                 self.place, held = "between", ""
             elif any(closing.startswith(held) for closing in self._closings):
                 break

@@ -270,12 +270,7 @@ BAD = {
         "response_format",
         "not supported",
     ),
-    "role": (
-        "chat/completions",
-        {"messages": [{"role": "function", "content": "x"}]},
-        "messages[0].role",
-        "give one of",
-    ),
+    "role": ("chat/completions", {"messages": [{"role": "tools", "content": "x"}]}, "messages[0].role", "give one of"),
     "no messages": ("chat/completions", {"messages": []}, "messages", "messages: is empty; give at least one message"),
     "image": (
         "chat/completions",

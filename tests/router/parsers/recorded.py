@@ -135,7 +135,8 @@ QWEN3_CODER = (
     case(
         "one",
         "qwen3_coder",
-        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
+        "</tool_call>",
         "I look.",
         PARIS,
     ),
@@ -157,7 +158,8 @@ QWEN3_CODER = (
     case(
         "wrong types",
         "qwen3_coder",
-        "<function=get_weather>\n<parameter=days>\nmany\n</parameter>\n<parameter=at>\n{'lat': 1}\n</parameter>\n</function>",
+        "<function=get_weather>\n<parameter=days>\nmany\n</parameter>\n<parameter=at>\n{'lat': 1}\n"
+        "</parameter>\n</function>",
         "",
         ("get_weather", '{"days": "many", "at": "{\'lat\': 1}"}'),
     ),
@@ -205,13 +207,14 @@ PYTHONIC = (
     case(
         "types",
         "pythonic",
-        "[get_weather(city='L\\'a \"b\" \\u00e9\\n)]', days=3, hourly=True, note=None, at={'lat': -1.5, \"x\": [1, (2,), {}]},"
+        "[get_weather(city='L\\'a \"b\" \\u00e9\\n)]', days=3, hourly=True, note=None, at={'lat': -1.5,"
+        ' "x": [1, (2,), {}]},'
         " tags=['a', 'b',]), now()]",
         "",
         (
             "get_weather",
-            '{"city": "L\'a \\"b\\" é\\n)]", "days": 3, "hourly": true, "note": null, "at": {"lat": -1.5, "x": [1, [2], {}]},'
-            ' "tags": ["a", "b"]}',
+            '{"city": "L\'a \\"b\\" é\\n)]", "days": 3, "hourly": true, "note": null, "at": {"lat": -1.5,'
+            ' "x": [1, [2], {}]}, "tags": ["a", "b"]}',
         ),
         EMPTY,
     ),
@@ -219,6 +222,8 @@ PYTHONIC = (
     case("list", "pythonic", "[1, 2] is a list", "[1, 2] is a list"),
     case("unknown tool", "pythonic", "[rm(path='/')]", "[rm(path='/')]"),
     case("cut", "pythonic", "[get_weather(city='Par", "", ("get_weather", '{"city": "Par', False)),
+    case("wrong word", "pythonic", "[now(a=[1, word])]", " word])]", ("now", '{"a": [1', False)),
+    case("cut in a list", "pythonic", "[now(a=[1, 2", "", ("now", '{"a": [1, 2', False)),
     case("positional", "pythonic", "[get_weather('Paris')]", "[get_weather('Paris')]"),
 )
 
@@ -228,15 +233,16 @@ MISTRAL = (
         "list of two",
         "mistral",
         'Sure.[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "abc123xyz"}, '
-        '{"name": "now", "arguments": {}}]</s>',
+        '{"name": "now", "arguments": {}}]',
         "Sure.",
         PARIS,
         EMPTY,
     ),
-    case("named", "mistral", '[TOOL_CALLS]get_weather{"city": "Paris"}[TOOL_CALLS]now{}</s>', "", PARIS, EMPTY),
+    case("named", "mistral", '[TOOL_CALLS]get_weather{"city": "Paris"}[TOOL_CALLS]now{}', "", PARIS, EMPTY),
     case("arguments mark", "mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', "", PARIS),
     case("call id", "mistral", '[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Paris"}', "", PARIS),
     case("cut in the second", "mistral", '[TOOL_CALLS] [{"name": "now"}, {"name": "get', ', {"name": "get', EMPTY),
+    case("thinks", "mistral+mistral", "[THINK]So[/THINK]Use <s>x</s>", "Use <s>x</s>", thought="So"),
     case("no call", "mistral", "[TOOL_CALLS] none, [TOOL", "[TOOL_CALLS] none, [TOOL"),
 )
 
@@ -279,7 +285,8 @@ GLM45 = (
         "types",
         "glm45",
         "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>5</arg_value>\n<arg_key>days</arg_key>\n<arg_value>5"
-        '</arg_value><arg_key>x</arg_key><arg_value>{"a": [1]}</arg_value><arg_key>y</arg_key><arg_value>b c</arg_value>'
+        '</arg_value><arg_key>x</arg_key><arg_value>{"a": [1]}</arg_value><arg_key>y</arg_key><arg_value>b c'
+        "</arg_value>"
         "</tool_call><tool_call>now\n</tool_call>",
         "",
         ("get_weather", '{"city": "5", "days": 5, "x": {"a": [1]}, "y": "b c"}'),
@@ -293,8 +300,9 @@ KIMI = (
     case(
         "two",
         "kimi_k2",
-        'I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": '
-        '"Paris"}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>'
+        "functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
         "<|tool_calls_section_end|><|im_end|>",
         "I look.",
         PARIS,
@@ -351,6 +359,7 @@ HARMONY = (
         thought="So.",
         starts=True,
     ),
+    case("other header", "harmony+harmony", "<|channel|>x y<|message|>A", "<|channel|>x y<|message|>A"),
     case("no channels", "harmony+harmony", "Hello", "Hello"),
 )
 

@@ -164,3 +164,4 @@ class Dialect(Generic[BodyT]):
 
     read: Callable[[bytes, LimitsConfig, str], BodyT]  # of the bytes, the limits, and the tenant's name
     respond: Callable[[BodyT], CallResponse]
+    reads_more: bool = False  # than the body's bytes, so that it is always read off the event loop

@@ -29,6 +29,7 @@ from router.api.http.streams import (
     granted_header,
     merged_outputs,
     until_disconnect,
+    with_heartbeats,
 )
 from router.api.identity import Tenant
 from router.api.limits import check_completions, check_headers
@@ -131,6 +132,8 @@ class GenerationCalls:
         cut = http.scope.get(ABORT, lambda: None)
         watch = ReaderWatch(requests[0].request_id, requests[0].deadline_s, preparer.limits, self._metrics, cut)
         events = event_bytes(first, outputs, parsed, response, totals)
+        if dialect.heartbeat is not None:
+            events = with_heartbeats(events, dialect.heartbeat)
         return EventStream(events, watch, granted_header(first[1]))
 
     async def parse(

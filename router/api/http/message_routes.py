@@ -15,7 +15,7 @@ from router.api.identity import Tenant
 from router.api.openai.requests import read_timeout_s
 from router.api.prepare import RequestPreparer
 from router.api.translation.anthropic.requests import MessagesBody, read_count_call, read_message_call
-from router.api.translation.anthropic.responses import MessagesResponse
+from router.api.translation.anthropic.responses import PING, MessagesResponse
 
 PATH = "/v1/messages"
 
@@ -26,7 +26,7 @@ def add_messages(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer
     def read(raw: bytes, limits: LimitsConfig, tenant: str) -> MessagesBody:
         return read_message_call(raw, limits)
 
-    dialect = Dialect(read, lambda body: MessagesResponse(body, preparer.card.name))
+    dialect = Dialect(read, lambda body: MessagesResponse(body, preparer.card.name), heartbeat=PING)
 
     @app.post(PATH)
     async def messages(http: Request) -> Response:

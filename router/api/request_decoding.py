@@ -88,8 +88,9 @@ class _FieldReader:
 def tolerant(kind: type[MessageT], limits: LimitsConfig) -> Callable[[bytes], MessageT | InvalidInput]:
     """Returns a deserializer that returns the problem instead of raising it; the handler raises it as a status."""
     descriptor: Descriptor = kind.DESCRIPTOR  # type: ignore[assignment]
-    # A message with a tool call has eight fields, a bias and a tool have up to four.
-    max_fields = 8 * limits.messages + 4 * (limits.logit_bias + limits.tools) + 1024
+    # A message of text has three fields, one with a tool call seven, and one that answers it four; a bias or a tool has
+    # up to four.
+    max_fields = 5 * limits.messages + 4 * (limits.logit_bias + limits.tools) + 1024
     max_numbers = 2 * limits.prompt_tokens + limits.stop_token_ids  # of the prompt, and emitted by an earlier call
 
     def read(data: bytes) -> MessageT | InvalidInput:

@@ -31,6 +31,7 @@ from router.api.http.streams import (
     granted_header,
     merged_outputs,
     until_disconnect,
+    with_heartbeats,
 )
 from router.api.identity import Tenant
 from router.api.limits import check_completions, check_headers
@@ -101,8 +102,8 @@ class GenerationCalls:
         timeout_s = read_timeout_s(http.headers)
         async with preparer.until(preparer.deadline_s(timeout_s)):
             read = functools.partial(self._read, dialect, raw, tenant)
-            body, response, parsing, wanted = await self.parse(raw, tenant, read)
-        del raw
+            body, response, parsing, wanted = await self.parse(raw, tenant, read, off_loop=dialect.reads_more)
+        del raw, read
         held.close()
         name_request(http.scope, body.caller_id)
         hints = read_hints(http.headers, body.session)
@@ -138,15 +139,19 @@ class GenerationCalls:
         cut = http.scope.get(ABORT, lambda: None)
         watch = ReaderWatch(requests[0].request_id, requests[0].deadline_s, preparer.limits, self._metrics, cut)
         events = event_bytes(first, outputs, parsed, response, totals)
+        if dialect.heartbeat is not None:
+            events = with_heartbeats(events, dialect.heartbeat)
         return EventStream(events, watch, granted_header(first[1]))
 
-    async def parse(self, raw: bytes, tenant: Tenant, read: Callable[[LimitsConfig], ResultT]) -> ResultT:
-        """Returns what `read` makes of the body within the limits; of a large one off the event loop.
+    async def parse(
+        self, raw: bytes, tenant: Tenant, read: Callable[[LimitsConfig], ResultT], *, off_loop: bool = False
+    ) -> ResultT:
+        """Returns what `read` makes of the body within the limits; off the event loop if it is large, or `off_loop`.
 
         Raises InvalidInput that names the field, or Overloaded.
         """
         limits = self._preparer.limits
-        if len(raw) <= SMALL_BODY_BYTES:
+        if len(raw) <= SMALL_BODY_BYTES and not off_loop:
             return read(limits)
         limits = self._preparer.limits_within(limits.completions)
         return await self._threads.run(tenant.name, len(raw), read, limits)

@@ -9,14 +9,13 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from penstock.config.security import LimitsConfig
-from penstock.v1 import inference_pb2
 from router.api.dialect import Dialect
 from router.api.http.generation import GenerationCalls
 from router.api.identity import Tenant
 from router.api.openai.requests import read_timeout_s
 from router.api.prepare import RequestPreparer
 from router.api.translation.anthropic.requests import MessagesBody, read_count_call, read_message_call
-from router.api.translation.anthropic.responses import MessagesResponse
+from router.api.translation.anthropic.responses import PING, MessagesResponse
 
 PATH = "/v1/messages"
 
@@ -27,7 +26,7 @@ def add_messages(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer
     def read(raw: bytes, limits: LimitsConfig, tenant: str) -> MessagesBody:
         return read_message_call(raw, limits)
 
-    dialect = Dialect(read, lambda body: MessagesResponse(body, preparer.card.name))
+    dialect = Dialect(read, lambda body: MessagesResponse(body, preparer.card.name), heartbeat=PING)
 
     @app.post(PATH)
     async def messages(http: Request) -> Response:
@@ -36,12 +35,11 @@ def add_messages(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer
     @app.post(f"{PATH}/count_tokens")
     async def count_tokens(http: Request) -> Response:
         async def count(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
-            chat = await calls.parse(raw, tenant, functools.partial(read_count_call, raw))
+            timeout_s = read_timeout_s(http.headers)
+            async with preparer.until(preparer.deadline_s(timeout_s)):
+                wire = await calls.parse(raw, tenant, functools.partial(read_count_call, raw))
             held.close()
-            preparer.check_model(chat.model or "")
-            (request,) = chat.requests("")
-            wire = inference_pb2.TokenizeRequest(model=request.model, messages=request.messages, chat=request.chat)
-            token_ids, _ = await preparer.tokenize(wire, tenant, read_timeout_s(http.headers))
+            token_ids, _ = await preparer.tokenize(wire, tenant, timeout_s, spelt=False)
             return JSONResponse({"input_tokens": len(token_ids)})
 
         return await calls.with_body(http, count)

@@ -30,7 +30,7 @@ def add_responses(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepare
     def read(raw: bytes, limits: LimitsConfig, tenant: str) -> ResponsesBody:
         return read_response_call(raw, limits, tenant, store)
 
-    dialect = Dialect(read, lambda body: ResponsesResponse(body, preparer.card.name, store))
+    dialect = Dialect(read, lambda body: ResponsesResponse(body, preparer.card.name, store), reads_more=True)
 
     @app.post(PATH)
     async def create(http: Request) -> Response:

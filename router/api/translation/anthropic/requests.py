@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config.security import LimitsConfig
+from penstock.v1 import inference_pb2
 from router.api.limits import check_count
 from router.api.openai.json_bodies import read_json, shown
 from router.api.openai.requests import ChatBody, validate_body
@@ -58,10 +59,13 @@ def read_message_call(raw: bytes, limits: LimitsConfig) -> MessagesBody:
     return MessagesBody(validate_body(ChatBody, fields, limits), max_tokens, omits_thinking)
 
 
-def read_count_call(raw: bytes, limits: LimitsConfig) -> ChatBody:
+def read_count_call(raw: bytes, limits: LimitsConfig) -> inference_pb2.TokenizeRequest:
     """Reads a body of `/v1/messages/count_tokens`, which has no limit of output tokens. Raises InvalidInput."""
     fields, _ = _chat_fields(JsonObject(read_json(raw, limits)), limits)
-    return validate_body(ChatBody, fields, limits)
+    chat = validate_body(ChatBody, fields, limits)
+    wire = inference_pb2.TokenizeRequest(model=chat.model or "")
+    chat.fill(wire)
+    return wire
 
 
 def _chat_fields(body: JsonObject, limits: LimitsConfig) -> tuple[Json, bool]:

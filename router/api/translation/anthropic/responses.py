@@ -17,6 +17,7 @@ from router.api.translation.anthropic.requests import MessagesBody
 from router.api.translation.sealed import seal
 from router.parsers.events import ParserEvent, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 
+PING = ServerEvent({"type": "ping"}, "ping")
 _SIGNATURE = "penstock"  # of thinking that is sent in full; nothing checks it
 # The field of a block that its deltas extend, and the type of these deltas.
 _DELTAS = {
@@ -76,7 +77,7 @@ class MessagesResponse(CallResponse):
 
     def opening(self, totals: CallTotals) -> list[ServerEvent]:
         start = self._message([], self._usage(totals)) | {"stop_reason": None, "stop_sequence": None}
-        return [_event("message_start", message=start), _event("ping")]
+        return [_event("message_start", message=start), PING]
 
     def events(self, delta: ChoiceDelta, totals: CallTotals) -> list[ServerEvent]:
         return list(self._advance(delta))

@@ -88,7 +88,7 @@ def read_response_call(raw: bytes, limits: LimitsConfig, tenant: str, store: Res
         turns.plain("system", echo["instructions"])
     echo["previous_response_id"] = previous_id = body.text("previous_response_id")
     if previous_id:
-        turns.extend(store.conversation(tenant, previous_id, limits.messages))
+        turns.extend(store.conversation(tenant, previous_id, limits.messages, limits.request_bytes))
     num_before = len(turns.messages)
     _read_input(given, turns)
     if len(turns.messages) == num_before:

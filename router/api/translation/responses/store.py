@@ -113,22 +113,24 @@ class ResponseStore:
             self._find(tenant, response_id, "response_id")
             self._remove(tenant, response_id)
 
-    def conversation(self, tenant: str, response_id: str, max_messages: int) -> list[Json]:
+    def conversation(self, tenant: str, response_id: str, max_messages: int, max_bytes: int) -> list[Json]:
         """Returns the messages of a response and of all before it, the first ones first.
 
-        Raises ResponseNotFound if one of them has gone, InvalidInput if there are more messages than that.
+        Raises ResponseNotFound if one of them has gone, InvalidInput if they are more than a call's body may hold.
         """
         field = "previous_response_id"
         with self._lock:
             chain: list[StoredResponse] = []
-            count = 0
+            count = num_bytes = 0
             following: str | None = response_id
             while following is not None:
                 chain.append(self._find(tenant, following, field))
                 count += max(1, len(chain[-1].given.messages) + len(chain[-1].messages))
+                num_bytes += chain[-1].num_bytes // 2
                 following = chain[-1].previous_id
-                if count > max_messages:
-                    raise InvalidInput(field, f"continues more than {max_messages} messages; begin a new conversation")
+                if count > max_messages or num_bytes > max_bytes:
+                    problem = f"continues more than {max_messages} messages or {max_bytes} bytes"
+                    raise InvalidInput(field, f"{problem}; begin a new conversation")
         return [message for entry in reversed(chain) for message in (*entry.given.messages, *entry.messages)]
 
     def _find(self, tenant: str, response_id: str, field: str) -> StoredResponse:

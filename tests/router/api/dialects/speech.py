@@ -19,9 +19,13 @@ WEATHER = {
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
+def tokens_of(text: str) -> list[int]:
+    return list(TOKENIZER._encode([text], False)[0])
+
+
 def saying(text: str) -> NextToken:
     """Returns a `next_token` that answers every chat with this text, and then ends."""
-    token_ids = [*TOKENIZER._encode([text], False)[0], EOS]
+    token_ids = [*tokens_of(text), EOS]
 
     def next_token(context: Sequence[int], sampling: common_pb2.SamplingParams) -> int:
         begin = len(context) - 1 - list(reversed(context)).index(ASSISTANT)

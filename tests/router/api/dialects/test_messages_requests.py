@@ -183,7 +183,8 @@ def test_the_limit_is_the_bodys_own_and_may_exceed_the_context():
     body = read(max_tokens=32_000)
     assert body.default_max_tokens == 32_000
     assert not body.requests("a")[0].sampling.HasField("max_tokens")
-    assert read_count_call(json.dumps({"messages": [USER]}).encode(), LimitsConfig()).default_max_tokens is None
+    counted = read_count_call(json.dumps({"messages": [USER], "tools": [TOOL]}).encode(), LimitsConfig())
+    assert (counted.messages[0].content, counted.chat.tools[0].name) == ("Hi", "look_up")
 
 
 @pytest.mark.parametrize(

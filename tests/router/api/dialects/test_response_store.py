@@ -45,11 +45,12 @@ def test_a_conversation_is_that_of_all_before_it():
     put(store, "one")
     put(store, "two", previous="one")
     put(store, "branch", previous="one")
-    texts = [message["content"] for message in store.conversation("a", "two", 100)]
+    texts = [message["content"] for message in store.conversation("a", "two", 100, 10_000)]
     assert texts == ["ask one", "answer one", "ask two", "answer two"]
-    assert len(store.conversation("a", "branch", 100)) == 4
-    with pytest.raises(InvalidInput, match="previous_response_id: continues more than 3 messages"):
-        store.conversation("a", "two", 3)
+    assert len(store.conversation("a", "branch", 100, 10_000)) == 4
+    for most in ((3, 10_000), (100, 1000)):
+        with pytest.raises(InvalidInput, match=f"previous_response_id: continues more than {most[0]} messages"):
+            store.conversation("a", "two", *most)
 
 
 def test_a_gap_in_a_conversation_is_named():
@@ -58,7 +59,7 @@ def test_a_gap_in_a_conversation_is_named():
     put(store, "two", previous="one")
     store.delete("a", "one")
     with pytest.raises(ResponseNotFound, match="previous_response_id: 'one' is not in the store of this router") as gap:
-        store.conversation("a", "two", 100)
+        store.conversation("a", "two", 100, 10_000)
     assert gap.value.http_status == 404
 
 

@@ -126,7 +126,7 @@ def test_what_is_cut_off_is_incomplete(store):
     assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert [item["status"] for item in whole["output"]] == ["completed", "incomplete"]
     assert accumulated(stream_of(response(), deltas))["status"] == "incomplete"
-    conversation = store.conversation("a", whole["id"], 10)
+    conversation = store.conversation("a", whole["id"], 10, 10_000)
     assert [message.get("tool_calls") for message in conversation] == [None, None]  # no tool could answer it
 
 
@@ -135,7 +135,7 @@ def test_a_response_is_stored_with_its_conversation(store):
     assert json.loads(store.get("a", whole["id"]).response) == whole
     items = json.loads(store.get("a", whole["id"]).given.items)
     assert items[0]["content"] == [{"type": "input_text", "text": "Hi"}]
-    user, assistant = store.conversation("a", whole["id"], 10)
+    user, assistant = store.conversation("a", whole["id"], 10, 10_000)
     assert user == {"role": "user", "content": "Hi"}
     assert (assistant["content"], assistant["reasoning_content"]) == ("Hello", "Let me see.")
     assert assistant["tool_calls"][0]["id"] == whole["output"][2]["call_id"]

@@ -142,7 +142,7 @@ def test_traffic_goes_on_while_the_head_is_lost(
         assert ask(client) == tokens
     finally:
         ray_nodes.restart_head()
-    after = whole(deployment)
+    after = until(deployment, lambda workers: ray_nodes.replace_ended() or _are_ready(workers))
     assert after["decode-0"].num_restarts == before["decode-0"].num_restarts + 1
     assert (after["decode-1"].pid, after["prefill-0"].pid) == (before["decode-1"].pid, before["prefill-0"].pid)
     assert ask(client) == tokens

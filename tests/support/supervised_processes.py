@@ -31,7 +31,6 @@ from penstock.client.async_client import AsyncClient
 from penstock.client.retry import RetryPolicy
 from penstock.config import RouterConfig, ServeConfig, WorkerConfig
 from penstock.errors import Unavailable, from_rpc_error
-from penstock.rpc.addresses import LOOPBACK
 from penstock.rpc.server import Dial, make_channel
 from penstock.types import Epoch, Role
 from penstock.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
@@ -70,7 +69,7 @@ class PlainDeployment:
 
 @contextlib.asynccontextmanager
 async def plain_deployment(config: ServeConfig) -> AsyncIterator[PlainDeployment]:
-    """Yields a ready deployment. Ports of 0 become free ones; every port is on loopback, without a secret."""
+    """Yields a ready deployment. Ports of 0 become free ones; every port but Admin's is on loopback, without a secret."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         admin_address = ""
 
@@ -84,7 +83,7 @@ async def plain_deployment(config: ServeConfig) -> AsyncIterator[PlainDeployment
 
         canary_check = CanaryCheck(CanaryJudge(), make_channel)
         controller = make_controller(config, spawn, _send_first_request, canary_check=canary_check)
-        server, admin_address = await start_admin_server(controller, LOOPBACK, config.admin_port)
+        server, admin_address = await start_admin_server(controller, config.admin_host, config.admin_port)
         deployment = PlainDeployment(controller, admin_address)
         try:
             controller.start()
@@ -150,7 +149,12 @@ class PlainProcess:
         self._host = ready.get("host", "")
         if self._is_router:
             self._started = Started(
-                Epoch(0), ready["control"], ready["pid"], ready["http"], public_address=ready["grpc"]
+                Epoch(0),
+                ready["control"],
+                ready["pid"],
+                ready["http"],
+                public_address=ready["grpc"],
+                peer_address=ready["peer"],
             )
         else:
             self._started = Started(Epoch(ready["epoch"]), ready["address"], ready["pid"])

@@ -1,6 +1,8 @@
 """Decides whether the deployment can serve a request, and whether it ever will, by a real request through each router.
 
-A deployment without routers of its own is ready with its workers: it knows no address to send a request to. Owns which routers have served one, whether the deployment was ever ready, and why it never can be.
+A deployment without routers of its own is ready with its workers: it knows no address to send a request to.
+
+Owns which routers have served one, whether the deployment was ever ready, and why it never can be.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def _examine(arguments: Namespace) -> Iterator[Finding]:
         return
     yield _check_status(status)
     if not any(worker.member.role == "router" for worker in status.workers):
-        yield _check_routers_elsewhere(status)
+        yield check_routers_elsewhere(status)
     yield from (local_checks.check_endpoint(endpoint) for endpoint in status.endpoints)
     request = admin_pb2.DoctorRequest(transfers=not arguments.no_transfers)
     with admin_stub(arguments) as (stub, metadata):
@@ -98,7 +98,7 @@ def _check_without_deployment(admin: str, error: PenstockError, config: ServeCon
         yield local_checks.check_ports(config)
 
 
-def _check_routers_elsewhere(status: admin_pb2.StatusResponse) -> Finding:
+def check_routers_elsewhere(status: admin_pb2.StatusResponse) -> Finding:
     """Checks that routers follow a deployment that has none of its own."""
     followers = status.routers_elsewhere
     if not followers:

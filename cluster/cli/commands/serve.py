@@ -98,17 +98,8 @@ def run(arguments: Namespace) -> int:
 def serve_config(arguments: Namespace) -> ServeConfig:
     """Returns the config file's values overridden by the flags. Raises ConfigError."""
     data = read(arguments.config) if arguments.config else {}
-    for key in (
-        "model",
-        "host",
-        "http_port",
-        "grpc_port",
-        "admin_host",
-        "admin_port",
-        "routers",
-        "address",
-        "lookaside",
-    ):
+    ports = ("http_port", "grpc_port", "admin_host", "admin_port")
+    for key in ("model", "host", *ports, "routers", "address", "lookaside"):
         _set(data, (key,), getattr(arguments, key))
     _set(data, ("security", "secret_file"), arguments.secret_file)
     _set(data, ("engine", "dtype"), arguments.dtype)

@@ -63,6 +63,22 @@ async def test_the_status_lists_the_routers_that_follow() -> None:
     await server.stop()
 
 
+async def test_routers_that_are_supervised_are_not_elsewhere() -> None:
+    world = World(routers=1)
+    membership = world.controller.membership
+    watches = [membership.watch(peer) for peer in ("router-0:3", "10.0.0.9:1")]
+    for watch in watches:
+        await anext(watch)
+    assert not world.controller.status().routers_elsewhere  # which of them is supervised is not known yet
+    status = await world.ready()
+    assert list(status.routers_elsewhere) == ["10.0.0.9:1"]
+    assert "no router follows it" not in format_status(status)
+    await watches[1].aclose()
+    assert not world.controller.status().routers_elsewhere
+    await watches[0].aclose()
+    await world.controller.stop()
+
+
 async def test_a_router_keeps_the_last_membership_without_its_admin_service() -> None:
     world = World(routers=0)
     await world.ready()

@@ -143,7 +143,9 @@ def _error_of(sequence: Sequence, token_id: int, is_valid: bool, masks: TokenMas
         if sequence in masks.failed:
             return masks.failed[sequence]
         if not masks.allows(sequence, token_id):  # every token is at minus infinity, and an argmax takes the first
-            return InvalidInput("sampling", "leaves no token that its grammar allows; relax the bans beside the grammar")
+            return InvalidInput(
+                "sampling", "leaves no token that its grammar allows; relax the bans beside the grammar"
+            )
     return None if is_valid else no_distribution(sequence)
 
 

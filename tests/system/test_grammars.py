@@ -59,9 +59,7 @@ def mixed(sampling: SamplingParams) -> list[tuple[list[int], SamplingParams]]:
     return requests
 
 
-async def ask_all(
-    router: Caller, requests: list[tuple[list[int], SamplingParams]], prefill: list
-) -> list[list[int]]:
+async def ask_all(router: Caller, requests: list[tuple[list[int], SamplingParams]], prefill: list) -> list[list[int]]:
     streams = [router.submit(prompt, sampling, prefill) for prompt, sampling in requests]
     answers = [await router.answer(stream) for stream in streams]
     assert [answer.error for answer in answers] == [None] * len(answers)
@@ -89,7 +87,7 @@ async def test_run_ahead_and_chunks_change_nothing() -> None:
     ahead = FP32 | {"run_ahead": True}
     async with workers(
         worker_config(Role.PREFILL, MODEL, engine=ahead, prefill={"max_batch_tokens": 8}),
-        worker_config(Role.DECODE, MODEL, engine=ahead, decode={"max_batch_tokens": 24}),
+        worker_config(Role.DECODE, MODEL, engine=ahead, decode={"max_batch_tokens": 24, "max_batch_sequences": 16}),
     ) as (prefill, decode):
         async with caller(decode) as router:
             assert await ask_all(router, requests, [prefill]) == wanted
@@ -119,9 +117,7 @@ async def test_an_output_that_another_worker_began_goes_on_alike_wherever_it_was
         async with caller(decode) as router:
             for cut in range(1, len(wanted)):
                 so_far = prompt + wanted[:cut]
-                stream = router.submit(
-                    so_far, sampling, [prefill] if cut % 2 else [], num_prompt_tokens=len(prompt)
-                )
+                stream = router.submit(so_far, sampling, [prefill] if cut % 2 else [], num_prompt_tokens=len(prompt))
                 answer = await router.answer(stream)
                 assert (answer.error, wanted[:cut] + answer.token_ids) == (None, wanted)
         await wait_until_empty(prefill, decode)

@@ -43,7 +43,9 @@ GRAMMARS = {
     "person": schema(PERSON),
     "counted": COUNTED,
     "choice": Grammar(GrammarKind.CHOICE, '["yes", "no", "it depends"]'),
-    "lark": Grammar(GrammarKind.LARK, 'start: "<" NAME ">" item+ "</" NAME ">"\nitem: "(" /[0-9]{1,3}/ ")"\nNAME: /[a-z]{2,6}/'),
+    "lark": Grammar(
+        GrammarKind.LARK, 'start: "<" NAME ">" item+ "</" NAME ">"\nitem: "(" /[0-9]{1,3}/ ")"\nNAME: /[a-z]{2,6}/'
+    ),
 }
 
 

@@ -5,8 +5,8 @@ takes one uniform number named by (seed, position) and walks the distribution in
 nothing but its own row: not on the batch, its order or its padding, and not on which worker runs it.
 
 Order of operations (as in vLLM and transformers): logit bias, penalties, bans and grammars
-(`engine.sampling.logit_edits`), then temperature, then min-p, top-k and top-p, each on what the previous one left (`engine.sampling.distribution`).
-Log-probabilities are those of the unedited distribution.
+(`engine.sampling.logit_edits`), then temperature, then min-p, top-k and top-p, each on what the previous one left
+(`engine.sampling.distribution`). Log-probabilities are those of the unedited distribution.
 
 Rows are grouped by what they ask for. On a CPU a greedy row costs one argmax, even beside rows that ask for more. On a
 GPU with Triton one set of kernels (`engine.kernels.triton.sample`) serves greedy and random rows alike.

@@ -75,10 +75,14 @@ def test_tokens_that_leave_the_grammar_are_an_error_of_the_request() -> None:
 def test_a_grammar_that_grows_beyond_its_limits_is_an_error_of_the_request() -> None:
     properties = {f"k{number}": {"type": "string"} for number in range(2500)}
     sequence = generation(schema({"type": "object", "properties": properties}))
-    with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be followed"):
-        for _ in range(50):
+
+    def write_keys() -> None:
+        for text in ("{", *'"' * 50):
             allowed(sequence)
-            sequence.token_ids.append(encode("{")[0] if sequence.num_output_tokens == 0 else encode('"')[0])
+            sequence.token_ids.append(encode(text)[0])
+
+    with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be followed"):
+        write_keys()
 
 
 @given(seed=st.integers(0, 10**6), name=st.sampled_from([*GRAMMARS, "any"]), cut=st.floats(0, 1))

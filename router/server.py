@@ -23,8 +23,9 @@ from penstock.rpc.tls import ServerCertificate
 from penstock.rpc.trust import Trust
 from penstock.v1 import admin_pb2
 from router.api.grpc_service import SERVICE, InferenceService
-from router.api.http.app import make_app, make_operations_app
+from router.api.http.app import make_app
 from router.api.http.connections import ConnectionCounts, bound_unread, connections_for, http_protocol
+from router.api.http.operations import make_operations_app
 from router.api.http.tls import tls_settings
 from router.api.identity import Tenants
 from router.api.key_files import watch_metrics_token, watch_tenants
@@ -116,7 +117,9 @@ class RouterServer:
         self._grpc = self._make_grpc()
         try:
             if config.metrics_port is not None:
-                sockets.append(_listen(config.host, config.metrics_port, "metrics_port"))
+                # Shared too: where the controller moves, a successor serves here before its predecessor ends.
+                metrics_socket = _listen(config.host, config.metrics_port, "metrics_port", shared=config.shares_ports)
+                sockets.append(metrics_socket)
             await self._start(*sockets)
         except BaseException:
             for each in sockets:
@@ -154,7 +157,14 @@ class RouterServer:
         service.add_to(self._grpc.server)
         control = self._grpc.add_control_port(_LOOPBACK) if self._needs_control_port else 0
         grpc_port = await self._grpc.start(self._config.host, self._config.grpc_port, "grpc_port")
-        app = make_app(self.preparer, self._dispatcher, self.fleet, self._metrics, self._parsing, self._metrics_token)
+        app = make_app(
+            self.preparer,
+            self._dispatcher,
+            self._metrics,
+            self._parsing,
+            self._metrics_token,
+            self._config.cors_origins,
+        )
         self._https = [self._serve_http(app, http_socket, self.connections, asks_for_certificate=True)]
         if metrics_socket is not None:
             operations = make_operations_app(self.preparer, self._metrics, self._metrics_token)

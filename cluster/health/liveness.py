@@ -188,7 +188,7 @@ async def _wait_for_exit(pid: int, timeout_s: float, on_doubt: OnDoubt) -> None:
     running, ended = asyncio.get_running_loop(), asyncio.Event()
     running.add_reader(process, ended.set)  # readable at its end, and at once for a zombie
     try:
-        if not select.select([process], [], [], 0)[0]:
+        if not _is_readable(process):
             on_doubt("it was asked to end, and ends with its streams")
         async with asyncio.timeout(timeout_s):
             await ended.wait()
@@ -197,6 +197,13 @@ async def _wait_for_exit(pid: int, timeout_s: float, on_doubt: OnDoubt) -> None:
     finally:
         running.remove_reader(process)
         os.close(process)
+
+
+def _is_readable(descriptor: int) -> bool:
+    """Returns at once; takes descriptors of any number, unlike `select.select`."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _describe(error: grpc.aio.AioRpcError) -> str:

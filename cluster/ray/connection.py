@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 MINIMUM_RAY = "2.52"  # the first that authenticates callers by a token
 _CONNECT_TIMEOUT_S = 5.0
-_EXIT_TIMEOUT_S = 5.0  # until Ray's own processes are gone after its shutdown
+_EXIT_TIMEOUT_S = 5.0  # until Ray's own processes are gone after its shutdown, before they are killed
+_KILLED_TIMEOUT_S = 10.0  # until killed ones are gone
 _START_WAITS_S = (30, 60)  # for the port of an embedded Ray's control store, by attempt
 _START_TIMEOUTS = ("Timed out waiting for file", "timed out during startup")  # how Ray words it: it has no type for it
 _PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
@@ -221,7 +222,7 @@ def disconnect(daemons: Sequence[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(family, _EXIT_TIMEOUT_S)
     for process in alive:
         process.kill()
-    psutil.wait_procs(alive, _EXIT_TIMEOUT_S)
+    psutil.wait_procs(alive, _KILLED_TIMEOUT_S)
 
 
 def _orphans() -> list[psutil.Process]:

@@ -61,8 +61,10 @@ class DaemonWatch:
                     watched[os.pidfd_open(self._process_of(kind).pid)] = kind
             if len(watched) < len((STORE, NODE_MANAGER)):
                 return next(kind for kind in (STORE, NODE_MANAGER) if kind not in watched.values())
-            ready, _, _ = select.select([*watched, self._wake], [], [])
-            return next((watched[each] for each in ready if each in watched), "")
+            poll = select.poll()  # takes descriptors of any number, unlike `select.select`
+            for each in (*watched, self._wake):
+                poll.register(each, select.POLLIN)
+            return next((watched[each] for each, _ in poll.poll() if each in watched), "")
         finally:
             for each in watched:
                 os.close(each)

@@ -20,13 +20,33 @@ SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 # The order sets the token ids: bos 0, eos 1, end 2, pad 3, then the roles.
 SPECIAL_TOKENS = (BOS, EOS, END, PAD, SYSTEM, USER, ASSISTANT)
 
+# Conversations with tools are in the form of Hermes models. The models are not trained on it: it serves tests.
+# What is rendered of a turn does not depend on later turns, so that a growing conversation extends its own prompt.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
-    "{{ raise_exception('role must be system, user or assistant, got ' + message['role']) }}"
+    "{% if tools %}"
+    "{{ '<|system|>' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] | trim + '\n\n' }}{% endif %}"
+    "{{ 'You may call functions. Their signatures:\n<tools>' }}"
+    "{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}"
+    '{{ \'\n</tools>\nTo call one, write:\n<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call><|end|>\' }}'
     "{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('role must be system, user, assistant or tool, got ' + message['role']) }}"
+    "{% endif %}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|user|><tool_response>\n' + message['content'] | trim + '\n</tool_response><|end|>' }}"
+    "{% elif message['tool_calls'] %}"
+    "{{ '<|assistant|>' + (message['content'] or '') | trim }}"
+    "{% for call in message['tool_calls'] %}"
+    "{{ '\n' if message['content'] or not loop.first }}"
+    "{{ '<tool_call>\n' + call['function'] | tojson + '\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
     "{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

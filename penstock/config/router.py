@@ -43,6 +43,10 @@ class RouterConfig(KvAwareConfig):
     """Hugging Face checkpoint folder, of which only the tokenizer and the chat template are read."""
     served_model: str = ""
     """Name that requests call the model by; by default the name of its folder."""
+    tool_parser: str = "auto"
+    """Format of the model's tool calls: a name of docs/parsers.md, "none", or "auto" by the chat template."""
+    reasoning_parser: str = "auto"
+    """Format of the model's reasoning: a name of docs/parsers.md, "none", or "auto" by the chat template."""
     host: str = "127.0.0.1"
     """Address that the public ports listen on."""
     grpc_port: int = Field(50051, ge=0, le=65535)
@@ -53,6 +57,8 @@ class RouterConfig(KvAwareConfig):
     """Whether other routers listen at the same public ports; the system divides new connections among them."""
     metrics_port: int | None = Field(None, ge=0, le=65535)
     """HTTP port of this router alone, with /metrics and /health and no model; 0 takes any free one; by default none."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins, such as https://chat.example.com, whose pages may call the HTTP API from a browser; "*" is any."""
     admin: str = ""
     """host:port of the Admin service, which streams membership."""
     workers: tuple[str, ...] = ()

@@ -119,11 +119,16 @@ class LimitsConfig(_SecretiveConfig):
     header_bytes: int = Field(16 * 1024, ge=1024)
     """Bytes of gRPC metadata or HTTP headers."""
     prompt_characters: int = Field(4_000_000, ge=1)
-    """Characters of a text, or of all messages together; of long ones also 64 for each token of the context at most."""
+    """Characters of a text, or of all messages and tools together; of long ones also 64 for each token of the context
+    at most."""
     prompt_tokens: int = Field(1 << 20, ge=1)
     """Tokens of a prompt, which must also fit into the workers' context."""
     messages: int = Field(4096, ge=1)
-    """Messages of a chat."""
+    """Messages of a chat, and tool calls in them."""
+    tools: int = Field(256, ge=1)
+    """Tools of a chat."""
+    tool_characters: int = Field(1 << 20, ge=1)
+    """Characters of the descriptions and schemas of a chat's tools."""
     completions: int = Field(128, ge=1)
     """Completions of a call: n, times the prompts of an HTTP call."""
     stop_token_ids: int = Field(256, ge=1)

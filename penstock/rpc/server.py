@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from penstock.errors import (
     STATUS_DETAILS,
@@ -38,6 +38,7 @@ StartT = TypeVar("StartT", worker_pb2.PrefillCommand, worker_pb2.MigrationComman
 _PING_INTERVAL_MS = 1000
 _PING_TIMEOUT_MS = 1000  # a frozen peer is noticed within about 2 s; grpc's default is 60 s
 LIVE = "live"  # health service name: whether the process answers at all; "" is whether it takes work
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 _START_TIMEOUT_S = 10.0  # from opening a call to its first command
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -103,7 +104,7 @@ class GrpcServer:
         self._names = [service.full_name for service in services]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server)
+        _add_reflection(self.server, [*self._names, health.SERVICE_NAME])
         self.port = 0
 
     async def start(self, host: str, port: int, key: str = "port") -> int:
@@ -135,6 +136,19 @@ class GrpcServer:
         """Refuses new calls at once; calls in flight have `grace_s` to end."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+
+
+def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
+    """Adds reflection in both of its versions, which have the same messages: tools ask for one or the other."""
+    names = [*names, _REFLECTION_V1, reflection.SERVICE_NAME]
+    reflection.enable_server_reflection(names, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_REFLECTION_V1, methods),))
 
 
 async def abort(context: grpc.aio.ServicerContext, error: PenstockError) -> NoReturn:

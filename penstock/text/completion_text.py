@@ -17,8 +17,9 @@ class CompletionText:
     def __init__(self, spelling: Spelling, sampling: SamplingParams, stops: StopStrings) -> None:
         """`stops` are those of `sampling`, compiled once for all completions of the request."""
         self._spelling = spelling
-        self._detokenizer = spelling.detokenizer()
-        self._matcher = StopMatcher(stops)
+        self._detokenizer = spelling.detokenizer(keep_special_tokens=sampling.keep_special_tokens)
+        self._matcher = StopMatcher(stops, includes_match=sampling.include_stop)
+        self._includes_stop = sampling.include_stop
         self._min_tokens = sampling.min_tokens
         self._has_stops = bool(sampling.stop)
         self.num_tokens = 0
@@ -75,8 +76,9 @@ class CompletionText:
         return self._matcher.add(rest) + ("" if self._matcher.stopped else self._matcher.finish())
 
     def _text_tokens(self, delta: CompletionDelta) -> Sequence[int]:
-        """Returns the tokens that have text, without the one that stopped the worker."""
-        return delta.token_ids[:-1] if delta.finish_reason is FinishReason.STOP else delta.token_ids
+        """Returns the tokens that have text, without the one that stopped the worker unless stops are included."""
+        stops = delta.finish_reason is FinishReason.STOP and not self._includes_stop
+        return delta.token_ids[:-1] if stops else delta.token_ids
 
     def _spell(self, logprobs: Iterable[common_pb2.TokenLogprob]) -> Sequence[common_pb2.TokenLogprob]:
         spelt = list(logprobs)

@@ -29,7 +29,9 @@ class Spelling:
         self._compiled = compiled
         added = compiled.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
         self._bytes_by_id: dict[int, bytes] | None = None
+        self._all_bytes: dict[int, bytes] = {}  # with special tokens; made when they are first kept
         if (json.loads(compiled.to_str()).get("decoder") or {}).get("type") == "ByteLevel":
             self._bytes_by_id = byte_table(compiled.get_vocab(with_added_tokens=True), self._special_ids)
         self._token_texts: dict[int, str] = {}
@@ -38,11 +40,21 @@ class Spelling:
         """Returns the text of the tokens without special ones."""
         return self._compiled.decode(token_ids, skip_special_tokens=True)
 
-    def detokenizer(self) -> Detokenizer:
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of the tokens with special ones by their names."""
+        return self._compiled.decode(token_ids, skip_special_tokens=False)
+
+    def detokenizer(self, *, keep_special_tokens: bool = False) -> Detokenizer:
         """Returns a new detokenizer for one completion."""
-        if self._bytes_by_id is not None:
+        if self._bytes_by_id is None:
+            kept = keep_special_tokens
+            return WindowDetokenizer(*((self.decode_all, frozenset()) if kept else (self.decode, self._special_ids)))
+        if not keep_special_tokens:
             return ByteDetokenizer(self._bytes_by_id)
-        return WindowDetokenizer(self.decode, self._special_ids)
+        if not self._all_bytes:
+            named = {token_id: text.encode() for token_id, text in self._special_texts.items()}
+            self._all_bytes = self._bytes_by_id | named
+        return ByteDetokenizer(self._all_bytes)
 
     def token_text(self, token_id: int) -> str:
         """Returns the text of one token alone, a special one by its name; part of a character shows as U+FFFD."""

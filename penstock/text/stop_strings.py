@@ -71,14 +71,16 @@ class StopMatcher:
     the pieces in which the text came.
     """
 
-    def __init__(self, stops: StopStrings) -> None:
+    def __init__(self, stops: StopStrings, *, includes_match: bool = False) -> None:
+        """With `includes_match`, the text ends with the stop string instead of before it."""
         self._stops = stops
+        self._includes_match = includes_match
         self._state = _ROOT
         self._held = ""
         self.stopped = False
 
     def add(self, text: str) -> str:
-        """Returns the text that may be sent now. Once `stopped`, everything from the stop string on is dropped."""
+        """Returns the text that may be sent now. Once `stopped`, everything behind the stop string is dropped."""
         if self.stopped:
             return ""
         if not self._stops.longest:
@@ -89,7 +91,7 @@ class StopMatcher:
             self.stopped = True
             end += len(self._held)
             self._held = ""
-            return seen[: end - num_held]
+            return seen[: end if self._includes_match else end - num_held]
         safe = len(seen) - num_held
         self._held = seen[safe:]
         return seen[:safe]

@@ -18,7 +18,6 @@ from penstock.rpc.hints import DECISION, read_hints
 from penstock.rpc.server import read_credentials, typed_errors
 from penstock.v1 import inference_pb2
 from router.api.identity import Tenant
-from router.api.limits import check_prompt
 from router.api.prepare import RequestPreparer
 from router.api.reader_watch import ReaderWatch
 from router.api.request_decoding import tolerant
@@ -167,10 +166,6 @@ class InferenceService:
         async with typed_errors(context):
             tenant = self._identify(context)
             request = await self._read(messages)
-            check_prompt(request, self._preparer.limits_of(request))
-            self._preparer.check_model(request.model)
-            if request.HasField("text") == bool(request.messages):
-                raise InvalidInput("text", "give exactly one of text and messages")
             token_ids, tokens = await self._preparer.tokenize(request, tenant, context.time_remaining())
             return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
 

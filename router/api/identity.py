@@ -6,6 +6,7 @@ repeats a key.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,17 +140,25 @@ class Tenants:
             self._controllers = secrets, frozenset(map(digest_of, tokens))
         return self._controllers[1]
 
-    def salt(self, model_revision: str, tenant: Tenant) -> bytes:
-        """Returns the root of the page hashes of the tenant's requests."""
+    def salt(self, model_revision: str, cache_scope: str) -> bytes:
+        """Returns the root of the page hashes of the requests of a scope."""
         secrets = self._secrets()
         secret = secrets.current if secrets is not None else None
-        key = (secret, model_revision, tenant.cache_scope)
+        key = (secret, model_revision, cache_scope)
         salt = self._salts.get(key)
         if salt is None:
             if len(self._salts) >= _MAX_SALTS:
                 self._salts.clear()
             salt = self._salts[key] = page_salt(*key)
         return salt
+
+
+def salted_scope(cache_scope: str, cache_salt: str) -> str:
+    """Returns the scope of requests that give a salt of their own within a tenant's scope: no other scope equals it."""
+    if not cache_salt:
+        return cache_scope
+    digest = hashlib.blake2b(cache_salt.encode(), digest_size=16).hexdigest()
+    return f"salt:{digest}:{cache_scope}"
 
 
 def _key(authorization: str) -> str:

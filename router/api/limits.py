@@ -4,7 +4,8 @@ it. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 
 from penstock.config.security import LimitsConfig
 from penstock.errors import InvalidInput
@@ -13,6 +14,12 @@ from penstock.v1 import inference_pb2
 MAX_REQUEST_ID = 128
 MAX_ROLE = 32
 MAX_MODEL_NAME = 256
+MAX_NAME = 256  # of an author, a called tool or a tool call
+MAX_CACHE_SALT = 256
+MAX_TEMPLATE_ARGUMENTS = 16 * 1024  # characters
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+PromptRequest = inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest
 
 
 class UnreadRequest(InvalidInput):
@@ -28,6 +35,9 @@ def check_request(wire: inference_pb2.GenerateRequest, limits: LimitsConfig) -> 
     sampling = wire.sampling
     _check_name("request_id", wire.request_id, MAX_REQUEST_ID)
     check_prompt(wire, limits)
+    _check_name("cache_salt", wire.cache_salt, MAX_CACHE_SALT)
+    if wire.HasField("truncate_prompt_tokens") and not wire.truncate_prompt_tokens:
+        raise InvalidInput("truncate_prompt_tokens", "is 0; give at least 1, or leave it out")
     check_count("token_ids", len(wire.token_ids), limits.prompt_tokens, "tokens")
     if sampling.n > limits.completions:
         raise InvalidInput("sampling.n", f"is {sampling.n}; give a value from 1 to {limits.completions}")
@@ -38,16 +48,71 @@ def check_request(wire: inference_pb2.GenerateRequest, limits: LimitsConfig) -> 
     check_count("sampling.stop_token_ids", len(sampling.stop_token_ids), limits.stop_token_ids, "tokens")
 
 
-def check_prompt(wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, limits: LimitsConfig) -> None:
-    """Checks text or messages before they are tokenized. Raises InvalidInput."""
+def check_prompt(wire: PromptRequest, limits: LimitsConfig) -> None:
+    """Checks text, or messages and tools, before they are tokenized. Raises InvalidInput."""
     _check_name("model", wire.model, MAX_MODEL_NAME)
     check_count("text", len(wire.text), limits.prompt_characters, "characters")
     check_count("messages", len(wire.messages), limits.messages, "messages")
-    total = 0
+    num_calls = 0
     for number, message in enumerate(wire.messages):
-        _check_name(f"messages[{number}].role", message.role, MAX_ROLE)
-        total += len(message.content)
-    check_count("messages", total, limits.prompt_characters, "characters of content")
+        path = f"messages[{number}]"
+        _check_name(f"{path}.role", message.role, MAX_ROLE)
+        _check_name(f"{path}.name", message.name, MAX_NAME)
+        _check_name(f"{path}.tool_call_id", message.tool_call_id, MAX_NAME)
+        if message.tool_calls:
+            num_calls += len(message.tool_calls)
+            _check_calls(path, message)
+    check_count("messages", num_calls, limits.messages, "tool calls")
+    if wire.HasField("chat") and not wire.messages:
+        raise InvalidInput("chat", "is given without messages; leave it out")
+    _check_tools(wire.chat, limits)
+    what = "characters of content, tool calls and tools"
+    check_count("messages", num_prompt_characters(wire), limits.prompt_characters, what)
+
+
+def num_prompt_characters(wire: PromptRequest) -> int:
+    """Returns the characters of all texts that the prompt is made of."""
+    return sum(map(len, prompt_texts(wire)))
+
+
+def prompt_texts(wire: PromptRequest) -> Iterator[str]:
+    """Yields the texts that the prompt is made of, but for names."""
+    yield wire.text
+    for message in wire.messages:
+        yield message.content
+        yield message.reasoning
+        for call in message.tool_calls:
+            yield call.arguments
+    for tool in wire.chat.tools:
+        yield tool.description
+        yield tool.parameters
+    yield wire.chat.template_arguments
+
+
+def _check_calls(path: str, message: inference_pb2.ChatMessage) -> None:
+    if message.role != "assistant":
+        raise InvalidInput(f"{path}.tool_calls", f"are in a message of role {message.role!r}; only an assistant calls")
+    for rank, call in enumerate(message.tool_calls):
+        if not call.name:
+            raise InvalidInput(f"{path}.tool_calls[{rank}].function.name", "is empty; give the tool's name")
+        _check_name(f"{path}.tool_calls[{rank}].function.name", call.name, MAX_NAME)
+        _check_name(f"{path}.tool_calls[{rank}].id", call.id, MAX_NAME)
+
+
+def _check_tools(chat: inference_pb2.ChatOptions, limits: LimitsConfig) -> None:
+    check_count("chat_template_kwargs", len(chat.template_arguments), MAX_TEMPLATE_ARGUMENTS, "characters")
+    check_count("tools", len(chat.tools), limits.tools, "tools")
+    names: set[str] = set()
+    num_characters = 0
+    for number, tool in enumerate(chat.tools):
+        field = f"tools[{number}].function.name"
+        if not _TOOL_NAME.fullmatch(tool.name):
+            raise InvalidInput(field, f"is {tool.name[:100]!r}; give 1 to 64 letters, digits, _ and -")
+        if tool.name in names:
+            raise InvalidInput(field, f"repeats {tool.name!r}; give each tool a name of its own")
+        names.add(tool.name)
+        num_characters += len(tool.description) + len(tool.parameters)
+    check_count("tools", num_characters, limits.tool_characters, "characters of descriptions and schemas")
 
 
 def check_tokens(num_tokens: int, limits: LimitsConfig) -> None:

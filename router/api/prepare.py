@@ -11,7 +11,7 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from penstock.config.security import LimitsConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overloaded, Quarantined, Unavailable
@@ -20,10 +20,21 @@ from penstock.types import Lane, RequestId
 from penstock.v1 import common_pb2, inference_pb2
 from penstock.wire import grammar_from_wire
 from router.api import sampling_fields
-from router.api.identity import Tenant, Tenants
-from router.api.limits import check_request, check_tokens
+from router.api.conversations import read_conversation
+from router.api.dialect import OutputFormat
+from router.api.identity import Tenant, Tenants, salted_scope
+from router.api.limits import (
+    check_count,
+    check_prompt,
+    check_request,
+    check_tokens,
+    num_prompt_characters,
+    prompt_texts,
+)
+from router.api.parsed_outputs import OutputParsing
 from router.dispatch.context import DispatchContext
 from router.fleet.worker_groups import WorkerGroup
+from router.parsers.choice import choose_parsers
 from router.prepared_request import PreparedRequest
 from router.text.grammar_check import GrammarCheck
 from router.text.model_card import ModelCard
@@ -45,6 +56,11 @@ class RequestPreparer:
         self.tenants = tenants
         self.limits = context.config.limits
         self.leaving = False  # the router shuts down: requests in flight go on, new ones are refused
+        self._parsers = choose_parsers(
+            tokenizer.template.source if tokenizer.template else None,
+            context.config.tool_parser,
+            context.config.reasoning_parser,
+        )
         self._context = context
         self._config = context.config
         self._fleet = context.fleet
@@ -55,6 +71,16 @@ class RequestPreparer:
     def ready(self) -> bool:
         """Whether a request sent now would be served."""
         return not self.leaving and self._fleet.group() is not None
+
+    @property
+    def inflight(self) -> tuple[int, int]:
+        """The requests at this router: all of them, and those of them that wait for admission."""
+        admission = self._context.gate.admission
+        return admission.num_inside, admission.num_waiting
+
+    def parsing(self, form: OutputFormat) -> OutputParsing:
+        """Returns how the outputs of a call are parsed. Raises InvalidInput for tools that the model cannot call."""
+        return OutputParsing(form, self._parsers, self.tokenizer.spelling, self.tokenizer.special_tokens)
 
     def close(self) -> None:
         """Ends the threads that compile grammars."""
@@ -68,8 +94,11 @@ class RequestPreparer:
         default_max_tokens: int | None = None,
         hints: Hints = NO_HINTS,
         accepted_s: float | None = None,
+        complete: Callable[[common_pb2.SamplingParams, Sequence[int]], None] | None = None,
     ) -> PreparedRequest:
         """Waits a while if no worker takes requests. `accepted_s` (monotonic) is now, unless it is given.
+
+        `complete` sets what a sampling has to obey beyond what the request says, once the prompt's tokens are known.
 
         Raises InvalidInput, PermissionDenied, ModelNotFound, Quarantined, Overloaded, DeadlineExceeded, or Unavailable
         if no worker appears.
@@ -83,9 +112,11 @@ class RequestPreparer:
             lane = tenant.lane(wire.lane)
             deadline_s = accepted_s + self._limit_s(timeout_s)
             async with self.until(deadline_s):
-                if wire.sampling.HasField("grammar"):
-                    await self._grammars.check(grammar_from_wire(wire.sampling.grammar), tenant.name)
                 token_ids, prepaid_tokens = await self._prompt(wire, tenant, lane)
+            if wire.HasField("truncate_prompt_tokens"):
+                num_cut = max(0, len(token_ids) - wire.truncate_prompt_tokens)
+                token_ids = token_ids[num_cut:]
+                prepaid_tokens = max(0, prepaid_tokens - num_cut)  # what is cut off stays paid for
             check_tokens(len(token_ids), self.limits)
             if self._context.quarantine.holds(token_ids, accepted_s):
                 raise Quarantined("prompt: several workers died of it one after the other; do not send it again")
@@ -95,6 +126,11 @@ class RequestPreparer:
             params = self._with_max_tokens(
                 wire.sampling, lane, group.context_length - len(token_ids), default_max_tokens
             )
+            if complete is not None:
+                complete(params, token_ids)
+            if params.HasField("grammar"):
+                async with self.until(deadline_s):
+                    await self._grammars.check(grammar_from_wire(params.grammar), tenant.name)
             sampling = sampling_fields.resolve(
                 params,
                 num_prompt_tokens=len(token_ids),
@@ -103,6 +139,7 @@ class RequestPreparer:
                 seed=secrets.randbits(64),
                 defaults=self.card.generation_defaults,
             )
+            scope = salted_scope(tenant.cache_scope, wire.cache_salt)
             emitted = sampling_fields.check_emitted(wire, sampling, self.card.vocab_size)
         return PreparedRequest(
             request_id=RequestId(wire.request_id or f"gen-{secrets.token_hex(16)}"),
@@ -116,13 +153,19 @@ class RequestPreparer:
             session=hints.session,
             explain=hints.explain and self._config.explain,
             tenant=tenant.name,
-            cache_scope=tenant.cache_scope,
-            salt=self.tenants.salt(group.model_revision, tenant),
-            salt_for=lambda revision: self.tenants.salt(revision, tenant),
+            cache_scope=scope,
+            salt=self.tenants.salt(group.model_revision, scope),
+            salt_for=lambda revision: self.tenants.salt(revision, scope),
             emitted=emitted,
             open_ended=not params.HasField("max_tokens"),
             cohort=group.cohort,
         )
+
+    @property
+    def context_length(self) -> int | None:
+        """The tokens of a prompt and its output together, as workers report them; None without a worker."""
+        group = self._fleet.group()
+        return group.context_length if group else None
 
     def limits_within(self, num_contexts: int) -> LimitsConfig:
         """Returns the limits, with no more prompt tokens and text than so many of the workers' contexts hold."""
@@ -141,8 +184,7 @@ class RequestPreparer:
         num_tokens = 0
         if isinstance(wire, inference_pb2.GenerateRequest):
             num_tokens = len(wire.token_ids) + sum(len(entry.token_ids) for entry in wire.emitted)
-        num_characters = len(wire.text) + sum(len(message.content) for message in wire.messages)
-        return self.limits_within(1) if max(num_tokens, num_characters) > _MANY_TOKENS else self.limits
+        return self.limits_within(1) if max(num_tokens, num_prompt_characters(wire)) > _MANY_TOKENS else self.limits
 
     def deadline_s(self, timeout_s: float | None) -> float:
         """Returns when a call that begins now must end (monotonic): by its own time-out, else by the default."""
@@ -209,17 +251,39 @@ class RequestPreparer:
         return await self._encode(wire, tenant, lane)
 
     async def tokenize(
-        self, wire: inference_pb2.TokenizeRequest, tenant: Tenant, timeout_s: float | None
+        self, wire: inference_pb2.TokenizeRequest, tenant: Tenant, timeout_s: float | None, *, spelt: bool = True
     ) -> tuple[list[int], list[str]]:
-        """Returns the tokens of a prompt and their texts; the tenant's rate pays for them.
+        """Returns the tokens of a prompt and, if they are `spelt`, their texts; the tenant's rate pays for them.
 
-        Raises InvalidInput, Overloaded or DeadlineExceeded.
+        Raises InvalidInput, ModelNotFound, Overloaded or DeadlineExceeded.
         """
+        check_prompt(wire, self.limits_of(wire))
+        self.check_model(wire.model)
+        if wire.HasField("text") == bool(wire.messages):
+            raise InvalidInput("text", "give exactly one of text and messages")
         async with self.until(self.deadline_s(timeout_s)):
             token_ids, prepaid_tokens = await self._encode(wire, tenant, tenant.config.lane)
             self._context.gate.repay(tenant.name, prepaid_tokens - len(token_ids))
             check_tokens(len(token_ids), self.limits)
-            return token_ids, await self.tokenizer.spell(token_ids, tenant.name)
+            return token_ids, await self.tokenizer.spell(token_ids, tenant.name) if spelt else []
+
+    async def detokenize(self, token_ids: Sequence[int], tenant: Tenant, timeout_s: float | None) -> str:
+        """Returns the text of tokens, special ones by their names; the tenant's rate pays for them.
+
+        Raises InvalidInput, Overloaded or DeadlineExceeded.
+        """
+        check_count("tokens", len(token_ids), self.limits.prompt_tokens, "tokens")
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token_id < self.card.vocab_size:
+                raise InvalidInput("tokens", f"hold {token_id}; give 0 to {self.card.vocab_size - 1}")
+        gate, price = self._context.gate, 1 + len(token_ids)
+        gate.prepay(tenant.name, tenant.config.lane, price)
+        try:
+            async with self.until(self.deadline_s(timeout_s)):
+                return await self.tokenizer.decode(token_ids, tenant.name)
+        except Overloaded:
+            gate.repay(tenant.name, price)
+            raise
 
     async def _encode(
         self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, tenant: Tenant, lane: Lane
@@ -229,15 +293,18 @@ class RequestPreparer:
         The tenant pays first, by the size of the text; returns that too. What is not refused is paid for, even if its
         caller does not wait for the end: a thread that has begun is not stopped.
         """
-        scope, caller, gate = tenant.cache_scope, tenant.name, self._context.gate
-        messages = [{"role": message.role, "content": message.content} for message in wire.messages]
-        texts = [message["content"] for message in messages] or [wire.text]
-        prepaid_tokens = 1 + sum(len(text.encode()) for text in texts) // _BYTES_PER_TOKEN
+        salt = wire.cache_salt if isinstance(wire, inference_pb2.GenerateRequest) else ""
+        scope, caller, gate = salted_scope(tenant.cache_scope, salt), tenant.name, self._context.gate
+        conversation = read_conversation(wire) if wire.messages else None
+        added = wire.add_special_tokens if wire.HasField("add_special_tokens") else conversation is None
+        prepaid_tokens = 1 + sum(len(text.encode()) for text in prompt_texts(wire)) // _BYTES_PER_TOKEN
         gate.prepay(tenant.name, lane, prepaid_tokens)
         try:
-            if messages:
-                return await self.tokenizer.encode_chat(messages, scope, caller), prepaid_tokens
-            return await self.tokenizer.encode(wire.text, scope=scope, caller=caller), prepaid_tokens
+            if conversation is not None:
+                encoding = self.tokenizer.encode_chat(conversation, scope, caller, add_special_tokens=added)
+            else:
+                encoding = self.tokenizer.encode(wire.text, scope=scope, caller=caller, add_special_tokens=added)
+            return await encoding, prepaid_tokens
         except Overloaded:
             gate.repay(tenant.name, prepaid_tokens)
             raise

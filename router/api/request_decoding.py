@@ -88,7 +88,8 @@ class _FieldReader:
 def tolerant(kind: type[MessageT], limits: LimitsConfig) -> Callable[[bytes], MessageT | InvalidInput]:
     """Returns a deserializer that returns the problem instead of raising it; the handler raises it as a status."""
     descriptor: Descriptor = kind.DESCRIPTOR  # type: ignore[assignment]
-    max_fields = 3 * (limits.messages + limits.logit_bias) + 1024  # each entry has two fields
+    # A message with a tool call has eight fields, a bias and a tool have up to four.
+    max_fields = 8 * limits.messages + 4 * (limits.logit_bias + limits.tools) + 1024
     max_numbers = 2 * limits.prompt_tokens + limits.stop_token_ids  # of the prompt, and emitted by an earlier call
 
     def read(data: bytes) -> MessageT | InvalidInput:

@@ -1,4 +1,4 @@
-"""Renders a model's chat template: messages in, prompt text out.
+"""Renders a model's chat template: a conversation in, prompt text out.
 
 The template comes with the checkpoint and is not trusted: it runs in `router.text.template_sandbox`.
 """
@@ -16,10 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 import msgpack
 
 from penstock.errors import CheckpointError, InternalError, InvalidInput
-from router.text.template_sandbox import RENDERED, compile_template, read_frame, write_frame
+from router.text.conversation import Conversation
+from router.text.template_sandbox import (
+    INVALID,
+    RENDERED,
+    TOOL_TEMPLATE,
+    compile_template,
+    read_frame,
+    template_environment,
+    write_frame,
+)
 
 _ROOT = Path(__file__).resolve().parents[2]
 _STOP_TIMEOUT_S = 5.0
@@ -41,18 +51,30 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], origin: str, limits: TemplateLimits | None = None
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        origin: str,
+        limits: TemplateLimits | None = None,
+        tool_source: str = "",
     ) -> None:
-        """`special_tokens` (bos_token, eos_token ...) are variables of the template. Raises CheckpointError."""
+        """`special_tokens` (bos_token, eos_token ...) are variables of the template.
+
+        `tool_source` is the template of conversations with tools, if it is another one. Raises CheckpointError.
+        """
         try:
-            compile_template(source)
+            for text in filter(None, (source, tool_source)):
+                compile_template(text)
         except jinja2.TemplateSyntaxError as error:
             problem = f"{origin}: line {error.lineno} of the chat template: {error.message}; correct the template"
             raise CheckpointError(problem) from error
+        self.source = source + tool_source  # marks in it show which formats the model writes
+        self.takes_tools = "tools" in _variables(tool_source or source)
         self._limits = limits or TemplateLimits()
         self._start_frame = msgpack.packb(
             {
                 "source": source,
+                TOOL_TEMPLATE: tool_source,
                 "special_tokens": dict(special_tokens),
                 "max_s": self._limits.max_s,
                 "max_characters": self._limits.max_characters,
@@ -62,12 +84,22 @@ class ChatTemplate:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Returns the prompt up to the start of the assistant's answer; blocks at most as long as the limits allow.
+    def render(self, conversation: Conversation | Sequence[Mapping[str, Any]]) -> str:
+        """Returns the prompt of a conversation, or of messages alone; blocks at most as long as the limits allow.
 
         Raises InvalidInput if the template refuses the messages or exceeds its limits with them.
         """
-        frame = msgpack.packb([dict(message) for message in messages])
+        if not isinstance(conversation, Conversation):
+            conversation = Conversation(conversation)
+        frame = msgpack.packb(
+            {
+                "messages": [dict(message) for message in conversation.messages],
+                "tools": list(conversation.tools),
+                "add_generation_prompt": conversation.add_generation_prompt,
+                "continue_final_message": conversation.continue_final_message,
+                "template_arguments": conversation.template_arguments,
+            }
+        )
         process = self.start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -81,6 +113,8 @@ class ChatTemplate:
         text = answer[1:].decode()
         if answer[:1] == RENDERED:
             return text
+        if answer[:1] == INVALID:
+            raise InvalidInput(*text.split("\n", 1))
         raise InvalidInput("messages", f"the model's chat template refuses them: {text}")
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -122,6 +156,11 @@ class ChatTemplate:
         return InternalError(f"the chat template's process ended with status {status}")
 
 
+def _variables(source: str) -> set[str]:
+    """Returns the names that a template takes from outside."""
+    return jinja2.meta.find_undeclared_variables(template_environment().parse(source))
+
+
 def load_chat_template(folder: Path) -> ChatTemplate | None:
     """Reads chat_template.jinja, else tokenizer_config.json; returns None if the model has no template."""
     config = read_json(folder / "tokenizer_config.json")
@@ -130,14 +169,17 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         if (value := config.get(name)) is not None
     }
-    separate = folder / "chat_template.jinja"
+    separate, of_tools = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
     if separate.is_file():
-        return ChatTemplate(separate.read_text(encoding="utf-8"), special, str(separate))
-    source = config.get("chat_template")
+        tool_source = of_tools.read_text(encoding="utf-8") if of_tools.is_file() else ""
+        return ChatTemplate(separate.read_text(encoding="utf-8"), special, str(separate), tool_source=tool_source)
+    source, tool_source = config.get("chat_template"), ""
     if isinstance(source, list):  # several templates, by name
         named = {entry["name"]: entry["template"] for entry in source}
         source = named.get("default", next(iter(named.values()), None))
-    return ChatTemplate(source, special, str(folder / "tokenizer_config.json")) if source else None
+        tool_source = named.get("tool_use", "")
+    path = str(folder / "tokenizer_config.json")
+    return ChatTemplate(source, special, path, tool_source=tool_source) if source else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

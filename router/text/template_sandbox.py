@@ -5,7 +5,7 @@ but stops neither endless nested loops nor a string of gigabytes. A timer that e
 memory do.
 
 Frames on stdin and stdout are a length (4 bytes, big endian) and as many bytes. In: first the template and its limits,
-then a list of messages for each rendering (msgpack). Out: for each rendering its text, or the reason why there is none.
+then a conversation for each rendering (msgpack). Out: for each rendering its text, or the reason why there is none.
 Whatever this module imports is in the untrusted process too; hence neither grpc nor anything of penstock.
 """
 
@@ -24,13 +24,22 @@ import msgpack
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-RENDERED, REFUSED = b"+", b"-"  # the first byte of an answer
+# The first byte of an answer. After INVALID come a field's name, a line feed and what is wrong with the field.
+RENDERED, REFUSED, INVALID = b"+", b"-", b"!"
+TOOL_TEMPLATE = "tool_source"  # of the first frame: the template of conversations with tools, if there is one
+
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # ends with a space, which shows whether the template trims contents
 
 _LENGTH = struct.Struct(">I")
 
 
 def compile_template(source: str) -> jinja2.Template:
     """Runs nothing of the template, not even its constant expressions. Raises jinja2.TemplateSyntaxError."""
+    return template_environment().from_string(source)
+
+
+def template_environment() -> jinja2.Environment:
+    """Returns what templates are parsed and rendered with."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -42,7 +51,7 @@ def compile_template(source: str) -> jinja2.Template:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
+    return environment
 
 
 def write_frame(stream: IO[bytes], data: bytes) -> None:
@@ -69,25 +78,94 @@ def main() -> None:
     memory_bytes = _used_bytes() + given["max_memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    template = compile_template(given["source"])
+    templates = {name: compile_template(given[name]) for name in ("source", TOOL_TEMPLATE) if given.get(name)}
     while (frame := read_frame(sys.stdin.buffer)) is not None:
         # The default action of SIGALRM ends the process wherever it is, even after its router has gone.
         signal.setitimer(signal.ITIMER_REAL, given["max_s"])
-        answer = _render(template, msgpack.unpackb(frame), given)
+        answer = _render(templates, msgpack.unpackb(frame), given)
         signal.setitimer(signal.ITIMER_REAL, 0)
         write_frame(sys.stdout.buffer, answer)
 
 
-def _render(template: jinja2.Template, messages: list[dict[str, str]], given: dict[str, Any]) -> bytes:
+class _InvalidField(Exception):
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}\n{problem}")
+
+
+def _render(templates: dict[str, jinja2.Template], conversation: dict[str, Any], given: dict[str, Any]) -> bytes:
     try:
-        text = template.render(messages=messages, add_generation_prompt=True, **given["special_tokens"])
+        text = _text_of(templates, conversation, given["special_tokens"])
         if len(text) > given["max_characters"]:
             return REFUSED + f"it made {len(text)} characters of them, of at most {given['max_characters']}".encode()
         return RENDERED + text.encode()
+    except _InvalidField as error:
+        return INVALID + str(error).encode(errors="replace")
     except MemoryError:
         return REFUSED + f"it took more than {given['max_memory_bytes'] >> 20} MiB of memory".encode()
     except Exception as error:  # a template may fail like any program; these messages made it fail
         return REFUSED + str(error).encode(errors="replace")
+
+
+def _text_of(
+    templates: dict[str, jinja2.Template], conversation: dict[str, Any], special_tokens: dict[str, str]
+) -> str:
+    """Raises _InvalidField, or whatever the template raises."""
+    messages, tools = conversation["messages"], conversation["tools"]
+    _parse_json(messages, tools)
+    template = templates.get(TOOL_TEMPLATE, templates["source"]) if tools else templates["source"]
+    last = messages[-1].get("content") if messages else None
+    continues = conversation["continue_final_message"]
+    if continues:
+        if not last:
+            raise _InvalidField("messages", "end with a message without content, which cannot be continued")
+        messages[-1]["content"] = last + _CONTINUED
+    arguments = json.loads(conversation["template_arguments"]) if conversation["template_arguments"] else {}
+    text = template.render(
+        {
+            **special_tokens,
+            **arguments,
+            "messages": messages,
+            "tools": tools or None,
+            "documents": None,
+            "add_generation_prompt": conversation["add_generation_prompt"],
+        }
+    )
+    return _cut_after(text, last) if continues and last else text
+
+
+def _cut_after(text: str, content: str) -> str:
+    """Returns a rendering up to the end of its final message's content, as transformers does it."""
+    at = text.rfind(_CONTINUED.strip())
+    if at < 0 or content.strip() not in text:
+        raise _InvalidField("continue_final_message", "is not possible: the chat template alters the final message")
+    return text[:at] if text.startswith(_CONTINUED, at) else text[:at].rstrip()
+
+
+def _parse_json(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
+    """Replaces the JSON texts of tools and tool calls by their values, as templates expect.
+
+    A model may have written arguments that are no JSON object; those stay texts.
+    """
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        if "parameters" in function:
+            parameters = _json_object(function["parameters"])
+            if parameters is None:
+                raise _InvalidField(f"chat.tools[{number}].parameters", "is no JSON object; give a JSON schema")
+            function["parameters"] = parameters
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            parsed = _json_object(function["arguments"] or "{}")
+            function["arguments"] = function["arguments"] if parsed is None else parsed
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _used_bytes() -> int:
@@ -110,8 +188,15 @@ def _as_it_is(_: object, value: object) -> object:
     return value
 
 
-def _to_json(value: object, indent: int | None = None, **_: object) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Writes JSON as transformers' filter does, with the same options."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -16,6 +17,7 @@ from penstock.errors import CheckpointError, InvalidInput
 from penstock.text.spelling import Spelling
 from router.fair_threads import FairThreads
 from router.text.chat_template import ChatTemplate, load_chat_template
+from router.text.conversation import ROLES, Conversation
 from router.text.pretokenizer_cache import AddedToken, PretokenizerCache, SegmentCutter
 
 _MAX_QUEUED = 1 << 28  # characters
@@ -23,7 +25,6 @@ _INLINE_TOKENS = 1024  # spelt in about a millisecond
 _INLINE_CHARACTERS = 4096  # encoded in about a millisecond; longer texts would delay every other stream
 _NUM_THREADS = 2
 _CACHE_BYTES = 64 << 20  # about ten million characters of conversations
-_ROLES = ("system", "user", "assistant")
 
 
 class Tokenizer:
@@ -34,11 +35,13 @@ class Tokenizer:
     ) -> None:
         """`max_queued` is in characters."""
         self._tokenizer = tokenizer
-        self._template = template
+        self.template = template
         self._cutter = SegmentCutter([_as_added(token) for token in tokenizer.get_added_tokens_decoder().values()])
         self._cache = PretokenizerCache(_CACHE_BYTES)
         self._affixes = self._find_affixes()
         self.spelling = Spelling(tokenizer)
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens = {token.content: token_id for token_id, token in added if token.special}
         self._threads = FairThreads("tokenizer", _NUM_THREADS, max_queued)
         self._template_thread = FairThreads("template", 1, max_queued)  # the template has one process
 
@@ -79,21 +82,39 @@ class Tokenizer:
         prompt.extend(after)
         return prompt.tolist()
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]], scope: str = "", caller: str = "") -> list[int]:
+    async def encode_chat(
+        self,
+        chat: Conversation | Sequence[Mapping[str, Any]],
+        scope: str = "",
+        caller: str = "",
+        *,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
         """Returns the ids of a conversation; the template writes its special tokens itself.
 
         Raises InvalidInput or Overloaded.
         """
-        if self._template is None:
+        if self.template is None:
             raise InvalidInput("messages", "the model has no chat template; send the prompt as text")
-        for number, message in enumerate(messages):
-            if message["role"] not in _ROLES:
+        conversation = chat if isinstance(chat, Conversation) else Conversation(chat)
+        self._check_template(self.template, conversation)
+        rendered = await self._template_thread.run(caller, conversation.size, self.template.render, conversation)
+        return await self.encode(rendered, add_special_tokens=add_special_tokens, scope=scope, caller=caller)
+
+    def _check_template(self, template: ChatTemplate, conversation: Conversation) -> None:
+        """Checks that the template shows what the conversation has. Raises InvalidInput."""
+        if conversation.tools and not template.takes_tools:
+            raise InvalidInput("tools", "are not possible: the model's chat template has no place for tools")
+        roles = [role for role in ROLES if role != "tool" or "tool" in template.source]
+        for number, message in enumerate(conversation.messages):
+            if message["role"] not in roles:
                 raise InvalidInput(
-                    f"messages[{number}].role", f"is {message['role']!r}; give one of {', '.join(_ROLES)}"
+                    f"messages[{number}].role", f"is {message['role']!r}; give one of {', '.join(roles)}"
                 )
-        size = sum(len(message["content"]) for message in messages)
-        rendered = await self._template_thread.run(caller, size, self._template.render, messages)
-        return await self.encode(rendered, add_special_tokens=False, scope=scope, caller=caller)
+            if "tool_calls" in message and "tool_calls" not in template.source:
+                raise InvalidInput(
+                    f"messages[{number}].tool_calls", "are not possible: the model's chat template has none"
+                )
 
     async def spell(self, token_ids: Sequence[int], caller: str = "") -> list[str]:
         """Returns each token's text. Raises Overloaded."""
@@ -102,6 +123,17 @@ class Tokenizer:
             return [self.spelling.token_text(token_id) for token_id in token_ids]
 
         return spelt() if len(token_ids) <= _INLINE_TOKENS else await self._threads.run(caller, len(token_ids), spelt)
+
+    async def decode(self, token_ids: Sequence[int], caller: str = "") -> str:
+        """Returns the text of tokens, special ones by their names. Raises Overloaded."""
+
+        def decoded() -> str:
+            # Not `decode`: that keeps the interpreter's lock.
+            return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
+
+        return (
+            decoded() if len(token_ids) <= _INLINE_TOKENS else await self._threads.run(caller, len(token_ids), decoded)
+        )
 
     async def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool, caller: str) -> list[list[int]]:
         size = sum(map(len, parts))
@@ -127,12 +159,12 @@ class Tokenizer:
 
     def start(self) -> None:
         """Starts the template's process off the event loop; otherwise the first chat would wait for that."""
-        if self._template is not None:
-            self._template_thread.submit(self._template.start)
+        if self.template is not None:
+            self._template_thread.submit(self.template.start)
 
     def close(self) -> None:
-        if self._template is not None:
-            self._template.close()
+        if self.template is not None:
+            self.template.close()
         for threads in (self._threads, self._template_thread):
             threads.close()
 

@@ -194,7 +194,7 @@ async def test_a_call_by_hand_is_answered(target: AttackTarget) -> None:
     made = await Http2.open(target.grpc)
     headers = http2_frames.grpc_headers("/penstock.v1.Inference/ListModels", target.grpc, target.key)
     assert await made.send(http2_frames.open_call(1, headers, b""))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while made.counts.get(http2_frames.HEADERS, 0) < 2:  # noqa: ASYNC110  of the answer and of its end
             await asyncio.sleep(0.01)
     assert made.counts[http2_frames.DATA] == 1

@@ -32,7 +32,7 @@ from penstock.rpc.secret import ClusterSecret
 from tests.support.key_files import Authority, write_secret
 from tests.support.repository import image_locks
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "deploy" / "docker"
@@ -146,7 +146,7 @@ def certify(folder: Path, address: str) -> dict[str, str]:
     made.mkdir()
     command = [str(DOCKER / "penstock-certify"), str(authority.folder), str(made), "penstock-head-svc.llm.svc"]
     environment = {**os.environ, "PENSTOCK_POD_IP": address, "PENSTOCK_CERTIFICATE_DAYS": "2"}
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60)
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
     return {
         f"{kind}_file": str(made / name) for kind, name in (("ca", "ca.crt"), ("cert", "tls.crt"), ("key", "tls.key"))
     }
@@ -242,7 +242,7 @@ def _health(port: int) -> subprocess.CompletedProcess[str]:
 
 def _probe(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(DOCKER / "penstock-health"), *arguments]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
 
 
 @contextmanager
@@ -263,13 +263,14 @@ def running_head(tmp_path: Path, model: Path) -> Iterator[tuple[subprocess.Popen
         grpc_port=grpc,
         admin_port=admin,
         engine={"kv_memory_bytes": 32 * 1024 * 1024, "device": "cpu"},
-        start_timeout_s=90,
+        start_timeout_s=200,
     )
     file = tmp_path / "serve.json"
     pools = {
         name: {"replicas": 1, "num_cpus": 1, "resources": {f"penstock_{name}": 1}} for name in ("prefill", "decode")
     }
-    data = {**config.model_dump(mode="json", include={"model", "http_port", "grpc_port", "admin_port", "engine"})}
+    settings = {"model", "http_port", "grpc_port", "admin_port", "engine", "start_timeout_s"}
+    data = {**config.model_dump(mode="json", include=settings)}
     file.write_text(
         json.dumps({**data, "prefill_pool": pools["prefill"], "decode_pool": pools["decode"], "security": security})
     )
@@ -316,17 +317,17 @@ def running_head(tmp_path: Path, model: Path) -> Iterator[tuple[subprocess.Popen
         if process.poll() is None:
             family += family[0].children(recursive=True)
             process.send_signal(signal.SIGTERM)
-            psutil.wait_procs(family, timeout=60)
+            psutil.wait_procs(family, timeout=120)
         for each in family:
             if each.is_running():
                 each.kill()
-        process.wait(timeout=60)
+        process.wait(timeout=120)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def test_a_head_serves_and_leaves_no_process(tmp_path: Path) -> None:
     with running_head(tmp_path, ROOT / "models" / "penstock-tiny") as (process, config, log):
-        deadline_s = time.monotonic() + 100
+        deadline_s = time.monotonic() + 220
         while b"ready: penstock-tiny" not in log.read_bytes():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline_s, log.read_text()
@@ -342,13 +343,13 @@ def test_a_head_serves_and_leaves_no_process(tmp_path: Path) -> None:
         family = psutil.Process(process.pid).children(recursive=True)
         assert any("raylet" in each.name() for each in family)
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
-        assert psutil.wait_procs(family, timeout=60)[1] == []
+        process.wait(timeout=120)
+        assert psutil.wait_procs(family, timeout=120)[1] == []
 
 
 def test_a_head_that_cannot_serve_exits_with_the_reason(tmp_path: Path) -> None:
     """The exit code shows the container runtime that the head failed, so that it restarts it."""
     with running_head(tmp_path, tmp_path / "nothing") as (process, _, log):
-        assert process.wait(timeout=90) == 2
+        assert process.wait(timeout=200) == 2
         assert "nothing" in log.read_text()
         assert "penstock serve ended with 2" in log.read_text()

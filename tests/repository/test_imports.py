@@ -53,6 +53,7 @@ FORBIDDEN: dict[str, set[str]] = {
 ROOMS: dict[str, set[str]] = {
     "router.routing": set(),
     "router.text": set(),
+    "router.parsers": set(),
     "router.admission": {"fleet", "metrics", "routing"},
     "router.fleet": {"routing"},
     "kv_transfer.layout": set(),

@@ -90,8 +90,8 @@ def test_chat_template_writes_what_the_models_were_trained_on() -> None:
     turns = [("system", "Be brief and correct."), ("user", "Hi!"), ("assistant", "Hello!"), ("user", "Bye!")]
     messages = [{"role": role, "content": content} for role, content in turns]
     assert tokenizer.apply_chat_template(messages, tokenize=False) + corpus.EOS == corpus.render_chat(turns)
-    with pytest.raises(Exception, match="role must be system, user or assistant, got tool"):
-        tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
+    with pytest.raises(Exception, match="role must be system, user, assistant or tool, got function"):
+        tokenizer.apply_chat_template([{"role": "function", "content": "x"}], tokenize=False)
 
 
 def test_fresh_checkable_questions_are_answered_exactly() -> None:

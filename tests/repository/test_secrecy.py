@@ -51,7 +51,9 @@ def provoke(address: str, http: str, key: str) -> list[str]:
     for token in (key, f"{MARKER}-key"):
         for body in ({"prompt": prompt, "max_tokens": 4}, {"prompt": [prompt, 3]}, {"messages": MARKER}):
             with contextlib.suppress(httpx.HTTPError):
-                httpx.post(f"http://{http}/v1/completions", json=body, headers={"authorization": f"Bearer {token}"})
+                httpx.post(
+                    f"http://{http}/v1/completions", json=body, headers={"authorization": f"Bearer {token}"}, timeout=60
+                )
     return answers
 
 

@@ -25,7 +25,7 @@ class Work:
         self._open.set()
 
     def _hold(self) -> None:
-        assert self._open.wait(20.0)
+        assert self._open.wait(60.0)
 
     async def hold(self) -> asyncio.Task[None]:
         """Returns once the thread is taken."""
@@ -79,7 +79,7 @@ async def test_work_whose_caller_leaves_is_not_done(work):
     gone.cancel()
     await asyncio.wait([gone])
     late = await work.queue("late")
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(60.0):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await work.threads.run("hurried", SIZE, work.done.append, "hurried")

@@ -26,6 +26,7 @@ from penstock.errors import PenstockError
 from penstock.types import Epoch, Role, WorkerId
 from penstock.v1 import admin_pb2, worker_pb2
 from router.server import RouterServer
+from tests.support.serving import patience
 
 PROMPTS = [[(7 * i + 131 * n) % 900 + 20 for i in range(40 + 16 * n)] for n in range(4)]
 SAMPLING = {"temperature": 0.875, "top_p": 0.9375, "ignore_eos": True}
@@ -136,7 +137,7 @@ class Hosted:
 
     async def until(self, condition: Callable[[admin_pb2.StatusResponse], bool]) -> admin_pb2.StatusResponse:
         version = -1
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while True:
                 snapshot = await self.controller.wait(version, 10)
                 assert snapshot.failure is None, snapshot.failure
@@ -154,14 +155,15 @@ class Hosted:
 async def hosted(config: ServeConfig) -> AsyncIterator[Hosted]:
     """Yields a ready deployment."""
     deployment = Hosted(config)
-    server, deployment.admin = await start_admin_server(deployment.controller, "127.0.0.1", 0)
-    try:
-        deployment.controller.start()
-        await deployment.until(lambda status: status.ready)
-        yield deployment
-    finally:
-        await deployment.controller.stop()
-        await server.stop()
+    with patience():
+        server, deployment.admin = await start_admin_server(deployment.controller, "127.0.0.1", 0)
+        try:
+            deployment.controller.start()
+            await deployment.until(lambda status: status.ready)
+            yield deployment
+        finally:
+            await deployment.controller.stop()
+            await server.stop()
 
 
 @dataclass
@@ -185,7 +187,7 @@ class Load:
         self._progress = asyncio.Event()
 
     async def __aenter__(self) -> Load:
-        self._client = AsyncClient(self._deployment.grpc, timeout_s=60)
+        self._client = AsyncClient(self._deployment.grpc, timeout_s=120)
         self._lanes = [asyncio.create_task(self._ask(lane)) for lane in range(self._num_lanes)]
         return self
 
@@ -213,7 +215,7 @@ class Load:
     async def more(self, count: int) -> None:
         """Returns once `count` more requests have ended."""
         wanted = len(self.answered) + len(self.errors) + count
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while len(self.answered) + len(self.errors) < wanted:
                 self._progress.clear()
                 await self._progress.wait()

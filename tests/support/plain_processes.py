@@ -25,7 +25,7 @@ from penstock.errors import Unavailable
 from penstock.types import Role
 
 ROOT = Path(__file__).resolve().parents[2]
-_STOP_TIMEOUT_S = 10.0
+_STOP_TIMEOUT_S = 20.0
 _LOG_TAIL_BYTES = 2000
 
 
@@ -58,7 +58,7 @@ class Process:
 class Deployment:
     """Starts processes, and ends all of them with its `with` block."""
 
-    def __init__(self, start_timeout_s: float = 120.0) -> None:
+    def __init__(self, start_timeout_s: float = 240.0) -> None:
         self._start_timeout_s = start_timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
         self._processes: list[Process] = []

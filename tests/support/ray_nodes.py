@@ -23,6 +23,8 @@ from penstock.config.security import SecurityConfig
 from penstock.rpc.secret import ClusterSecret
 from tests.support.key_files import write_secret
 
+log = logging.getLogger(__name__)
+
 _STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum; nothing of ours goes through it
 _GONE_TIMEOUT_S = 10.0
 _ENVIRONMENT = {
@@ -42,6 +44,7 @@ class LocalRayNodes:
         self._context = contextlib.ExitStack()
         self._bystanders = {child.pid for child in psutil.Process().children()}
         self._cluster: Any = None
+        self._added: dict[Any, dict[str, Any]] = {}  # the nodes that ought to run, and how each was added
 
     def __enter__(self) -> LocalRayNodes:
         with self._context as context:
@@ -69,9 +72,19 @@ class LocalRayNodes:
 
     def add(self, resources: Mapping[str, float], labels: Mapping[str, str] | None = None, num_cpus: int = 1) -> Any:
         """Returns a new node that has joined; its processes run on this machine."""
-        return self._cluster.add_node(
-            num_cpus=num_cpus, resources=dict(resources), labels=dict(labels or {}), object_store_memory=_STORE_BYTES
-        )
+        how = {"num_cpus": num_cpus, "resources": dict(resources), "labels": dict(labels or {})}
+        node = self._cluster.add_node(**how, object_store_memory=_STORE_BYTES)
+        self._added[node] = how
+        return node
+
+    def replace_ended(self) -> None:
+        """Adds a node in place of each whose node manager has ended by itself, which Ray's may do at its start."""
+        for node, how in list(self._added.items()):
+            status = node.all_processes["raylet"][0].process.poll()
+            if status is not None:
+                log.warning("the node manager of %s ended with status %s", node.node_id, status)
+                self.kill(node)
+                self.add(**how)
 
     def kill(self, node: Any) -> None:
         """Kills all of a node's processes at once, its actors included, like a machine that loses power."""
@@ -79,6 +92,7 @@ class LocalRayNodes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._cluster.worker_nodes.discard(node)
+        self._added.pop(node, None)
 
     def node_of(self, pid: int) -> Any:
         """Returns the node that a worker's process belongs to."""
@@ -101,7 +115,7 @@ class LocalRayNodes:
                 process.kill()
         _, alive = psutil.wait_procs(family, _GONE_TIMEOUT_S)
         if alive:
-            logging.getLogger(__name__).warning("still there: %s", alive)
+            log.warning("still there: %s", alive)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

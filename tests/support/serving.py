@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
 import pytest
 
+from decode_worker.migrate import client as migration_client
 from decode_worker.server import DecodeServer
 from penstock import wire
 from penstock.config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig, WorkerConfig
@@ -165,16 +166,25 @@ def _candidate(server: PrefillServer | worker_pb2.PrefillCandidate) -> worker_pb
     )
 
 
-@contextlib.asynccontextmanager
-async def workers(*configs: WorkerConfig) -> AsyncIterator[list[PrefillServer | DecodeServer]]:
-    """Starts servers in this process and stops them at the end.
+@contextlib.contextmanager
+def patience() -> Iterator[None]:
+    """Keeps servers that share one interpreter lock from giving each other up on a busy machine.
 
-    They do not ping. All of them share one interpreter lock with the test, so on a busy machine a ping may wait for its
-    answer for longer than a second; its connection would break, and with it every request on it.
+    They do not ping: a ping may wait for its answer for longer than a second, and its connection would break with every
+    request on it. Nor do their migrations give up while the other end is slow.
     """
-    servers: list[PrefillServer | DecodeServer] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rpc_server, "_KEEPALIVE", [])
+        for timeout in ("_DESTINATION_TIMEOUT_S", "_CONFIRM_TIMEOUT_S"):
+            patch.setattr(migration_client, timeout, TIMEOUT_S)
+        yield
+
+
+@contextlib.asynccontextmanager
+async def workers(*configs: WorkerConfig) -> AsyncIterator[list[PrefillServer | DecodeServer]]:
+    """Starts patient servers in this process and stops them at the end."""
+    servers: list[PrefillServer | DecodeServer] = []
+    with patience():
         async with _started(configs, servers):
             yield servers
 
@@ -201,6 +211,13 @@ async def caller(server: DecodeServer | str) -> AsyncIterator[Caller]:
         yield made
     finally:
         await made.close()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+    """Waits for state that has no event of its own. Raises TimeoutError when time is up."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.005)
 
 
 async def wait_until_empty(*servers: PrefillServer | DecodeServer, timeout_s: float = TIMEOUT_S) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -18,11 +19,12 @@ import pytest
 from engine.engine import Engine
 from engine.generate import generate
 from penstock import AsyncClient
-from penstock.config import EngineConfig, RouterConfig, WorkerConfig
+from penstock.config import EngineConfig, WorkerConfig
 from penstock.errors import DeadlineExceeded, PenstockError
 from penstock.rpc.server import make_channel
 from penstock.types import Role, SamplingParams
 from penstock.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.mended_fleet import MendedFleet
 from tests.support.plain_processes import Deployment, Process
 from tests.support.serving import worker_config
 
@@ -30,8 +32,9 @@ pytestmark = pytest.mark.processes
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
 PROMPT = [(7 * i) % 900 + 20 for i in range(600)]
-MAX_TOKENS = 300
+MAX_TOKENS = 500  # of which a busy client has not read the last before it does what it is here for
 TIMEOUT_S = 60.0
+_NUMBERS = itertools.count()
 SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}  # exact in single precision
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -41,42 +44,58 @@ def config(role: Role, number: int) -> WorkerConfig:
         role,
         MODEL,
         f"{role.value}-{number}",
-        engine={"num_pages": 256, "dtype": "float32"},
+        engine={"num_pages": 512, "dtype": "float32"},
         prefill={"max_batch_tokens": 4},  # 150 steps for the long prompt
         transfer={"timeout_s": 5.0},
     )
 
 
-class Fleet:
-    """The processes of one test; killed workers are started again on demand."""
+class Fleet(MendedFleet):
+    """Two prefill and two decode workers."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment = deployment
-        roles = [(Role.PREFILL, 0), (Role.PREFILL, 1), (Role.DECODE, 0), (Role.DECODE, 1)]
-        started = deployment.start_workers([config(role, number) for role, number in roles])
-        self.prefill, self.decode = started[:2], started[2:]
-        self.router = self.start_router(started)
+    @property
+    def prefill(self) -> list[Process]:
+        return self.workers[:2]
 
-    def start_router(self, workers: list[Process]) -> Process:
-        addresses = tuple(process.address for process in workers)
-        return self._deployment.start_router(
-            RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses)
-        )
-
-
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
-    with Deployment() as deployment:
-        yield Fleet(deployment)
+    @property
+    def decode(self) -> list[Process]:
+        return self.workers[2:]
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[str, list[int]]:
-    """Returns the answers of a single process."""
-    engine = Engine.load(EngineConfig(model=str(MODEL), num_pages=256, num_threads=1, dtype="float32"))
-    greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
-    seeded = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.875, top_p=0.9375, seed=11, ignore_eos=True)
-    return {"greedy": generate(engine, PROMPT, greedy), "seeded": generate(engine, PROMPT, seeded)}
+def shared_fleet() -> Iterator[Fleet]:
+    with Deployment() as deployment:
+        yield Fleet(deployment, [config(role, number) for role in Role for number in range(2)])
+
+
+@pytest.fixture
+def fleet(shared_fleet: Fleet) -> Fleet:
+    """Returns the fleet with every process alive."""
+    shared_fleet.mend()
+    return shared_fleet
+
+
+class Undisturbed:
+    """The answers of a single process to a prompt, which no other test has sent and no worker has cached."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self.prompt = [20 + number, *PROMPT[1:]]
+        self._engine = engine
+
+    def __getitem__(self, how: str) -> list[int]:
+        greedy = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+        seeded = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.875, top_p=0.9375, seed=11, ignore_eos=True)
+        return generate(self._engine, self.prompt, {"greedy": greedy, "seeded": seeded}[how])
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load(EngineConfig(model=str(MODEL), num_pages=256, num_threads=1, dtype="float32"))
+
+
+@pytest.fixture
+def undisturbed(engine: Engine) -> Undisturbed:
+    return Undisturbed(engine, next(_NUMBERS))
 
 
 @contextlib.asynccontextmanager
@@ -125,10 +144,10 @@ async def _until_busy(process: Process) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_prefill_worker_lost_during_a_prefill_costs_no_token(
-    fleet: Fleet, undisturbed: dict[str, list[int]], number: signal.Signals
+    fleet: Fleet, undisturbed: Undisturbed, number: signal.Signals
 ) -> None:
     async with client(fleet.router) as router:
-        answer = asyncio.create_task(router.complete(PROMPT, max_tokens=MAX_TOKENS, **SEEDED))
+        answer = asyncio.create_task(router.complete(undisturbed.prompt, max_tokens=MAX_TOKENS, **SEEDED))
         victim = await busy_worker(fleet.prefill)
         victim.signal(number)
         result = await answer
@@ -137,18 +156,18 @@ async def test_a_prefill_worker_lost_during_a_prefill_costs_no_token(
         survivors = [process for process in fleet.prefill if process is not victim]
         # The fence on pages that the dead worker might have written is lifted once its death is known.
         await wait_until_empty([*survivors, *fleet.decode])
-        again = await router.complete(PROMPT, max_tokens=MAX_TOKENS, **GREEDY)
+        again = await router.complete(undisturbed.prompt, max_tokens=MAX_TOKENS, **GREEDY)
         assert list(again.token_ids) == undisturbed["greedy"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_decode_worker_lost_during_a_stream_costs_no_token(
-    fleet: Fleet, undisturbed: dict[str, list[int]], number: signal.Signals
+    fleet: Fleet, undisturbed: Undisturbed, number: signal.Signals
 ) -> None:
     async with client(fleet.router) as router:
         tokens: list[int] = []
         victim = None
-        async for chunk in router.generate(PROMPT, max_tokens=MAX_TOKENS, **SEEDED):
+        async for chunk in router.generate(undisturbed.prompt, max_tokens=MAX_TOKENS, **SEEDED):
             tokens += chunk.token_ids
             if victim is None and len(tokens) > 10:
                 victim = await busy_worker(fleet.decode)
@@ -159,27 +178,28 @@ async def test_a_decode_worker_lost_during_a_stream_costs_no_token(
         await wait_until_empty([*fleet.prefill, *survivors])
 
 
-async def test_the_service_outlives_its_whole_prefill_pool(fleet: Fleet, undisturbed: dict[str, list[int]]) -> None:
+async def test_the_service_outlives_its_whole_prefill_pool(fleet: Fleet, undisturbed: Undisturbed) -> None:
     for process in fleet.prefill:
         process.kill()
     async with client(fleet.router) as router:
-        result = await router.complete(PROMPT, max_tokens=MAX_TOKENS, **GREEDY)
+        result = await router.complete(undisturbed.prompt, max_tokens=MAX_TOKENS, **GREEDY)
         assert list(result.token_ids) == undisturbed["greedy"]
 
 
 async def test_a_request_cancelled_in_any_phase_frees_its_pages(fleet: Fleet) -> None:
     """Cancels while queued, prefilling, transferring and decoding: every page is freed and no request completes."""
     everyone = [*fleet.prefill, *fleet.decode]
+    before = [(await load_of(process)).requests.ended for process in fleet.decode]
     async with client(fleet.router) as router:
         for delay_s in (0.0, 0.01, 0.03, 0.06, 0.1, 0.15, 0.2, 0.3):
-            streams = [router.generate(PROMPT, max_tokens=700, **GREEDY) for _ in range(3)]
+            streams = [router.generate(PROMPT, max_tokens=1400, **GREEDY) for _ in range(3)]
             readers = [asyncio.create_task(anext(stream)) for stream in streams]
             await asyncio.sleep(delay_s)
             for stream in streams:
                 stream.close()
             await asyncio.gather(*readers, return_exceptions=True)
             await wait_until_empty(everyone)
-            assert [(await load_of(process)).requests.ended for process in fleet.decode] == [0, 0]
+            assert [(await load_of(process)).requests.ended for process in fleet.decode] == before
 
 
 async def test_the_requests_deadline_bounds_every_leg(fleet: Fleet) -> None:
@@ -194,17 +214,15 @@ async def test_the_requests_deadline_bounds_every_leg(fleet: Fleet) -> None:
             process.signal(signal.SIGCONT)
 
 
-async def test_a_router_killed_under_load_costs_no_request_and_no_token(
-    fleet: Fleet, undisturbed: dict[str, list[int]]
-) -> None:
-    spare = fleet.start_router([*fleet.prefill, *fleet.decode])
+async def test_a_router_killed_under_load_costs_no_request_and_no_token(fleet: Fleet, undisturbed: Undisturbed) -> None:
+    spare = fleet.start_router()
     async with AsyncClient([fleet.router.address, spare.address], timeout_s=TIMEOUT_S) as routers:
         streaming = asyncio.Event()
 
         async def read(number: int) -> list[int]:
             tokens: list[int] = []
             options = SEEDED if number % 2 else GREEDY
-            async for chunk in routers.generate(PROMPT, max_tokens=MAX_TOKENS, **options):
+            async for chunk in routers.generate(undisturbed.prompt, max_tokens=MAX_TOKENS, **options):
                 tokens += chunk.token_ids
                 if len(tokens) > 20:
                     streaming.set()

@@ -13,10 +13,11 @@ import pytest
 from engine.engine import Engine
 from engine.generate import generate
 from penstock.client.results import Timing
-from penstock.config import EngineConfig, RouterConfig
+from penstock.config import EngineConfig
 from penstock.rpc.server import make_channel
 from penstock.types import Role, SamplingParams
 from penstock.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.mended_fleet import MendedFleet
 from tests.support.plain_processes import Deployment, Process
 from tests.support.serving import worker_config
 from tests.system.test_faults import GREEDY, MODEL, SEEDED, TIMEOUT_S, client, load_of, wait_until_empty
@@ -28,19 +29,22 @@ MAX_TOKENS = 400
 LEASE_S = 5.0
 
 
-@pytest.fixture
-def processes() -> Iterator[tuple[Process, list[Process]]]:
-    """Starts a router and two decode workers that prefill locally."""
+@pytest.fixture(scope="module")
+def shared_fleet() -> Iterator[MendedFleet]:
+    engine = {"num_pages": 256, "dtype": "float32"}
+    configs = [
+        worker_config(Role.DECODE, MODEL, f"decode-{number}", engine=engine, transfer={"timeout_s": 5.0})
+        for number in range(2)
+    ]
     with Deployment() as deployment:
-        engine = {"num_pages": 256, "dtype": "float32"}
-        configs = [
-            worker_config(Role.DECODE, MODEL, f"decode-{number}", engine=engine, transfer={"timeout_s": 5.0})
-            for number in range(2)
-        ]
-        decode = deployment.start_workers(configs)
-        addresses = tuple(process.address for process in decode)
-        router = deployment.start_router(RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses))
-        yield router, decode
+        yield MendedFleet(deployment, configs)
+
+
+@pytest.fixture
+def processes(shared_fleet: MendedFleet) -> tuple[Process, list[Process]]:
+    """Returns a router and two decode workers that prefill locally."""
+    shared_fleet.mend()
+    return shared_fleet.router, shared_fleet.workers
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from penstock import Client
 from penstock.config import RouterConfig
 from penstock.errors import Overloaded, PenstockError
 from penstock.types import Lane, Role
-from tests.support.plain_processes import Deployment
+from tests.support.plain_processes import Deployment, Process
 from tests.support.serving import worker_config
 
 pytestmark = pytest.mark.processes
@@ -34,7 +35,7 @@ def test_many_more_requests_than_slots_are_served_whole_or_refused_with_a_hint()
                 {"model": str(MODEL), "grpc_port": 0, "http_port": 0, "workers": addresses, "admission": lanes}
             )
         )
-        with Client(router.address, timeout_s=60.0) as client, ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        with Client(router.address, timeout_s=120.0) as client, ThreadPoolExecutor(NUM_REQUESTS) as pool:
             expected = client.complete("Once upon a time", max_tokens=24, temperature=0.0).token_ids
 
             def ask(number: int) -> tuple[int, ...] | PenstockError:
@@ -49,14 +50,24 @@ def test_many_more_requests_than_slots_are_served_whole_or_refused_with_a_hint()
                 results += pool.map(ask, range(NUM_REQUESTS))
                 if any(isinstance(each, PenstockError) for each in results):
                     break
-            metrics = httpx.get(f"http://{router.http}/metrics", timeout=60).text
+            wait_until_nobody_is_inside(router)
         served = [each for each in results if isinstance(each, tuple)]
         refused = [each for each in results if not isinstance(each, tuple)]
         assert set(served) == {expected}
         assert len(served) >= 4 + 3 * MAX_QUEUE
         assert refused
         assert all(isinstance(each, Overloaded) and each.retry_after_s for each in refused)
+
+
+def wait_until_nobody_is_inside(router: Process) -> None:
+    """Waits until the router's gauges are back at zero, which follow the last answers."""
+    deadline_s = time.monotonic() + 60.0
+    while True:
+        metrics = httpx.get(f"http://{router.http}/metrics", timeout=60).text
         gauges = [line for line in metrics.splitlines() if line.startswith("penstock:admission_")]
         depths = [line for line in gauges if "queue_depth{" in line or "requests_out{" in line]
         assert len(depths) == 4
-        assert all(line.endswith(" 0.0") for line in depths)
+        if all(line.endswith(" 0.0") for line in depths):
+            return
+        assert time.monotonic() < deadline_s, depths
+        time.sleep(0.05)

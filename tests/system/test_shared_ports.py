@@ -68,8 +68,10 @@ async def test_a_killed_router_refuses_nobody_at_either_port(deployment: Deploym
     for _ in range(NUM_CONNECTIONS):
         async with AsyncClient(first.address, retry=RetryPolicy(max_attempts=1), timeout_s=60) as client:
             assert (await client.complete(PROMPT, max_tokens=2)).finish_reason is not None
-    third = deployment.start_router(shared)  # a successor joins them
-    assert third.http == second.http
+    host, _, port = str(second.ready["metrics"]).rpartition(":")
+    succeeding = shared.model_copy(update={"metrics_port": int(port)})
+    third = deployment.start_router(succeeding)  # at each port of the second's, as where the controller moves
+    assert (third.http, third.ready["metrics"]) == (second.http, f"{host}:{port}")
     second.signal(signal.SIGTERM)
     assert await asyncio.to_thread(second.popen.wait, 60) == 0
     assert [await complete(third.http) for _ in range(3)] == [200] * 3

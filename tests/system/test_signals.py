@@ -65,9 +65,9 @@ async def served_by(router: Process) -> str:
     return (await ask(router, max_tokens=2)).timing.decode_worker
 
 
-async def until_busy(worker: Process) -> None:
+async def until_busy(worker: Process, num_running: int = 1) -> None:
     async with asyncio.timeout(TIMEOUT_S):
-        while (await load_of(worker)).num_running == 0:  # noqa: ASYNC110 - the worker is asked
+        while (await load_of(worker)).num_running < num_running:  # noqa: ASYNC110 - the worker is asked
             await asyncio.sleep(0.01)
 
 
@@ -115,19 +115,17 @@ async def test_a_worker_that_gets_sigterm_finishes_its_requests_and_is_live_but_
 async def test_a_router_that_gets_sigterm_refuses_new_requests_and_finishes_its_streams(deployment: Deployment) -> None:
     (worker,) = start_workers(deployment, "decode-0")
     router = start_router(deployment, worker)
-    async with httpx.AsyncClient(base_url=f"http://{router.http}") as http:
+    async with httpx.AsyncClient(base_url=f"http://{router.http}", timeout=60) as http:
         assert (await http.get("/health/live")).status_code == (await http.get("/health/ready")).status_code == 200
-        body = {"model": "penstock-tiny", "prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        body = {"model": "penstock-tiny", "prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
         async with http.stream("POST", "/v1/completions", json=body, timeout=TIMEOUT_S) as stream:
             lines = stream.aiter_lines()
             await anext(lines)
-            asking = asyncio.create_task(ask(router, max_tokens=600))
-            await until_busy(worker)
-            while (await load_of(worker)).num_running < 2:  # noqa: ASYNC110 - the worker is asked
-                await asyncio.sleep(0.01)
+            asking = asyncio.create_task(ask(router, max_tokens=900))
+            await until_busy(worker, num_running=2)
             router.signal(signal.SIGTERM)
             assert [line async for line in lines if line][-1] == "data: [DONE]"
-    assert len((await asking).token_ids) == 600
+    assert len((await asking).token_ids) == 900
     assert await asyncio.to_thread(router.popen.wait, TIMEOUT_S) == 0
     async with AsyncClient(router.address, retry=RetryPolicy(max_attempts=1)) as impatient:
         with pytest.raises(Unavailable):

@@ -21,7 +21,7 @@ from worker.fence_keeper import MAX_GONE, FenceKeeper
 
 SENDER = Epoch(1 << 40)
 KEY = TransferKey(TransferId("t"), SENDER, Epoch(2))
-WAIT_S = 20.0
+WAIT_S = 60.0
 Answer = worker_pb2.TransferStateResponse | grpc.StatusCode
 
 

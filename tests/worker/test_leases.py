@@ -27,11 +27,20 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 from penstock.worker_metrics import OLDEST_FENCE_SECONDS
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
-from tests.support.serving import GREEDY, SALT, TIMEOUT_S, caller, wait_until_empty, worker_config, workers
+from tests.support.serving import (
+    GREEDY,
+    SALT,
+    TIMEOUT_S,
+    caller,
+    until,
+    wait_until_empty,
+    worker_config,
+    workers,
+)
 from worker import fence_keeper
 
 PROMPT = [(5 * i) % 300 + 2 for i in range(50)]
-LEASE_S = 0.4
+LEASE_S = 1.0  # several times what a busy machine holds up the event loop, which sends heartbeats
 SHORT = {"timeout_s": LEASE_S}
 
 
@@ -66,7 +75,7 @@ class SilentPrefill(worker_pb2_grpc.PrefillWorkerServicer):
             self.heard.append(command.WhichOneof("command"))
 
 
-@pytest.mark.parametrize("num_heartbeats", [0, 3 * HEARTBEATS_A_LEASE])
+@pytest.mark.parametrize("num_heartbeats", [0, 2 * HEARTBEATS_A_LEASE])
 async def test_an_idle_decode_worker_gives_up_a_silent_prefill_worker(model: Path, num_heartbeats: int) -> None:
     engine = Engine.load(EngineConfig(model=str(model), num_pages=64, num_threads=1))
     wanted = generate(engine, PROMPT, GREEDY, SALT, use_prefix_cache=False)
@@ -86,7 +95,7 @@ async def test_an_idle_decode_worker_gives_up_a_silent_prefill_worker(model: Pat
             assert waited_s >= LEASE_S * (1 + num_heartbeats / HEARTBEATS_A_LEASE)  # heartbeats extend the lease
             pool = decode.worker.scheduler._pool
             assert pool.num_fenced == 4  # the prefill worker may still write these
-            assert {"heartbeat", "cancel"} <= set(silent.heard)
+            await until(lambda: {"heartbeat", "cancel"} <= set(silent.heard))
             silent.may_close.set()
             await wait_until_empty(decode)
     finally:
@@ -109,11 +118,11 @@ async def test_a_silent_sender_that_never_connected_costs_no_page_for_ever(
         async with caller(decode) as router:
             await router.answer(router.submit(PROMPT, GREEDY, [candidate]))
         assert pool.num_fenced == 4
-        assert decode.shell.service.load.metrics[OLDEST_FENCE_SECONDS.name] > 0.0
+        await until(lambda: decode.shell.service.load.metrics[OLDEST_FENCE_SECONDS.name] > 0.0)
         with black_hole(port, server) as closing:
             await closing
             await wait_until_empty(decode, timeout_s=TIMEOUT_S)
-        assert decode.shell.service.load.metrics[OLDEST_FENCE_SECONDS.name] == 0.0
+        await until(lambda: decode.shell.service.load.metrics[OLDEST_FENCE_SECONDS.name] == 0.0)
         pool.check_integrity()
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from decode_worker.server import DecodeServer
 from engine.engine import Engine
@@ -25,9 +26,21 @@ from penstock.types import Role, SamplingParams
 from penstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
-from tests.support.serving import GREEDY, SALT, TIMEOUT_S, caller, wait_until_empty, worker_config, workers
+from tests.support.serving import (
+    GREEDY,
+    SALT,
+    TIMEOUT_S,
+    Caller,
+    caller,
+    until,
+    wait_until_empty,
+    worker_config,
+    workers,
+)
 
 LONG = replace(GREEDY, max_tokens=200)
+ENDLESS = replace(GREEDY, max_tokens=7000)  # runs for seconds on the fastest machine; no test waits for its end
+ROOMY = {"num_pages": 3000}  # for six such answers
 PROMPT = [(5 * i) % 300 + 2 for i in range(200)]
 NOBODY = worker_pb2.PrefillCandidate(worker_id="gone", epoch=1, address="127.0.0.1:9")
 Pair = tuple[PrefillServer, DecodeServer]
@@ -44,15 +57,34 @@ def wanted(model: Path) -> list[int]:
     return generate(engine, PROMPT, LONG, SALT)
 
 
-@pytest.fixture
-async def pair(model: Path) -> AsyncIterator[Pair]:
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=8192)
+
+
+@contextlib.asynccontextmanager
+async def running_pair(model: Path, engine: dict[str, object]) -> AsyncIterator[Pair]:
     """A prefill worker that takes 25 steps for the prompt, and a decode worker."""
     async with workers(
-        worker_config(Role.PREFILL, model, prefill={"max_batch_tokens": 8}), worker_config(Role.DECODE, model)
+        worker_config(Role.PREFILL, model, engine=engine, prefill={"max_batch_tokens": 8}),
+        worker_config(Role.DECODE, model, engine=engine),
     ) as (prefill, decode):
         assert isinstance(prefill, PrefillServer)
         assert isinstance(decode, DecodeServer)
         yield prefill, decode
+
+
+@pytest.fixture
+async def pair(model: Path) -> AsyncIterator[Pair]:
+    async with running_pair(model, {}) as made:
+        yield made
+
+
+@pytest.fixture
+async def long_pair(long_model: Path) -> AsyncIterator[Pair]:
+    """Workers with a context in which no `ENDLESS` answer ends before the test ends it."""
+    async with running_pair(long_model, ROOMY) as made:
+        yield made
 
 
 async def test_a_dead_candidate_costs_time_and_no_token(pair: Pair, wanted: list[int]) -> None:
@@ -148,13 +180,27 @@ async def test_a_prompt_too_long_for_the_prefill_worker_is_computed_here(model: 
         await wait_until_empty(prefill, decode)
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02, 0.05, 0.1, 0.2])
+def num_tokens(router: Caller) -> int:
+    return sum(len(delta.token_ids) for frame in router.frames for delta in frame.deltas)
+
+
+PHASES: dict[str, Callable[[Pair, Caller], bool]] = {
+    "before it is sent": lambda pair, router: True,
+    "prefilling": lambda pair, router: bool(pair[0].worker.load.prefill_steps),
+    "transferring": lambda pair, router: pair[1].worker.load.free_pages < pair[1].worker.load.total_pages,
+    "the first token": lambda pair, router: num_tokens(router) > 0,
+    "decoding": lambda pair, router: pair[1].worker.load.num_running == 3,
+    "decoding for long": lambda pair, router: num_tokens(router) > 100,
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("how", ["cancel", "hang up"])
-async def test_a_cancelled_request_releases_everything_unfinished(pair: Pair, delay_s: float, how: str) -> None:
-    prefill, decode = pair
+async def test_a_cancelled_request_releases_everything_unfinished(long_pair: Pair, phase: str, how: str) -> None:
+    prefill, decode = long_pair
     async with caller(decode) as router:
-        streams = [router.submit([token + number for token in PROMPT], LONG, [prefill]) for number in range(3)]
-        await asyncio.sleep(delay_s)
+        streams = [router.submit([token + number for token in PROMPT], ENDLESS, [prefill]) for number in range(3)]
+        await until(lambda: PHASES[phase](long_pair, router))
         if how == "cancel":
             for stream in streams:
                 router.cancel(stream)
@@ -166,26 +212,32 @@ async def test_a_cancelled_request_releases_everything_unfinished(pair: Pair, de
             late = {delta.stream_id for frame in router.frames[num_frames:] for delta in frame.deltas}
             assert not late & set(streams)
     await wait_until_empty(prefill, decode)
+    if how == "cancel":
+        await until(lambda: decode.worker.load.requests.ended >= 2)  # the load is of the last step, or the one before
     assert decode.worker.load.requests.ended == (2 if how == "cancel" else 0)
 
 
-async def test_a_deadline_ends_a_request_at_any_phase(pair: Pair) -> None:
-    prefill, decode = pair
+async def test_a_deadline_ends_a_request_at_any_phase(long_pair: Pair) -> None:
+    prefill, decode = long_pair
     async with caller(decode) as router:
         for timeout_s in (0.001, 0.02, 0.15):
-            answer = await router.answer(router.submit(PROMPT, LONG, [prefill], timeout_s=timeout_s))
+            answer = await router.answer(router.submit(PROMPT, ENDLESS, [prefill], timeout_s=timeout_s))
             assert isinstance(answer.error, DeadlineExceeded)
     await wait_until_empty(prefill, decode)
 
 
-async def test_frames_hold_every_sequence_of_a_step(pair: Pair) -> None:
-    _, decode = pair
+async def test_frames_hold_every_sequence_of_a_step(long_pair: Pair) -> None:
+    _, decode = long_pair
     async with caller(decode) as router:
-        streams = [router.submit([9, number], LONG) for number in range(6)]  # long enough to overlap on a busy machine
-        for stream in streams:
-            await router.answer(stream)
-        assert max(len(frame.deltas) for frame in router.frames) >= 6
-        assert len(router.frames) < 6 * LONG.max_tokens / 2
+        streams = {router.submit([9, number], ENDLESS) for number in range(6)}
+
+        def whole() -> list[bool]:
+            return [{delta.stream_id for delta in frame.deltas} == streams for frame in router.frames]
+
+        await until(lambda: any(whole()))
+        num_frames = whole().index(True)
+        await until(lambda: len(router.frames) >= num_frames + 50)
+        assert all(whole()[num_frames:])
 
 
 @pytest.mark.parametrize(
@@ -205,14 +257,16 @@ async def test_bad_requests_are_refused_and_the_worker_stays_up(pair: Pair, toke
         assert len((await router.answer(router.submit([5, 6]))).token_ids) == 16
 
 
-async def test_more_requests_than_it_may_hold_are_refused_with_a_hint(model: Path) -> None:
+async def test_more_requests_than_it_may_hold_are_refused_with_a_hint(long_model: Path) -> None:
     limits = {"max_batch_sequences": 2, "max_batch_tokens": 8, "max_waiting": 1}
-    async with workers(worker_config(Role.DECODE, model, decode=limits)) as (decode,), caller(decode) as router:
-        streams = [router.submit(PROMPT, GREEDY) for _ in range(5)]
-        answers = [await router.answer(stream) for stream in streams]
-        refused = [answer.error for answer in answers if answer.error]
-        assert len(refused) == 2
+    config = worker_config(Role.DECODE, long_model, engine=ROOMY, decode=limits)
+    async with workers(config) as (decode,), caller(decode) as router:
+        streams = [router.submit(PROMPT, ENDLESS) for _ in range(5)]
+        refused = [(await router.answer(stream)).error for stream in streams[3:]]
         assert all(isinstance(error, Overloaded) and error.retry_after_s for error in refused)
+        for stream in streams[:3]:
+            assert (await router.next_delta(stream)).token_ids
+            router.cancel(stream)
 
 
 async def test_finish_reasons(pair: Pair, wanted: list[int]) -> None:
@@ -273,11 +327,16 @@ async def test_health_and_reflection(pair: Pair) -> None:
             check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
             assert (await check).status == health_pb2.HealthCheckResponse.SERVING
             question = reflection_pb2.ServerReflectionRequest(list_services="")
-            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-            async for answer in stub.ServerReflectionInfo(iter([question]), timeout=TIMEOUT_S):
-                names = {found.name for found in answer.list_services_response.service}
-                assert {"penstock.v1.Worker", f"penstock.v1.{service}", "grpc.health.v1.Health"} <= names
-                break
+            for version in ("v1", "v1alpha"):  # some tools know one of the two alone
+                ask = channel.stream_stream(
+                    f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                    request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                    response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+                )
+                async for answer in ask(iter([question]), timeout=TIMEOUT_S):
+                    names = {found.name for found in answer.list_services_response.service}
+                    assert {"penstock.v1.Worker", f"penstock.v1.{service}", "grpc.health.v1.Health"} <= names
+                    break
 
 
 async def test_an_unknown_transfer_is_not_open(pair: Pair) -> None:

@@ -14,8 +14,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.completions import Output
 from penstock.errors import Cancelled, InternalError, PenstockError
-from penstock.v1 import common_pb2
-from router.api.openai.responses import Json, OpenAiResponse, error_json, usage_json
+from router.api.dialect import CallResponse, CallTotals, Json, ServerEvent
+from router.api.parsed_outputs import ParsedOutputs
 from router.api.reader_watch import ReaderWatch
 from router.dispatch.dispatcher import Dispatcher
 from router.prepared_request import PreparedRequest
@@ -63,18 +63,16 @@ async def merged_outputs(dispatcher: Dispatcher, requests: Sequence[PreparedRequ
         await asyncio.wait(tasks)
 
 
-async def collect_response(outputs: Outputs, response: OpenAiResponse) -> tuple[Json, dict[str, str]]:
+async def collect_response(
+    outputs: Outputs, parsed: ParsedOutputs, response: CallResponse, totals: CallTotals
+) -> tuple[Json, dict[str, str]]:
     """Returns the whole response and its headers."""
-    usages, decisions, headers = [], [], {}
+    headers = {}
     async for choice, output in outputs:
-        response.add(choice, output)
+        totals.add(output)
+        response.add(parsed.delta(choice, output))
         headers.update(granted_header(output))
-        if output.usage is not None:
-            usages.append(output.usage)
-        if output.decision is not None:
-            decisions.append(output.decision)
-    whole = response.whole(usage_json(usages))
-    return whole | ({"penstock": {"decisions": decisions}} if decisions else {}), headers
+    return response.whole(totals), headers
 
 
 def granted_header(output: Output) -> dict[str, str]:
@@ -82,62 +80,37 @@ def granted_header(output: Output) -> dict[str, str]:
     return {} if output.granted_tokens is None else {GRANTED_TOKENS: str(output.granted_tokens)}
 
 
-class StreamedUsage:
-    """Counts what a stream has used: for each chunk (`continuous`), and for the last one (`in_last_chunk`)."""
-
-    def __init__(self, prompt_tokens: Sequence[int], in_last_chunk: bool, continuous: bool) -> None:
-        self.in_last_chunk = in_last_chunk
-        self._continuous = continuous
-        self._prompt_tokens = sum(prompt_tokens)
-        self._completion_tokens = 0
-        self._final: list[common_pb2.Usage] = []
-
-    def add(self, output: Output) -> None:
-        self._completion_tokens += len(output.token_ids)
-        if output.usage is not None:
-            self._final.append(output.usage)
-
-    def of_chunk(self) -> Json:
-        """Returns the fields that every chunk has. How much of the prompt was cached is known at the end only."""
-        if not self._continuous:
-            return {}
-        so_far = common_pb2.Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self._completion_tokens)
-        return {"usage": usage_json([so_far])}
-
-    def whole(self) -> Json:
-        return usage_json(self._final)
-
-
 async def event_bytes(
-    first: tuple[int, Output], outputs: Outputs, response: OpenAiResponse, usage: StreamedUsage
+    first: tuple[int, Output], outputs: Outputs, parsed: ParsedOutputs, response: CallResponse, totals: CallTotals
 ) -> AsyncGenerator[bytes, None]:
-    """Yields server-sent events, `[DONE]` last; after a failure an `error` event and no `[DONE]`."""
-    decisions: list[Json] = []
+    """Yields server-sent events: those of the response, and after a failure its own for that."""
     async with contextlib.aclosing(outputs):
         try:
+            for event in response.opening(totals):
+                yield _event(event)
             choice, output = first
             while True:
-                usage.add(output)
-                for chunk in response.chunks(choice, output):
-                    yield _event(chunk | usage.of_chunk())
-                if output.decision is not None:
-                    decisions.append(output.decision)
+                totals.add(output)
+                for event in response.events(parsed.delta(choice, output), totals):
+                    yield _event(event)
                 choice, output = await anext(outputs)
         except StopAsyncIteration:
-            if usage.in_last_chunk:
-                yield _event(response.last_chunk(usage=usage.whole()))
-            if decisions:
-                yield _event(response.last_chunk(penstock={"decisions": decisions}))
-            yield b"data: [DONE]\n\n"
+            for event in response.closing(totals):
+                yield _event(event)
         except PenstockError as error:
-            yield b"event: error\n" + _event(error_json(error))
+            for event in response.failure(error):
+                yield _event(event)
         except Exception as error:
             log.exception("a stream failed")
-            yield b"event: error\n" + _event(error_json(internal_error(error)))
+            for event in response.failure(internal_error(error)):
+                yield _event(event)
 
 
-def _event(data: Json) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def _event(event: ServerEvent) -> bytes:
+    head = f"event: {event.name}\ndata: " if event.name else "data: "
+    data = event.data
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"{head}{text}\n\n".encode()
 
 
 def internal_error(error: Exception) -> InternalError:

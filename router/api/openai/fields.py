@@ -18,7 +18,6 @@ HARMLESS = frozenset(
     {
         "custom_labels",
         "metadata",
-        "parallel_tool_calls",  # no tool is called
         "prediction",  # a draft that may speed up an answer
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -26,6 +25,7 @@ HARMLESS = frozenset(
     }
 )
 HARMLESS_IN_MESSAGES = frozenset({"annotations", "cache_control", "refusal"})
+HARMLESS_IN_TOOLS = frozenset({"cache_control", "index"})  # of offered tools and of calls
 
 # Fields that would change the answer, each with the values that ask for nothing. Null always does.
 REFUSED: Mapping[str, tuple[object, ...]] = {
@@ -37,50 +37,35 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "reasoning_effort": (),
     "store": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (),  # its default differs between the two calls
     "allowed_token_ids": (),
     "bad_words": ([],),
-    "cache_salt": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": ([],),
     "ec_transfer_params": ({},),
     "guided_decoding_backend": (),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
     "kv_transfer_params": ({},),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
     "logprob_token_ids": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "repetition_detection": (),
     "return_mm_kwargs": (True,),
     "return_prompt_text": (False,),
-    "return_token_ids": (False,),
     "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": (0,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "structural_tag": (),
     "thinking_token_budget": (-1,),
-    "truncate_prompt_tokens": (),
-    "truncation_side": ("left", "right"),  # of no effect unless a prompt is truncated
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "watermarking": (False,),
@@ -103,11 +88,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 REFUSED_IN_MESSAGES: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "function_call": (),
-    "name": (),
-    "reasoning": ("",),
-    "reasoning_content": ("",),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
 
 

@@ -10,15 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError, create_model
 
 from penstock.config.security import LimitsConfig
 from penstock.errors import InvalidInput
 from penstock.types import Lane
 from penstock.v1 import common_pb2, inference_pb2
 from penstock.wire import grammar_to_wire, lane_from_name, lane_to_wire
+from router.api.dialect import PLAIN_TEXT, OutputFormat
 from router.api.limits import check_count
-from router.api.openai.fields import HARMLESS_IN_MESSAGES, REFUSED_IN_MESSAGES, check_fields
+from router.api.openai.chat_prompt import FIRST_ERROR, PARTS, TEXT, ChatPrompt, read_tool_choice
+from router.api.openai.fields import check_fields
 from router.api.openai.json_bodies import read_json, shown
 from router.api.openai.structured import StructuredFields
 from router.api.sampling_fields import MAX_STOP_STRINGS
@@ -27,11 +29,9 @@ LANE = "x-penstock-lane"
 TIMEOUT = "x-request-timeout"  # seconds, for the whole call
 COMPLETION_MAX_TOKENS = 16  # the OpenAI API's default for /v1/completions; a chat goes to the end of its context
 _MAX_PROMPTS = 256
-_CHAT_ROLES = {"developer": "system"}  # OpenAI's newer name
 
-# A list is validated up to its first error: pydantic takes 50 us and 1 KB for each, and one is reported.
-_FIRST_ERROR = Field(fail_fast=True)
-_TEXT, _TEXTS, _IDS, _ID_LISTS, _PARTS = _FORMS = ("<text>", "<texts>", "<ids>", "<id lists>", "<parts>")
+_TEXTS, _IDS, _ID_LISTS = "<texts>", "<ids>", "<id lists>"
+_FORMS = (TEXT, PARTS, _TEXTS, _IDS, _ID_LISTS)
 
 # OpenAI's names; "auto" leaves the choice to the tenant's own lane.
 _TIERS: Mapping[str, Lane | None] = {
@@ -60,11 +60,11 @@ def _json_type(field: Any) -> Any:
     """Returns the type that a field of the message `SamplingParams` has in a body: an absent field is None."""
     if field.message_type is not None:
         key, value = (_JSON_TYPES[field.message_type.fields_by_name[name].cpp_type] for name in ("key", "value"))
-        return Annotated[dict[key, value], _FIRST_ERROR] | None  # type: ignore[valid-type]
+        return Annotated[dict[key, value], FIRST_ERROR] | None  # type: ignore[valid-type]
     element = _JSON_TYPES[field.cpp_type]
     if not field.is_repeated:
         return element | None
-    elements = Annotated[list[element], _FIRST_ERROR]  # type: ignore[valid-type]
+    elements = Annotated[list[element], FIRST_ERROR]  # type: ignore[valid-type]
     return str | elements | None if element is str else elements | None
 
 
@@ -110,6 +110,31 @@ class _CommonFields(StructuredFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def caller_id(self) -> str:
+        return self.request_id or self.rid or ""
+
+    @property
+    def lane(self) -> Lane | None:
+        """Raises InvalidInput for an unknown tier, or if tier and priority differ."""
+        return read_tier(self.service_tier, self.priority)
+
+    @property
+    def output_format(self) -> OutputFormat:
+        return PLAIN_TEXT
 
     @property
     def includes_usage(self) -> bool:
@@ -130,9 +155,19 @@ class _CommonFields(StructuredFields):
         if self.stream_options is not None:
             check_fields(self.stream_options.model_extra, "stream_options.", _HARMLESS_STREAM_OPTIONS, {})
 
+    def request(self, request_id: str, sampling: common_pb2.SamplingParams) -> inference_pb2.GenerateRequest:
+        """Returns a request without a prompt. Raises InvalidInput for values that the message cannot hold."""
+        request = inference_pb2.GenerateRequest(model=self.model or "", request_id=request_id, sampling=sampling)
+        for name in ("cache_salt", "truncate_prompt_tokens", "add_special_tokens"):
+            _set(request, name, getattr(self, name))
+        return request
+
     def sampling(self) -> common_pb2.SamplingParams:
         """Raises InvalidInput for values that the message cannot hold."""
         wire = common_pb2.SamplingParams()
+        _set(wire, "include_stop", self.include_stop_str_in_output)
+        if self.skip_special_tokens is not None:
+            wire.keep_special_tokens = not self.skip_special_tokens
         for name in _SAMPLING_FIELDS:
             value = getattr(self, name)
             if value is not None and name in _NORMALIZED:
@@ -156,31 +191,31 @@ else:
 def _prompt_form(prompt: object) -> str | None:
     """Determines the form of a prompt from its first element, so that only one type is tried."""
     if not isinstance(prompt, list):
-        return _TEXT if isinstance(prompt, str) else None
+        return TEXT if isinstance(prompt, str) else None
     first = prompt[0] if prompt else 0
     if isinstance(first, str | list):
         return _TEXTS if isinstance(first, str) else _ID_LISTS
     return _IDS if isinstance(first, int | float) else None
 
 
-def _content_form(content: object) -> str:
-    return _PARTS if isinstance(content, list) else _TEXT
-
-
-_Ids = Annotated[list[int], _FIRST_ERROR]
+_Ids = Annotated[list[int], FIRST_ERROR]
 
 
 class CompletionBody(_SamplingBody):
     """POST /v1/completions."""
 
     prompt: Annotated[
-        Annotated[str, Tag(_TEXT)]
-        | Annotated[list[str], _FIRST_ERROR, Tag(_TEXTS)]
+        Annotated[str, Tag(TEXT)]
+        | Annotated[list[str], FIRST_ERROR, Tag(_TEXTS)]
         | Annotated[_Ids, Tag(_IDS)]
-        | Annotated[list[_Ids], _FIRST_ERROR, Tag(_ID_LISTS)],
+        | Annotated[list[_Ids], FIRST_ERROR, Tag(_ID_LISTS)],
         Discriminator(_prompt_form, "prompt_form", "Input should be text, token ids, or a list of either"),
     ]
     logprobs: int | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
 
     @property
     def default_max_tokens(self) -> int | None:
@@ -194,7 +229,7 @@ class CompletionBody(_SamplingBody):
         requests = []
         for rank, prompt in enumerate(prompts):
             own_id = request_id if len(prompts) == 1 else f"{request_id}-{rank}"
-            request = inference_pb2.GenerateRequest(model=self.model or "", request_id=own_id, sampling=sampling)
+            request = self.request(own_id, sampling)
             if isinstance(prompt, str):
                 request.text = prompt
             else:
@@ -203,61 +238,38 @@ class CompletionBody(_SamplingBody):
         return requests
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-    text: str = ""
-
-
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    role: str
-    content: (
-        Annotated[
-            Annotated[str, Tag(_TEXT)] | Annotated[list[TextPart], _FIRST_ERROR, Tag(_PARTS)],
-            Discriminator(_content_form),
-        ]
-        | None
-    ) = None
-
-    def text(self, number: int) -> str:
-        """Returns the text, with a line feed between parts. Raises InvalidInput for others, naming message `number`."""
-        if isinstance(self.content, str):
-            return self.content
-        for part in self.content or ():
-            if part.type != "text":
-                raise InvalidInput(f"messages[{number}].content", f"has a part of type {part.type!r}; give text only")
-        return "\n".join(part.text for part in self.content or ())
-
-    def check_other_fields(self, number: int) -> None:
-        """Raises InvalidInput for a field, of the message or of a part, that is neither obeyed nor harmless."""
-        path = f"messages[{number}]."
-        check_fields(self.model_extra, path, HARMLESS_IN_MESSAGES, REFUSED_IN_MESSAGES)
-        if isinstance(self.content, list):
-            for rank, part in enumerate(self.content):
-                if part.type == "text":  # `text` names the others
-                    check_fields(part.model_extra, f"{path}content[{rank}].", HARMLESS_IN_MESSAGES, {})
-
-
-class ChatBody(_SamplingBody):
+class ChatBody(_SamplingBody, ChatPrompt):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], _FIRST_ERROR]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
     @property
     def default_max_tokens(self) -> int | None:
         return None
 
+    @property
+    def output_format(self) -> OutputFormat:
+        tools = self.functions()
+        return OutputFormat(
+            is_chat=True,
+            tools=tools,
+            tool_choice=read_tool_choice(self.tool_choice, tools),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            include_reasoning=self.include_reasoning is not False,
+        )
+
     def check_other_fields(self) -> None:
         super().check_other_fields()
-        for number, message in enumerate(self.messages):
-            if message.model_extra or isinstance(message.content, list):
-                message.check_other_fields(number)
+        self.check_messages()
 
     def requests(self, request_id: str) -> list[inference_pb2.GenerateRequest]:
         """Returns the call's only request, as a list like `CompletionBody.requests`."""
@@ -270,39 +282,42 @@ class ChatBody(_SamplingBody):
             _set(sampling, "logprobs", self.top_logprobs or 0, "top_logprobs")
         elif self.top_logprobs is not None:
             raise InvalidInput("top_logprobs", f"is {self.top_logprobs} without logprobs; set logprobs to true")
-        if not self.messages:
-            raise InvalidInput("messages", "is empty; give at least one message")
-        messages = [
-            inference_pb2.ChatMessage(role=_CHAT_ROLES.get(message.role, message.role), content=message.text(number))
-            for number, message in enumerate(self.messages)
-        ]
-        request = inference_pb2.GenerateRequest(
-            model=self.model or "", request_id=request_id, messages=messages, sampling=sampling
-        )
+        request = self.request(request_id, sampling)
+        self.fill(request)
         return [request]
 
 
 BodyT = TypeVar("BodyT", CompletionBody, ChatBody)
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def parse_body(kind: type[BodyT], raw: bytes, limits: LimitsConfig) -> BodyT:
     """Raises InvalidInput that names the field. What it costs is bounded by the limits, not by what the body holds."""
-    fields = read_json(raw, limits)
+    return validate_body(kind, read_json(raw, limits), limits)
+
+
+def validate_body(kind: type[BodyT], fields: Any, limits: LimitsConfig) -> BodyT:
+    """Returns the body of parsed JSON, as `parse_body` does; other dialects translate theirs to `ChatBody`'s fields."""
+    body = validate_fields(kind, fields, limits)
+    body.check_other_fields()
+    return body
+
+
+def validate_fields(kind: type[ModelT], fields: Any, limits: LimitsConfig) -> ModelT:
+    """Returns a body whose declared fields are valid. Raises InvalidInput that names the field."""
     if isinstance(fields, dict):
         _check_lengths(fields, limits)
     try:
-        body = kind.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise _explain(error) from error
-    body.check_other_fields()
-    return body
 
 
 def _check_lengths(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
     """Checks lengths before the elements are validated. Raises InvalidInput."""
     prompt = fields.get("prompt")
     form = _prompt_form(prompt)
-    if form == _TEXT:
+    if form == TEXT:
         check_count("prompt", len(fields["prompt"]), limits.prompt_characters, "characters")
     elif form == _IDS:
         check_count("prompt", len(fields["prompt"]), limits.prompt_tokens, "tokens")
@@ -310,6 +325,8 @@ def _check_lengths(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
         raise InvalidInput("prompt", f"has {len(prompt)} prompts; give at most {_MAX_PROMPTS} in a call")
     for name, limit, what in (
         ("messages", limits.messages, "messages"),
+        ("tools", limits.tools, "tools"),
+        ("tokens", limits.prompt_tokens, "tokens"),
         ("stop", MAX_STOP_STRINGS, "strings"),
         ("stop_token_ids", limits.stop_token_ids, "tokens"),
         ("logit_bias", limits.logit_bias, "entries"),
@@ -319,17 +336,30 @@ def _check_lengths(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
             check_count(name, len(value), limit, what)
 
 
-def read_lane(headers: Mapping[str, str], service_tier: str | None) -> common_pb2.Lane:
-    """Returns the header's lane, else the service tier's. Raises InvalidInput for unknown names or if both differ."""
-    tier = None
+def read_tier(service_tier: str | None, priority: int | None = None) -> Lane | None:
+    """Returns the lane of OpenAI's tier or of vLLM's priority, where lower values go first; None if neither names one.
+
+    Raises InvalidInput for an unknown tier, or if both differ.
+    """
+    lane = None
     if service_tier is not None:
         if service_tier not in _TIERS:
             raise InvalidInput("service_tier", f"is {service_tier[:100]!r}; give one of {', '.join(_TIERS)}")
-        tier = _TIERS[service_tier]
+        lane = _TIERS[service_tier]
+    if not priority:
+        return lane
+    by_priority = Lane.INTERACTIVE if priority < 0 else Lane.BULK
+    if lane not in (None, by_priority):
+        raise InvalidInput("priority", f"is {priority}, but service_tier is {service_tier!r}; give only one of the two")
+    return by_priority
+
+
+def read_lane(headers: Mapping[str, str], named: Lane | None) -> common_pb2.Lane:
+    """Returns the header's lane, else the one that the body names. Raises InvalidInput if both differ."""
     name = headers.get(LANE)
-    lane = tier if name is None else lane_from_name(name, LANE)
-    if tier is not None and lane is not tier:
-        raise InvalidInput(LANE, f"is {name!r}, but service_tier is {service_tier!r}; give only one of the two")
+    lane = named if name is None else lane_from_name(name, LANE)
+    if named is not None and lane is not named:
+        raise InvalidInput(LANE, f"is {name!r}, but the body asks for {named.value}; give only one of the two")
     return common_pb2.LANE_UNSPECIFIED if lane is None else lane_to_wire(lane)
 
 

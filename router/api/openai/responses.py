@@ -5,15 +5,18 @@ from __future__ import annotations
 import abc
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from penstock.completions import Output
 from penstock.errors import InvalidInput, ModelNotFound, Overloaded, PenstockError, PermissionDenied, Unauthenticated
+from penstock.types import FinishReason
 from penstock.v1 import common_pb2
+from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent
+from router.api.openai.messages import AssistantMessage, message_deltas
+from router.api.openai.requests import ChatBody, CompletionBody
+from router.prepared_request import PreparedRequest
 from router.text.tokenizer import Tokenizer
-
-Json = dict[str, Any]
 
 
 class _Choice:
@@ -21,77 +24,135 @@ class _Choice:
 
     def __init__(self) -> None:
         self.text: list[str] = []
+        self.message = AssistantMessage()
         self.logprobs: list[common_pb2.TokenLogprob] = []
+        self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.extension: Json = {}  # what the OpenAI API has no field for
         self.num_characters = 0  # of its tokens' texts so far
         self.has_begun = False
 
 
-class OpenAiResponse(abc.ABC):
+class OpenAiResponse(CallResponse):
     """One call's response. `choice` counts over the prompts' completions."""
 
     _whole_object: ClassVar[str]
     _chunk_object: ClassVar[str]
 
-    def __init__(self, id_prefix: str, model: str, tokenizer: Tokenizer, wants_logprobs: bool) -> None:
+    def __init__(self, id_prefix: str, model: str, tokenizer: Tokenizer, body: CompletionBody | ChatBody) -> None:
         self.id = f"{id_prefix}-{uuid.uuid4().hex}"
         self._head: Json = {"id": self.id, "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
-        self._wants_logprobs = wants_logprobs
+        self._wants_logprobs = body.wants_logprobs
+        self._wants_token_ids = bool(body.return_token_ids)
+        self._tokens_as_ids = bool(body.return_tokens_as_token_ids)
+        self._prompts: list[list[int]] = []
+        self._num_completions = 1  # of each prompt
+        self._usage_at_end = body.includes_usage
+        self._usage_in_chunks = body.continuous_usage
         self._choices: dict[int, _Choice] = {}
 
-    @abc.abstractmethod
-    def chunks(self, choice: int, output: Output) -> list[Json]:
-        """Returns what a streaming client gets of this output."""
+    def begin(self, requests: Sequence[PreparedRequest]) -> None:
+        if self._wants_token_ids:
+            self._prompts = [request.token_ids for request in requests]
+            self._num_completions = requests[0].sampling.n
 
-    def add(self, choice: int, output: Output) -> None:
-        """Collects an output for `whole`."""
-        collected = self._choice(choice)
-        collected.text.append(output.text)
+    def add(self, delta: ChoiceDelta) -> None:
+        collected, output = self._choice(delta.choice), delta.output
+        self._collect(collected, delta)
         collected.logprobs.extend(output.logprobs)
+        if self._wants_token_ids:
+            collected.token_ids.extend(output.token_ids)
         if output.finish_reason is not None:
-            collected.finish_reason = output.finish_reason.value
+            collected.finish_reason = _finish_reason(delta)
             collected.extension = _extension(output)
 
-    def whole(self, usage: Json) -> Json:
-        """Returns the response of all collected outputs."""
+    def whole(self, totals: CallTotals) -> Json:
         choices = [
             {
                 "index": index,
-                **self._content("".join(choice.text)),
+                **self._content(choice),
                 "logprobs": self._logprobs(choice, choice.logprobs),
                 "finish_reason": choice.finish_reason,
                 **choice.extension,
+                **self._ids_json(choice.token_ids),
+                **self._choice_prompt(index),
             }
             for index, choice in sorted(self._choices.items())
         ]
-        return {**self._head, "object": self._whole_object, "choices": choices, "usage": usage}
+        whole = {**self._head, "object": self._whole_object, "choices": choices, "usage": usage_json(totals)}
+        whole |= self._call_prompt()
+        return whole | ({"penstock": {"decisions": totals.decisions}} if totals.decisions else {})
 
-    def last_chunk(self, **fields: object) -> Json:
+    def events(self, delta: ChoiceDelta, totals: CallTotals) -> list[ServerEvent]:
+        # How much of the prompt was cached is known at the end only.
+        usage = {"usage": usage_json(totals)} if self._usage_in_chunks else {}
+        return [ServerEvent(chunk | usage) for chunk in self._chunks(self._choice(delta.choice), delta)]
+
+    def closing(self, totals: CallTotals) -> list[ServerEvent]:
+        events = []
+        if self._usage_at_end:
+            events.append(self._last_chunk(usage=usage_json(totals)))
+        if totals.decisions:
+            events.append(self._last_chunk(penstock={"decisions": totals.decisions}))
+        return [*events, ServerEvent("[DONE]")]
+
+    def failure(self, error: PenstockError) -> list[ServerEvent]:
+        """There is no `[DONE]` after a failure."""
+        return [ServerEvent(error_json(error), "error")]
+
+    def _last_chunk(self, **fields: object) -> ServerEvent:
         """Returns a chunk without choices, like OpenAI's own last chunk with the usage."""
-        return {**self._head, "object": self._chunk_object, "choices": [], **fields}
+        return ServerEvent({**self._head, "object": self._chunk_object, "choices": [], **fields})
 
     @abc.abstractmethod
-    def _content(self, text: str) -> Json:
-        """Returns a whole choice's text in its place."""
+    def _collect(self, choice: _Choice, delta: ChoiceDelta) -> None:
+        """Collects a delta's content."""
+
+    @abc.abstractmethod
+    def _content(self, choice: _Choice) -> Json:
+        """Returns a whole choice's content in its place."""
+
+    @abc.abstractmethod
+    def _chunks(self, choice: _Choice, delta: ChoiceDelta) -> Iterator[Json]:
+        """Yields what a streaming client gets of a delta."""
 
     @abc.abstractmethod
     def _logprobs(self, choice: _Choice, logprobs: Sequence[common_pb2.TokenLogprob]) -> Json | None:
         """Returns None unless the call asks for log-probabilities."""
 
+    def _ids_json(self, token_ids: Sequence[int]) -> Json:
+        """Returns the tokens of a choice, or new ones of it, if the call asks for them."""
+        return {"token_ids": list(token_ids)} if self._wants_token_ids else {}
+
+    def _choice_prompt(self, choice: int) -> Json:
+        """Returns the prompt's tokens where each choice has a prompt of its own."""
+        return {}
+
+    def _call_prompt(self) -> Json:
+        """Returns the prompt's tokens where all choices have the same one."""
+        return {}
+
+    def _token_name(self, token: common_pb2.TokenLogprob | common_pb2.TopLogprob) -> str:
+        return f"token_id:{token.token_id}" if self._tokens_as_ids else token.token
+
     def _choice(self, choice: int) -> _Choice:
         return self._choices.setdefault(choice, _Choice())
 
-    def _chunk(self, choice: int, content: Json, logprobs: Json | None, output: Output | None) -> Json:
-        reason = output.finish_reason.value if output is not None and output.finish_reason else None
-        entry = {"index": choice, **content, "logprobs": logprobs, "finish_reason": reason}
-        if reason is not None and output is not None:
-            entry |= _extension(output)
+    def _chunk(self, delta: ChoiceDelta, content: Json, logprobs: Json | None = None, *, is_last: bool = False) -> Json:
+        """Returns a chunk; the last one of a delta has its tokens, and the finish reason if that ends the choice."""
+        ends = is_last and delta.output.finish_reason is not None
+        reason = _finish_reason(delta) if ends else None
+        entry = {"index": delta.choice, **content, "logprobs": logprobs, "finish_reason": reason}
+        if ends:
+            entry |= _extension(delta.output)
+        entry |= self._ids_json(delta.output.token_ids if is_last else ())
         return {**self._head, "object": self._chunk_object, "choices": [entry]}
 
     def _is_worth_sending(self, output: Output) -> bool:
-        return bool(output.text or output.finish_reason or (self._wants_logprobs and output.logprobs))
+        """Whether a delta without content is sent nevertheless."""
+        wants_tokens = self._wants_token_ids or (self._wants_logprobs and output.logprobs)
+        return bool(output.finish_reason or (wants_tokens and output.token_ids))
 
 
 class CompletionResponse(OpenAiResponse):
@@ -99,14 +160,28 @@ class CompletionResponse(OpenAiResponse):
 
     _whole_object = _chunk_object = "text_completion"
 
-    def chunks(self, choice: int, output: Output) -> list[Json]:
-        if not self._is_worth_sending(output):
-            return []
-        logprobs = self._logprobs(self._choice(choice), output.logprobs)
-        return [self._chunk(choice, self._content(output.text), logprobs, output)]
+    def __init__(self, body: CompletionBody, model: str, tokenizer: Tokenizer) -> None:
+        super().__init__("cmpl", model, tokenizer, body)
 
-    def _content(self, text: str) -> Json:
-        return {"text": text}
+    def _collect(self, choice: _Choice, delta: ChoiceDelta) -> None:
+        choice.text.append(delta.text)
+
+    def _content(self, choice: _Choice) -> Json:
+        return {"text": "".join(choice.text)}
+
+    def _chunks(self, choice: _Choice, delta: ChoiceDelta) -> Iterator[Json]:
+        output = delta.output
+        if output.text or self._is_worth_sending(output):
+            content: Json = {"text": output.text}
+            if not choice.has_begun:
+                choice.has_begun = True
+                content |= self._choice_prompt(delta.choice)
+            yield self._chunk(delta, content, self._logprobs(choice, output.logprobs), is_last=True)
+
+    def _choice_prompt(self, choice: int) -> Json:
+        if not self._wants_token_ids:
+            return {}
+        return {"prompt_token_ids": self._prompts[choice // self._num_completions]}
 
     def _logprobs(self, choice: _Choice, logprobs: Sequence[common_pb2.TokenLogprob]) -> Json | None:
         if not self._wants_logprobs:
@@ -116,9 +191,9 @@ class CompletionResponse(OpenAiResponse):
             offsets.append(choice.num_characters)
             choice.num_characters += len(token.token)
         return {
-            "tokens": [token.token for token in logprobs],
+            "tokens": [*map(self._token_name, logprobs)],
             "token_logprobs": [token.logprob for token in logprobs],
-            "top_logprobs": [{other.token: other.logprob for other in token.top} for token in logprobs],
+            "top_logprobs": [{self._token_name(other): other.logprob for other in token.top} for token in logprobs],
             "text_offset": offsets,
         }
 
@@ -129,20 +204,31 @@ class ChatResponse(OpenAiResponse):
     _whole_object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
-    def chunks(self, choice: int, output: Output) -> list[Json]:
-        collected = self._choice(choice)
-        chunks = []
-        if not collected.has_begun:
-            collected.has_begun = True
-            chunks.append(self._chunk(choice, {"delta": {"role": "assistant", "content": ""}}, None, None))
-        if self._is_worth_sending(output):
-            delta = {"content": output.text} if output.text else {}
-            logprobs = self._logprobs(collected, output.logprobs)
-            chunks.append(self._chunk(choice, {"delta": delta}, logprobs, output))
-        return chunks
+    def __init__(self, body: ChatBody, model: str, tokenizer: Tokenizer) -> None:
+        super().__init__("chatcmpl", model, tokenizer, body)
 
-    def _content(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text}}
+    def _collect(self, choice: _Choice, delta: ChoiceDelta) -> None:
+        choice.message.add(delta.events)
+
+    def _content(self, choice: _Choice) -> Json:
+        return {"message": choice.message.to_json()}
+
+    def _chunks(self, choice: _Choice, delta: ChoiceDelta) -> Iterator[Json]:
+        output = delta.output
+        if not choice.has_begun:
+            choice.has_begun = True
+            yield self._chunk(delta, {"delta": {"role": "assistant", "content": ""}}) | self._call_prompt()
+        contents = message_deltas(delta.events)
+        if not contents and self._is_worth_sending(output):
+            contents = [{}]
+        for content in contents[:-1]:
+            yield self._chunk(delta, {"delta": content})
+        if contents:
+            logprobs = self._logprobs(choice, output.logprobs)
+            yield self._chunk(delta, {"delta": contents[-1]}, logprobs, is_last=True)
+
+    def _call_prompt(self) -> Json:
+        return {"prompt_token_ids": self._prompts[0]} if self._wants_token_ids else {}
 
     def _logprobs(self, choice: _Choice, logprobs: Sequence[common_pb2.TokenLogprob]) -> Json | None:
         if not self._wants_logprobs:
@@ -152,7 +238,15 @@ class ChatResponse(OpenAiResponse):
 
     def _token(self, token: common_pb2.TokenLogprob | common_pb2.TopLogprob) -> Json:
         spelling = list(self._tokenizer.spelling.token_bytes(token.token_id))
-        return {"token": token.token, "logprob": token.logprob, "bytes": spelling}
+        return {"token": self._token_name(token), "logprob": token.logprob, "bytes": spelling}
+
+
+def _finish_reason(delta: ChoiceDelta) -> str | None:
+    """Returns why a choice has ended; one that the model ended after a call of a tool waits for that tool."""
+    reason = delta.output.finish_reason
+    if reason is FinishReason.STOP and delta.called_tools:
+        return "tool_calls"
+    return None if reason is None else reason.value
 
 
 def _extension(output: Output) -> Json:
@@ -160,15 +254,13 @@ def _extension(output: Output) -> Json:
     return {} if output.granted_tokens is None else {"penstock": {"granted_max_tokens": output.granted_tokens}}
 
 
-def usage_json(usages: Sequence[common_pb2.Usage]) -> Json:
-    """Returns the sum over a call's prompts."""
-    prompt = sum(usage.prompt_tokens for usage in usages)
-    completion = sum(usage.completion_tokens for usage in usages)
+def usage_json(totals: CallTotals) -> Json:
+    """Returns the usage of a call, over all of its prompts."""
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        "prompt_tokens": totals.prompt_tokens,
+        "completion_tokens": totals.completion_tokens,
+        "total_tokens": totals.prompt_tokens + totals.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": totals.cached_tokens},
     }
 
 
@@ -176,7 +268,7 @@ def error_json(error: PenstockError) -> Json:
     """Returns OpenAI's error object; fields go by the names that its API gives them."""
     message, param = error.message, None
     if isinstance(error, InvalidInput):
-        param = error.field.removeprefix("sampling.")
+        param = error.field.removeprefix("sampling.").removeprefix("chat.")
         param = "prompt" if param in ("text", "token_ids") else param
         message = f"{param}: {error.problem}"
     elif isinstance(error, ModelNotFound):

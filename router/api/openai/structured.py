@@ -1,7 +1,7 @@
 """The fields of a body that ask for structured output, in the forms of OpenAI, vLLM and SGLang, as one `Grammar`. Pure.
 
-Nothing here compiles a grammar: `router.text.grammar_check` does, and `StructuredFields.renamed` gives its errors the
-name of the field that the client sent.
+Nothing here compiles a grammar: `router.text.grammar_check` does, and `StructuredFields.grammar_field` is the
+name of the field that its errors go by.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from pydantic import BaseModel, PrivateAttr
 
 from penstock.errors import InvalidInput
-from penstock.text.grammars import FIELD, MAX_SOURCE_BYTES
+from penstock.text.grammars import MAX_SOURCE_BYTES
 from penstock.types import Grammar, GrammarKind
 from router.api.openai.json_bodies import shown
 
@@ -69,11 +69,10 @@ class StructuredFields(BaseModel):
         [(self._field, grammar)] = found.items()
         return grammar
 
-    def renamed(self, error: InvalidInput) -> InvalidInput:
-        """Returns the error with the client's name of the field that gave the grammar."""
-        if error.field != FIELD or not self._field:
-            return error
-        return InvalidInput(self._field, error.problem)
+    @property
+    def grammar_field(self) -> str:
+        """The client's name of the field that gave the grammar; without one, only tools make a grammar."""
+        return self._field or "tools"
 
 
 def _readers(space: Mapping[str, Any]) -> Mapping[str, Callable[[str, Any], Grammar]]:

@@ -57,7 +57,7 @@ async def describe(address: str, secret: ClusterSecret) -> None:
     async with make_channel(address) as channel:
         metadata = (("authorization", f"Bearer {secret.token(PEER)}"),)
         request = worker_pb2.DescribeRequest()
-        await worker_pb2_grpc.WorkerStub(channel).Describe(request, timeout=20, metadata=metadata)
+        await worker_pb2_grpc.WorkerStub(channel).Describe(request, timeout=60, metadata=metadata)
 
 
 def text_of(path: str) -> str:

@@ -138,7 +138,7 @@ async def test_a_hundred_workers_are_refused_with_what_fits_and_forced_they_star
     await world.scale(3)  # fewer never needs room
     await world.until(lambda status: states(status) == ["ready"] * 3)
     assert world.num_started == 5
-    await asyncio.wait_for(world.controller.stop(), 10)
+    await asyncio.wait_for(world.controller.stop(), 60)
 
 
 async def test_newcomers_wait_while_a_serving_worker_is_silent() -> None:
@@ -150,7 +150,7 @@ async def test_newcomers_wait_while_a_serving_worker_is_silent() -> None:
     assert states(status) == ["silent", "ready", "waiting"]
     world.processes["decode-0", 1].doubt("")
     await world.until(lambda status: states(status) == ["ready"] * 3)
-    await asyncio.wait_for(world.controller.stop(), 10)
+    await asyncio.wait_for(world.controller.stop(), 60)
 
 
 async def test_a_lost_workers_successor_gets_its_place_before_newcomers_that_asked_earlier() -> None:
@@ -172,7 +172,7 @@ async def test_a_lost_workers_successor_gets_its_place_before_newcomers_that_ask
     assert not any(process.has_place for process in newcomers)  # type: ignore[attr-defined]
     assert worker(status, "decode-2").num_restarts == 0  # it was not lost: it never had a place
     assert "lost" not in {event.what for event in world.controller.events.after(0) if event.subject == "decode-2"}
-    await asyncio.wait_for(world.controller.stop(), 10)
+    await asyncio.wait_for(world.controller.stop(), 60)
     assert world.places.num_free == 3
 
 
@@ -190,7 +190,7 @@ async def test_workers_that_find_a_place_late_start_one_at_a_time() -> None:
     assert world.asked_to_start == ["decode-2"]
     world.may_start.set()
     await world.until(lambda status: states(status) == ["ready"] * 5)
-    await asyncio.wait_for(world.controller.stop(), 10)
+    await asyncio.wait_for(world.controller.stop(), 60)
 
 
 async def test_an_upgrade_needs_room_for_one_more_worker_of_each_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ async def test_an_upgrade_needs_room_for_one_more_worker_of_each_pool(monkeypatc
     world.controller.upgrading.abort()
     stages = [progress.stage async for progress in upgrade.follow()]
     assert stages[-1] is UpgradeStage.ROLLED_BACK
-    await asyncio.wait_for(world.controller.stop(), 10)
+    await asyncio.wait_for(world.controller.stop(), 60)
 
 
 async def test_a_flip_is_bounded_only_where_the_pools_workers_differ() -> None:
@@ -220,7 +220,7 @@ async def test_a_flip_is_bounded_only_where_the_pools_workers_differ() -> None:
     world.machines.needs[Role.PREFILL] = world.machines.needs[Role.DECODE]
     flip = pools.flip("decode-1", Role.PREFILL)
     assert worker(world.controller.status(), flip.target.worker_id).state == "starting"
-    await asyncio.wait_for(world.controller.stop(), 10)
+    await asyncio.wait_for(world.controller.stop(), 60)
 
 
 async def test_scale_says_what_fits_and_takes_force(capsys: pytest.CaptureFixture[str]) -> None:

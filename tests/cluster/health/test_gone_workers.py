@@ -16,7 +16,7 @@ from penstock.types import Epoch, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from tests.cluster.lifecycle.test_node_leave import world_of_two_nodes
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Nodes:

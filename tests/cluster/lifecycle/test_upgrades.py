@@ -169,7 +169,7 @@ async def revisions(deployment: Hosted) -> list[str]:
         if member.role in list(Role):
             async with make_channel(member.address) as channel:
                 stub = worker_pb2_grpc.WorkerStub(channel)
-                found.append((await stub.Describe(worker_pb2.DescribeRequest(), timeout=60)).model_revision)
+                found.append((await stub.Describe(worker_pb2.DescribeRequest(), timeout=120)).model_revision)
     return found
 
 
@@ -182,7 +182,7 @@ async def test_new_workers_that_do_worse_are_rolled_back(tmp_path: Path, undistu
             request = admin_pb2.UpgradeRequest(
                 model=str(model), share=0.5, window_s=1.0, min_requests=2, ttft_s=60.0, itl_s=1e-9
             )
-            reports = [report async for report in admin_pb2_grpc.AdminStub(channel).Upgrade(request, timeout=60)]
+            reports = [report async for report in admin_pb2_grpc.AdminStub(channel).Upgrade(request, timeout=120)]
             await load.more(2)
         check(load, undisturbed)
         assert reports[-1].stage == "rolled back"
@@ -279,7 +279,7 @@ async def test_two_different_models_serve_side_by_side_and_share_no_page(
             if progress.stage is UpgradeStage.PROVING:
                 break
         revisions_seen = set()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while len(revisions_seen) < 2:
                 revisions_seen |= set(await ask_all())
         revisions_seen |= set(await ask_all())  # both have cached these prompts by now

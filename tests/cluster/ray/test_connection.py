@@ -12,6 +12,7 @@ import ray
 
 from cluster.diagnose import ray_checks
 from cluster.diagnose.findings import Severity
+from cluster.ray import connection
 from cluster.ray.connection import connect, protect_token
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError
@@ -48,6 +49,7 @@ def is_running(process: psutil.Process) -> bool:
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(connection, "_EXIT_TIMEOUT_S", 0.1)  # this shutdown ends nothing, whatever time it has
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "1")
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,12 +28,13 @@ from penstock.rpc.trust import PEER
 from penstock.types import FinishReason
 from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = str(ROOT / "models" / "penstock-tiny")
 PROMPT = "Once upon a time there was a careful boy named Paul. He lived in a small village. " * 3
-REPLACED_WITHIN_S = 100.0  # a process start and the import of torch take a while on a busy machine
+_NUMBERS = itertools.count()
+REPLACED_WITHIN_S = 200.0  # a process start and the import of torch take a while on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ def deployment() -> Iterator[RayDeployment]:
         decode_pool=PoolConfig(replicas=2),
         decode=DecodeConfig(placement="remote"),
         engine={"kv_memory_bytes": 64 * 1024 * 1024},
-        start_timeout_s=90,
+        start_timeout_s=240,
     )
     with launch(config) as running:
         yield running
@@ -58,8 +57,15 @@ def deployment() -> Iterator[RayDeployment]:
 
 @pytest.fixture
 def client(deployment: RayDeployment) -> Iterator[Client]:
-    with Client(deployment.grpc_address, timeout_s=60) as each:
+    with Client(deployment.grpc_address, timeout_s=120) as each:
         yield each
+
+
+@pytest.fixture(scope="module")
+def long_answers(deployment: RayDeployment) -> dict[int, tuple[int, ...]]:
+    """Returns by seed what an undisturbed deployment answers to `_ask_long`."""
+    with Client(deployment.grpc_address, timeout_s=120) as client:
+        return {seed: _ask_long(client, seed).token_ids for seed in range(2)}
 
 
 def worker(status: admin_pb2.StatusResponse, worker_id: str) -> admin_pb2.WorkerStatus:
@@ -95,6 +101,7 @@ def test_ready_means_that_a_request_is_answered_by_both_pools(deployment: RayDep
     assert {each.state for each in status.workers if each.member.worker_id != "router-1"} == {"ready"}
     until(deployment, lambda status: {each.state for each in status.workers} == {"ready"})
     assert [each.member.role for each in status.workers] == ["prefill", "decode", "decode", "router", "router"]
+    assert _prefilled_by(client, "prefill-0")  # each router comes to know it in its own time
     result = ask(client)
     assert (result.usage.completion_tokens, result.finish_reason) == (60, FinishReason.LENGTH)
     assert result.timing.prefill_worker == "prefill-0"
@@ -159,9 +166,10 @@ def test_a_killed_prefill_worker_is_replaced_and_no_request_fails(deployment: Ra
 
 def _prefilled_by(client: Client, worker_id: str) -> bool:
     """Returns whether the worker prefills again, once the router knows it; every prompt is new to every cache."""
-    for number in range(50):
-        result = client.complete(f"{number} things that no cache holds, so that they are prefilled.", max_tokens=1)
-        if result.timing.prefill_worker == worker_id:
+    deadline_s = time.monotonic() + REPLACED_WITHIN_S
+    while time.monotonic() < deadline_s:
+        prompt = f"{next(_NUMBERS)} things that no cache holds, so that they are prefilled."
+        if client.complete(prompt, max_tokens=1).timing.prefill_worker == worker_id:
             return True
         time.sleep(0.1)
     return False
@@ -190,9 +198,9 @@ def test_a_killed_router_refuses_nobody_and_comes_back_at_the_same_ports(
 
 def test_a_router_that_gets_sigterm_finishes_its_streams_and_comes_back(deployment: RayDeployment) -> None:
     router = worker(deployment.status(), "router-0")
-    with Client(router.member.address, timeout_s=60) as client:
-        undisturbed = client.complete(PROMPT, max_tokens=500, temperature=0.8, seed=5, ignore_eos=True)
-        with client.generate(PROMPT, max_tokens=500, temperature=0.8, seed=5, ignore_eos=True) as stream:
+    with Client(router.member.address, timeout_s=120) as client:
+        undisturbed = client.complete(PROMPT, max_tokens=300, temperature=0.8, seed=5, ignore_eos=True)
+        with client.generate(PROMPT, max_tokens=300, temperature=0.8, seed=5, ignore_eos=True) as stream:
             builder = ResultBuilder()
             builder.add(next(stream))
             os.kill(router.pid, signal.SIGTERM)
@@ -200,7 +208,7 @@ def test_a_router_that_gets_sigterm_finishes_its_streams_and_comes_back(deployme
                 builder.add(chunk)
         assert builder.result().token_ids == undisturbed.token_ids
         until_replaced(deployment, router)
-    with Client(deployment.grpc_address, timeout_s=60) as client:
+    with Client(deployment.grpc_address, timeout_s=120) as client:
         assert ask(client).usage.completion_tokens == 60
 
 
@@ -241,17 +249,15 @@ def test_a_frozen_decode_worker_is_replaced(deployment: RayDeployment, client: C
 
 
 def test_a_decode_worker_is_drained_under_load_and_no_request_fails(
-    deployment: RayDeployment, client: Client, capsys: pytest.CaptureFixture[str]
+    deployment: RayDeployment,
+    client: Client,
+    long_answers: dict[int, tuple[int, ...]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Running sequences migrate with their KV; the tokens are those of an undisturbed run."""
-
-    def ask_long(seed: int) -> GenerateResult:
-        return client.complete(PROMPT, max_tokens=900, temperature=0.8, seed=seed, ignore_eos=True)
-
-    undisturbed = {seed: ask_long(seed).token_ids for seed in range(2)}
     _decode_workers(deployment, busy=0)
-    with ThreadPoolExecutor() as pool:
-        asked = {index: pool.submit(ask_long, index % 2) for index in range(8)}
+    with ThreadPoolExecutor(8) as pool:
+        asked = {index: pool.submit(_ask_long, client, index % 2) for index in range(8)}
         victim = _busiest_decode_worker(deployment)
         assert (
             main.main(["drain", victim.member.worker_id, "--replace", "--json", "--admin", deployment.admin_address])
@@ -262,7 +268,7 @@ def test_a_decode_worker_is_drained_under_load_and_no_request_fails(
     assert [each["stage"] for each in reports][-2:] == ["stopping", "ended"]
     assert reports[-1]["num_cut_short"] == 0
     for index, result in results.items():
-        assert result.token_ids == undisturbed[index % 2]
+        assert result.token_ids == long_answers[index % 2]
         assert result.timing.num_redispatches == 0
     assert sum(result.timing.num_migrations for result in results.values()) == reports[-1]["num_migrated"] > 0
     replaced = until_replaced(deployment, victim)
@@ -325,12 +331,13 @@ def _busiest_decode_worker(deployment: RayDeployment) -> admin_pb2.WorkerStatus:
     raise AssertionError("no decode worker runs two sequences")
 
 
-def test_a_worker_that_gets_sigterm_is_drained_and_replaced(deployment: RayDeployment, client: Client) -> None:
+def test_a_worker_that_gets_sigterm_is_drained_and_replaced(
+    deployment: RayDeployment, client: Client, long_answers: dict[int, tuple[int, ...]]
+) -> None:
     """Sends SIGTERM to the process, as its machine does: sequences migrate, and nothing is recomputed."""
-    undisturbed = {seed: _ask_long(client, seed).token_ids for seed in range(2)}
     until(deployment, lambda status: all(each.state == "ready" for each in status.workers))
     _decode_workers(deployment, busy=0)
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(8) as pool:
         asked = {index: pool.submit(_ask_long, client, index % 2) for index in range(8)}
         victim = _busiest_decode_worker(deployment)
         prefill = worker(deployment.status(), "prefill-0")
@@ -339,7 +346,7 @@ def test_a_worker_that_gets_sigterm_is_drained_and_replaced(deployment: RayDeplo
         left = until(deployment, lambda status: _of_pid(status, victim.pid) is None)
         results = {index: each.result() for index, each in asked.items()}
     for index, result in results.items():
-        assert result.token_ids == undisturbed[index % 2]
+        assert result.token_ids == long_answers[index % 2]
         assert result.timing.num_redispatches == 0
     assert sum(result.timing.num_migrations for result in results.values()) > 0
     whole = until(deployment, lambda status: _is_whole(status) and _of_pid(status, prefill.pid) is None)
@@ -357,7 +364,7 @@ def _is_whole(status: admin_pb2.StatusResponse) -> bool:
 
 
 def _ask_long(client: Client, seed: int) -> GenerateResult:
-    return client.complete(PROMPT, max_tokens=900, temperature=0.8, seed=seed, ignore_eos=True)
+    return client.complete(PROMPT, max_tokens=600, temperature=0.8, seed=seed, ignore_eos=True)
 
 
 def test_stop_leaves_no_process(deployment: RayDeployment) -> None:
@@ -365,67 +372,9 @@ def test_stop_leaves_no_process(deployment: RayDeployment) -> None:
     assert len(processes) > 5
     with grpc.insecure_channel(deployment.admin_address) as channel:
         admin_pb2_grpc.AdminStub(channel).Stop(
-            admin_pb2.StopRequest(), timeout=40, metadata=(("authorization", f"Bearer {deployment.admin_token}"),)
+            admin_pb2.StopRequest(), timeout=120, metadata=(("authorization", f"Bearer {deployment.admin_token}"),)
         )
     deployment.wait_until_stopped()
     deployment.stop()
     _, alive = psutil.wait_procs(processes, timeout=60)  # until init has reaped the orphans
     assert alive == []
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    """Returns False for zombies too: an orphan stays one where init does not reap it."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_ctrl_c_ends_a_served_deployment_in_order() -> None:
-    command = [sys.executable, "-m", "cluster.cli", "serve", "--model", MODEL, "--colocated"]
-    ports = ["--http-port", "0", "--grpc-port", "0", "--admin-port", "0"]
-    # A session of its own, so that the signal reaches every process of it, as a terminal's Ctrl-C does; and handled
-    # even where the tests run in a shell's background, whose children ignore it.
-    serving = subprocess.Popen(
-        [*command, *ports],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
-    )
-    try:
-        assert serving.stdout is not None
-        lines = []
-        for line in serving.stdout:
-            lines.append(line)
-            if "Ctrl-C" in line:
-                break
-        printed = "".join(lines)
-        address = re.search(r"gRPC +(\S+)", printed)
-        admin = re.search(r"admin +(\S+)", printed)
-        assert address, printed
-        assert admin, printed
-        assert "ready: penstock-tiny, 0 prefill + 1 decode workers" in printed
-        _check_commands(address[1], admin[1])
-        family = psutil.Process(serving.pid).children(recursive=True)
-        os.killpg(serving.pid, signal.SIGINT)
-        _, errors = serving.communicate(timeout=40)
-        assert (serving.returncode, "Traceback" in errors) == (0, False), errors
-        assert [process for process in family if _is_alive(process)] == []
-    finally:
-        if serving.poll() is None:
-            serving.terminate()
-            serving.wait(40)
-
-
-def _check_commands(address: str, admin: str) -> None:
-    penstock = [sys.executable, "-m", "cluster.cli"]
-    generate = [*penstock, "generate", "Once upon a time", "--server", address, "--max-tokens", "5", "--timing"]
-    done = subprocess.run(generate, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip()
-    assert "decode-0" in done.stderr
-    status = [*penstock, "status", "--json", "--admin", admin]
-    done = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert json.loads(done.stdout)["ready"] is True

@@ -1,8 +1,11 @@
-"""Tests `penstock serve` whose own Ray loses a daemon: streams go on, it says what happened, and it serves again."""
+"""Tests `penstock serve` whose own Ray loses a daemon: streams go on, it says what happened, and it serves again until
+Ctrl-C ends it."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 import signal
 import subprocess
@@ -18,7 +21,7 @@ from penstock import Client
 from penstock.client.results import ResultBuilder
 from penstock.client.retry import RetryPolicy
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(800)]
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPT = "Once upon a time there was a careful boy named Paul. "
@@ -40,7 +43,10 @@ class Serving:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # A session of its own, so that a signal reaches every process of it, as a terminal's Ctrl-C does; and
+            # handled even where the tests run in a shell's background, whose children ignore it.
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
         )
         self.printed = ""
         self._changed = threading.Condition()
@@ -50,6 +56,11 @@ class Serving:
         address = re.search(r"gRPC +(\S+)", self.printed)
         assert address, self.printed
         self.address = address[1]
+
+    @property
+    def admin(self) -> str:
+        """host:port of the Admin service that was announced last."""
+        return re.findall(r"admin +(\S+)", self.printed)[-1]
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -66,6 +77,11 @@ class Serving:
             found = self._changed.wait_for(lambda: self.printed.count(text) >= times or self._is_over, WITHIN_S)
         assert found, self.printed
         assert self.printed.count(text) >= times, self.printed
+
+    def until_over(self) -> None:
+        """Waits until everything that it printed has been read."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._is_over, WITHIN_S), self.printed
 
     def kill(self, name: str) -> None:
         (victim,) = [each for each in psutil.Process(self.process.pid).children(recursive=True) if each.name() == name]
@@ -100,8 +116,18 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
             each.kill()
 
 
-def test_streams_do_not_notice_that_the_control_store_is_lost(serving: Serving) -> None:
-    undisturbed = serving.answer()
+@pytest.fixture(scope="module")
+def undisturbed(serving: Serving) -> list[int]:
+    return serving.answer()
+
+
+def begin_of_answer(client: Client) -> list[int]:
+    """Returns the first tokens of the same answer, which the client may ask for again and again."""
+    result = client.complete(PROMPT, max_tokens=60, temperature=0.8, seed=5, ignore_eos=True, timeout_s=WITHIN_S)
+    return list(result.token_ids)
+
+
+def test_streams_do_not_notice_that_the_control_store_is_lost(serving: Serving, undisturbed: list[int]) -> None:
     assert serving.answer(killing="gcs_server") == undisturbed
     serving.until("control store (gcs_server) ended; it is started again")
     for each in _descendants(serving):  # the new one works: it starts a router and a worker
@@ -109,25 +135,43 @@ def test_streams_do_not_notice_that_the_control_store_is_lost(serving: Serving) 
             if "ServerActor" in " ".join(each.cmdline()):
                 each.kill()
     with Client(serving.address) as client:
-        result = client.complete(PROMPT, max_tokens=1200, temperature=0.8, seed=5, ignore_eos=True, timeout_s=WITHIN_S)
-    assert list(result.token_ids) == undisturbed
+        assert begin_of_answer(client) == undisturbed[:60]
 
 
 def test_streams_end_well_when_the_node_manager_is_lost_and_serving_goes_on_at_the_same_ports(
-    serving: Serving,
+    serving: Serving, undisturbed: list[int]
 ) -> None:
-    undisturbed = serving.answer()
     assert serving.answer(killing="raylet") == undisturbed
     with Client(serving.address) as client:  # waits for the new deployment
-        result = client.complete(PROMPT, max_tokens=1200, temperature=0.8, seed=5, ignore_eos=True, timeout_s=WITHIN_S)
-    assert list(result.token_ids) == undisturbed
+        assert begin_of_answer(client) == undisturbed[:60]
     assert "Ray is lost: its node manager (raylet) ended" in serving.printed
     serving.until("Ctrl-C stops it", times=2)
-    family = _descendants(serving)
-    assert sum(each.name() == "raylet" for each in family) == 1
-    serving.process.send_signal(signal.SIGINT)
+    assert sum(each.name() == "raylet" for each in _descendants(serving)) == 1
+
+
+def test_ctrl_c_ends_a_served_deployment_in_order(serving: Serving) -> None:
+    assert serving.printed.count("ready: penstock-tiny, 0 prefill + 1 decode workers") == 2  # it was lost in between
+    _check_commands(serving)
+    family, num_printed = _descendants(serving), len(serving.printed)
+    os.killpg(serving.process.pid, signal.SIGINT)
     assert serving.process.wait(WITHIN_S) == 0
-    assert psutil.wait_procs(family, timeout=15)[1] == []
+    serving.until_over()
+    assert "Traceback" not in serving.printed[num_printed:]
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+
+
+def _check_commands(serving: Serving) -> None:
+    penstock = [sys.executable, "-m", "cluster.cli"]
+    prompt = ["Once upon a time", "--server", serving.address, "--max-tokens", "5", "--timing"]
+    done = _run([*penstock, "generate", *prompt])
+    assert done.stdout.strip()
+    assert "decode-0" in done.stderr
+    done = _run([*penstock, "status", "--json", "--admin", serving.admin])
+    assert json.loads(done.stdout)["ready"] is True
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
 
 
 def _descendants(serving: Serving) -> list[psutil.Process]:

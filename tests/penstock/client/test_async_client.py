@@ -68,7 +68,9 @@ async def test_closing_wakes_the_reader_with_cancelled() -> None:
         async with AsyncClient(server.address) as client:
             stream = client.generate("Hello")
             reader = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
-            await asyncio.sleep(0.1)  # the reader waits inside the call by now
+            async with asyncio.timeout(60):
+                while not service.requests:  # noqa: ASYNC110 - the fake's thread notifies nobody
+                    await asyncio.sleep(0.01)
             stream.close()
             with pytest.raises(Cancelled):
                 await asyncio.wait_for(reader, 60)

@@ -194,7 +194,7 @@ def test_a_lane_is_sent_and_a_bad_one_is_refused_by_name() -> None:
 def test_nobody_listening_is_unavailable() -> None:
     with Client("127.0.0.1:1", retry=QUICK) as client:
         with pytest.raises(Unavailable, match="refused"):
-            client.complete("Hello", timeout_s=0.5)
+            client.complete("Hello", timeout_s=1.5)
         with pytest.raises(Unavailable, match="refused"):
             client.complete("Hello")  # no deadline: connect_s bounds it
 
@@ -216,7 +216,7 @@ def test_a_refused_connection_is_tried_again_until_somebody_listens() -> None:
 
         with Client(f"127.0.0.1:{port}", retry=Watched(max_attempts=2)) as client, ThreadPoolExecutor() as pool:
             answer = pool.submit(client.complete, "Hello", timeout_s=60)
-            assert refused.wait(30)
+            assert refused.wait(60)
             with FakeServer(service, port):
                 assert answer.result(60).text == "ok"
     assert len(service.requests) == 1
@@ -279,7 +279,7 @@ def test_leaving_the_block_cancels_the_call() -> None:
         with client.generate("Hello") as stream:
             assert next(stream).text == "a"
             assert not service.cancelled.is_set()
-        assert service.cancelled.wait(5)
+        assert service.cancelled.wait(60)
         assert list(stream) == []
         with pytest.raises(Cancelled):
             stream.complete()
@@ -291,7 +291,7 @@ def test_a_forgotten_stream_is_cancelled() -> None:
         for _chunk in client.generate("Hello"):
             break
         gc.collect()
-        assert service.cancelled.wait(5)
+        assert service.cancelled.wait(60)
 
 
 def test_a_stream_cut_short_is_an_error_and_not_a_short_answer() -> None:

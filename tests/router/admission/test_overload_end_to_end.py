@@ -193,7 +193,7 @@ async def test_a_deadline_that_passes_in_the_queue_ends_the_call_there():
         assert isinstance(error, DeadlineExceeded)
         await until(lambda: _waiting(router) == 0)
         assert len(worker.submits) == num_submits
-        async with httpx.AsyncClient(base_url=router.http_url) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
             body = {"prompt": [5, 6], "max_tokens": 2}
             answer = await http.post("/v1/completions", json=body, headers={"x-request-timeout": "1"})
         assert answer.status_code == 504
@@ -210,7 +210,7 @@ async def test_a_full_lane_refuses_with_retry_info_and_retry_after():
         error = await failure(router.stub.Generate(ask()))
         assert isinstance(error, Overloaded)
         assert error.retry_after_s > 0
-        async with httpx.AsyncClient(base_url=router.http_url) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
             answer = await http.post("/v1/completions", json={"prompt": [5, 6], "stream": True})
             assert answer.status_code == 429
             assert int(answer.headers["retry-after"]) >= 1
@@ -238,7 +238,7 @@ async def test_a_shortened_answer_says_so_in_its_body_its_trailers_and_its_heade
         short = await collect(router.stub.Generate(ask(max_tokens=2)))
         assert not short[-1].HasField("granted_max_tokens")
         chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 10}
-        async with httpx.AsyncClient(base_url=router.http_url) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
             for path, body in (("completions", {"prompt": [5, 6], "max_tokens": 10}), ("chat/completions", chat)):
                 for stream in (False, True):
                     answer = await http.post(f"/v1/{path}", json={**body, "stream": stream})
@@ -292,7 +292,7 @@ async def test_a_burst_over_http_is_answered_whole_while_others_leave_after_one_
 
 async def test_waiting_requests_are_reported_as_waiting_and_as_demand():
     worker = await slow_worker()
-    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url) as http:
+    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
         await fill(router, worker)
         waiting = [router.stub.Generate(ask()) for _ in range(3)]
         await until(lambda: _waiting(router) == 3)
@@ -342,7 +342,7 @@ async def test_a_full_router_refuses_with_a_hint_from_its_rate():
 
 async def test_a_lane_is_named_over_http_and_bad_names_are_refused_by_field():
     worker = await FakeWorker().start()
-    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url) as http:
+    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
 
         async def post(headers=None, **fields):
             body = {"prompt": [5, 6], "max_tokens": 1, **fields}

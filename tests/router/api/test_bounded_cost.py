@@ -33,7 +33,7 @@ from tests.support.router.router_fakes import FakeWorker, running_router
 
 LARGEST = LimitsConfig().request_bytes
 MEDIUM = 300_000  # few enough values to be parsed
-MAX_PAUSE_S = 0.2  # 25 to 43 ms on one quiet core; processor time grows too where other work shares the core's caches
+MAX_PAUSE_S = 0.4  # 25 to 43 ms on one quiet core; processor time grows too where other work shares the core's caches
 
 
 @pytest.fixture(name="router")
@@ -225,7 +225,7 @@ def delimited(number: int, payload: bytes) -> bytes:
 
 
 BROKEN = b"\xff"  # no UTF-8
-MANY = "request: has more than 16384 fields; send fewer messages, and pack repeated numbers"
+MANY = "request: has more than 38912 fields; send fewer messages, and pack repeated numbers"
 UNREADABLE = "request: is no penstock.v1.GenerateRequest"
 ROOM = LARGEST - 32  # for what stands around the repeated bytes
 MESSAGES = {
@@ -276,7 +276,7 @@ async def test_no_grpc_message_stops_the_event_loop(router, monkeypatch):
             assert isinstance(error, InvalidInput), case
             assert error.message.startswith(problem), (case, error.message)
             assert len(error.message) < 200, case
-            assert num_numbers <= 2 * (16384 + 4096) + 1, case  # a tag, and a length or value
+            assert num_numbers <= 2 * (38912 + 4096) + 1, case  # a tag, and a length or value
 
 
 def test_the_largest_messages_within_the_limits_are_decoded():

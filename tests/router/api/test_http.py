@@ -99,7 +99,7 @@ async def test_a_chat_without_a_limit_is_not_bound_by_its_tenants_kv_quota():
     worker = await FakeWorker(context_length=20_000, pause_at=1).start()
     admission = {"tenant": {"max_inflight_tokens": 5000}}
     async with running_router(worker, admission=admission) as router:
-        async with httpx.AsyncClient(base_url=router.http_url, timeout=20.0) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
             chat = asyncio.create_task(
                 http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
             )
@@ -167,7 +167,7 @@ async def test_extensions_reach_the_worker(http, worker):
 async def test_stop_strings_and_the_end_token():
     said = [*text_tokens(" yes and no"), EOS]
     worker = await FakeWorker(next_token=saying(said)).start()
-    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url) as http:
+    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
         body = {"prompt": [300], "max_tokens": 40}
         choice = (await http.post("/v1/completions", json=body)).json()["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == (" yes and no", "stop")
@@ -208,7 +208,7 @@ async def test_models_health_and_metrics(client, http):
 
 async def test_health_is_503_without_a_decode_worker():
     worker = await FakeWorker(role="prefill").start()
-    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url) as http:
+    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
         assert (await http.get("/health")).status_code == 503
 
 
@@ -263,14 +263,14 @@ BAD = {
     "type": ("chat/completions", {**CHAT, "temperature": "hot"}, "temperature", "temperature: is 'hot'"),
     "best_of": ("completions", {"prompt": "a", "best_of": 3}, "best_of", "best_of: = 3 is not supported"),
     "echo": ("completions", {"prompt": "a", "echo": True}, "echo", "echo: = true is not supported"),
-    "tools": ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools", "is not supported"),
+    "tools": ("chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, "tools[0].type", "only functions"),
     "format": (
         "chat/completions",
-        {**CHAT, "response_format": {"type": "json_object"}},
-        "response_format",
-        "not supported",
+        {**CHAT, "response_format": {"type": "xml"}},
+        "response_format.type",
+        "give text, json_object or json_schema",
     ),
-    "role": ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "give one of"),
+    "role": ("chat/completions", {"messages": [{"role": "tools", "content": "x"}]}, "messages[0].role", "give one of"),
     "no messages": ("chat/completions", {"messages": []}, "messages", "messages: is empty; give at least one message"),
     "image": (
         "chat/completions",
@@ -324,7 +324,7 @@ async def test_unknown_models_and_paths_are_not_found(http, client):
 async def test_without_a_worker_calls_fail_with_503_and_a_retry_hint():
     worker = await FakeWorker(role="prefill").start()
     async with running_router(worker, default_timeout_s=0.2) as router:
-        async with httpx.AsyncClient(base_url=router.http_url) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
             answer = await http.post("/v1/completions", json={"prompt": "a", "stream": True})
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
@@ -347,7 +347,7 @@ async def test_a_client_that_disconnects_frees_its_worker_at_once(stream, pause_
 async def test_an_error_within_a_stream_is_an_error_event_without_done():
     worker = await FakeWorker(pause_at=2).start()
     async with running_router(worker, default_timeout_s=2.0) as router:
-        async with httpx.AsyncClient(base_url=router.http_url) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
             answer = await http.post("/v1/completions", json={"prompt": "a", "stream": True, "max_tokens": 9})
         events = answer.text.strip().split("\n\n")
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -364,7 +364,7 @@ async def test_an_error_within_a_stream_is_an_error_event_without_done():
 
 async def test_an_internal_error_of_a_worker_is_a_server_error():
     worker = await FakeWorker(refuse_with=InternalError("the step failed")).start()
-    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url) as http:
+    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
         answer = await http.post("/v1/completions", json={"prompt": ["a", "b"]})
         assert answer.status_code == 500
         assert answer.json()["error"] == {

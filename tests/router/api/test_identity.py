@@ -145,14 +145,17 @@ def test_pages_are_shared_within_a_tenant_and_a_declared_group_alone():
     group = TenantConfig(share_group="acme")
     configs = {"acme": TenantConfig(), "beta": TenantConfig(), "one": group, "two": group}
     found, named = tenants(**configs), {name: Tenant(name, config) for name, config in configs.items()}
-    salts = [found.salt("r1", tenant) for tenant in (*named.values(), Tenant())]
+    salts = [found.salt("r1", tenant.cache_scope) for tenant in (*named.values(), Tenant())]
     assert salts[2] == salts[3]
     assert len(set(salts)) == 4  # even for a group and a tenant of the same name
-    assert found.salt("r2", named["acme"]) != salts[0]
+    assert found.salt("r2", named["acme"].cache_scope) != salts[0]
 
 
 def test_a_salt_cannot_be_computed_without_the_secret():
-    salts = {make({}, *secret).salt("r1", Tenant("acme")) for secret in ((), (SECRET,), (ClusterSecret("t" * 40),))}
+    salts = {
+        make({}, *secret).salt("r1", Tenant("acme").cache_scope)
+        for secret in ((), (SECRET,), (ClusterSecret("t" * 40),))
+    }
     assert len(salts) == 3
 
 

@@ -37,7 +37,7 @@ async def eventually(condition: Callable[[], object]) -> None:
 
 
 async def is_known(address: str, key: str) -> bool:
-    async with AsyncClient(address, api_key=key, timeout_s=20.0) as client:
+    async with AsyncClient(address, api_key=key, timeout_s=60.0) as client:
         try:
             await client.tokenize("x")
         except Unauthenticated:
@@ -58,7 +58,7 @@ async def test_a_revoked_key_opens_nothing_and_a_running_stream_ends_by_itself(t
             await eventually(lambda: is_known(router.grpc_address, NEW))
             assert not await is_known(router.grpc_address, OLD)
             headers = {"authorization": f"Bearer {OLD}"}
-            async with httpx.AsyncClient(base_url=router.http_url) as http:
+            async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
                 assert (await http.get("/v1/models", headers=headers)).status_code == 401
             worker.resume.set()
             async for output in stream:
@@ -88,7 +88,7 @@ async def test_a_bad_tenants_file_is_refused_and_never_opens_the_router(tmp_path
         await FakeWorker().start(), tenants_file=str(path), metrics_token_file=str(token)
     ) as router:
         async with httpx.AsyncClient(
-            base_url=router.http_url, headers={"authorization": "Bearer scrape-me-please"}
+            base_url=router.http_url, timeout=60, headers={"authorization": "Bearer scrape-me-please"}
         ) as http:
 
             async def refused() -> bool:
@@ -108,7 +108,7 @@ async def test_the_metrics_token_is_replaced(tmp_path: Path) -> None:
     token = tmp_path / "token"
     replace(token, "first")
     async with running_router(await FakeWorker().start(), metrics_token_file=str(token)) as router:
-        async with httpx.AsyncClient(base_url=router.http_url) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
 
             async def opens(shown: str) -> bool:
                 return (await http.get("/metrics", headers={"authorization": f"Bearer {shown}"})).status_code == 200
@@ -146,7 +146,7 @@ async def test_certificates_are_renewed_under_running_streams(tmp_path: Path, ca
             """Whether gRPC and HTTP accept the authority's clients, and are accepted by them."""
             own = (client_old, client_new)[number]
             tls = ClientTls(authorities[number].ca, own.cert_file, own.key_file)
-            async with AsyncClient(router.grpc_address, tls=tls, timeout_s=20.0) as client:
+            async with AsyncClient(router.grpc_address, tls=tls, timeout_s=60.0) as client:
                 try:
                     await client.tokenize("x")
                     grpc_trusts = True
@@ -154,7 +154,7 @@ async def test_certificates_are_renewed_under_running_streams(tmp_path: Path, ca
                     grpc_trusts = False
             context = ssl.create_default_context(cafile=authorities[number].ca)
             context.load_cert_chain(own.cert_file, own.key_file)
-            async with httpx.AsyncClient(verify=context) as http:
+            async with httpx.AsyncClient(verify=context, timeout=60) as http:
                 try:
                     url = router.http_url.replace("http:", "https:")
                     http_trusts = (await http.get(f"{url}/v1/models")).status_code == 200

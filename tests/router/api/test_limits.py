@@ -135,19 +135,19 @@ async def test_http_bounds_bodies_and_headers(router):
 async def test_bodies_are_bounded_together():
     limits = SMALL | {"bodies_bytes": 1500, "body_timeout_s": 20.0}
     async with running_router(await FakeWorker().start(), limits=limits) as router:
-        async with httpx.AsyncClient(base_url=router.http_url, timeout=20.0) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
             body = {"prompt": "x" * 900, "max_tokens": 1}
             for _ in range(3):  # what is parsed counts no longer
                 assert (await http.post("/v1/completions", json=body)).status_code in (200, 400)
             _, writer = await asyncio.open_connection("127.0.0.1", router.server.ports.http)
             writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2000\r\n\r\n" + b" " * 1000)
-            async with asyncio.timeout(20.0):
+            async with asyncio.timeout(60.0):
                 while (answer := await http.post("/v1/completions", json=body)).status_code != 503:
                     pass  # the other body has not arrived yet
             assert "limits.bodies_bytes = 1500" in answer.json()["error"]["message"]
             assert answer.headers["retry-after"] == "1"
             writer.close()
-            async with asyncio.timeout(20.0):
+            async with asyncio.timeout(60.0):
                 while (await http.post("/v1/completions", json=body)).status_code == 503:
                     pass  # the other connection is not closed yet
 
@@ -174,7 +174,7 @@ async def test_metrics_demand_their_token_where_tenants_are_configured(tmp_path)
         ({"metrics_token_file": str(path)}, None, 401),
     ):
         async with running_router(await FakeWorker().start(), wait=False, **options) as router:
-            async with httpx.AsyncClient(base_url=router.http_url) as http:
+            async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
                 headers = {"authorization": f"Bearer {shown}"} if shown else {}
                 assert (await http.get("/metrics", headers=headers)).status_code == status
 
@@ -202,7 +202,7 @@ class Background:
         return await self._stack.enter_async_context(running_router(worker, limits=SMALL, default_timeout_s=5.0))
 
     def _run(self, work):
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20.0)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60.0)
 
     def code(self, method: str, data: bytes) -> grpc.StatusCode:
         """Returns how a call with these bytes as its message ends."""

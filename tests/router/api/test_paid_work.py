@@ -71,7 +71,7 @@ class Counted:
 
         def counted(*args):
             self.num_encoded += 1
-            assert self.is_open.wait(20.0)
+            assert self.is_open.wait(60.0)
             return encode(*args)
 
         monkeypatch.setattr(tokenizer, "_encode", counted)
@@ -94,7 +94,7 @@ async def test_a_caller_without_budget_is_refused_before_the_work(monkeypatch):
         await refused(router.stub.Generate(request("word " * 80)))
         chat = [inference_pb2.ChatMessage(role="user", content="word " * 80)]
         await refused(router.stub.Generate(inference_pb2.GenerateRequest(messages=chat)))
-        async with httpx.AsyncClient(base_url=router.http_url, timeout=20.0) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
             answer = await http.post("/v1/completions", json={"prompt": "word " * 80})
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) > 1
@@ -108,7 +108,7 @@ async def test_a_caller_without_budget_is_refused_before_the_work(monkeypatch):
 @pytest.fixture(name="busy")
 async def _busy(monkeypatch):
     """A router whose tokenizer's threads are all taken."""
-    async with running_router(await FakeWorker().start(), max_timeout_s=20.0) as router:
+    async with running_router(await FakeWorker().start(), max_timeout_s=60.0) as router:
         counted = Counted(router, monkeypatch)
         counted.is_open.clear()
         calls = [asyncio.ensure_future(failure(router.stub.Generate(request(LONG)))) for _ in range(2)]
@@ -122,7 +122,7 @@ async def _busy(monkeypatch):
 
 async def test_the_deadline_covers_the_wait_for_a_thread(busy):
     router, counted = busy
-    async with httpx.AsyncClient(base_url=router.http_url, timeout=20.0) as http:
+    async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
         answer = await http.post("/v1/completions", json={"prompt": LONG}, headers={"x-request-timeout": "0.3"})
     assert answer.status_code == 504
     for call in (
@@ -139,7 +139,7 @@ async def test_the_deadline_covers_the_wait_for_a_thread(busy):
 async def test_work_of_a_client_that_leaves_is_not_done(busy):
     router, counted = busy
     call = router.stub.Generate(request(LONG))
-    async with httpx.AsyncClient(base_url=router.http_url, timeout=20.0) as http:
+    async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
         posting = asyncio.create_task(http.post("/v1/completions", json={"prompt": LONG}))
         await until(lambda: counted.threads.num_queued == 2)
         call.cancel()

@@ -85,7 +85,7 @@ async def test_http_errors_are_those_that_openai_clients_expect(router, worker):
     assert "psk-wrong" not in str(caught.value.body)
     with pytest.raises(openai.PermissionDeniedError, match="tenant off is turned off"):
         await models(KEYS["off"])
-    async with httpx.AsyncClient(base_url=router.http_url) as http:
+    async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
         for call in (http.get("/v1/models"), http.get("/v1/models/x"), http.post("/v1/completions", content=b"{")):
             answer = await call
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
@@ -112,7 +112,7 @@ async def test_the_router_credits_a_tenant_with_its_own_pages_alone(tenant, unca
     decode.load = replace(decode.load, prefill_tokens_per_s=200.0)
     prefill.load = replace(prefill.load, prefill_tokens_per_s=1000.0)
     prompt = [300 + number % 1000 for number in range(1605)]
-    salt = Tenants(lambda: TenantDirectory({})).salt("r1", named("acme"))
+    salt = Tenants(lambda: TenantDirectory({})).salt("r1", named("acme").cache_scope)
     prefill.log.stored(hash_pages(prompt, PAGE_SIZE, salt)[:90])
     async with running_router(decode, prefill, tenants=TENANTS) as router:
         async with client(router, tenant) as caller:
@@ -179,7 +179,7 @@ def _check_own_pages(servers, tenants, revision) -> None:
         held, pool = cached_pages(server), server.worker._engine.kv_pages
         pages = {}
         for name in ("acme", "beta", "one"):
-            hashes = hash_pages(PROMPT, PAGE_SIZE, tenants.salt(revision, named(name)))
+            hashes = hash_pages(PROMPT, PAGE_SIZE, tenants.salt(revision, named(name).cache_scope))
             pages[name] = [held[page_hash] for page_hash in hashes]
         assert len(set(itertools.chain(*pages.values()))) == 3 * len(hashes)
         for page, twin in zip(pages["acme"], pages["beta"], strict=True):

@@ -13,12 +13,11 @@ import pytest
 from penstock.config.security import LimitsConfig
 from penstock.errors import DeadlineExceeded, from_rpc_error
 from penstock.v1 import inference_pb2_grpc
-from router import server
-from router.api.http.connections import bound_unread
 from router.api.reader_watch import ReaderWatch
 from router.metrics.metrics import RouterMetrics
 from tests.router.api.test_grpc_service import collect, request
 from tests.support.router.router_fakes import FakeWorker, running_router, until
+from tests.support.router.small_sockets import connect_small, shrink_sent_buffers
 
 NEVER_S = 600.0  # a limit that this test does not reach
 MANY = 400  # tokens with twenty alternatives each: several times what the sockets and windows here hold
@@ -28,13 +27,7 @@ SMALL_WINDOWS = [("grpc.http2.lookahead_bytes", 65536), ("grpc.http2.bdp_probe",
 
 @pytest.fixture(autouse=True)
 def _small_sockets(monkeypatch):
-    """The kernel would grow a connection's buffer to megabytes."""
-
-    def bound(listener, limits):
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
-        bound_unread(listener, limits)
-
-    monkeypatch.setattr(server, "bound_unread", bound)
+    shrink_sent_buffers(monkeypatch)
 
 
 def long_answers(**settings):
@@ -64,12 +57,10 @@ async def unread_http(router, timeout_s=NEVER_S):
         }
     ).encode()
     with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.setblocking(False)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(client, ("127.0.0.1", router.server.ports.http))
+        await connect_small(client, router.server.ports.http)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: {timeout_s}\r\n"
-        await loop.sock_sendall(client, f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        whole = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+        await asyncio.get_running_loop().sock_sendall(client, whole)
         yield client
 
 
@@ -93,8 +84,8 @@ async def test_the_slot_ends_with_the_work_and_not_with_the_reading(api):
     worker = await long_answers().start()
     limits = {"write_stall_s": NEVER_S, "read_grace_s": NEVER_S}
     async with running_router(worker, limits=limits, default_timeout_s=NEVER_S) as router, UNREAD[api](router):
-        await worker.until(lambda fake: bool(fake.submits), 20.0)
-        await until(lambda: not num_inside(router), 20.0)
+        await worker.until(lambda fake: bool(fake.submits), 60.0)
+        await until(lambda: not num_inside(router), 60.0)
         assert not worker.cancelled  # it computed everything
         assert "vllm:request_success_total{" not in metrics(router)  # which its client has not read
 
@@ -105,10 +96,10 @@ async def test_an_unread_stream_holds_no_slot_past_its_deadline(api):
     limits = {"write_stall_s": NEVER_S, "read_grace_s": NEVER_S}
     async with running_router(worker, limits=limits, default_timeout_s=NEVER_S, max_timeout_s=4.0) as router:
         async with UNREAD[api](router):
-            await worker.until(lambda fake: bool(fake.submits), 20.0)
+            await worker.until(lambda fake: bool(fake.submits), 60.0)
             assert num_inside(router) == 1
-            await until(lambda: not num_inside(router), 30.0)
-            await worker.until(lambda fake: bool(fake.cancelled), 20.0)
+            await until(lambda: not num_inside(router), 60.0)
+            await worker.until(lambda fake: bool(fake.cancelled), 60.0)
 
 
 @pytest.mark.parametrize("api", UNREAD)
@@ -117,8 +108,8 @@ async def test_a_client_that_takes_nothing_is_cut_off(api):
     limits = {"write_stall_s": 0.2, "read_grace_s": NEVER_S}
     async with running_router(worker, limits=limits, default_timeout_s=NEVER_S) as router:
         async with UNREAD[api](router) as client:
-            await until(lambda: num_cut(router, "write_stall_s"), 30.0)
-            await until(lambda: not num_inside(router), 20.0)
+            await until(lambda: num_cut(router, "write_stall_s"), 60.0)
+            await until(lambda: not num_inside(router), 60.0)
             await ends_early(api, client)
 
 
@@ -128,8 +119,8 @@ async def test_a_stream_is_cut_off_after_its_deadline_and_grace(api):
     limits = {"write_stall_s": NEVER_S, "read_grace_s": 0.5}
     async with running_router(worker, limits=limits, max_timeout_s=5.0) as router:
         async with UNREAD[api](router) as client:  # without a deadline of its own: the default applies
-            await until(lambda: num_cut(router, "read_grace_s"), 30.0)
-            await until(lambda: not num_inside(router), 20.0)
+            await until(lambda: num_cut(router, "read_grace_s"), 60.0)
+            await until(lambda: not num_inside(router), 60.0)
             await ends_early(api, client)
 
 
@@ -154,7 +145,7 @@ async def test_what_was_generated_in_time_can_be_read_after_the_deadline():
     worker = await long_answers().start()
     async with running_router(worker, max_timeout_s=5.0) as router:
         async with unread_grpc(router) as call:
-            await until(lambda: bool(worker.submits) and not num_inside(router), 20.0)
+            await until(lambda: bool(worker.submits) and not num_inside(router), 60.0)
             await asyncio.sleep(5.0)  # past the deadline
             messages = await collect(call)
     assert sum(len(message.token_ids) for message in messages) == MANY
@@ -171,4 +162,4 @@ async def test_a_reader_that_takes_its_time_between_writes_is_not_cut_off():
         await asyncio.sleep(0.1)
     assert not cut.is_set()
     with watch:
-        await asyncio.wait_for(cut.wait(), 20.0)
+        await asyncio.wait_for(cut.wait(), 60.0)

@@ -133,7 +133,7 @@ async def test_the_async_client_reads_decisions_and_names_sessions():
             assert (await client.complete("hi", max_tokens=2)).decision is None
         served = {one.decision["completions"][0]["actual"]["decode_worker"] for one in results}
         assert len(served) == 1
-        async with httpx.AsyncClient(base_url=router.http_url) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
             for body, headers in (({"user": "s1"}, {}), ({}, {"x-penstock-session": "s1"})):
                 answer = await http.post(
                     "/v1/completions",
@@ -147,7 +147,7 @@ async def test_the_async_client_reads_decisions_and_names_sessions():
 
 async def test_an_http_stream_ends_with_its_decision():
     async with running_router(await FakeWorker().start()) as router:
-        async with httpx.AsyncClient(base_url=router.http_url, headers={"x-penstock-explain": "1"}) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60, headers={"x-penstock-explain": "1"}) as http:
             body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
             lines = (await http.post("/v1/chat/completions", json=body)).text.strip().split("\n\n")
         assert lines[-1] == "data: [DONE]"
@@ -188,7 +188,7 @@ async def test_a_worker_with_wrong_events_is_asked_for_a_snapshot():
         await collect(router.stub.Generate(request(token_ids=prompt, max_tokens=2)))
         worker.service.notify()
         await until(lambda: index.pages_of(WorkerId("decode-0")) == 0)
-        async with httpx.AsyncClient(base_url=router.http_url) as http:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
             text = (await http.get("/metrics")).text
         assert 'penstock:lying_index_total{model_name="penstock-tiny",worker="decode-0"} 1.0' in text
         assert 'penstock:worker_cache_shortfall{model_name="penstock-tiny",worker="decode-0"} 1.0' in text

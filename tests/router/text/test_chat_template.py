@@ -75,11 +75,11 @@ def test_special_tokens_are_variables_and_text_comes_back_as_it_was():
 async def test_a_process_that_dies_is_replaced_and_one_that_is_closed_is_not():
     tokenizer = Tokenizer.load(MODEL)
     expected = await tokenizer.encode_chat(CHAT)
-    os.kill(tokenizer._template.start().pid, signal.SIGKILL)
+    os.kill(tokenizer.template.start().pid, signal.SIGKILL)
     with pytest.raises(InternalError, match="status -9"):
         await tokenizer.encode_chat(CHAT)
     assert await tokenizer.encode_chat(CHAT) == expected
-    process = tokenizer._template.start()
+    process = tokenizer.template.start()
     tokenizer.close()
     assert process.wait(60) == -signal.SIGKILL
 

@@ -58,7 +58,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
             over.set()
         for step in script:
             if step is self.HANG:
-                over.wait(20)
+                over.wait(60)
             elif isinstance(step, PenstockError):
                 _abort(context, step)
             else:

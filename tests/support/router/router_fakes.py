@@ -276,7 +276,7 @@ async def running_router(
     """Stops the router and the workers afterwards. With `wait`, returns once every worker is followed."""
     source = {"admin": admin.address} if admin else {"workers": tuple(worker.address for worker in workers)}
     config = RouterConfig.model_validate(
-        {"model": str(MODEL), "grpc_port": 0, "http_port": 0, "default_timeout_s": 20.0, **source, **settings}
+        {"model": str(MODEL), "grpc_port": 0, "http_port": 0, "default_timeout_s": 60.0, **source, **settings}
     )
     server = RouterServer(config)
     await server.start()

@@ -1,0 +1,67 @@
+"""Reads the bodies of HTTP requests, within bounds of size, time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from penstock.config.security import LimitsConfig
+from penstock.errors import Cancelled, Unavailable
+from router.api.limits import UnreadRequest, check_body
+from router.metrics.metrics import RouterMetrics
+
+_RETRY_AFTER_S = 1.0
+
+
+class BodyReader:
+    """Reads bodies, and bounds how many bytes of them are held at once until they are parsed."""
+
+    def __init__(self, limits: LimitsConfig, metrics: RouterMetrics) -> None:
+        self._limits = limits
+        self._metrics = metrics
+        self._num_held = 0
+
+    async def read(self, http: Request, held: contextlib.ExitStack) -> bytes:
+        """Returns the body, whose bytes count until `held` closes.
+
+        Raises UnreadRequest as soon as it is too large or late, Unavailable if there are too many bytes of bodies
+        already, Cancelled if the client disconnects.
+        """
+        limits = self._limits
+        declared = http.headers.get("content-length", "")
+        check_body(int(declared) if declared.isdecimal() else 0, limits)
+        parts: list[bytes] = []
+        num_bytes = 0
+        held.callback(self._give_back, parts)
+        try:
+            async with asyncio.timeout(limits.body_timeout_s):
+                async for part in http.stream():
+                    num_bytes += len(part)
+                    check_body(num_bytes, limits)
+                    self._take(part)
+                    parts.append(part)
+        except TimeoutError as error:
+            self._metrics.limited("body_timeout_s")
+            problem = f"did not arrive within {limits.body_timeout_s:g} s; send it faster, or less of it"
+            raise UnreadRequest("body", problem, 408) from error
+        except ClientDisconnect as error:
+            raise Cancelled("the client has gone") from error
+        parts[:] = [b"".join(parts)]
+        return parts[0]
+
+    def _take(self, part: bytes) -> None:
+        limit = self._limits.bodies_bytes
+        if self._num_held + len(part) > limit:
+            self._metrics.limited("bodies_bytes")
+            problem = (
+                f"this router holds {self._num_held} bytes of bodies, and limits.bodies_bytes = {limit}; try again"
+            )
+            raise Unavailable(problem, _RETRY_AFTER_S)
+        self._num_held += len(part)
+
+    def _give_back(self, parts: list[bytes]) -> None:
+        self._num_held -= sum(map(len, parts))
+        parts.clear()

@@ -1,0 +1,110 @@
+"""Describes the HTTP calls: the OpenAPI document at /openapi.json, and the page at /docs that shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response
+
+OPENAPI = "/openapi.json"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_MEANINGS = {
+    200: "Success",
+    400: "A field is at fault; the message names it, its value and the fix",
+    401: "No valid credentials",
+    403: "The caller may not do this",
+    404: "No such model or object",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    429: "Too many requests or tokens; see Retry-After",
+    431: "The headers are too large",
+    500: "A fault of the server",
+    503: "Nobody can serve this now; see Retry-After",
+    504: "The deadline passed",
+}
+_OF_EVERY_CALL = (400, 401, 403, 404, 408, 413, 429, 431, 500, 503, 504)
+_OF_EVERY_READING = (400, 401, 403, 404, 431, 500, 503)
+_BODY = "x-body"  # in a route's description: the schemas of its body, which move to the document's components
+_SCHEMAS = "#/components/schemas/{model}"
+
+Answers = dict[int | str, dict[str, Any]]
+
+
+def answers(*statuses: int, error: bool = True) -> Answers:
+    """Returns what a route declares of these statuses: OpenAI's error object, or any JSON if `error` is false."""
+    schema = {"$ref": "#/components/schemas/Error"} if error else {}
+    return {
+        status: {"description": _MEANINGS[status], "content": {"application/json": {"schema": schema}}}
+        for status in statuses
+    }
+
+
+def described_call(body: type[BaseModel]) -> dict[str, Any]:
+    """Returns the keyword arguments of a route that reads `body` itself and answers with JSON or an event stream."""
+    content = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model=body.__name__)}}}
+    streamed = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    return {
+        "responses": {200: streamed, **answers(*_OF_EVERY_CALL)},
+        "openapi_extra": {"requestBody": {"required": True, "content": content}, _BODY: _schemas_of(body)},
+    }
+
+
+def described_reading() -> dict[str, Any]:
+    """Returns the keyword arguments of a route that reads no body."""
+    return {"responses": answers(*_OF_EVERY_READING)}
+
+
+def add_documents(app: FastAPI) -> None:
+    """Adds /openapi.json and /docs, which describe the routes that the app has when they are first asked for."""
+    made: list[dict[str, Any]] = []
+
+    @app.get(OPENAPI, include_in_schema=False)
+    async def openapi() -> Response:
+        if not made:
+            made.append(_document(app))
+        return JSONResponse(made[0])
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return get_swagger_ui_html(openapi_url=OPENAPI.removeprefix("/"), title=app.title)
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for path in document["paths"].values():
+        for operation in path.values():
+            schemas |= operation.pop(_BODY, {})
+    schemas["Error"] = _ERROR
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{"key": []}, {}]  # a deployment without tenants asks for none
+    return document
+
+
+def _schemas_of(body: type[BaseModel]) -> dict[str, Any]:
+    """Returns the schema of a body and those that it refers to, by name, without the titles that pydantic derives."""
+    schema = body.model_json_schema(ref_template=_SCHEMAS)
+    found = {**schema.pop("$defs", {}), body.__name__: schema}
+    for part in found.values():
+        for field in part.get("properties", {}).values():
+            field.pop("title", None)
+    return found

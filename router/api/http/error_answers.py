@@ -1,0 +1,66 @@
+"""Answers errors over HTTP, in the shape of the dialect that the path belongs to: OpenAI's, unless another is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from penstock.errors import DeadlineExceeded, ModelNotFound, PenstockError, Unauthenticated, Unavailable
+from router.api.dialect import ErrorShape, Json
+from router.api.http.streams import internal_error
+from router.api.http.unserved import unserved
+from router.api.limits import UnreadRequest
+from router.api.openai.responses import error_json
+
+
+def openai_error(error: PenstockError) -> tuple[int, Json]:
+    """Returns the status and the body of an error as OpenAI's API shows it."""
+    return error.http_status, error_json(error)
+
+
+class ErrorAnswers:
+    """Writes errors; `shapes` are those of other dialects, by the beginning of their paths."""
+
+    def __init__(self, shapes: Mapping[str, ErrorShape]) -> None:
+        self._shapes = shapes
+
+    def add_to(self, app: FastAPI) -> None:
+        app.add_exception_handler(PenstockError, self._on_penstock_error)
+        app.add_exception_handler(HTTPException, self._on_http_exception)
+        app.add_exception_handler(Exception, self._on_internal_error)
+
+    def _shape(self, http: Request) -> ErrorShape:
+        path = http.url.path
+        return next((shape for start, shape in self._shapes.items() if path.startswith(start)), openai_error)
+
+    async def _on_penstock_error(self, http: Request, error: Exception) -> Response:
+        assert isinstance(error, PenstockError)
+        headers = {}
+        if isinstance(error, Unauthenticated):
+            headers["www-authenticate"] = "Bearer"
+        if isinstance(error, UnreadRequest) and error.http_status == 408:
+            headers["connection"] = "close"  # the client is silent; a client that still sends would see a reset
+        if isinstance(error, Unavailable | DeadlineExceeded) and error.retry_after_s is not None:
+            headers["retry-after"] = str(math.ceil(error.retry_after_s))
+        status, body = self._shape(http)(error)
+        return JSONResponse(body, status, headers)
+
+    async def _on_http_exception(self, http: Request, error: Exception) -> Response:
+        """Reports an unknown path or method."""
+        assert isinstance(error, HTTPException)
+        what = unserved(http.url.path) if error.status_code == 404 else None
+        detail = error.detail if what is None else f"Penstock has no {what}"
+        problem = ModelNotFound(f"{http.method} {http.url.path[:200]}: {detail}; GET /openapi.json lists all calls")
+        _, body = self._shape(http)(problem)
+        if "param" in body["error"]:
+            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+            body["error"].update(param=None, code=code if what is None else "not_supported")
+        return JSONResponse(body, error.status_code, error.headers)
+
+    async def _on_internal_error(self, http: Request, error: Exception) -> Response:
+        status, body = self._shape(http)(internal_error(error))
+        return JSONResponse(body, status)

@@ -1,0 +1,159 @@
+"""Answers the calls that generate, of every HTTP dialect: from the body's bytes to the response.
+
+A route calls `GenerationCalls.answer` with its `Dialect`. Thin over `router.dispatch`, on its event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from penstock.config.security import LimitsConfig
+from penstock.errors import InvalidInput
+from penstock.rpc.hints import read_hints
+from penstock.text.grammars import FIELD as GRAMMAR_FIELD
+from penstock.v1 import inference_pb2
+from router.api.dialect import BodyT, CallResponse, CallTotals, Dialect
+from router.api.http.bodies import BodyReader
+from router.api.http.connections import ABORT, SUBJECTS
+from router.api.http.request_ids import name_request
+from router.api.http.streams import (
+    EventStream,
+    collect_response,
+    event_bytes,
+    granted_header,
+    merged_outputs,
+    until_disconnect,
+)
+from router.api.identity import Tenant
+from router.api.limits import check_completions, check_headers
+from router.api.openai.json_bodies import SMALL_BODY_BYTES
+from router.api.openai.requests import read_lane, read_timeout_s
+from router.api.parsed_outputs import OutputParsing, ParsedOutputs
+from router.api.prepare import RequestPreparer
+from router.api.reader_watch import ReaderWatch
+from router.dispatch.dispatcher import Dispatcher
+from router.fair_threads import FairThreads
+from router.metrics.metrics import RouterMetrics
+
+ParsedT = TypeVar("ParsedT")
+
+
+class GenerationCalls:
+    """Shared by all routes that generate."""
+
+    def __init__(
+        self, preparer: RequestPreparer, dispatcher: Dispatcher, metrics: RouterMetrics, threads: FairThreads
+    ) -> None:
+        """`threads` parse large bodies, so that the event loop serves others between the steps."""
+        self._preparer = preparer
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._threads = threads
+        self._bodies = BodyReader(preparer.limits, metrics)
+
+    async def answer(self, http: Request, dialect: Dialect[BodyT]) -> Response:
+        """Nothing goes on for a client that disconnects, in whatever queue its call waits."""
+
+        def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Awaitable[Response]:
+            return self._answer(http, raw, held, dialect, tenant)
+
+        return await self.with_body(http, work)
+
+    async def with_body(
+        self, http: Request, work: Callable[[bytes, contextlib.ExitStack, Tenant], Awaitable[Response]]
+    ) -> Response:
+        """Returns what `work` makes of the body and its tenant, unless the client disconnects first.
+
+        The body's bytes count as held until `work` closes the stack. Raises Unauthenticated, PermissionDenied or
+        UnreadRequest.
+        """
+        tenant = identify(http, self._preparer)
+        with contextlib.ExitStack() as held:
+            raw = await self._bodies.read(http, held)
+            working = work(raw, held, tenant)
+            del raw
+            return await until_disconnect(http.receive, working)
+
+    async def _answer(
+        self, http: Request, raw: bytes, held: contextlib.ExitStack, dialect: Dialect[BodyT], tenant: Tenant
+    ) -> Response:
+        """Returns a stream only with its first token, so that errors before it are plain HTTP errors."""
+        preparer, accepted_s = self._preparer, time.monotonic()
+        timeout_s = read_timeout_s(http.headers)
+        async with preparer.until(preparer.deadline_s(timeout_s)):
+            body, response, parsing, wanted = await self._parse(raw, dialect, tenant)
+        del raw
+        held.close()
+        name_request(http.scope, body.caller_id)
+        hints = read_hints(http.headers, body.session)
+        lane = read_lane(http.headers, body.lane)
+        requests = []
+        check_completions(wanted, preparer.limits)
+        for wire in wanted:
+            wire.lane = lane
+            preparing = preparer.prepare(
+                wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s, parsing.complete_sampling
+            )
+            try:
+                requests.append(await preparing)
+            except InvalidInput as error:
+                if error.field != GRAMMAR_FIELD:
+                    raise
+                raise InvalidInput(body.grammar_field, error.problem) from error
+        response.begin(requests)
+        totals = CallTotals(sum(len(request.token_ids) for request in requests))
+        parsed = ParsedOutputs(parsing, [request.token_ids for request in requests], requests[0].sampling.n)
+        outputs = merged_outputs(self._dispatcher, requests)
+        if not body.streams:
+            async with contextlib.aclosing(outputs):
+                whole, headers = await collect_response(outputs, parsed, response, totals)
+                return JSONResponse(whole, headers=headers)
+        try:
+            first = await anext(outputs)
+        except BaseException:
+            await outputs.aclose()
+            raise
+        cut = http.scope.get(ABORT, lambda: None)
+        watch = ReaderWatch(requests[0].request_id, requests[0].deadline_s, preparer.limits, self._metrics, cut)
+        events = event_bytes(first, outputs, parsed, response, totals)
+        return EventStream(events, watch, granted_header(first[1]))
+
+    async def _parse(
+        self, raw: bytes, dialect: Dialect[BodyT], tenant: Tenant
+    ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
+        """Returns the body, the response to it, how its outputs are parsed, and its requests.
+
+        Raises InvalidInput that names the field, or Overloaded.
+        """
+
+        def parse(
+            raw: bytes, limits: LimitsConfig
+        ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
+            body = dialect.read(raw, limits, tenant.name)
+            response = dialect.respond(body)
+            return body, response, self._preparer.parsing(body.output_format), body.requests(response.id)
+
+        return await self.parse(raw, tenant, parse)
+
+    async def parse(self, raw: bytes, tenant: Tenant, parse: Callable[[bytes, LimitsConfig], ParsedT]) -> ParsedT:
+        """Returns what `parse` makes of the body and the limits that hold for it; a large one is parsed in a thread.
+
+        Raises what `parse` raises, or Overloaded.
+        """
+        limits = self._preparer.limits
+        if len(raw) <= SMALL_BODY_BYTES:
+            return parse(raw, limits)
+        limits = self._preparer.limits_within(limits.completions)
+        return await self._threads.run(tenant.name, len(raw), parse, raw, limits)
+
+
+def identify(http: Request, preparer: RequestPreparer) -> Tenant:
+    """Raises UnreadRequest, Unauthenticated or PermissionDenied."""
+    check_headers(http.headers.raw, preparer.limits)
+    return preparer.tenants.identify(http.headers.get("authorization"), http.scope.get(SUBJECTS, ()))

@@ -1,0 +1,79 @@
+"""The calls that say how a router is: probes, version, load and metrics. They need no model and generate nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from router.api.dialect import ErrorShape
+from router.api.http.documents import add_documents, answers
+from router.api.http.error_answers import ErrorAnswers
+from router.api.http.request_ids import RequestIdMiddleware
+from router.api.prepare import RequestPreparer
+from router.metrics.metrics import RouterMetrics
+
+_PROBES = answers(200, 503, error=False)
+
+
+def make_operations_app(
+    preparer: RequestPreparer,
+    metrics: RouterMetrics,
+    metrics_token: Callable[[], str] = lambda: "",
+    shapes: Mapping[str, ErrorShape] = MappingProxyType({}),
+) -> FastAPI:
+    """Returns an app that says how this router is, and serves no model: for a port that only operators reach.
+
+    With a `metrics_token` that is not "", /metrics and /load demand it. `shapes` are those of errors, as `ErrorAnswers`
+    takes them.
+    """
+    app = FastAPI(title="Penstock", version=_version(), docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/health", responses=_PROBES)
+    @app.get("/health/ready", responses=_PROBES)
+    @app.get("/ready", responses=_PROBES)
+    async def health() -> Response:
+        """Answers 200 if a request would be served now, else 503 with the reason."""
+        ready = preparer.ready
+        reason = "leaving" if preparer.leaving else "no decode worker"
+        return JSONResponse({"status": "ready" if ready else reason}, 200 if ready else 503)
+
+    @app.get("/health/live")
+    @app.get("/live")
+    async def live() -> Response:
+        """Reports that the process answers, whether or not a request would be served: no reason to restart it."""
+        return JSONResponse({"status": "live"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        """Returns the version of Penstock."""
+        return JSONResponse({"version": _version()})
+
+    @app.get("/load", responses=answers(401))
+    async def load(http: Request) -> Response:
+        """Returns the number of requests in flight at this router, and how many of them wait."""
+        preparer.tenants.check_scraper(http.headers.get("authorization"), metrics_token())
+        num_inflight, num_waiting = preparer.inflight
+        return JSONResponse({"server_load": num_inflight, "num_waiting": num_waiting})
+
+    @app.get("/metrics", responses=answers(401), response_class=PlainTextResponse)
+    async def scrape(http: Request) -> Response:
+        """Returns the router's metrics in Prometheus' format."""
+        preparer.tenants.check_scraper(http.headers.get("authorization"), metrics_token())
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    app.add_middleware(RequestIdMiddleware)
+    ErrorAnswers(shapes).add_to(app)
+    add_documents(app)
+    return app
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("penstock")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,48 @@
+"""The routes /tokenize and /detokenize. Both are bounded and paid for as the gRPC call Tokenize is."""
+
+from __future__ import annotations
+
+import contextlib
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from penstock.config.security import LimitsConfig
+from penstock.v1 import inference_pb2
+from router.api.http.generation import GenerationCalls
+from router.api.identity import Tenant
+from router.api.openai.requests import read_timeout_s
+from router.api.openai.tokenization import parse_detokenize_body, parse_tokenize_body, tokenized_json
+from router.api.prepare import RequestPreparer
+
+
+def add_tokenization(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer) -> None:
+    """Adds the routes to the app."""
+
+    @app.post("/tokenize")
+    async def tokenize(http: Request) -> Response:
+        async def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
+            def parse(raw: bytes, limits: LimitsConfig) -> tuple[inference_pb2.TokenizeRequest, bool]:
+                body = parse_tokenize_body(raw, limits)
+                return body.request(), body.return_token_strs
+
+            timeout_s = read_timeout_s(http.headers)
+            async with preparer.until(preparer.deadline_s(timeout_s)):
+                wire, wants_texts = await calls.parse(raw, tenant, parse)
+            held.close()
+            token_ids, texts = await preparer.tokenize(wire, tenant, timeout_s, spelt=wants_texts)
+            return JSONResponse(tokenized_json(token_ids, texts if wants_texts else None, preparer.context_length))
+
+        return await calls.with_body(http, work)
+
+    @app.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        async def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
+            timeout_s = read_timeout_s(http.headers)
+            async with preparer.until(preparer.deadline_s(timeout_s)):
+                body = await calls.parse(raw, tenant, parse_detokenize_body)
+            held.close()
+            preparer.check_model(body.model or "")
+            return JSONResponse({"prompt": await preparer.detokenize(body.tokens, tenant, timeout_s)})
+
+        return await calls.with_body(http, work)

@@ -1,0 +1,110 @@
+"""Turns the outputs of a call into `ChoiceDelta`s: the one place where the text of outputs is parsed. Pure.
+
+Parsing happens here, behind detokenizing, and not at workers: a stream whose worker is lost goes on with the same text,
+so that its parser sees no seam and no worker holds state for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from penstock.completions import Output
+from penstock.errors import InvalidInput
+from penstock.text.spelling import Spelling
+from penstock.v1 import common_pb2
+from router.api.dialect import ChoiceDelta, OutputFormat
+from router.parsers.choice import ParserChoice
+from router.parsers.events import (
+    ParserEvent,
+    ReasoningDelta,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from router.parsers.output_parser import OutputParser
+
+_END_TOKENS = 64  # of a prompt, which show whether it leaves the model reasoning
+
+
+class OutputParsing:
+    """How one call's outputs are parsed, and what its sampling must obey so that they can be."""
+
+    def __init__(
+        self, form: OutputFormat, choice: ParserChoice, spelling: Spelling, specials: Mapping[str, int]
+    ) -> None:
+        """`choice` are the model's formats; `specials` the ids of special tokens by name.
+
+        Raises InvalidInput for tools that the model cannot call.
+        """
+        self._form = form
+        self._choice = choice
+        self._spelling = spelling
+        self._specials = specials
+        self._tools = form.tools if form.tool_choice != "none" else ()
+        if self._tools and form.is_chat and choice.tool_format is None:
+            raise InvalidInput("tools", "are not possible: no parser fits the model's chat template; see tool_parser")
+
+    def complete_sampling(self, sampling: common_pb2.SamplingParams, token_ids: Sequence[int]) -> None:
+        """Sets what parsing needs, for a prompt of these tokens. Raises InvalidInput."""
+        form, choice = self._form, self._choice
+        if not form.is_chat:
+            return
+        if choice.needs_special_tokens and (self._tools or choice.reasoning_format):
+            sampling.keep_special_tokens = True
+        if not self._tools or (sampling.HasField("grammar") and form.tool_choice == "auto"):
+            return
+        source = choice.grammar(
+            self._tools,
+            form.tool_choice,
+            parallel=form.parallel_tool_calls,
+            special_tokens=self._specials,
+            starts_in_reasoning=self._opens_reasoning(token_ids),
+        )
+        if source is not None:
+            sampling.grammar.kind, sampling.grammar.source = common_pb2.GRAMMAR_KIND_LARK, source
+
+    def parser(self, token_ids: Sequence[int]) -> OutputParser | None:
+        """Returns a parser for a completion of this prompt; None if all of its text is text."""
+        form, choice = self._form, self._choice
+        if not form.is_chat or not (self._tools or choice.reasoning_format):
+            return None
+        return choice.make(self._tools, starts_in_reasoning=self._opens_reasoning(token_ids))
+
+    def keeps(self, event: ParserEvent) -> bool:
+        """Whether the client gets the event."""
+        if isinstance(event, ReasoningDelta):
+            return self._form.include_reasoning
+        if isinstance(event, ToolCallStart | ToolArgumentsDelta | ToolCallEnd):
+            return event.index == 0 or self._form.parallel_tool_calls
+        return True
+
+    def _opens_reasoning(self, token_ids: Sequence[int]) -> bool:
+        if self._choice.reasoning_format is None:
+            return False
+        end = "".join(map(self._spelling.token_text, token_ids[-_END_TOKENS:]))
+        return self._choice.prompt_opens_reasoning(end)
+
+
+class ParsedOutputs:
+    """The parsers of one call, one for each choice."""
+
+    def __init__(self, parsing: OutputParsing, prompts: Sequence[Sequence[int]], completions: int) -> None:
+        """`prompts` are the tokens of the call's prompts, each of which has so many completions."""
+        self._parsing = parsing
+        self._parsers = [parsing.parser(token_ids) for token_ids in prompts for _ in range(completions)]
+        self._called: set[int] = set()
+
+    def delta(self, choice: int, output: Output) -> ChoiceDelta:
+        """Returns what the output adds to the choice. A choice's outputs come in order."""
+        parser = self._parsers[choice]
+        if parser is None:
+            events: list[ParserEvent] = [TextDelta(output.text)] if output.text else []
+        else:
+            events = parser.feed(output.text) if output.text else []
+            if output.finish_reason is not None:
+                events = [*events, *parser.finish()]
+            events = [event for event in events if self._parsing.keeps(event)]
+            if any(isinstance(event, ToolCallStart) for event in events):
+                self._called.add(choice)
+        return ChoiceDelta(choice, events, output, choice in self._called)

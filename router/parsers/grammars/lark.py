@@ -1,0 +1,92 @@
+"""A Lark grammar in the making: its rules, literals that may hold special tokens, JSON schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.errors import InvalidInput
+
+ANY_TEXT = r"(.|\n)*"
+MAX_GRAMMAR = 1 << 20
+_JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_DEFINITIONS = ("$defs", "definitions")
+
+
+class LarkWriter:
+    """Collects rules. Marks among `special_tokens` (text to id) are written as tokens, since no text matches those."""
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        self.special_tokens = special_tokens
+        self._rules: list[str] = []
+        self._size = 0  # characters of the rules
+        found = [re.escape(mark) for mark in sorted(special_tokens, key=len, reverse=True) if mark]
+        self._split = re.compile("(" + "|".join(found) + ")") if found else None
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Adds a rule and returns its name."""
+        name = f"r{len(self._rules)}"
+        self._size += len(body)
+        if self._size > MAX_GRAMMAR:
+            problem = f"their schemas make a grammar of more than {MAX_GRAMMAR} characters; simplify them"
+            raise InvalidInput("tools", problem)
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """Returns an expression that matches exactly this text."""
+        pieces = self._split.split(text) if self._split else [text]
+        return " ".join(
+            f"<[{self.special_tokens[piece]}]>" if piece in self.special_tokens else json.dumps(piece)
+            for piece in pieces
+            if piece
+        )
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """Returns an expression that matches JSON of a schema."""
+        return "%json " + json.dumps({**schema, "x-guidance": _JSON_FORM})
+
+    def until(self, mark: str) -> str:
+        """Returns an expression that matches any text up to the first `mark`, and the mark."""
+        if mark in self.special_tokens:
+            return self.rule(f"/{ANY_TEXT}/ {self.literal(mark)}")
+        return self.rule(f"/{ANY_TEXT}{_quote(mark)}/", "[lazy]")
+
+    def text(self) -> str:
+        """Returns an expression that matches any text."""
+        return f"/{ANY_TEXT}/"
+
+    def properties(
+        self, schema: Mapping[str, Any], write: Callable[[str, Mapping[str, Any]], str], separator: str
+    ) -> str:
+        """Returns an expression that matches the properties of an object's schema, in its order.
+
+        `write` returns the expression of one property from its name and schema. Raises InvalidInput if the schema
+        has no properties of its own.
+        """
+        if any(word in schema for word in ("anyOf", "oneOf", "allOf", "$ref")):
+            problem = "anyOf, oneOf, allOf or $ref at the top of a tool's parameters cannot be enforced with this model"
+            raise InvalidInput("tools", f"{problem}; write the parameters as properties of one object")
+        shared = {word: schema[word] for word in _DEFINITIONS if word in schema}
+        wanted, properties = schema.get("required"), schema.get("properties")
+        names_required = {each for each in wanted if isinstance(each, str)} if isinstance(wanted, list) else set()
+        first = following = '""'
+        for name, value in reversed(list(properties.items()) if isinstance(properties, Mapping) else []):
+            item = self.rule(write(name, {**value, **shared} if isinstance(value, Mapping) else shared))
+            first_next = f"{item} {following}"
+            following_next = f"{self.literal(separator)} {item} {following}"
+            optional = name not in names_required
+            first = self.rule(f"{first_next} | {first}" if optional else first_next)
+            following = self.rule(f"{following_next} | {following}" if optional else following_next)
+        return first
+
+    def finish(self, start: str) -> str:
+        """Returns the grammar, whose outputs match the expression `start`."""
+        return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
+
+
+def _quote(text: str) -> str:
+    """Returns a regular expression that matches exactly this text."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$/&~#-])", r"\\\1", text).replace("\n", r"\n")

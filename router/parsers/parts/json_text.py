@@ -1,0 +1,125 @@
+"""JSON as a model writes it: the text of an object, found by its braces alone, and strings, unescaped as they come."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from router.parsers.parts.part import CallSink, Part, Stateful, Step
+
+_IN_STRING = re.compile(r'[^"\\]+')
+_OUTSIDE = re.compile(r'[^"{}\[\]]+')
+
+
+class ObjectScanner(Stateful):
+    """Finds the end of a JSON object. Counts braces outside strings, so that any depth costs the same memory."""
+
+    FIELDS = ("depth", "quoted", "escaped")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.quoted = False
+        self.escaped = False
+
+    def step(self, char: str) -> bool:
+        """Takes the next character, the first of which is a brace; returns whether it is the object's last."""
+        if self.escaped:
+            self.escaped = False
+        elif self.quoted:
+            self.escaped = char == "\\"
+            self.quoted = char != '"'
+        elif char == '"':
+            self.quoted = True
+        elif char in "{[":
+            self.depth += 1
+        elif char in "}]":
+            self.depth -= 1
+            return not self.depth
+        return False
+
+    def skip(self, text: str, start: int) -> int:
+        """Returns how far the characters from `start` on change nothing."""
+        if self.escaped or not self.depth:
+            return start
+        match = (_IN_STRING if self.quoted else _OUTSIDE).match(text, start)
+        return match.end() if match else start
+
+
+class Arguments(Part):
+    """A JSON object that is the arguments of the call whose name was read; streams its text as it is."""
+
+    FIELDS = ("scanner",)
+
+    def __init__(self) -> None:
+        self.scanner = ObjectScanner()
+
+    def step(self, char: str, sink: CallSink) -> Step:
+        if not self.scanner.depth:
+            if char != "{":
+                return Step.FAILED
+            sink.start()
+        ended = self.scanner.step(char)
+        sink.arguments(char)
+        if ended:
+            sink.end()
+        return Step.DONE if ended else Step.MORE
+
+    def skip(self, text: str, start: int, sink: CallSink) -> int:
+        end = self.scanner.skip(text, start)
+        if end > start:
+            sink.arguments(text[start:end])
+        return end
+
+
+class StringReader(Stateful):
+    """Unescapes a JSON string, whose opening quote is before it, as it comes."""
+
+    FIELDS = ("escape", "ended")
+
+    def __init__(self) -> None:
+        self.escape = ""
+        self.ended = False  # the closing quote was read
+
+    def step(self, char: str) -> str:
+        """Takes the next character and returns the text that is now known."""
+        if not self.escape:
+            if char == "\\":
+                self.escape = char
+            self.ended = char == '"'
+            return "" if char in '"\\' else char
+        self.escape += char
+        if _is_open(self.escape):
+            return ""
+        text, self.escape = self.escape, ""
+        if len(text) > 6 and not text[6:].startswith("\\u"):  # a high surrogate without a low one
+            return _unescape(text[:6]) + "".join([self.step(each) for each in text[6:]])
+        return _unescape(text)
+
+    def rest(self) -> str:
+        """Returns the text of an escape that never ended."""
+        text, self.escape = self.escape, ""
+        return text
+
+
+def _is_open(escape: str) -> bool:
+    """Returns whether an escape needs more characters; a high surrogate waits for the low one."""
+    if escape[1:2] != "u" or not _hexadecimal(escape[2:6]):
+        return False
+    if len(escape) < 6:
+        return True
+    if not 0xD800 <= int(escape[2:6], 16) < 0xDC00:
+        return False
+    return len(escape) < 12 and "\\u".startswith(escape[6:8]) and _hexadecimal(escape[8:])
+
+
+def _hexadecimal(text: str) -> bool:
+    return all(char in "0123456789abcdefABCDEF" for char in text)
+
+
+def _unescape(text: str) -> str:
+    """Returns the text of an escape, with U+FFFD for half a surrogate pair, or the escape itself if JSON has none."""
+    try:
+        value = str(json.loads(f'"{text}"', strict=False))
+    except ValueError:
+        return text
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

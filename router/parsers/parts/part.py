@@ -1,0 +1,129 @@
+"""The interface of a part, and the sink that takes the calls which parts find."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any, ClassVar
+
+from penstock.errors import InvalidInput
+from router.parsers.tools import ToolFunction
+
+MAX_HELD = 1 << 16  # characters that a parser keeps before it knows what they are
+
+
+class Step(Enum):
+    """What a part says of a character."""
+
+    MORE = auto()  # it belongs to the part, which goes on
+    DONE = auto()  # it is the part's last
+    DONE_BEFORE = auto()  # the part ended before it
+    FAILED = auto()  # it cannot stand here: the text does not fit the format
+    TO_TEXT = auto()  # it is the last of a header, after which text of the answer follows
+    TO_REASONING = auto()  # it is the last of a header, after which reasoning follows
+
+
+class CallSink(ABC):
+    """Takes the calls that parts find."""
+
+    name: str  # of the call that begins next; a part that reads names sets it
+    tools: Mapping[str, ToolFunction]  # those that the request offers, by name
+
+    @abstractmethod
+    def types_of(self, key: str) -> frozenset[str]:
+        """Returns the JSON types of a parameter of the tool `name`; empty if its schema gives none."""
+
+    @abstractmethod
+    def begin_next(self) -> None:
+        """Says that a further call may begin here, in the same body."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begins a call of the tool `name`."""
+
+    @abstractmethod
+    def arguments(self, text: str) -> None:
+        """Adds text to the arguments of the open call."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends the open call, whose arguments are complete."""
+
+
+class Stateful:
+    """An object whose state is the attributes that `FIELDS` names, each of a JSON type or Stateful."""
+
+    FIELDS: ClassVar[tuple[str, ...]] = ()
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state as a JSON-able dictionary."""
+        values = {name: getattr(self, name) for name in self.FIELDS}
+        return {name: value.state() if isinstance(value, Stateful) else value for name, value in values.items()}
+
+    def load(self, state: object) -> None:
+        """Takes over what `state` returned. Raises InvalidInput if it is not such a state."""
+        if not isinstance(state, dict) or state.keys() != set(self.FIELDS):
+            raise InvalidInput("parser_state", f"wants the fields {sorted(self.FIELDS)}; send what state() returned")
+        for name in self.FIELDS:
+            own, value = getattr(self, name), state[name]
+            if isinstance(own, Stateful):
+                own.load(value)
+            elif type(own) is not type(value):
+                problem = f"{name} is a {type(value).__name__}, not a {type(own).__name__}; send what state() returned"
+                raise InvalidInput("parser_state", problem)
+            else:
+                setattr(self, name, value)
+
+
+class TextBuffer(Stateful):
+    """Text that grows by characters. Adding to it costs the same however much it holds."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self.size = 0
+
+    def add(self, text: str) -> None:
+        """Adds text."""
+        self._pieces.append(text)
+        self.size += len(text)
+
+    def take(self) -> str:
+        """Returns the text and forgets it."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        self.size = 0
+        return text
+
+    def state(self) -> dict[str, Any]:
+        text = self.take()
+        self.add(text)
+        return {"text": text}
+
+    def load(self, state: object) -> None:
+        if not isinstance(state, dict) or not isinstance(state.get("text"), str):
+            raise InvalidInput("parser_state", "has no text where it wants some; send what state() returned")
+        self.take()
+        self.add(state["text"])
+
+
+class Part(Stateful, ABC):
+    """One piece of the syntax of a call. A new one is made for each call."""
+
+    @abstractmethod
+    def step(self, char: str, sink: CallSink) -> Step:
+        """Takes the next character."""
+
+    def skip(self, text: str, start: int, sink: CallSink) -> int:
+        """Takes as many characters of `text` from `start` as belong together, and returns where it stopped.
+
+        The result is the same as that of single steps; this is only faster.
+        """
+        return start
+
+    def cut_off(self, sink: CallSink) -> None:
+        """Passes on what the part keeps of an open call, since the text ends or fails here."""
+
+    def fail(self, sink: CallSink) -> None:
+        """Passes on what the part keeps of an open call, since what follows does not fit; may end the call."""
+        self.cut_off(sink)

@@ -1,0 +1,171 @@
+"""Arguments as tags of keys and values, which become a JSON object by the types of the tool's schema."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from router.parsers.parts.part import CallSink, Part, Step, TextBuffer
+from router.parsers.parts.plain import MAX_NAME
+from router.parsers.tools import json_type
+
+_MAX_VALUE = 1 << 18  # characters of a value that is not a string; a longer one becomes a string
+
+
+class TaggedArguments(Part):
+    """`<key tag>KEY</key tag><value tag>VALUE</value tag>...` up to `end`.
+
+    A string streams; a value of another type is kept until it is complete, and is a string if it is no JSON of a type
+    that the schema allows. `untyped_json` says the same for parameters without a type, which otherwise are strings.
+    With `trim`, one line end after the opening tag and one before the closing tag are not part of the value.
+    """
+
+    FIELDS = ("place", "held", "key", "value", "started", "streams", "empty")
+
+    def __init__(
+        self,
+        key_tags: tuple[str, str],
+        value_tags: tuple[str, str],
+        end: str,
+        *,
+        trim: bool = False,
+        untyped_json: bool = False,
+    ) -> None:
+        self._key_open, self._key_close = key_tags
+        self._value_open, value_close = value_tags
+        self._closings = (value_close, "\n" + value_close) if trim else (value_close,)
+        self._end = end
+        self._trim = trim
+        self._untyped_json = untyped_json
+        first = "".join({re.escape(closing[0]) for closing in self._closings})
+        self._plain = re.compile(f"[^{first}]+")
+        self.place = "between"
+        self.held = ""  # the beginning of a tag
+        self.key = ""
+        self.value = TextBuffer()  # of a type other than string, so far
+        self.started = False
+        self.streams = False  # the value is a string
+        self.empty = True  # nothing of the value was read
+
+    def step(self, char: str, sink: CallSink) -> Step:
+        if self.place == "value":
+            return self._in_value(char, sink)
+        if self.place == "key":
+            return self._in_key(char, sink)
+        if not self.held and char in " \t\r\n":
+            return Step.MORE
+        self.held += char
+        if self.place == "value_open":
+            if self.held == self._value_open:
+                self._open_value(sink)
+            return Step.MORE if self._value_open.startswith(self.held) or not self.held else Step.FAILED
+        if self.held == self._key_open:
+            self.held, self.key, self.place = "", "", "key"
+        elif self.held == self._end:
+            if not self.started:
+                self._start(sink)
+            self._finish(sink)
+            return Step.DONE
+        elif not self._key_open.startswith(self.held) and not self._end.startswith(self.held):
+            return Step.FAILED
+        return Step.MORE
+
+    def skip(self, text: str, start: int, sink: CallSink) -> int:
+        if self.place != "value" or self.held or self.empty or not self.streams:
+            return start
+        match = self._plain.match(text, start)
+        if not match:
+            return start
+        sink.arguments(_escape(match[0]))
+        return match.end()
+
+    def cut_off(self, sink: CallSink) -> None:
+        if self.place == "value":
+            sink.arguments(_escape(self.held) if self.streams else self.value.take() + self.held)
+
+    def fail(self, sink: CallSink) -> None:
+        if self.started and self.place != "value":
+            self._finish(sink)
+
+    def _start(self, sink: CallSink) -> None:
+        self.started = True
+        sink.start()
+        sink.arguments("{")
+
+    def _finish(self, sink: CallSink) -> None:
+        sink.arguments("}")
+        sink.end()
+
+    def _in_key(self, char: str, sink: CallSink) -> Step:
+        self.key += char
+        if len(self.key) > MAX_NAME:
+            return Step.FAILED
+        if self.key.endswith(self._key_close):
+            self.key = self.key[: -len(self._key_close)].strip()
+            self.place = "value_open"
+            if not self._value_open:
+                self._open_value(sink)
+        return Step.MORE
+
+    def _open_value(self, sink: CallSink) -> None:
+        types = sink.types_of(self.key)
+        self.streams = types == {"string"} or (not types and not self._untyped_json)
+        self.place, self.held, self.empty = "value", "", True
+        if self.started:
+            sink.arguments(", ")
+        else:
+            self._start(sink)
+        sink.arguments(json.dumps(self.key, ensure_ascii=False) + ": " + ('"' if self.streams else ""))
+
+    def _in_value(self, char: str, sink: CallSink) -> Step:
+        held = self.held + char
+        while held:
+            if held in self._closings:
+                sink.arguments('"' if self.streams else _as_json(self.value.take(), sink.types_of(self.key)))
+                self.place, held = "between", ""
+            elif any(closing.startswith(held) for closing in self._closings):
+                break
+            else:
+                self._add(held[0], sink)
+                held = held[1:]
+        self.held = held
+        sink.arguments("")  # what is held belongs to the value
+        return Step.MORE
+
+    def _add(self, char: str, sink: CallSink) -> None:
+        leading, self.empty = self.empty, False
+        if leading and self._trim and char == "\n":
+            return
+        if self.streams:
+            sink.arguments(_escape(char))
+            return
+        self.value.add(char)
+        if self.value.size > _MAX_VALUE:
+            self.streams = True
+            sink.arguments('"' + _escape(self.value.take()))
+
+
+def _escape(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _as_json(text: str, types: frozenset[str]) -> str:
+    """Returns the text of a value as JSON of one of `types` (any, if there is none), or as a JSON string."""
+    literal = text.strip()
+    if literal in ("True", "False"):
+        literal = literal.lower()
+    elif literal == "None":
+        literal = "null"
+    try:
+        value = json.loads(literal, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kind = json_type(value)
+    fits = not types or kind in types or (kind == "null" and "string" not in types)
+    if fits or (kind == "number" and "integer" in types and float(value).is_integer()):
+        return literal
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(name: str) -> object:
+    raise ValueError(name)

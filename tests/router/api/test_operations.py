@@ -1,0 +1,113 @@
+"""Tests probes, version, load, the OpenAPI document, refusals of what is not served, and calls from browsers' pages."""
+
+from __future__ import annotations
+
+import httpx
+import jsonschema
+import pytest
+
+from tests.support.router.router_fakes import FakeWorker, running_router
+
+
+@pytest.fixture(name="router")
+async def _router():
+    async with running_router(await FakeWorker().start(), cors_origins=("https://chat.example",)) as router:
+        yield router
+
+
+@pytest.fixture(name="http")
+async def _http(router):
+    async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/ready", "/ready", "/health/live", "/live", "/version"])
+async def test_whoever_asks_gets_the_state(http, path):
+    answer = await http.get(path)
+    assert answer.status_code == 200
+    assert set(answer.json()) in ({"status"}, {"version"})
+
+
+async def test_load_counts_the_requests_in_flight(http):
+    assert (await http.get("/load")).json() == {"server_load": 0, "num_waiting": 0}
+    body = {"prompt": "Hello", "max_tokens": 4, "stream": True}
+    async with http.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.aiter_lines()
+        await anext(lines)
+        assert (await http.get("/load")).json()["server_load"] in (0, 1)  # the answer may be complete by now
+        async for _ in lines:
+            pass
+    assert (await http.get("/load")).json()["server_load"] == 0
+
+
+async def test_the_document_describes_every_call(http, router):
+    document = (await http.get("/openapi.json")).json()
+    assert document["openapi"].startswith("3.1")
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= set(document["paths"])
+    schemas = document["components"]["schemas"]
+    for path, name in (("/v1/completions", "CompletionBody"), ("/v1/chat/completions", "ChatBody")):
+        call = document["paths"][path]["post"]
+        content = call["requestBody"]["content"]["application/json"]
+        assert content["schema"] == {"$ref": f"#/components/schemas/{name}"}
+        assert {"200", "400", "401", "429", "503", "504"} <= set(call["responses"])
+        assert set(call["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+        jsonschema.Draft202012Validator.check_schema(schemas[name])
+    assert "messages" in schemas["ChatBody"]["properties"]
+    assert _references(document) <= {f"#/components/schemas/{name}" for name in schemas}
+
+
+def _references(part: object) -> set[str]:
+    if isinstance(part, dict):
+        own = {part["$ref"]} if isinstance(part.get("$ref"), str) else set()
+        return own.union(*map(_references, part.values()))
+    return set().union(*map(_references, part)) if isinstance(part, list) else set()
+
+
+async def test_valid_and_invalid_bodies_are_told_apart_by_the_document(http):
+    document = (await http.get("/openapi.json")).json()
+    schema = {"$ref": "#/components/schemas/ChatBody", "components": document["components"]}
+    validator = jsonschema.Draft202012Validator(schema)
+    assert validator.is_valid({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3})
+    assert not validator.is_valid({"messages": "Hi"})
+    assert not validator.is_valid({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": "three"})
+
+
+async def test_the_page_shows_the_document(http):
+    page = await http.get("/docs")
+    assert page.status_code == 200
+    assert "openapi.json" in page.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message", "code"),
+    [
+        ("POST", "/v1/embeddings", 404, "Penstock has no embeddings", "not_supported"),
+        ("POST", "/v1/audio/speech", 404, "Penstock has no speech and transcription", "not_supported"),
+        ("POST", "/rerank", 404, "Penstock has no reranking", "not_supported"),
+        ("GET", "/nothing", 404, "GET /nothing: Not Found", "not_found"),
+        ("GET", "/v1/completions", 405, "GET /v1/completions: Method Not Allowed", "method_not_allowed"),
+    ],
+)
+async def test_what_is_not_served_is_refused_by_name(http, method, path, status, message, code):
+    answer = await http.request(method, path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
+    assert message in error["message"]
+
+
+async def test_a_page_of_an_allowed_origin_may_call(http):
+    question = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    allowed = await http.options("/v1/completions", headers={"origin": "https://chat.example", **question})
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
+    refused = await http.options("/v1/completions", headers={"origin": "https://evil.example", **question})
+    assert refused.status_code == 400
+    answer = await http.get("/v1/models", headers={"origin": "https://chat.example"})
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+    assert "x-request-id" in answer.headers["access-control-expose-headers"]
+
+
+async def test_without_origins_no_page_may_call():
+    async with running_router(await FakeWorker().start()) as router, httpx.AsyncClient() as client:
+        answer = await client.get(f"{router.http_url}/v1/models", headers={"origin": "https://chat.example"})
+        assert "access-control-allow-origin" not in answer.headers

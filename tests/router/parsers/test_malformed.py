@@ -1,0 +1,162 @@
+"""Tests what parsers make of outputs that fit no format: they stay text, cost linear time, and hold little."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import InvalidInput
+from router.parsers.choice import choose_parsers, gather
+from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
+from router.parsers.output_parser import OutputParser
+from tests.router.parsers.recorded import RECORDED, TOOLS, Recorded
+
+WORD = re.compile(r"w[0-9]+w")
+PIECES = [
+    *(mark for row in TOOL_FORMATS.values() for mark in [*row.calls, *row.before, *row.after, *row.ends]),
+    *("<think>", "</think>", "<|message|>", "</tool_call>", "<function=", "<parameter=city>", "</parameter>"),
+    *("</function>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[ARGS]", "<tool_call|>", "<escape>"),
+    *("<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "```json", "```"),
+    *('"name"', '"arguments"', '"now"', "now", "get_weather", "call:", "functions.", "analysis", "final", "commentary"),
+    *('{"name": "now", "arguments": {', '"', "'", "\\", "{", "}", "[", "]", "(", ")", ":", ",", ";", "=", "\n", " "),
+    *("\\u", "\\ud83d", "\\ude00", "city=", "12", "True", "null", "é"),
+]
+PAIRS = [(tools, reasoning) for tools in TOOL_FORMATS for reasoning in ("none", *REASONING_FORMATS)]
+
+
+def make(tools: str, reasoning: str = "none") -> OutputParser:
+    return choose_parsers(None, tools, reasoning).make(TOOLS)
+
+
+soups = st.lists(st.one_of(st.sampled_from(PIECES), st.integers(0, 999).map(lambda number: f"w{number}w")), max_size=40)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(PAIRS), soups, st.integers(1, 7))
+def test_any_text_is_parsed_alike_however_it_is_cut(pair: tuple[str, str], pieces: list[str], size: int) -> None:
+    text = "".join(pieces)
+    whole, cut = make(*pair), make(*pair)
+    expected = gather([*whole.feed(text), *whole.finish()])
+    events = []
+    for start in range(0, len(text), size):
+        events += cut.feed(text[start : start + size])
+        cut = choose_parsers(None, *pair).restore(json.loads(json.dumps(cut.state())), TOOLS)
+    assert gather([*events, *cut.finish()]) == expected
+    json.dumps([expected.text, expected.reasoning]).encode()
+    (expected.text + expected.reasoning + "".join(call.arguments for call in expected.tool_calls)).encode()
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(PAIRS), soups)
+def test_no_word_is_lost(pair: tuple[str, str], pieces: list[str]) -> None:
+    """Everything that is not the syntax of a call shows somewhere: a final mark-free word ends any structure."""
+    text = "".join(pieces)
+    parser = make(*pair)
+    parsed = gather([*parser.feed(text), *parser.finish()])
+    shown = parsed.text + parsed.reasoning + "".join(call.name + call.arguments for call in parsed.tool_calls)
+    missing = set(WORD.findall(text)) - set(WORD.findall(shown))
+    if parsed.tool_calls and not parsed.tool_calls[-1].complete:
+        missing -= {word for word in missing if text.rindex(word) > text.rindex(parsed.tool_calls[-1].name)}
+    assert not missing
+
+
+@pytest.mark.parametrize("tools", TOOL_FORMATS)
+def test_text_without_marks_stays_as_it_is(tools: str) -> None:
+    text = "\n  if a < b: print('x') \n\n- [ ] todo {\"name\": 1}\n\n"
+    parser = make(tools, "qwen3")
+    assert gather([*parser.feed(text), *parser.finish()]).text == text
+
+
+def hostile() -> dict[str, str]:
+    size = 30_000
+    return {
+        "braces": '<tool_call>{"name": "now", "arguments": ' + "{" * size,
+        "brackets": '<tool_call>{"name": "now", "arguments": {"a": ' + "[" * size,
+        "early": '<tool_call>{"arguments": ' + "{" * 3 * size,
+        "marks": "<tool_call>" * (size // 5),
+        "halves": "<tool_cal" * (size // 5),
+        "lines": "\n" * 3 * size,
+        "spaces": "<tool_call>" + " " * 3 * size,
+        "quotes": '<tool_call>{"' + "a" * 3 * size,
+        "sections": "<｜tool▁calls▁begin｜>" * (size // 10),
+        "header": "<|channel|>" * (size // 5),
+        "list": "[" * 3 * size,
+        "calls": "[get_weather(city=" + "(" * 3 * size,
+        "parameters": "<function=get_weather><parameter=days>" + "1" * 15 * size,
+        "tags": "<function=get_weather><parameter=city>" + "</paramete" * (size // 5),
+        "dictionary": "[get_weather(at=" + "{'a':" * size,
+    }
+
+
+@pytest.mark.parametrize("tools", TOOL_FORMATS)
+@pytest.mark.parametrize("kind", hostile())
+def test_a_hostile_output_takes_a_bounded_number_of_operations(tools: str, kind: str) -> None:
+    """Counts the calls of functions, which no busy machine changes."""
+    text = hostile()[kind]
+    counts = [calls_for(tools, text[: len(text) // 4]), calls_for(tools, text)]
+    assert counts[1] <= 6 * counts[0] + 5000
+
+
+def calls_for(tools: str, text: str) -> int:
+    parser, count = make(tools, "qwen3"), 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        for start in range(0, len(text), 50):
+            parser.feed(text[start : start + 50])
+    finally:
+        sys.setprofile(None)
+    assert len(json.dumps(parser.state())) < 300_000
+    parser.finish()
+    return count
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"section": "elsewhere"},
+        {"held": 1},
+        {"first": "yes"},
+        {"body": {"part": 99, "state": {}}},
+        {"body": {"part": 0, "state": []}},
+        {"body": 7},
+        {"output": {}},
+        {"opened_by": "<other>", "body": {"part": 0, "state": {}}},
+        {"more": 1},
+    ],
+)
+def test_a_state_of_another_form_is_refused(change: dict[str, object]) -> None:
+    parser = make("hermes")
+    parser.feed('<tool_call>{"name"')
+    with pytest.raises(InvalidInput, match="parser_state"):
+        choose_parsers(None, "hermes", "none").restore({**parser.state(), **change}, TOOLS)
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.sampled_from(RECORDED), st.data())
+def test_a_recorded_output_with_faults_is_parsed_alike_however_it_is_cut(
+    recorded: Recorded, data: st.DataObject
+) -> None:
+    text = recorded.text
+    for _ in range(data.draw(st.integers(1, 3))):
+        start, end = sorted(data.draw(st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))))
+        end = min(end, start + data.draw(st.integers(0, 4)))
+        text = text[:start] + data.draw(st.sampled_from(["", *PIECES])) + text[end:]
+    size = data.draw(st.integers(1, 9))
+    names = (recorded.tools, recorded.reasoning)
+    whole, cut = make(*names), make(*names)
+    expected = gather([*whole.feed(text), *whole.finish()])
+    events = []
+    for start in range(0, len(text), size):
+        events += cut.feed(text[start : start + size])
+        cut = choose_parsers(None, *names).restore(json.loads(json.dumps(cut.state())), TOOLS)
+    assert gather([*events, *cut.finish()]) == expected

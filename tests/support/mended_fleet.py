@@ -1,0 +1,57 @@
+"""Plain workers and a router that several tests share, although each of them may kill or freeze some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.config import RouterConfig, WorkerConfig
+from tests.support.plain_processes import Deployment, Process
+
+
+class MendedFleet:
+    """Owns the workers of some configurations and a router over them; both belong to the deployment."""
+
+    def __init__(self, deployment: Deployment, configs: Sequence[WorkerConfig]) -> None:
+        self._deployment = deployment
+        self._configs = {config.worker_id: config for config in configs}
+        self._workers: dict[str, Process] = {}
+        self._router: Process | None = None
+
+    @property
+    def workers(self) -> list[Process]:
+        """The workers in the order of their configurations."""
+        return [self._workers[name] for name in self._configs]
+
+    @property
+    def router(self) -> Process:
+        """A router that no other test has used: what it thinks of the workers' health is this test's doing."""
+        assert self._router is not None
+        return self._router
+
+    def mend(self) -> None:
+        """Starts each worker that is dead or frozen once more, and another router."""
+        for process in filter(_is_frozen, self._workers.values()):
+            process.kill()
+        gone = {name: config for name, config in self._configs.items() if not self._runs(name)}
+        self._workers |= zip(gone, self._deployment.start_workers(list(gone.values())), strict=True)
+        if self._router is not None:
+            self._router.kill()
+        self._router = self.start_router()
+
+    def start_router(self) -> Process:
+        """Returns one more router over the present workers."""
+        model = next(iter(self._configs.values())).engine.model
+        addresses = tuple(process.address for process in self.workers)
+        return self._deployment.start_router(
+            RouterConfig(model=model, grpc_port=0, http_port=0, workers=addresses),
+        )
+
+    def _runs(self, name: str) -> bool:
+        return name in self._workers and self._workers[name].popen.poll() is None
+
+
+def _is_frozen(process: Process) -> bool:
+    if process.popen.poll() is not None:
+        return False
+    return Path(f"/proc/{process.popen.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

@@ -12,11 +12,11 @@ import pytest
 from engine.engine import Engine
 from engine.generate import generate
 from penstock.config import EngineConfig
-from penstock.types import SamplingParams
+from penstock.types import Role, SamplingParams
 from tests.decode_worker.migrate.test_migrating_grammars import LEVELS
 from tests.support.engine.grammars import regex, schema, spell
 from tests.support.plain_processes import Deployment
-from tests.system.test_faults import MODEL, PROMPT, Fleet, busy_worker, client, wait_until_empty
+from tests.system.test_faults import MODEL, PROMPT, Fleet, busy_worker, client, config, wait_until_empty
 
 pytestmark = pytest.mark.processes
 
@@ -25,10 +25,17 @@ SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11}  # exact in single 
 MAX_TOKENS = 600
 
 
-@pytest.fixture
-def fleet() -> Iterator[Fleet]:
+@pytest.fixture(scope="module")
+def shared_fleet() -> Iterator[Fleet]:
     with Deployment() as deployment:
-        yield Fleet(deployment)
+        yield Fleet(deployment, [config(role, number) for role in Role for number in range(2)])
+
+
+@pytest.fixture
+def fleet(shared_fleet: Fleet) -> Fleet:
+    """Returns the fleet with every process alive."""
+    shared_fleet.mend()
+    return shared_fleet
 
 
 @pytest.fixture(scope="module")

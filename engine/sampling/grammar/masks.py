@@ -47,19 +47,26 @@ def apply_masks(logits_RV: torch.Tensor, sequences: Seq[Sequence], masks: TokenM
     if not rows:
         return
     words_GW = masks.words_GW[[masks.places[sequences[row]] for row in rows]]
-    vocab_size = logits_RV.shape[1]
-    if logits_RV.device.type == "cpu":
-        banned = np.unpackbits(~words_GW.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
-        if len(rows) == len(sequences):
-            logits_RV.masked_fill_(torch.from_numpy(banned), float("-inf"))
-            return
-        for row, banned_V in zip(rows, banned, strict=True):
-            logits_RV[row].masked_fill_(torch.from_numpy(banned_V), float("-inf"))
+    (mask_on_host if logits_RV.device.type == "cpu" else mask_on_device)(logits_RV, rows, words_GW)
+
+
+def mask_on_host(logits_RV: torch.Tensor, rows: Seq[int], words_GW: np.ndarray) -> None:
+    """Masks these rows of logits on a CPU."""
+    banned = np.unpackbits(~words_GW.view(np.uint8), axis=1, count=logits_RV.shape[1], bitorder="little")
+    banned_GV = torch.from_numpy(banned.view(np.bool_))
+    if len(rows) == len(logits_RV):
+        logits_RV.masked_fill_(banned_GV, float("-inf"))
         return
+    for row, banned_V in zip(rows, banned_GV, strict=True):
+        logits_RV[row].masked_fill_(banned_V, float("-inf"))
+
+
+def mask_on_device(logits_RV: torch.Tensor, rows: Seq[int], words_GW: np.ndarray) -> None:
+    """Masks these rows of logits where they are: one bit for each token travels, and nothing waits."""
     device = logits_RV.device
     shifts = torch.arange(_BITS, dtype=torch.int32, device=device)
     allowed_GWB = (upload(words_GW, device)[:, :, None] >> shifts) & 1
-    banned_GV = allowed_GWB.flatten(1)[:, :vocab_size] == 0
+    banned_GV = allowed_GWB.flatten(1)[:, : logits_RV.shape[1]] == 0
     index = upload(np.array(rows, np.int64), device)
     logits_RV[index] = logits_RV[index].masked_fill(banned_GV, float("-inf"))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.grammar.masks import MaskThread, TokenMasks, apply_masks
+from engine.sampling.grammar.masks import MaskThread, TokenMasks, apply_masks, mask_on_device
 from engine.sampling.sampler import sample, sample_each
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.errors import InternalError, InvalidInput
@@ -49,6 +49,15 @@ def test_masks_are_applied_as_the_reference_applies_them(vocab_size: int) -> Non
     masked = logits_RV.to(DEVICE, copy=True)
     apply_masks(masked, sequences, masks)
     assert torch.equal(masked.cpu(), reference(logits_RV, sequences, masks))
+    rows = [0, 3, 5, 6]
+    words_GW = words_GW[[masks.places[sequences[row]] for row in rows]]
+    for device in {torch.device("cpu"), DEVICE}:  # as a GPU does it, whatever is here
+        masked = logits_RV.to(device, copy=True)
+        mask_on_device(masked, rows, words_GW)
+        assert torch.equal(masked.cpu(), reference(logits_RV, sequences, masks))
+    whole = logits_RV[rows].clone()
+    apply_masks(whole, [sequences[row] for row in rows], masks)
+    assert torch.equal(whole, reference(logits_RV, sequences, masks)[rows])
 
 
 def test_rows_without_a_grammar_are_sampled_as_if_alone(thread: MaskThread) -> None:

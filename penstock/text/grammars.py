@@ -58,6 +58,15 @@ class GrammarCompiler:
         """The size of the cached grammars, about; never more than the cache's bound."""
         return self._num_bytes
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the tokens' trie is built."""
+        return self._tokenizer is not None
+
+    def prepare(self) -> None:
+        """Builds the tokens' trie: a second for a large vocabulary. Blocks; raises CheckpointError."""
+        self._load_tokenizer()
+
     def cached(self, grammar: Grammar) -> LLMatcher | None:
         """Returns a matcher at the grammar's start, or None if the grammar was not compiled lately. Takes microseconds.
 

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup serve demo test test-fast test-costs lint types proto check-proto client simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-quantized attack soak gpu-check tune clean
+.PHONY: help setup serve demo test test-fast test-costs lint types proto check-proto client simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized attack soak gpu-check tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench-startup  a worker cold, from a spare, after a kill and a freeze; weights loaded first and shared"
 	@echo "make bench-autoscale   the autoscaler beside one that goes by queue lengths, in virtual time"
 	@echo "make bench-flips    50 role flips, scale-downs and restarts under load, every token compared"
+	@echo "make bench-structured   what a grammar costs a stream, and the steps that forced tokens save"
 	@echo "make bench-steps    what a decode step costs besides the model, at batches of 1 to 256"
 	@echo "make attack         every attack of docs/security.md against a running deployment: held or not, at what cost to others"
 	@echo "make soak           half an hour of faults, slow readers, bad input and cancellations; nothing may grow  (MINUTES=N)"
@@ -130,6 +131,9 @@ bench-flips: setup
 
 bench-steps: setup
 	$(PY) -m benchmarks.steps
+
+bench-structured: setup
+	$(PY) -m benchmarks.structured
 
 bench-transfer: setup
 	$(PY) -m benchmarks.transfer

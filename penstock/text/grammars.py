@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -56,6 +57,15 @@ class GrammarCompiler:
     def num_bytes(self) -> int:
         """The size of the cached grammars, about; never more than the cache's bound."""
         return self._num_bytes
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the tokens' trie is built."""
+        return self._tokenizer is not None
+
+    def prepare(self) -> None:
+        """Builds the tokens' trie: a second for a large vocabulary. Blocks; raises CheckpointError."""
+        self._load_tokenizer()
 
     def cached(self, grammar: Grammar) -> LLMatcher | None:
         """Returns a matcher at the grammar's start, or None if the grammar was not compiled lately. Takes microseconds.
@@ -118,16 +128,28 @@ def to_llguidance(grammar: Grammar) -> str:
         raise InvalidInput(FIELD, f"has {num_bytes} bytes; give {MAX_SOURCE_BYTES} or fewer")
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            schema = _read_json(grammar.source)
-            if not isinstance(schema, dict | bool):
-                raise InvalidInput(FIELD, f"is {grammar.source[:100]!r}; a JSON schema is an object, true or false")
-            return str(LLMatcher.grammar_from_json_schema(grammar.source, defaults={"whitespace_pattern": _JSON_SPACE}))
+            return _schema_to_llguidance(grammar.source)
         case GrammarKind.REGEX:
             return str(LLMatcher.grammar_from_regex(grammar.source))
         case GrammarKind.LARK:
             return str(LLMatcher.grammar_from_lark(grammar.source))
         case GrammarKind.CHOICE:
             return str(LLMatcher.grammar_from_lark(_choice_to_lark(grammar.source)))
+
+
+def _schema_to_llguidance(source: str) -> str:
+    schema = _read_json(source)
+    if schema is False:
+        raise InvalidInput(FIELD, "is false, which no text satisfies; give another schema")
+    if not isinstance(schema, dict | bool):
+        raise InvalidInput(FIELD, f"is {source[:100]!r}; a JSON schema is an object, true or false")
+    own = schema.get("x-guidance") if isinstance(schema, dict) else None
+    chooses_space = isinstance(own, dict) and "whitespace_flexible" in own
+    options: Any = {} if chooses_space else {"whitespace_pattern": _JSON_SPACE}
+    try:
+        return str(LLMatcher.grammar_from_json_schema("{}" if schema is True else source, defaults=options))
+    except ValueError as error:
+        raise InvalidInput(FIELD, f"cannot be obeyed: {str(error)[:_MAX_PROBLEM]}") from None
 
 
 def _choice_to_lark(source: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import httpx
+import jsonschema
 import openai
 import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -24,7 +25,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from penstock import Client
 from penstock.config import RouterConfig
 from penstock.errors import InvalidInput, ModelNotFound
-from penstock.types import Role
+from penstock.types import Grammar, GrammarKind, Role
 from tests.support.engine.checkpoints import make_checkpoint
 from tests.support.plain_processes import Deployment, wait_until_followed
 from tests.support.serving import worker_config
@@ -164,6 +165,37 @@ def test_sampling_extensions_work_over_the_openai_api(openai_client: openai.Open
     assert [choice.finish_reason for choice in first.choices] == ["length", "length"]
     assert [choice.text for choice in first.choices] == [choice.text for choice in again.choices]
     assert first.choices[0].text != first.choices[1].text
+
+
+def test_outputs_match_their_schema_over_both_apis(client: Client, openai_client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"animal": {"enum": ["fox", "bear"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["animal", "age"],
+        "additionalProperties": False,
+    }
+    answer = openai_client.chat.completions.create(
+        model="penstock-tiny",
+        messages=[{"role": "user", "content": PROMPT}],
+        n=3,
+        seed=5,
+        response_format={"type": "json_schema", "json_schema": {"name": "animal", "strict": True, "schema": schema}},
+    )
+    assert [choice.finish_reason for choice in answer.choices] == ["stop"] * 3
+    for choice in answer.choices:
+        jsonschema.validate(json.loads(choice.message.content or ""), schema)
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    by_grpc = client.complete(PROMPT, seed=5, grammar=grammar)
+    by_http = openai_client.completions.create(
+        model="penstock-tiny", prompt=PROMPT, seed=5, max_tokens=100, extra_body={"guided_json": schema}
+    )
+    assert by_grpc.text == by_http.choices[0].text
+    jsonschema.validate(json.loads(by_grpc.text), schema)
+    pieces = [chunk.text for chunk in client.generate(PROMPT, seed=5, grammar=grammar)]
+    assert "".join(pieces) == by_grpc.text
+    with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be obeyed: Invalid type: strin"):
+        client.complete(PROMPT, grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"type": "strin"}'))
 
 
 def test_stop_strings_end_the_text_before_them(client: Client) -> None:

@@ -87,7 +87,7 @@ async def test_run_ahead_and_chunks_change_nothing() -> None:
     ahead = FP32 | {"run_ahead": True}
     async with workers(
         worker_config(Role.PREFILL, MODEL, engine=ahead, prefill={"max_batch_tokens": 8}),
-        worker_config(Role.DECODE, MODEL, engine=ahead, decode={"max_batch_tokens": 24}),
+        worker_config(Role.DECODE, MODEL, engine=ahead, decode={"max_batch_tokens": 24, "max_batch_sequences": 16}),
     ) as (prefill, decode):
         async with caller(decode) as router:
             assert await ask_all(router, requests, [prefill]) == wanted

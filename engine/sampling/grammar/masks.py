@@ -47,22 +47,35 @@ def apply_masks(logits_RV: torch.Tensor, sequences: Seq[Sequence], masks: TokenM
     if not rows:
         return
     words_GW = masks.words_GW[[masks.places[sequences[row]] for row in rows]]
-    vocab_size = logits_RV.shape[1]
-    if logits_RV.device.type == "cpu":
-        banned = np.unpackbits(~words_GW.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
-        for row, banned_V in zip(rows, banned, strict=True):
-            logits_RV[row].masked_fill_(torch.from_numpy(banned_V), float("-inf"))
+    (mask_on_host if logits_RV.device.type == "cpu" else mask_on_device)(logits_RV, rows, words_GW)
+
+
+def mask_on_host(logits_RV: torch.Tensor, rows: Seq[int], words_GW: np.ndarray) -> None:
+    """Masks these rows of logits on a CPU."""
+    banned = np.unpackbits(~words_GW.view(np.uint8), axis=1, count=logits_RV.shape[1], bitorder="little")
+    banned_GV = torch.from_numpy(banned.view(np.bool_))
+    if len(rows) == len(logits_RV):
+        logits_RV.masked_fill_(banned_GV, float("-inf"))
         return
+    for row, banned_V in zip(rows, banned_GV, strict=True):
+        logits_RV[row].masked_fill_(banned_V, float("-inf"))
+
+
+def mask_on_device(logits_RV: torch.Tensor, rows: Seq[int], words_GW: np.ndarray) -> None:
+    """Masks these rows of logits where they are: one bit for each token travels, and nothing waits."""
     device = logits_RV.device
     shifts = torch.arange(_BITS, dtype=torch.int32, device=device)
     allowed_GWB = (upload(words_GW, device)[:, :, None] >> shifts) & 1
-    banned_GV = allowed_GWB.flatten(1)[:, :vocab_size] == 0
+    banned_GV = allowed_GWB.flatten(1)[:, : logits_RV.shape[1]] == 0
     index = upload(np.array(rows, np.int64), device)
     logits_RV[index] = logits_RV[index].masked_fill(banned_GV, float("-inf"))
 
 
 class MaskThread:
-    """Computes masks beside the step, one step at a time. Its threads start with the first grammar."""
+    """Computes masks beside the step, one step at a time. Its threads start with the first grammar.
+
+    Only llguidance's own work runs there, without the interpreter's lock: Python on two threads would delay the step.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // _BITS)
@@ -72,54 +85,62 @@ class MaskThread:
     def start(self, sequences: Seq[Sequence]) -> PendingMasks | None:
         """Starts on the masks of those sequences that have a grammar, whose texts must not change until they are done.
 
-        Returns None if none of them has one. Never blocks.
+        Returns None if none of them has one. Never blocks for long.
         """
         wanted = [sequence for sequence in sequences if sequence.sampling.grammar is not None]
-        return PendingMasks(self._thread.submit(self._compute, wanted)) if wanted else None
-
-    def _compute(self, sequences: Seq[Sequence]) -> TokenMasks:
-        words_GW = np.zeros((len(sequences), self._num_words), np.int32)
-        failed: dict[Sequence, PenstockError] = {}
+        if not wanted:
+            return None
+        words_GW = np.zeros((len(wanted), self._num_words), np.int32)
         matchers: dict[int, GrammarMatcher] = {}
-        for row, sequence in enumerate(sequences):
+        failed: dict[Sequence, PenstockError] = {}
+        for row, sequence in enumerate(wanted):
             try:
-                matchers[row] = _matcher_of(sequence)
-                matchers[row].read(sequence.token_ids, sequence.num_prompt_tokens)
+                matcher = _matcher_of(sequence)
+                matcher.read(sequence.token_ids, sequence.num_prompt_tokens)
+                matchers[row] = matcher
             except PenstockError as error:
                 failed[sequence] = error
-        self._fill(words_GW, {row: matcher for row, matcher in matchers.items() if sequences[row] not in failed})
-        for row, sequence in enumerate(sequences):
-            try:
-                if sequence not in failed:
-                    matchers[row].amend(words_GW[row], sequence.num_output_tokens, sequence.sampling)
-            except PenstockError as error:
-                failed[sequence] = error
-            if sequence in failed:
-                words_GW[row] = -1
-        return TokenMasks({sequence: row for row, sequence in enumerate(sequences)}, words_GW, failed)
+        return PendingMasks(wanted, words_GW, matchers, failed, self._fill(words_GW, matchers))
 
-    def _fill(self, words_GW: np.ndarray, matchers: Mapping[int, GrammarMatcher]) -> None:
+    def _fill(self, words_GW: np.ndarray, matchers: Mapping[int, GrammarMatcher]) -> Future[None]:
         if len(matchers) == 1:
             ((row, matcher),) = matchers.items()
             words_W = words_GW[row]
-            matcher.library_matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
-        elif matchers:
-            self._executor = self._executor or LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
-            jobs = [(matcher.library_matcher, row) for row, matcher in matchers.items()]
-            self._executor.unsafe_compute_mask_ptr(jobs, words_GW.ctypes.data, words_GW.shape[1] * 4, len(words_GW))
+            compute_one = matcher.library_matcher.unsafe_compute_mask_ptr
+            return self._thread.submit(compute_one, words_W.ctypes.data, words_W.nbytes)
+        self._executor = self._executor or LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
+        jobs = [(matcher.library_matcher, row) for row, matcher in matchers.items()]
+        num_rows, num_words = words_GW.shape
+        compute_all = self._executor.unsafe_compute_mask_ptr
+        return self._thread.submit(compute_all, jobs, words_GW.ctypes.data, num_words * _BITS // 8, num_rows)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
+@dataclass(frozen=True, slots=True)
 class PendingMasks:
     """The masks of a step that is being computed."""
 
-    def __init__(self, done: Future[TokenMasks]) -> None:
-        self._done = done
+    sequences: Seq[Sequence]
+    words_GW: np.ndarray  # being written
+    matchers: Mapping[int, GrammarMatcher]  # by row
+    failed: dict[Sequence, PenstockError]
+    filled: Future[None]
 
     def wait(self) -> TokenMasks:
-        return self._done.result(_WAIT_S)
+        self.filled.result(_WAIT_S)
+        for row, matcher in self.matchers.items():
+            sequence = self.sequences[row]
+            try:
+                matcher.amend(self.words_GW[row], sequence.num_output_tokens, sequence.sampling)
+            except PenstockError as error:
+                self.failed[sequence] = error
+        for row, sequence in enumerate(self.sequences):
+            if sequence in self.failed:
+                self.words_GW[row] = -1
+        places = {sequence: row for row, sequence in enumerate(self.sequences)}
+        return TokenMasks(places, self.words_GW, self.failed)
 
 
 def _matcher_of(sequence: Sequence) -> GrammarMatcher:

@@ -20,7 +20,7 @@ from penstock.errors import DeadlineExceeded, InternalError, Overloaded, Penstoc
 from penstock.text.grammars import GrammarCompiler
 
 _NUM_THREADS = 2
-_MAX_QUEUED = 256
+_MAX_QUEUED = 4096
 _MAX_WAIT_S = 10.0
 _RETRY_AFTER_S = 1.0
 

@@ -18,7 +18,7 @@ LOCKS = ROOT / "deploy" / "docker" / "locks"
 EXTRAS = {"cpu": ("serve",), "cuda": ("serve", "nixl")}
 TORCH_DECIDES = {"torch", "triton"}  # the CPU build has a version of its own, the CUDA build names its triton
 _CPU_WHEELS = os.environ.get("TORCH_CPU_WHEELS", "https://download.pytorch.org/whl/cpu/torch/")
-_PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
+_PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_31")
 _HEADER = "# Made by `python -m tests.support.repository.image_locks --write`: change constraints.txt instead.\n"
 
 

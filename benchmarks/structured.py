@@ -1,0 +1,136 @@
+"""What a grammar costs a stream, and what forced tokens save: the bundled model, a batch of streams, on this machine.
+
+Steps of a batch with a grammar in every row alternate with steps of the same batch without, at the same positions, so
+that a busy machine slows both alike. A grammar that allows any text shows the machinery alone; JSON shows real masks.
+The count of steps compares JSON with forced tokens, JSON without, and free text of as many tokens, which takes a step
+for each. One core computes the model; masks are computed on another one where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.report import Row, publish
+from engine.engine import Engine
+from engine.sampling.grammar.fast_forward import forced_tokens
+from engine.sampling.grammar.matcher import GrammarMatcher
+from engine.step.finish import finish_reason
+from engine.step.sequence import ScheduledSequence, Sequence
+from penstock.config import EngineConfig
+from penstock.types import Grammar, GrammarKind, RequestId, SamplingParams
+
+MODEL = Path(__file__).resolve().parents[1] / "models" / "penstock-tiny"
+PROMPT = [(7 * place) % 900 + 20 for place in range(32)]
+BATCHES = (1, 8, 32)
+STEPS = 300
+SAMPLING = SamplingParams(max_tokens=STEPS + 1, temperature=0.8, seed=1, ignore_eos=True)
+RECORD = {
+    "type": "object",
+    "properties": {
+        "identifier": {"type": "integer"},
+        "description": {"type": "string", "maxLength": 20},
+        "weather_tomorrow": {"enum": ["sunny intervals", "light rain", "strong wind"]},
+        "is_confirmed": {"type": "boolean"},
+    },
+    "required": ["identifier", "description", "weather_tomorrow", "is_confirmed"],
+    "additionalProperties": False,
+}
+RECORDS = {"type": "array", "items": RECORD, "minItems": 1000}
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+ANY_TEXT = Grammar(GrammarKind.REGEX, r"(.|\n)*")
+
+
+def schema(value: object) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
+
+
+class Streams:
+    """A batch of sequences that are computed to the end of their prompts, and then one token a step."""
+
+    def __init__(self, engine: Engine, grammar: Grammar | None, count: int) -> None:
+        self._engine = engine
+        self.sequences = []
+        for number in range(count):
+            sampling = replace(SAMPLING, grammar=grammar, seed=number)
+            sequence = Sequence(RequestId(f"r{number}"), list(PROMPT), len(PROMPT), sampling, b"bench")
+            if grammar is not None:
+                sequence.matcher = GrammarMatcher(engine.grammars.compile(grammar), engine.model.eos_token_ids)
+            self.sequences.append(sequence)
+
+    def step(self, sequences: Seq[Sequence] | None = None) -> float:
+        """Computes what the sequences lack and samples; returns the seconds."""
+        chosen, size = sequences or self.sequences, self._engine.layout.page_size
+        for sequence in chosen:
+            num_pages = -(-len(sequence.token_ids) // size) - len(sequence.pages)
+            sequence.pages += self._engine.pool.allocate(max(0, num_pages))
+        work = [ScheduledSequence(sequence, sequence.num_uncomputed_tokens) for sequence in chosen]
+        started_s = time.perf_counter()
+        output = self._engine.step(work)
+        elapsed_s = time.perf_counter() - started_s
+        for sequence, token in zip(chosen, output.tokens, strict=True):
+            assert token is not None
+            sequence.num_computed_tokens = len(sequence.token_ids)
+            sequence.token_ids.append(token.token_id)
+        return elapsed_s
+
+    def release(self) -> None:
+        for sequence in self.sequences:
+            self._engine.pool.release(sequence.pages)
+
+
+def itl_rows(engine: Engine, count: int) -> list[Row]:
+    """Returns the median step of streams with each grammar beside that of free ones."""
+    rows = []
+    for name, grammar in (
+        ("any text", ANY_TEXT),
+        ("JSON", schema(RECORDS)),
+        ("compact JSON", schema(RECORDS | COMPACT)),
+    ):
+        free, ruled = Streams(engine, None, count), Streams(engine, grammar, count)
+        times: dict[Streams, list[float]] = {free: [], ruled: []}
+        for step in range(STEPS):
+            for streams in (free, ruled) if step % 2 else (ruled, free):
+                times[streams].append(streams.step())
+        medians = {streams: statistics.median(seconds[10:]) * 1e3 for streams, seconds in times.items()}
+        rows.append(Row(f"ITL, {count} streams, {name}", medians[ruled], "ms", "free text", medians[free]))
+        free.release()
+        ruled.release()
+    return rows
+
+
+def step_rows(engine: Engine) -> list[Row]:
+    """Returns the steps that JSON takes with forced tokens, beside free text of as many tokens."""
+    rows = []
+    for name, grammar in (("JSON", schema(RECORD)), ("compact JSON", schema(RECORD | COMPACT))):
+        streams = Streams(engine, grammar, 16)
+        num_steps = num_tokens = 0
+        for sequence in streams.sequences:
+            while finish_reason(sequence, engine.model.eos_token_ids, engine.model.context_length) is None:
+                streams.step([sequence])
+                num_steps += 1
+                sequence.token_ids += forced_tokens(sequence)
+            num_tokens += sequence.num_output_tokens
+        rows.append(Row(f"steps of {name}, 16 outputs", num_steps, "steps", "free text of as many tokens", num_tokens))
+        streams.release()
+    return rows
+
+
+def main() -> None:
+    engine = Engine.load(EngineConfig(model=str(MODEL), num_pages=2048, num_threads=1, device="cpu"))
+    rows = [row for count in BATCHES for row in itl_rows(engine, count)] + step_rows(engine)
+    isa = torch.backends.cpu.get_cpu_capability()
+    load = os.getloadavg()[0]
+    engine.close()
+    publish("structured", f"penstock-tiny, one core of {isa}, load {load:.1f} during the run", rows)
+
+
+if __name__ == "__main__":
+    main()

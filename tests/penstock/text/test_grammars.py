@@ -1,0 +1,116 @@
+"""Tests that grammars compile within their bounds, and that what is refused is refused by name."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from penstock.errors import InvalidInput
+from penstock.text import grammars
+from penstock.text.grammars import MAX_SOURCE_BYTES, GrammarCompiler, to_llguidance
+from penstock.types import Grammar, GrammarKind
+from tests.support.engine.grammars import EOS, MODEL, VOCAB_SIZE, regex, schema
+
+
+@pytest.fixture(name="compiler")
+def _compiler() -> GrammarCompiler:
+    return GrammarCompiler(MODEL, VOCAB_SIZE, EOS)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "problem"),
+    [
+        (regex("(?=a)b"), "look-around"),
+        (regex("(a"), "unclosed group"),
+        (schema({"type": "strin"}), "Invalid type: strin"),
+        (schema({"type": "array", "uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
+        (schema({"$ref": "https://example.com/schema.json"}), "not present in a registry"),
+        (schema(False), "which no text satisfies"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "{"), "is no JSON"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "[1]"), "a JSON schema is an object, true or false"),
+        (Grammar(GrammarKind.LARK, "begin: /a/"), "start"),
+        (Grammar(GrammarKind.LARK, "start: <|no_such_token|>"), "unknown special token"),
+        (Grammar(GrammarKind.CHOICE, '["a", 1]'), "a choice is a JSON list of texts"),
+        (Grammar(GrammarKind.CHOICE, "[]"), "a choice is a JSON list of texts"),
+        (regex("a" * (MAX_SOURCE_BYTES + 1)), f"has {MAX_SOURCE_BYTES + 1} bytes; give {MAX_SOURCE_BYTES} or fewer"),
+        (
+            schema((lambda nest: nest(nest, 300))(lambda nest, depth: {"not": nest(nest, depth - 1)} if depth else {})),
+            "",
+        ),
+    ],
+)
+def test_what_cannot_be_obeyed_is_named(compiler: GrammarCompiler, grammar: Grammar, problem: str) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        compiler.compile(grammar)
+    assert raised.value.field == "sampling.grammar"
+    assert problem in raised.value.problem
+    assert len(raised.value.message) < 600
+    assert "<state>" not in raised.value.message
+
+
+def test_every_kind_compiles(compiler: GrammarCompiler) -> None:
+    for grammar in (
+        schema({"type": "object"}),
+        schema(True),
+        regex(r"\d{3}-[a-z]+"),
+        Grammar(GrammarKind.LARK, 'start: "a" <|end|> | /b+/'),
+        Grammar(GrammarKind.CHOICE, json.dumps(['say "hi"', "back\\slash", "line\nfeed", "ünï"])),
+    ):
+        assert not compiler.compile(grammar).is_error()
+
+
+# Each took seconds, or memory without end, under the library's own limits.
+_DOUBLING = "start: A\nA: " + " & ".join(f"/(.*x.*){{{count}}}/" for count in range(1, 10))
+_NEGATIONS = "start: A\nA: " + " & ".join(f"~/(.*{letter}.{{{gap}}})/" for gap, letter in enumerate("abcdefghij", 3))
+HOSTILE = {
+    "doubling": Grammar(GrammarKind.LARK, _DOUBLING),
+    "negations": Grammar(GrammarKind.LARK, _NEGATIONS),
+    "product": schema({"allOf": [{"anyOf": [{"properties": {f"p{a}_{b}": {}}} for b in range(6)]} for a in range(8)]}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_is_refused_and_remembered(compiler: GrammarCompiler, name: str) -> None:
+    with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be obeyed"):
+        compiler.compile(HOSTILE[name])
+    with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be obeyed"):
+        compiler.cached(HOSTILE[name])  # without compiling
+
+
+def test_the_cache_is_bounded_by_bytes(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_CACHE_BYTES", 300_000)
+    kept = [regex(f"a{{{number}}}") for number in range(1, 20)]
+    for grammar in kept:
+        compiler.compile(grammar)
+        assert compiler.num_bytes <= 300_000
+    assert compiler.cached(kept[-1]) is not None
+    assert compiler.cached(kept[0]) is None
+
+
+def test_matchers_of_one_grammar_share_no_state(compiler: GrammarCompiler) -> None:
+    first, second = compiler.compile(regex("a*")), compiler.compile(regex("a*"))
+    [token] = [
+        token for token in range(VOCAB_SIZE) if first.deep_copy().try_consume_tokens([token]) and token not in EOS
+    ][:1]
+    first.consume_token(token)
+    assert second.is_accepting()
+    assert second.rollback(0)
+
+
+def test_threads_that_compile_at_once_agree(compiler: GrammarCompiler) -> None:
+    found: list[object] = []
+    threads = [threading.Thread(target=lambda: found.append(compiler.compile(schema({})))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 4
+    assert compiler.num_bytes < 2 * grammars._ENTRY_BYTES
+
+
+def test_white_space_of_json_is_bounded() -> None:
+    assert "whitespace_pattern" in to_llguidance(schema({"type": "object"}))
+    own = to_llguidance(schema({"type": "object", "x-guidance": {"whitespace_flexible": False}}))
+    assert "whitespace_flexible" in own

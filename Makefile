@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup serve demo test test-fast test-costs lint types proto check-proto client simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized attack soak gpu-check tune clean
+.PHONY: help setup serve demo test test-fast test-costs lint types proto check-proto client simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench-flips    50 role flips, scale-downs and restarts under load, every token compared"
 	@echo "make bench-structured   what a grammar costs a stream, and the steps that forced tokens save"
 	@echo "make bench-steps    what a decode step costs besides the model, at batches of 1 to 256"
+	@echo "make conformance    schemathesis and LangChain's standard tests against a deployment, installed into .venv-conformance"
 	@echo "make attack         every attack of docs/security.md against a running deployment: held or not, at what cost to others"
 	@echo "make soak           half an hour of faults, slow readers, bad input and cancellations; nothing may grow  (MINUTES=N)"
 	@echo "make simulate       thousands of seeded faults in virtual time, every invariant checked   (SEEDS=N)"
@@ -139,6 +140,16 @@ bench-transfer: setup
 	$(PY) -m benchmarks.transfer
 
 # About eight minutes on two cores. ATTACKS names some of the table, `python -m benchmarks.attack --list` all.
+# The suites' pins are not ours, so they have an environment of their own.
+CONFORMANCE := .venv-conformance
+$(CONFORMANCE)/.installed: tests/conformance/requirements.txt
+	test -x $(CONFORMANCE)/bin/python || $(PYTHON) -m venv $(CONFORMANCE)
+	$(CONFORMANCE)/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
+conformance: setup $(CONFORMANCE)/.installed
+	$(PY) -m tests.conformance --venv $(CONFORMANCE) --file benchmarks/results/conformance.json
+
 attack: setup
 	$(PY) -m benchmarks.attack $(ATTACKS)
 
@@ -168,4 +179,4 @@ tune:
 	TRITON_INTERPRET=0 python3 -m benchmarks.gpu.tune
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(CONFORMANCE) build dist *.egg-info

@@ -10,9 +10,11 @@ from typing import Protocol
 import numpy as np
 
 from decode_worker.prefill.client import PrefillCandidate
+from engine.step.prompt_scores import PromptScores
 from engine.step.sequence import SampledToken, Sequence
+from penstock import wire
 from penstock.errors import PenstockError
-from penstock.types import FinishReason, TransferKey, WorkerId
+from penstock.types import FinishReason, TokenLogprob, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 
 
@@ -27,6 +29,7 @@ class TokenDelta:
     timing: common_pb2.Timing | None = None  # with finish_reason
     migrated: worker_pb2.Migrated | None = None  # nothing follows it
     prefill: worker_pb2.PrefillOutcome | None = None
+    prompt_logprobs: tuple[bytes, ...] = ()  # with the first token: `StepDelta`s that hold them, encoded
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +59,15 @@ def split_plain(deltas: Iterable[Delta]) -> Iterator[TokenDelta]:
         else:
             for stream_id, token_id in zip(delta.stream_ids.tolist(), delta.token_ids.tolist(), strict=True):
                 yield TokenDelta(stream_id, SampledToken(token_id))
+
+
+def _encode_scores(scores: PromptScores) -> bytes:
+    """Returns an encoded `StepDelta`: parts of a message may be encoded one by one, as they become known."""
+    message = worker_pb2.StepDelta()
+    for token_ids, logprobs in zip(scores.token_ids_SA.tolist(), scores.logprobs_SA.tolist(), strict=True):
+        top = tuple(zip(token_ids[1:], logprobs[1:], strict=True))
+        message.prompt_logprobs.append(wire.logprob_to_wire(TokenLogprob(token_ids[0], logprobs[0], top)))
+    return message.SerializeToString()
 
 
 @dataclass(slots=True)
@@ -121,6 +133,18 @@ class DecodeRequest:
     num_migrations: int = 0
     migration_pause_s: float = 0.0
     paused_since_s: float | None = None  # monotonic; set while the sequence has migrated here and sampled no token yet
+    prompt_logprobs: list[bytes] = field(default_factory=list)  # see `TokenDelta`; until the first token
+
+    def add_scores(self, scores: PromptScores) -> None:
+        """Keeps scores of a chunk of the prompt. A chunk from the start replaces what an earlier computation found."""
+        if scores.first == 1:
+            self.prompt_logprobs.clear()
+        self.prompt_logprobs.append(_encode_scores(scores))
+
+    def take_prompt_logprobs(self) -> tuple[bytes, ...]:
+        """Returns what has been kept, once."""
+        taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
+        return taken
 
     def end_pause(self, now_s: float) -> None:
         """Adds the migration's pause, if one is open, to the account: a token has been sampled."""

@@ -27,6 +27,7 @@ from engine.step.compute import StepTokens
 from engine.step.finish import finish_reason
 from engine.step.isolation import step_isolated
 from engine.step.plan import DecodeRows, EndConditions, StepPlan
+from engine.step.prompt_scores import PromptScores
 from engine.step.row_table import RowTable
 from engine.step.sequence import SampledToken, Sequence
 from kv_transfer.session.transfer_session import Manifest
@@ -290,6 +291,8 @@ class DecodeWorker:
             self._fail(sequence, error)
         discarded = self.scheduler.record(plan, tokens.rows, tokens.chunks)
         now_s = time.monotonic()
+        for place, scores in tokens.scores.items():
+            self._keep_scores(plan[place].sequence, scores, discarded)
         self._deliver_rows(plan.rows, tokens, discarded, now_s)
         for place, (scheduled, token_id) in enumerate(zip(plan.chunks, tokens.chunks, strict=True), len(plan.rows)):
             if token_id is not None and scheduled.sequence not in discarded:
@@ -320,10 +323,17 @@ class DecodeWorker:
         for sequence, error in done.failed:
             self._fail(sequence, error)
         now_s = time.monotonic()
+        for place, scores in done.output.scores.items():
+            self._keep_scores(done.work[place].sequence, scores)
         for sequence, token in self.scheduler.commit(done.work, done.output):
             self._on_sampled(sequence, token, now_s)
         self._delivery.flush()
         self._after_step()
+
+    def _keep_scores(self, sequence: Sequence, scores: PromptScores, discarded: Collection[Sequence] = ()) -> None:
+        request = self._requests.get(sequence)
+        if request is not None and sequence not in discarded:
+            request.add_scores(scores)
 
     def _fail(self, sequence: Sequence, error: PenstockError) -> None:
         request = self._requests.get(sequence)
@@ -350,7 +360,8 @@ class DecodeWorker:
         self._delivery.refresh(request)
         reason = finish_reason(request.sequence, self._engine.model.eos_token_ids, self._context_length)
         if reason is None:
-            self._delivery.put(request, TokenDelta(request.stream_id, token))
+            scores = request.take_prompt_logprobs()
+            self._delivery.put(request, TokenDelta(request.stream_id, token, prompt_logprobs=scores))
             if request.sequence.matcher is not None:
                 self._fast_forward(request)
             return

@@ -31,6 +31,7 @@ from engine.parallel.model_part import ModelPart
 from engine.parallel.shard import Shard
 from engine.parallel.step_codec import BroadcastStep
 from engine.sampling.grammar.masks import MaskThread
+from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.sampler import sample, warm_up_sampling
 from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
 from engine.step.compute import PreparedStep, SampledTokens, compute, compute_discarded, prepare_step
@@ -164,12 +165,13 @@ class Engine:
         masks = self._masks.start([work[place].sequence for place in places])
         logits_RV = self._forward(host, on_layer)
         tokens: list[SampledToken | None] = [None] * len(work)
+        scores = {} if host.scored is None else score_prompts(logits_RV[len(places) :], host.scored)
         if places:
             rows, ends = [work[place] for place in places], self.model.eos_token_ids
-            sampled = sample(logits_RV, rows, ends, masks.wait() if masks else None)
+            sampled = sample(logits_RV[: len(places)], rows, ends, masks.wait() if masks else None)
             for place, token in zip(places, sampled, strict=True):
                 tokens[place] = token
-        return StepOutput(tuple(tokens))
+        return StepOutput(tuple(tokens), scores)
 
     def _forward(self, host: HostBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Returns the logits of a step that is not replayed from a graph."""

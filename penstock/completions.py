@@ -33,11 +33,13 @@ class CompletionDelta:
     logprobs: Sequence[common_pb2.TokenLogprob] = ()  # one for each token, if requested
     finish_reason: FinishReason | None = None
     timing: common_pb2.Timing | None = None  # with finish_reason
+    prompt_logprobs: Sequence[common_pb2.TokenLogprob] = ()  # with the first token, if requested
 
     def extend(self, later: CompletionDelta) -> None:
         """Appends a later delta of the same completion."""
         self.token_ids += later.token_ids
         self.logprobs = [*self.logprobs, *later.logprobs]
+        self.prompt_logprobs = self.prompt_logprobs or later.prompt_logprobs
         self.finish_reason, self.timing = later.finish_reason, later.timing
 
 
@@ -54,6 +56,8 @@ class Output:
     usage: common_pb2.Usage | None = None  # on the last output of the stream
     granted_tokens: int | None = None  # max_tokens, if the operator lets overload allow fewer than were requested
     decision: dict[str, Any] | None = None  # with usage, if requested
+    prompt_logprobs: Sequence[common_pb2.TokenLogprob] = ()  # with the first token, if requested; with token texts
+    stop_string: str | None = None  # the stop string that ended the completion, with finish_reason
 
 
 def to_response(output: Output, request_id: str, model: str) -> inference_pb2.GenerateResponse:
@@ -68,6 +72,7 @@ def to_response(output: Output, request_id: str, model: str) -> inference_pb2.Ge
         usage=output.usage,
         timing=output.timing,
         granted_max_tokens=output.granted_tokens if output.finish_reason is not None else None,
+        prompt_logprobs=output.prompt_logprobs,
     )
 
 

@@ -116,6 +116,17 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def edits_every_token(self) -> bool:
+        """Whether the logits of every token are edited before it is sampled."""
+        return bool(
+            self.has_penalties
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_sequences
+            or self.grammar is not None
+        )
+
 
 class SamplingOptions(TypedDict, total=False):
     """The client's keyword arguments for sampling. An option left out takes the model's default.

@@ -27,9 +27,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m router", description=__doc__)
     parser.add_argument("--config", required=True, help="a RouterConfig, TOML or JSON")
     parser.add_argument("--secret-file", help="security.secret_file, unless the configuration names one")
+    parser.add_argument("--peer-host", metavar="HOST", help="peer_host: this machine's address, for other routers")
     try:
         arguments = parser.parse_args()
-        config = load_process(RouterConfig, arguments.config, arguments.secret_file)
+        own = {"peer_host": arguments.peer_host} if arguments.peer_host else {}
+        config = load_process(RouterConfig, arguments.config, arguments.secret_file, own)
         set_up_logging("router")
         uvloop.run(_serve(config))
     except PenstockError as error:
@@ -48,7 +50,8 @@ async def _serve(config: RouterConfig) -> None:
             ports, host = server.ports, config.host
             addresses = {"grpc": f"{host}:{ports.grpc}", "http": f"{host}:{ports.http}"}
             own = {"metrics": f"{host}:{ports.metrics}"} if ports.metrics else {}
-            ready = {**addresses, **own, "control": f"{LOOPBACK}:{ports.control}", "pid": os.getpid()}
+            ready: dict[str, object] = {**addresses, **own, "control": f"{LOOPBACK}:{ports.control}"}
+            ready |= {"peer": server.fleet.peers.address, "pid": os.getpid()}
             print(json.dumps(ready), flush=True)
             await shutdown.requested.wait()
             await _leave(server, config.drain_s, shutdown.immediate)

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from penstock.config import RouterConfig
 from penstock.errors import ConfigError
 from penstock.process import raise_file_limit
+from penstock.rpc.addresses import is_every_interface
 from penstock.rpc.server import GrpcServer
 from penstock.rpc.tls import ServerCertificate
 from penstock.rpc.trust import Trust
@@ -77,11 +78,17 @@ class RouterServer:
     """A router to `start` once and `stop` once, on the same event loop."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Reads the model's folder. Raises CheckpointError, or ConfigError if the configuration names no workers."""
+        """Reads the model's folder. Raises CheckpointError, or ConfigError if the configuration names no workers, or
+        no address at which other routers call this one."""
         if bool(config.admin) == bool(config.workers):
             raise ConfigError(
                 f"admin = {config.admin!r}, workers = {config.workers!r}: give exactly one of them, the address of the "
                 "Admin service or those of the workers"
+            )
+        if config.admin and is_every_interface(config.peer_host):
+            raise ConfigError(
+                f"peer_host = {config.peer_host!r}: the Admin service passes this address on to other routers, which "
+                "cannot call it; give the address of this machine (--peer-host)"
             )
         self._config = config
         card = ModelCard.load(config)
@@ -164,6 +171,7 @@ class RouterServer:
             self._parsing,
             self._metrics_token,
             self._config.cors_origins,
+            self._config.store,
         )
         self._https = [self._serve_http(app, http_socket, self.connections, asks_for_certificate=True)]
         if metrics_socket is not None:

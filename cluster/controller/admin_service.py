@@ -21,6 +21,7 @@ from cluster.lifecycle.upgrade.gate_policy import UpgradeGate
 from cluster.lifecycle.upgrade.rolling_upgrade import UpgradePlan
 from cluster.scaling.runner import record_to_wire
 from penstock.errors import InvalidInput, Unavailable
+from penstock.rpc.addresses import LOOPBACK, needs_loopback_too
 from penstock.rpc.server import GrpcServer, typed_errors
 from penstock.rpc.trust import ADMIN, PEER, Trust
 from penstock.types import Role
@@ -242,7 +243,8 @@ def _event_to_wire(event: ClusterEvent) -> admin_pb2.ClusterEvent:
 async def start_admin_server(
     controller: Controller, host: str, port: int, trust: Trust | None = None
 ) -> tuple[GrpcServer, str]:
-    """Returns the server and its host:port. Raises ConfigError if the port is taken.
+    """Returns the server and the host:port at which this machine calls it: operators' commands always find it on
+    loopback. Raises ConfigError if the port is taken.
 
     Routers may watch the membership and report their traffic; everything else needs the operator's token. Without
     `trust` every method is open.
@@ -254,6 +256,7 @@ async def start_admin_server(
 
     server = trust.server([_SERVICE], accept)
     admin_pb2_grpc.add_AdminServicer_to_server(AdminService(controller), server.server)
-    bound = await server.start(host, port, key="admin_port")
+    also_on = LOOPBACK if needs_loopback_too(host) else ""
+    bound = await server.start(host, port, key="admin_port", also_on=also_on)
     await server.set_serving(True)
-    return server, f"{host}:{bound}"
+    return server, f"{LOOPBACK}:{bound}"

@@ -56,7 +56,13 @@ def make_controller(
     reports = LoadReportStore(pools)
     events = EventLog(time.time)
     leaving_nodes = LeavingNodes()
-    readiness = Readiness(pools, send_first_request, config.start_timeout_s, was_ready=record.was_ready)
+    readiness = Readiness(
+        pools,
+        send_first_request,
+        config.start_timeout_s,
+        was_ready=record.was_ready,
+        has_routers=config.routers > 0,
+    )
     judge = canary_check.judge if canary_check is not None else None
     keeper = RecordKeeper(record, save, pools, served, readiness, judge)
 
@@ -80,7 +86,7 @@ def make_controller(
         taken = spares.take(incarnation, spawn_served) if may_take else None
         return taken or spawn_served(incarnation)
 
-    status = StatusReporter(pools, reports, spares, served)
+    status = StatusReporter(pools, reports, spares, served, membership.routers)
     canary = None
     if canary_check is not None:
         canary = CanaryRunner(canary_check, pools, membership, keeper.keep, config.canary_interval_s)

@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 
 from cluster.controller.load_reports import LoadReportStore
 from cluster.controller.supervised_process import Started
 from cluster.lifecycle.upgrade.served_models import ServedModels
-from cluster.pools.pool import Pools, Slot, WorkerState
+from cluster.pools.pool import COMING, ROUTER, Pools, Slot, WorkerState
 from cluster.pools.spares import Spares
 from penstock.types import WorkerId
 from penstock.v1 import admin_pb2
 
+_PEERS_KEPT = 64
+
 
 class StatusReporter:
-    def __init__(self, pools: Pools, reports: LoadReportStore, spares: Spares, served: ServedModels) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        reports: LoadReportStore,
+        spares: Spares,
+        served: ServedModels,
+        list_followers: Callable[[], list[str]],
+    ) -> None:
+        """`list_followers` returns the peer addresses of all routers that follow the membership."""
         self._pools = pools
         self._reports = reports
         self._spares = spares
         self._served = served
+        self._list_followers = list_followers
+        # Peer addresses of the routers that are supervised here; a dead one's watch ends a moment after it.
+        self._own_peers: deque[str] = deque(maxlen=_PEERS_KEPT)
         self._endpoints: dict[WorkerId, tuple[str, str]] = {}  # gRPC and HTTP for callers of each router
         self._metrics_urls: dict[WorkerId, str] = {}  # of each router that has a port for them
         self._began_s = time.monotonic()
 
     def note_router(self, worker_id: WorkerId, started: Started) -> None:
+        self._own_peers.append(started.peer_address)
         schemes = ("grpcs", "https") if started.encrypted else ("grpc", "http")
         self._endpoints[worker_id] = (
             f"{schemes[0]}://{started.public_address or started.address}",
@@ -41,7 +57,14 @@ class StatusReporter:
             uptime_s=time.monotonic() - self._began_s,
             spares=self._spares.status(),
             balance=balance,
+            routers_elsewhere=self._list_elsewhere(),
         )
+
+    def _list_elsewhere(self) -> list[str]:
+        """Returns the peer addresses of the routers that follow the membership and are not supervised here."""
+        if any(slot.state in COMING for slot in self._pools[ROUTER].slots):
+            return []  # a supervised router follows before it has reported its address
+        return [address for address in self._list_followers() if address not in self._own_peers]
 
     def _list_endpoints(self) -> list[str]:
         """Returns the callers' endpoints, each once where routers share them, then the URLs of the routers' metrics."""

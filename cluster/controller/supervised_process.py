@@ -28,6 +28,7 @@ class Started:
     http_address: str = ""  # routers only
     metrics_address: str = ""  # at which no other router answers, if there is one
     public_address: str = ""  # a router's gRPC port for clients, where it differs from `address`
+    peer_address: str = ""  # at which other routers call a router
     encrypted: bool = False  # whether a router's public ports use TLS
     node: str = ""  # where it runs, if the deployment has nodes
 

@@ -1,5 +1,7 @@
 """Decides whether the deployment can serve a request, and whether it ever will, by a real request through each router.
 
+A deployment without routers of its own is ready with its workers: it knows no address to send a request to.
+
 Owns which routers have served one, whether the deployment was ever ready, and why it never can be.
 """
 
@@ -23,21 +25,32 @@ SendFirstRequest = Callable[[str], Awaitable[None]]  # to the router at this add
 
 class Readiness:
     def __init__(
-        self, pools: Pools, send_first_request: SendFirstRequest, timeout_s: float, *, was_ready: bool
+        self,
+        pools: Pools,
+        send_first_request: SendFirstRequest,
+        timeout_s: float,
+        *,
+        was_ready: bool,
+        has_routers: bool = True,
     ) -> None:
-        """`timeout_s` bounds each first request."""
+        """`timeout_s` bounds each first request. Without `has_routers`, no request is sent."""
         self.was_ready = was_ready
         self.failure: PenstockError | None = None  # the deployment can never become ready
         self._pools = pools
         self._send_first_request = send_first_request
         self._timeout_s = timeout_s
+        self._has_routers = has_routers
         self._proven: set[Incarnation] = set()  # routers whose first request succeeded
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would succeed now: a proven router answers and has a decode worker to send it to."""
+        """Whether a request would succeed now: a proven router answers and has a decode worker to send it to.
+
+        Without routers of its own, the deployment is ready while a router elsewhere would find a decode worker."""
+        if not self._has_routers:
+            return self.was_ready and self._pools.can_decode
         router_proven = any(slot.incarnation in self._proven for slot in self._pools[ROUTER].ready())
         return router_proven and self._pools.can_decode
 
@@ -53,6 +66,10 @@ class Readiness:
         can_answer = self._pools.can_decode
         if not self.was_ready:
             can_answer = can_answer and all(pool.is_complete for pool in self._pools)
+            if can_answer and not self._has_routers:
+                self.was_ready = True
+                on_result()
+                return
         if unproven and can_answer and idle and not self._is_closed:
             router = unproven[0]
             self._task = asyncio.create_task(self._prove(router.incarnation, router.address, on_result))

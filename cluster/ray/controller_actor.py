@@ -144,7 +144,7 @@ class ControllerActor:
             self._retiring = asyncio.create_task(self._retire(left_behind))
         try:
             self._admin, self._admin_address = await start_admin_server(
-                self._controller, LOOPBACK, self._config.admin_port, self._trust
+                self._controller, self._config.admin_host, self._config.admin_port, self._trust
             )
         except PenstockError as error:
             return to_status(error).SerializeToString()

@@ -60,7 +60,7 @@ class StartUp:
     ray_s: float  # Ray itself
     controller_s: float
     workers_s: float  # until the last worker and the router were ready
-    first_request_s: float  # until a real request had succeeded
+    first_request_s: float  # until a real request had succeeded; without routers of its own nothing sends one
 
 
 def resolve_ports(config: ServeConfig) -> ServeConfig:
@@ -68,7 +68,8 @@ def resolve_ports(config: ServeConfig) -> ServeConfig:
 
     Ports are resolved only here, so that a replaced router listens where the first one did.
     """
-    hosts = {"http_port": config.host, "grpc_port": config.host, "admin_port": LOOPBACK}
+    public = {"http_port": config.host, "grpc_port": config.host} if config.routers else {}
+    hosts = {**public, "admin_port": config.admin_host}
     ports: dict[str, int] = {}
     for key, host in hosts.items():
         wanted = getattr(config, key)
@@ -118,7 +119,8 @@ def _bind_once(key: str, host: str, port: int) -> int:
 
 
 def launch(config: ServeConfig, on_status: OnStatus = lambda status: None, *, attach: bool = False) -> RayDeployment:
-    """Starts a deployment and blocks until a real request has succeeded; calls `on_status` at each change until then.
+    """Starts a deployment and blocks until a real request has succeeded, or, where it has no routers of its own, until
+    every worker is ready; calls `on_status` at each change until then.
 
     With `attach`, a deployment that the Ray cluster has already is followed instead, whatever its configuration.
     Raises ConfigError, CheckpointError, or Unavailable if it is not ready within `start_timeout_s`; nothing is left

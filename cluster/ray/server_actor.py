@@ -108,6 +108,7 @@ class HostedRouter:
             http_address=f"{host}:{ports.http}",
             metrics_address=f"{host}:{ports.metrics}" if ports.metrics else "",
             public_address=f"{host}:{ports.grpc}",
+            peer_address=self._server.fleet.peers.address,
             encrypted=self._config.tls is not None,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ from decode_worker.request import DecodeRequest, Delta, TokenDelta
 from penstock import wire
 from penstock.errors import to_status
 from penstock.v1 import worker_pb2
+
+_FRAME_SCORES_BYTES = 8 << 20  # far below `penstock.wire.MAX_MESSAGE_BYTES`: a frame has other deltas too
 
 
 class RouterStream:
@@ -64,10 +66,10 @@ class RouterStream:
             await self._changed.wait()
             self._changed.clear()
             deltas, self._pending = self._pending, []
-            if deltas:
+            for part in _split(deltas):
                 number += 1
-                yield self.encode(number, deltas)
-            elif self._closed:
+                yield self.encode(number, part)
+            if self._closed and not self._pending:
                 return
 
     def encode(self, number: int, deltas: list[Delta]) -> bytes:
@@ -90,6 +92,8 @@ class RouterStream:
             message.token_ids.append(delta.token.token_id)
             if delta.token.logprob is not None:
                 message.logprobs.append(wire.logprob_to_wire(delta.token.logprob))
+        for part in delta.prompt_logprobs:
+            message.MergeFromString(part)
         if delta.error is not None:
             message.error.CopyFrom(to_status(delta.error))
         if delta.timing is not None:
@@ -101,6 +105,22 @@ class RouterStream:
         if delta.finish_reason is not None or delta.error is not None or delta.migrated is not None:
             self.end(delta.stream_id)
         return message
+
+
+def _split(deltas: list[Delta]) -> Iterator[list[Delta]]:
+    """Yields the deltas in order, in parts of at most `_FRAME_SCORES_BYTES` of prompts' log-probabilities, or one
+    delta that has more."""
+    part: list[Delta] = []
+    num_bytes = 0
+    for delta in deltas:
+        size = sum(map(len, delta.prompt_logprobs)) if isinstance(delta, TokenDelta) else 0
+        if part and size and num_bytes + size > _FRAME_SCORES_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        part.append(delta)
+        num_bytes += size
+    if part:
+        yield part
 
 
 def encode_plain(stream_ids: np.ndarray, token_ids: np.ndarray) -> bytes:

@@ -184,7 +184,14 @@ class TicketStream:
                 self._report(self._state)
         reason = wire.finish_reason_from_wire(message.finish_reason)
         timing = self._timing(completion, message.timing) if reason is not None else None
-        return CompletionDelta(completion.state.index, list(message.token_ids), message.logprobs, reason, timing)
+        return CompletionDelta(
+            completion.state.index,
+            list(message.token_ids),
+            message.logprobs,
+            reason,
+            timing,
+            message.prompt_logprobs,
+        )
 
     def _output(self, delta: CompletionDelta) -> Output:
         completion = self._completions[delta.index]

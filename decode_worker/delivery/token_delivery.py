@@ -103,7 +103,8 @@ class TokenDelivery:
             decode_s=totals.decode_s + timing.decode_ms / 1e3,
             decode_tokens=totals.decode_tokens + max(0, request.sequence.num_output_tokens - 1),
         )
-        self.put(request, TokenDelta(request.stream_id, token, reason, timing=timing))
+        scores = request.take_prompt_logprobs()
+        self.put(request, TokenDelta(request.stream_id, token, reason, timing=timing, prompt_logprobs=scores))
 
     def put_rows(
         self, items: Sequence[ScheduledSequence], token_ids_R: np.ndarray, is_special_R: np.ndarray

@@ -65,6 +65,8 @@ class PrefillAttempts:
 
     def _prefill_here(self, request: DecodeRequest) -> bool:
         sequence = request.sequence
+        if sequence.scores_prompt:  # a prefill worker returns the first token alone
+            return True
         uncached = len(sequence.token_ids) - self._scheduler.peek_cached_tokens(sequence)
         best = request.candidates[0] if request.candidates else None
         costs = PlacementCosts(

@@ -23,6 +23,7 @@ from typing import cast
 
 import numpy as np
 
+from decode_worker.schedule.chunk_budget import ChunkBudget
 from decode_worker.schedule.run_ahead import assign_rows_ahead
 from decode_worker.schedule.run_queues import RunQueues, TrackedSequence
 from decode_worker.schedule.sequence_pages import SequencePages
@@ -192,7 +193,6 @@ class DecodeScheduler:
                     self._make_room(entry, 1)
         budget = self._chunk_budget(max_chunk_tokens)
         chunks = self._schedule_chunks(budget)
-        budget -= sum(chunk.num_tokens for chunk in chunks)
         if (
             len(self._queues.waiting) <= num_waiting
         ):  # else a sequence was just preempted and must not come straight back
@@ -214,9 +214,8 @@ class DecodeScheduler:
         budget = self._chunk_budget(max_chunk_tokens)
         chunks, num_pages = [], len(without_room)
         for prompt in prompts:
-            if budget > 0:
-                chunks.append(replace(prompt, num_tokens=min(budget, prompt.num_tokens)))
-                budget -= chunks[-1].num_tokens
+            if num_tokens := budget.take(prompt.sequence, prompt.num_tokens):
+                chunks.append(replace(prompt, num_tokens=num_tokens))
                 num_pages += self._pages.num_missing(chunks[-1])
         samples_by_text = any(chunk.is_sampled and chunk.sequence.sampling_needs_text for chunk in chunks)
         if num_pages > self._pool.num_available or samples_by_text or self._first_waiting_needs_text():
@@ -232,34 +231,36 @@ class DecodeScheduler:
         waiting = self._queues.waiting
         return bool(waiting) and not self._is_full and waiting[0].sequence.sampling_needs_text
 
-    def _chunk_budget(self, max_chunk_tokens: int | None) -> int:
+    def _chunk_budget(self, max_chunk_tokens: int | None) -> ChunkBudget:
         budget = self._config.max_batch_tokens - len(self._table)
-        return budget if max_chunk_tokens is None else min(budget, max_chunk_tokens)
+        return ChunkBudget(budget if max_chunk_tokens is None else min(budget, max_chunk_tokens))
 
-    def _schedule_chunks(self, budget: int) -> list[ScheduledSequence]:
+    def _schedule_chunks(self, budget: ChunkBudget) -> list[ScheduledSequence]:
         chunks: list[ScheduledSequence] = []
         # Sequences that stream already and were given tokens by their grammars go before prompts.
         for entry in sorted(self._queues.rowless, key=lambda entry: not entry.sequence.is_fast_forwarding):
-            num_tokens = min(budget, entry.sequence.num_uncomputed_tokens)
-            if num_tokens <= 0:
+            if budget.is_spent:
                 break
-            if entry not in self._queues.running or not self._make_room(entry, num_tokens):
+            if entry not in self._queues.running:
                 continue
-            chunks.append(ScheduledSequence(entry.sequence, num_tokens))
-            budget -= num_tokens
+            num_tokens = budget.take(entry.sequence, entry.sequence.num_uncomputed_tokens)
+            if num_tokens and self._make_room(entry, num_tokens):
+                chunks.append(ScheduledSequence(entry.sequence, num_tokens))
         # A preemption may have hit a sequence that was scheduled earlier in this very step.
         return [chunk for chunk in chunks if chunk.sequence.pages]
 
-    def _admit_waiting(self, budget: int, is_ahead: bool = False) -> list[ScheduledSequence]:
+    def _admit_waiting(self, budget: ChunkBudget, is_ahead: bool = False) -> list[ScheduledSequence]:
         chunks: list[ScheduledSequence] = []
-        while self._queues.waiting and budget > 0:
+        while self._queues.waiting and not budget.is_spent:
             entry = self._queues.waiting[0]
             if is_ahead and entry.sequence.sampling_needs_text:
                 break
             if self._is_full or not self._admit(entry):
                 break
-            chunks.append(ScheduledSequence(entry.sequence, min(budget, entry.sequence.num_uncomputed_tokens)))
-            budget -= chunks[-1].num_tokens
+            num_tokens = budget.take(entry.sequence, entry.sequence.num_uncomputed_tokens)
+            if not num_tokens:  # admitted, but other prompts are scored in this step
+                break
+            chunks.append(ScheduledSequence(entry.sequence, num_tokens))
         return chunks
 
     def _admit(self, entry: TrackedSequence) -> bool:

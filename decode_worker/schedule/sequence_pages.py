@@ -112,6 +112,11 @@ class SequencePages:
             self._cache.insert_last([(sequence.page_hashes, sequence.pages) for sequence in plain])
 
     def _reusable_hashes(self, sequence: Sequence, num_tokens: int) -> list[PageHash]:
-        """Returns the hashes of the full pages before the last token, which is recomputed for its logits."""
+        """Returns the hashes of the full pages before the last token, which is recomputed for its logits.
+
+        There are none where the logits of every token of the prompt are wanted.
+        """
+        if sequence.scores_prompt:
+            return []
         num_known = min(num_tokens, len(sequence.token_ids))
         return sequence.hash_full_pages(self._page_size)[: (num_known - 1) // self._page_size]

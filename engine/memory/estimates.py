@@ -28,6 +28,9 @@ _GPU_KV_SHARE = 0.8  # of the memory that the weights leave free
 # 297 / 264 / 258 / 240 (2026-11); longer chunks delay requests that end inside them.
 # GPU: far more operations per byte of weights than any GPU needs to be busy; not tuned.
 _SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
+# Prompt tokens of one step, over all sequences, whose log-probabilities are found: each takes a row of logits. 128 rows
+# of a vocabulary of 128 K are 64 MiB of float32, and chunks of 128 tokens cost a CPU 15 % more than longer ones.
+SCORED_TOKENS = 128
 _FLOAT32_BYTES = 4
 _PAGE_ID_BYTES = 4
 # Rows of partial attention results that split contexts leave to be joined: 132 multiprocessors with 4 programs of 32

@@ -77,7 +77,9 @@ def plan_memory(
     graphs = estimates.graph_bytes(config, model, device.type, shard)
     free = device.total_bytes - reserved - weights - graphs
     num_tokens = step_tokens or estimates.saturating_tokens(device.type)
-    step = estimates.step_bytes(shard_model(model, shard), layout.dtype, num_tokens, max_sequences)
+    step = estimates.step_bytes(
+        shard_model(model, shard), layout.dtype, num_tokens, max_sequences + estimates.SCORED_TOKENS
+    )
     _check_weights(config, device, layout, weights, free - step)
     num_pages = estimates.count_pages(config, layout, device.type, free)
     kv_bytes = num_pages * layout.page_bytes

@@ -5,7 +5,8 @@ that asks for nothing costs nothing. Edits are gathered on the host as (row, tok
 operation per kind, so the cost does not grow with the vocabulary. Ids outside the vocabulary are skipped, since they
 cannot be sampled.
 
-Order: logit bias, repetition penalty, presence and frequency penalties, bans, the masks of grammars.
+Order: logit bias, repetition penalty, presence and frequency penalties, bans, and at last what is allowed: all tokens
+but the allowed ones are banned, and those that a grammar does not allow.
 Shapes: `R` rows, `V` vocabulary.
 """
 
@@ -20,16 +21,12 @@ import torch
 
 from engine.sampling.grammar.masks import TokenMasks, apply_masks
 from engine.step.sequence import Sequence
+from penstock.errors import InvalidInput
 
 
 def is_edited(sequence: Sequence) -> bool:
     sampling = sequence.sampling
-    return bool(
-        sampling.has_penalties
-        or sampling.logit_bias
-        or sampling.grammar is not None
-        or sequence.num_output_tokens < sampling.min_tokens
-    )
+    return sampling.edits_every_token or sequence.num_output_tokens < sampling.min_tokens
 
 
 def edit_logits(
@@ -42,6 +39,7 @@ def edit_logits(
 
     Repetition penalty over prompt and output, dividing positive and multiplying negative logits (Keskar et al. 2019,
     "CTRL", as transformers has it); presence and frequency penalties over the output alone (OpenAI's definition).
+    Raises InvalidInput for a sequence whose bans leave no token to sample.
     """
     vocab_size = logits_RV.shape[1]
     bias, repetition, additive, banned = _Cells(), _Cells(), _Cells(), _Cells()
@@ -57,15 +55,70 @@ def edit_logits(
             counts = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
             presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
             additive.add(row, counts, [-presence - frequency * count for count in counts.values()])
-        if sequence.num_output_tokens < sampling.min_tokens and sampling.grammar is None:  # else its mask bans them
-            ending = _ending(sequence, vocab_size, eos_token_ids)
-            banned.add(row, ending, [float("-inf")] * len(ending))
+        tokens = _banned(sequence, vocab_size, eos_token_ids)
+        banned.add(row, tokens, [float("-inf")] * len(tokens))
     bias.add_to(logits_RV)
     repetition.penalize(logits_RV)
     additive.add_to(logits_RV)
     banned.add_to(logits_RV)
+    for row, sequence in enumerate(sequences):
+        if sequence.sampling.allowed_token_ids:
+            _keep(logits_RV[row], _allowed(sequence, vocab_size, eos_token_ids))
     if masks is not None:
         apply_masks(logits_RV, sequences, masks)
+
+
+def _keep(logits_V: torch.Tensor, token_ids: Collection[int]) -> None:
+    """Bans every token but these, in place."""
+    kept = torch.tensor(sorted(token_ids), dtype=torch.int64, device=logits_V.device)
+    scores = logits_V[kept]
+    logits_V.fill_(float("-inf"))
+    logits_V[kept] = scores
+
+
+def _allowed(sequence: Sequence, vocab_size: int, eos_token_ids: Collection[int]) -> Collection[int]:
+    """Returns the tokens that may be sampled where nothing is banned."""
+    if not sequence.sampling.allowed_token_ids:
+        return range(vocab_size)
+    known = {token for token in sequence.sampling.allowed_token_ids if 0 <= token < vocab_size}
+    return known | _ending(sequence, vocab_size, eos_token_ids)
+
+
+def _banned(sequence: Sequence, vocab_size: int, eos_token_ids: Collection[int]) -> set[int]:
+    """Returns the tokens that must not be sampled next. Raises InvalidInput if none would be left."""
+    sampling = sequence.sampling
+    banned = _completing(sequence, vocab_size) if sampling.bad_sequences else set()
+    ending: set[int] = set()
+    if sequence.num_output_tokens < sampling.min_tokens and sampling.grammar is None:  # else its mask bans them
+        ending = _ending(sequence, vocab_size, eos_token_ids)
+    if not banned and not ending:
+        return banned
+    allowed = _allowed(sequence, vocab_size, eos_token_ids)
+    if _leaves_any(allowed, banned | ending):
+        return banned | ending
+    # If only tokens that end the sequence are left, the request may stop early instead.
+    if _leaves_any(allowed, banned):
+        return banned
+    raise InvalidInput(
+        "sampling.bad_words",
+        f"and allowed_token_ids leave no token to sample after {sequence.num_output_tokens} tokens of output; allow "
+        "more tokens, or ban fewer words",
+    )
+
+
+def _leaves_any(allowed: Collection[int], banned: set[int]) -> bool:
+    return len(allowed) > len(banned) or any(token not in banned for token in allowed)
+
+
+def _completing(sequence: Sequence, vocab_size: int) -> set[int]:
+    """Returns the tokens that would complete a bad sequence within the output."""
+    token_ids, num_output_tokens = sequence.token_ids, sequence.num_output_tokens
+    found = set()
+    for bad in sequence.sampling.bad_sequences:
+        before = len(bad) - 1
+        if before <= num_output_tokens and tuple(token_ids[len(token_ids) - before :]) == bad[:-1]:
+            found.add(bad[-1])
+    return {token for token in found if 0 <= token < vocab_size}
 
 
 def _ending(sequence: Sequence, vocab_size: int, eos_token_ids: Collection[int]) -> set[int]:
@@ -73,9 +126,7 @@ def _ending(sequence: Sequence, vocab_size: int, eos_token_ids: Collection[int])
     ending = set(sequence.sampling.stop_token_ids)
     if not sequence.sampling.ignore_eos:
         ending.update(eos_token_ids)
-    ending = {token for token in ending if 0 <= token < vocab_size}
-    # If the stop tokens are the whole vocabulary, nothing would be left to sample: the request may stop early instead.
-    return ending if len(ending) < vocab_size else set()
+    return {token for token in ending if 0 <= token < vocab_size}
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ import torch
 from engine.kernels.metadata import AttentionMetadata, Lengths
 from engine.kernels.upload import upload
 from engine.step.plan import DecodeRows, StepPlan
+from engine.step.prompt_scores import ScoredTokens
 from engine.step.sequence import ScheduledSequence
 from penstock.errors import InternalError
 from penstock.types import PageId
@@ -36,7 +37,8 @@ class HostBatch:
     max_query_len: int
     num_decodes: int  # sequences with one token, which come first
     sampled_places: np.ndarray  # int64 [R], place in the caller's list of each sampled sequence
-    logit_rows_R: np.ndarray  # int64, batch row of its last token
+    logit_rows_R: np.ndarray  # int64, batch row of its last token; then those of scored tokens
+    scored: ScoredTokens | None = None
 
     @property
     def max_context_len(self) -> int:
@@ -49,7 +51,7 @@ class Batch:
 
     token_ids_T: torch.Tensor  # int64
     positions_T: torch.Tensor  # int64
-    logit_rows_R: torch.Tensor  # int64, batch row of the last token of each sampled sequence
+    logit_rows_R: torch.Tensor  # int64, batch row of the last token of each sampled sequence; then scored rows
     sampled_places: tuple[int, ...]  # place in the caller's list of each row of logits
     meta: AttentionMetadata
 
@@ -117,6 +119,7 @@ def _items_batch(items: Sequence[ScheduledSequence], page_size: int) -> HostBatc
     positions: list[np.ndarray] = []
     tables: list[list[PageId]] = []
     sampled: list[tuple[int, int]] = []  # place in `items`, batch row of the last token
+    scored: list[tuple[int, int]] = []  # place in `items`, batch row of the first token
     for index in order:
         item = items[index]
         start, end = item.start, item.start + item.num_tokens
@@ -129,12 +132,18 @@ def _items_batch(items: Sequence[ScheduledSequence], page_size: int) -> HostBatc
             )
         if item.is_sampled:
             sampled.append((index, len(token_ids) - 1))
+        if item.sequence.scores_prompt and start + 1 < item.sequence.num_prompt_tokens:
+            scored.append((index, len(token_ids) - item.num_tokens))
     page_table_BW = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for row, pages in zip(page_table_BW, tables, strict=True):
         row[: len(pages)] = pages
     positions_T, ends = np.concatenate(positions), np.cumsum([0, *counts])
     page_T, offset_T = np.divmod(positions_T, page_size)
     places, logit_rows_R = np.array(sampled, np.int64).reshape(-1, 2).T.copy()
+    scored_tokens = None
+    if scored:
+        scored_tokens, scored_rows_S = _scored_tokens(items, scored)
+        logit_rows_R = np.concatenate((logit_rows_R, scored_rows_S))
     return HostBatch(
         token_ids_T=np.array(token_ids, np.int64),
         positions_T=positions_T,
@@ -147,7 +156,26 @@ def _items_batch(items: Sequence[ScheduledSequence], page_size: int) -> HostBatc
         num_decodes=counts.count(1),
         sampled_places=places,
         logit_rows_R=logit_rows_R,
+        scored=scored_tokens,
     )
+
+
+def _scored_tokens(
+    items: Sequence[ScheduledSequence], scored: Sequence[tuple[int, int]]
+) -> tuple[ScoredTokens, np.ndarray]:
+    """Returns the prompt tokens that follow the computed ones, and the batch row before each."""
+    token_ids: list[int] = []
+    columns: list[tuple[np.ndarray, ...]] = []  # positions, places, alternatives, batch rows
+    for index, first_row in scored:
+        sequence, start = items[index].sequence, items[index].start
+        end = min(start + items[index].num_tokens, sequence.num_prompt_tokens - 1)
+        count = end - start
+        token_ids += sequence.token_ids[start + 1 : end + 1]
+        num_top = sequence.sampling.prompt_logprobs or 0
+        positions = np.arange(start + 1, end + 1)
+        columns.append((positions, np.full(count, index), np.full(count, num_top), first_row + np.arange(count)))
+    positions_S, places_S, num_top_S, rows_S = (np.concatenate(column) for column in zip(*columns, strict=True))
+    return ScoredTokens(np.array(token_ids, np.int64), positions_S, places_S, num_top_S), rows_S
 
 
 def _concatenate(rows: HostBatch, items: HostBatch) -> HostBatch:
@@ -169,4 +197,5 @@ def _concatenate(rows: HostBatch, items: HostBatch) -> HostBatch:
         num_decodes=num_rows + items.num_decodes,
         sampled_places=np.concatenate((rows.sampled_places, items.sampled_places + num_rows)),
         logit_rows_R=np.concatenate((rows.logit_rows_R, items.logit_rows_R + num_rows)),
+        scored=items.scored and replace(items.scored, places_S=items.scored.places_S + num_rows),
     )

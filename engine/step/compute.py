@@ -19,10 +19,12 @@ import torch
 from engine.kernels.upload import upload
 from engine.parallel.collectives import ParallelGroup
 from engine.sampling.grammar.masks import MaskThread
+from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import no_distribution, sample_each, sample_rows
 from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
 from engine.step.plan import StepPlan
+from engine.step.prompt_scores import PromptScores
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.errors import PenstockError
 from penstock.types import TokenLogprob
@@ -38,13 +40,19 @@ class StepTokens:
     chunks: list[int | None]  # for each chunk; None if it does not reach the end of its text
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)  # by place in the plan
     failed: list[tuple[Sequence, PenstockError]] = field(default_factory=list)  # their tokens mean nothing
+    scores: Mapping[int, PromptScores] = field(default_factory=dict)  # by place in the plan
 
     @classmethod
     def from_list(
-        cls, token_ids: list[int | None], num_rows: int, logprobs: Mapping[int, TokenLogprob] | None = None
+        cls,
+        token_ids: list[int | None],
+        num_rows: int,
+        logprobs: Mapping[int, TokenLogprob] | None = None,
+        scores: Mapping[int, PromptScores] | None = None,
     ) -> StepTokens:
         """Splits tokens in the plan's order into those of rows, which are never None, and those of chunks."""
-        return cls(np.array(token_ids[:num_rows], np.int64), token_ids[num_rows:], logprobs or {})
+        rows, chunks = np.array(token_ids[:num_rows], np.int64), token_ids[num_rows:]
+        return cls(rows, chunks, logprobs or {}, scores=scores or {})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,9 +108,17 @@ def _sampling_rows(work: Seq[ScheduledSequence], host: HostBatch) -> SamplingRow
 class DeviceTokens:
     """Sampled tokens on the device, while they are copied to the host."""
 
-    def __init__(self, step: PreparedStep, token_ids_R: torch.Tensor, valid_R: torch.Tensor) -> None:
+    def __init__(
+        self,
+        step: PreparedStep,
+        token_ids_R: torch.Tensor,
+        valid_R: torch.Tensor,
+        scores: Mapping[int, PromptScores],
+    ) -> None:
+        """`scores` are on the host already."""
         self.token_ids_R = token_ids_R
         self._step = step
+        self._scores = scores
         self._copied: torch.cuda.Event | None = None
         self._host = (token_ids_R, valid_R)
         if token_ids_R.is_cuda:
@@ -124,7 +140,7 @@ class DeviceTokens:
         if chunks:
             for place, token_id in zip(places[num_rows:].tolist(), token_ids[num_rows:].tolist(), strict=True):
                 chunks[place - num_rows] = token_id
-        tokens = StepTokens(token_ids[:num_rows], chunks)
+        tokens = StepTokens(token_ids[:num_rows], chunks, scores=self._scores)
         if not valid.all():
             sequences = [step.work[place].sequence for place in places[~valid].tolist()]
             tokens.failed.extend((sequence, no_distribution(sequence)) for sequence in sequences)
@@ -176,12 +192,16 @@ def compute(
         assert previous is not None
         awaited = previous.at(step.awaited_places)
     logits_RV = run_forward(step.host, step.awaited_rows, awaited, forward, group, device)
-    places = step.host.sampled_places
+    places, scored = step.host.sampled_places, step.host.scored
+    scores: Mapping[int, PromptScores] = {}
+    if scored is not None:
+        scores = score_prompts(logits_RV[len(places) :], scored)
+        logits_RV = logits_RV[: len(places)]
     if not len(places):  # nothing is sampled, but `wait` must still tell when the step is over
         none = torch.empty(0, dtype=torch.int64, device=device)
-        return DeviceTokens(step, none, none.bool())
+        return DeviceTokens(step, none, none.bool(), scores)
     if step.sampling is not None:
-        return DeviceTokens(step, *sample_rows(logits_RV, step.sampling))
+        return DeviceTokens(step, *sample_rows(logits_RV, step.sampling), scores)
     token_ids: list[int | None] = [None] * len(step.work)
     logprobs: dict[int, TokenLogprob] = {}
     sampled, errors = sample_each(logits_RV, rows, eos_token_ids, pending.wait() if pending else None)
@@ -189,7 +209,7 @@ def compute(
         token_ids[place] = token.token_id
         if token.logprob is not None:
             logprobs[place] = token.logprob
-    tokens = StepTokens.from_list(token_ids, step.num_rows, logprobs)
+    tokens = StepTokens.from_list(token_ids, step.num_rows, logprobs, scores)
     tokens.failed.extend((rows[index].sequence, error) for index, error in errors.items())
     return HostTokens(tokens, device)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from engine.step.prompt_scores import PromptScores
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
 from penstock.errors import PenstockError
 
@@ -34,9 +35,11 @@ def step_isolated(step: Callable[[Seq[ScheduledSequence]], StepOutput], work: Se
     done: list[ScheduledSequence] = []
     tokens: list[SampledToken | None] = []
     failed: list[tuple[Sequence, PenstockError]] = []
+    scores: dict[int, PromptScores] = {}
     for scheduled in work:
         alone = step_isolated(step, [scheduled])
+        scores.update({len(done) + place: found for place, found in alone.output.scores.items()})
         done += alone.work
         tokens += alone.output.tokens
         failed += alone.failed
-    return IsolatedOutput(done, StepOutput(tuple(tokens)), failed)
+    return IsolatedOutput(done, StepOutput(tuple(tokens), scores), failed)

@@ -56,8 +56,7 @@ def sampling_records(samplings: Iterable[SamplingParams]) -> np.ndarray:
 def row_params(sequence: Sequence, ends: EndConditions) -> tuple[object, ...]:
     """Returns the fields of `ROW_PARAMS` in order; writing a whole record costs as much as writing a single field."""
     sampling, needs_text_below = sequence.sampling, 0
-    has_grammar = sampling.grammar is not None
-    if sampling.has_penalties or sampling.logit_bias or sampling.logprobs is not None or has_grammar:
+    if sampling.edits_every_token or sampling.logprobs is not None:
         needs_text_below = int(_NEVER)
     elif sampling.min_tokens:
         needs_text_below = sequence.num_prompt_tokens + sampling.min_tokens
@@ -65,7 +64,7 @@ def row_params(sequence: Sequence, ends: EndConditions) -> tuple[object, ...]:
         min(sequence.num_prompt_tokens + sampling.max_tokens, ends.context_length),
         needs_text_below,
         not sampling.ignore_eos,
-        bool(sampling.stop_token_ids) or has_grammar,
+        bool(sampling.stop_token_ids) or sampling.grammar is not None,
         *_sampling_fields(sampling),
     )
 

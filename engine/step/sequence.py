@@ -6,10 +6,11 @@ takes `ScheduledSequence`s and returns a `StepOutput`, and mutates neither.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.step.prompt_scores import PromptScores
 from penstock.kv.page_hash import hash_next_pages, hash_pages
 from penstock.types import Lane, PageHash, PageId, RequestId, SamplingParams, TokenLogprob
 
@@ -75,12 +76,13 @@ class Sequence:
         """Whether sampling its next token reads its text, or returns more than a token."""
         sampling = self.sampling
         return bool(
-            sampling.has_penalties
-            or sampling.logit_bias
-            or sampling.logprobs is not None
-            or sampling.grammar is not None
-            or self.num_output_tokens < sampling.min_tokens
+            sampling.edits_every_token or sampling.logprobs is not None or self.num_output_tokens < sampling.min_tokens
         )
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still owed: they go out with the first token."""
+        return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     def hash_full_pages(self, page_size: int) -> list[PageHash]:
         """Returns the hashes of all full pages of `token_ids`, each computed once."""
@@ -139,3 +141,4 @@ class StepOutput:
     """One entry per scheduled sequence, in order; None for a chunk that does not reach the end of its text."""
 
     tokens: tuple[SampledToken | None, ...]
+    scores: Mapping[int, PromptScores] = field(default_factory=dict)  # by place in the list of scheduled sequences

@@ -70,6 +70,7 @@ class Chunk:
     request_id: str = ""
     model: str = ""
     granted_max_tokens: int | None = None  # with finish_reason, if overload has shortened the answer: to this many
+    prompt_logprobs: tuple[Logprob, ...] = ()  # set on the first chunk of this index, if requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Completion:
     timing: Timing
     logprobs: tuple[Logprob, ...] = ()
     granted_max_tokens: int | None = None  # if overload has shortened the answer: to this many tokens
+    prompt_logprobs: tuple[Logprob, ...] = ()  # one for each prompt token but the first, if requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ class _Parts:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
     last: Chunk | None = None
 
 
@@ -144,6 +147,7 @@ class ResultBuilder:
         parts.text.append(chunk.text)
         parts.token_ids.extend(chunk.token_ids)
         parts.logprobs.extend(chunk.logprobs)
+        parts.prompt_logprobs.extend(chunk.prompt_logprobs)
         if chunk.finish_reason is not None:
             parts.last = chunk
         self._last = chunk
@@ -172,6 +176,7 @@ def _completion(parts: _Parts) -> Completion:
         timing=parts.last.timing or Timing(),
         logprobs=tuple(parts.logprobs),
         granted_max_tokens=parts.last.granted_max_tokens,
+        prompt_logprobs=tuple(parts.prompt_logprobs),
     )
 
 
@@ -265,6 +270,7 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> Chunk:
         request_id=message.request_id,
         model=message.model,
         granted_max_tokens=message.granted_max_tokens if message.HasField("granted_max_tokens") else None,
+        prompt_logprobs=tuple(_logprob_from_wire(logprob) for logprob in message.prompt_logprobs),
     )
 
 

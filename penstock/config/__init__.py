@@ -9,7 +9,7 @@ from penstock.config.admission import AdmissionConfig
 from penstock.config.autoscaler import AutoscalerConfig, BalanceConfig, SloConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.files import load, load_process, parse, read
-from penstock.config.router import IndexConfig, KvAwareConfig, RouterConfig
+from penstock.config.router import IndexConfig, KvAwareConfig, RouterConfig, StoreConfig
 from penstock.config.security import LimitsConfig, SecurityConfig, TenantConfig, TenantName, TlsConfig
 from penstock.config.serve import PoolConfig, ServeConfig
 from penstock.config.workers import (
@@ -38,6 +38,7 @@ __all__ = [
     "SecurityConfig",
     "ServeConfig",
     "SloConfig",
+    "StoreConfig",
     "TenantConfig",
     "TenantName",
     "TlsConfig",

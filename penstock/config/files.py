@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -24,12 +26,18 @@ def load(kind: type[ConfigT], path: str | Path) -> ConfigT:
     return parse(kind, read(path), source=str(path))
 
 
-def load_process(kind: type[ProcessT], path: str | Path, secret_file: str | None) -> ProcessT:
-    """Reads the configuration of one process, with the cluster secret at `secret_file` if that is given.
+def load_process(
+    kind: type[ProcessT],
+    path: str | Path,
+    secret_file: str | None,
+    own: Mapping[str, object] = MappingProxyType({}),
+) -> ProcessT:
+    """Reads the configuration of one process, with the cluster secret at `secret_file` if that is given. The settings
+    `own`, which differ from one process of a shared file to the next, override the file's.
 
     Raises ConfigError.
     """
-    data = read(path)
+    data = {**read(path), **own}
     security = data.get("security", {})
     if secret_file and isinstance(security, dict):
         data = {**data, "security": {**security, "secret_file": secret_file}}

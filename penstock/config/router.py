@@ -21,6 +21,17 @@ class IndexConfig(FrozenConfig):
     """Seconds for which pages sent to a worker without KV events count as cached there."""
 
 
+class StoreConfig(FrozenConfig):
+    """Responses that a router keeps for `previous_response_id` and GET /v1/responses, in its own memory."""
+
+    tenant_bytes: int = Field(64 << 20, ge=0)
+    """Bytes of one tenant's responses; the least recently used ones leave first. 0 stores none."""
+    total_bytes: int = Field(512 << 20, ge=0)
+    """Bytes of all tenants' responses; the tenant with the most loses its least recently used ones first."""
+    age_s: float = Field(86_400.0, gt=0)
+    """Seconds after which a response leaves."""
+
+
 class KvAwareConfig(FrozenConfig):
     """Weights of the kv-aware policy, which compares pairs of workers by their estimated cost in seconds."""
 
@@ -87,6 +98,8 @@ class RouterConfig(KvAwareConfig):
     """Latency targets; the share of requests that meets them drives the autoscaler."""
     index: IndexConfig = IndexConfig()
     """Index of the workers' prefix caches."""
+    store: StoreConfig = StoreConfig()
+    """Responses kept for later calls."""
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)
     """Tenants by name; without any, callers are not distinguished."""
     tenants_file: str = ""

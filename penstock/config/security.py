@@ -135,6 +135,10 @@ class LimitsConfig(_SecretiveConfig):
     """Stop token ids of a call."""
     logit_bias: int = Field(1024, ge=1)
     """Logit bias entries of a call."""
+    allowed_token_ids: int = Field(1024, ge=1)
+    """Allowed token ids of a call."""
+    prompt_logprobs: int = Field(1 << 16, ge=1)
+    """Log-probabilities of prompt tokens and of their alternatives in an answer, over all its completions."""
     connections: int = Field(8192, ge=1)
     """Connections to each of the two public ports; fewer where the process may not open twice as many files."""
     connections_per_peer: int = Field(4096, ge=1)

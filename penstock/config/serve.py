@@ -87,10 +87,13 @@ class ServeConfig(FrozenConfig):
     """Port of the OpenAI-compatible API, which all routers share; 0 takes any free one."""
     grpc_port: int = Field(50051, ge=0, le=65535)
     """Port of the gRPC API, which all routers share; 0 takes any free one."""
+    admin_host: str = "127.0.0.1"
+    """Address that the Admin service listens on, beside loopback: another one lets routers on other machines follow."""
     admin_port: int = Field(50052, ge=0, le=65535)
     """Port of the Admin service; 0 takes any free one."""
-    routers: int = Field(2, ge=1)
-    """Router processes, which share the public ports: while one of them is replaced, the others take all requests."""
+    routers: int = Field(2, ge=0)
+    """Router processes, which share the public ports: while one of them is replaced, the others take all requests. With
+    0, routers are started elsewhere, by `python -m router`, and follow the Admin service."""
     metrics_ports: tuple[int, ...] = ()
     """HTTP port of each router alone, with /metrics and /health and no model; by default any free ones."""
     lookaside: bool = False
@@ -143,6 +146,7 @@ class ServeConfig(FrozenConfig):
             raise ValueError("decode_pool.replicas is 0: at least 1 decode worker is needed")
         if self.decode_pool.lowest < 1:
             raise ValueError("decode_pool.min_replicas is 0: at least 1 decode worker is needed; give 1 or more")
+        self.security.check_host("admin_host", self.admin_host)
         if self.metrics_ports and len(self.metrics_ports) != self.routers:
             raise ValueError(
                 f"metrics_ports holds {len(self.metrics_ports)} ports; with routers = {self.routers} give as many, "

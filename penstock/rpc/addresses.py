@@ -17,6 +17,11 @@ def callable_host(host: str) -> str:
     return LOOPBACK if is_every_interface(host) else host
 
 
+def needs_loopback_too(host: str) -> bool:
+    """Returns whether a server that listens on `host` alone is out of reach at this machine's loopback address."""
+    return callable_host(host) != LOOPBACK and host != "localhost"
+
+
 def require_source_address(address: str) -> str:
     """Returns `address`, a worker's own, if other machines can call it. Raises InvalidInput for a wildcard host."""
     if is_every_interface(address.rpartition(":")[0]):

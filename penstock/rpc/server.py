@@ -107,12 +107,16 @@ class GrpcServer:
         _add_reflection(self.server, [*self._names, health.SERVICE_NAME])
         self.port = 0
 
-    async def start(self, host: str, port: int, key: str = "port") -> int:
-        """Listens and returns the port. Raises ConfigError that names `key` if the port is taken."""
-        try:
-            self.port = self._listen(f"{host}:{port}")
-        except RuntimeError as error:
-            raise ConfigError(f"{key} = {port}: cannot listen on {host}:{port}; free it or choose another") from error
+    async def start(self, host: str, port: int, key: str = "port", also_on: str = "") -> int:
+        """Listens on `host`, and on the host `also_on` at the same port, and returns the port. Raises ConfigError that
+        names `key` if the port is taken."""
+        self.port = port
+        for each in (host, also_on) if also_on else (host,):
+            try:
+                self.port = self._listen(f"{each}:{self.port}")
+            except RuntimeError as error:
+                problem = f"{key} = {port}: cannot listen on {each}:{self.port}; free it or choose another"
+                raise ConfigError(problem) from error
         await self.set_serving(False)
         await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
         await self.server.start()

@@ -58,6 +58,8 @@ class CompletionText:
             logprobs=self._spell(delta.logprobs[:num_used]),
             finish_reason=FinishReason.STOP if self.stopped else delta.finish_reason,
             timing=delta.timing,
+            prompt_logprobs=self._spell(delta.prompt_logprobs),
+            stop_string=self._matcher.matched,
         )
 
     def _feed_until_stop(self, delta: CompletionDelta) -> tuple[str, int]:

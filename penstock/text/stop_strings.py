@@ -77,7 +77,11 @@ class StopMatcher:
         self._includes_match = includes_match
         self._state = _ROOT
         self._held = ""
-        self.stopped = False
+        self.matched: str | None = None  # the stop string that was found
+
+    @property
+    def stopped(self) -> bool:
+        return self.matched is not None
 
     def add(self, text: str) -> str:
         """Returns the text that may be sent now. Once `stopped`, everything behind the stop string is dropped."""
@@ -88,8 +92,8 @@ class StopMatcher:
         seen = self._held + text
         self._state, num_held, end = self._stops.follow(self._state, text)
         if end:
-            self.stopped = True
             end += len(self._held)
+            self.matched = seen[end - num_held : end]
             self._held = ""
             return seen[: end if self._includes_match else end - num_held]
         safe = len(seen) - num_held

@@ -89,7 +89,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("model", "ready", "workers", "endpoints", "uptime_s", "spares", "balance")
+    __slots__ = ("model", "ready", "workers", "endpoints", "uptime_s", "spares", "balance", "routers_elsewhere")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class StatusResponse(_message.Message):
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     SPARES_FIELD_NUMBER: _ClassVar[int]
     BALANCE_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     model: str
     ready: bool
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
@@ -104,7 +105,8 @@ class StatusResponse(_message.Message):
     uptime_s: float
     spares: _containers.RepeatedCompositeFieldContainer[SpareStatus]
     balance: BalanceStatus
-    def __init__(self, model: _Optional[str] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., endpoints: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., spares: _Optional[_Iterable[_Union[SpareStatus, _Mapping]]] = ..., balance: _Optional[_Union[BalanceStatus, _Mapping]] = ...) -> None: ...
+    routers_elsewhere: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., ready: _Optional[bool] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., endpoints: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., spares: _Optional[_Iterable[_Union[SpareStatus, _Mapping]]] = ..., balance: _Optional[_Union[BalanceStatus, _Mapping]] = ..., routers_elsewhere: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SpareStatus(_message.Message):
     __slots__ = ("pool", "name", "state", "pid", "detail")

@@ -17,7 +17,7 @@ MAX_MODEL_NAME = 256
 MAX_NAME = 256  # of an author, a called tool or a tool call
 MAX_CACHE_SALT = 256
 MAX_TEMPLATE_ARGUMENTS = 16 * 1024  # characters
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 PromptRequest = inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest
 
@@ -46,6 +46,8 @@ def check_request(wire: inference_pb2.GenerateRequest, limits: LimitsConfig) -> 
     check_count("emitted", num_emitted, limits.prompt_tokens, "tokens over all completions")
     check_count("sampling.logit_bias", len(sampling.logit_bias), limits.logit_bias, "entries")
     check_count("sampling.stop_token_ids", len(sampling.stop_token_ids), limits.stop_token_ids, "tokens")
+    num_allowed = len(sampling.allowed_token_ids)
+    check_count("sampling.allowed_token_ids", num_allowed, limits.allowed_token_ids, "tokens")
 
 
 def check_prompt(wire: PromptRequest, limits: LimitsConfig) -> None:
@@ -107,7 +109,7 @@ def _check_tools(chat: inference_pb2.ChatOptions, limits: LimitsConfig) -> None:
     for number, tool in enumerate(chat.tools):
         field = f"tools[{number}].function.name"
         if not _TOOL_NAME.fullmatch(tool.name):
-            raise InvalidInput(field, f"is {tool.name[:100]!r}; give 1 to 64 letters, digits, _ and -")
+            raise InvalidInput(field, f"is {tool.name[:100]!r}; give 1 to 128 letters, digits, _ and -")
         if tool.name in names:
             raise InvalidInput(field, f"repeats {tool.name!r}; give each tool a name of its own")
         names.add(tool.name)

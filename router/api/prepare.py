@@ -20,6 +20,7 @@ from penstock.types import Lane, RequestId
 from penstock.v1 import common_pb2, inference_pb2
 from penstock.wire import grammar_from_wire
 from router.api import sampling_fields
+from router.api.bad_words import with_bad_sequences
 from router.api.conversations import read_conversation
 from router.api.dialect import OutputFormat
 from router.api.identity import Tenant, Tenants, salted_scope
@@ -138,7 +139,10 @@ class RequestPreparer:
                 vocab_size=self.card.vocab_size,
                 seed=secrets.randbits(64),
                 defaults=self.card.generation_defaults,
+                max_prompt_logprobs=self.limits.prompt_logprobs,
             )
+            async with self.until(deadline_s):
+                sampling = await with_bad_sequences(sampling, self.tokenizer, tenant.name)
             scope = salted_scope(tenant.cache_scope, wire.cache_salt)
             emitted = sampling_fields.check_emitted(wire, sampling, self.card.vocab_size)
         return PreparedRequest(

@@ -88,9 +88,11 @@ class _FieldReader:
 def tolerant(kind: type[MessageT], limits: LimitsConfig) -> Callable[[bytes], MessageT | InvalidInput]:
     """Returns a deserializer that returns the problem instead of raising it; the handler raises it as a status."""
     descriptor: Descriptor = kind.DESCRIPTOR  # type: ignore[assignment]
-    # A message with a tool call has eight fields, a bias and a tool have up to four.
-    max_fields = 8 * limits.messages + 4 * (limits.logit_bias + limits.tools) + 1024
-    max_numbers = 2 * limits.prompt_tokens + limits.stop_token_ids  # of the prompt, and emitted by an earlier call
+    # A message of text has three fields, one with a tool call seven, and one that answers it four; a bias or a tool has
+    # up to four.
+    max_fields = 5 * limits.messages + 4 * (limits.logit_bias + limits.tools) + 1024
+    # Of the prompt, emitted by an earlier call, and of the sampling parameters.
+    max_numbers = 2 * limits.prompt_tokens + limits.stop_token_ids + limits.allowed_token_ids
 
     def read(data: bytes) -> MessageT | InvalidInput:
         try:

@@ -24,6 +24,8 @@ MAX_COMPLETIONS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_CHARACTERS = 64
 _UINT64 = 1 << 64
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 _NO_DEFAULTS: Mapping[str, float] = MappingProxyType({})
@@ -67,6 +69,7 @@ class _Limits:
     context_length: int
     vocab_size: int
     seed: int
+    prompt_logprobs: float  # log-probabilities of prompt tokens and alternatives, over all completions
 
     @property
     def room(self) -> int:
@@ -82,12 +85,14 @@ def resolve(
     vocab_size: int,
     seed: int,
     defaults: Mapping[str, float] = _NO_DEFAULTS,
+    max_prompt_logprobs: float = math.inf,
 ) -> SamplingParams:
     """Returns the request's own value of each field, else the model's (`defaults`), else that of `SamplingParams`.
 
-    `seed` applies where the request has none. Raises InvalidInput that names the field, its value and the fix.
+    `seed` applies where the request has none; `max_prompt_logprobs` bounds how many numbers they are. Raises
+    InvalidInput that names the field, its value and the fix.
     """
-    limits = _Limits(num_prompt_tokens, context_length, vocab_size, seed)
+    limits = _Limits(num_prompt_tokens, context_length, vocab_size, seed, max_prompt_logprobs)
     if num_prompt_tokens == 0:
         raise InvalidInput("prompt", "is empty; give at least one token")
     if limits.room < 1:
@@ -173,6 +178,41 @@ def _allowed_token_ids(wire: common_pb2.SamplingParams, limits: _Limits) -> tupl
     return _check_token_ids("sampling.allowed_token_ids", tuple(wire.allowed_token_ids), limits.vocab_size)
 
 
+def _bad_words(wire: common_pb2.SamplingParams, limits: _Limits) -> tuple[str, ...]:
+    if len(wire.bad_words) > MAX_BAD_WORDS:
+        raise InvalidInput("sampling.bad_words", f"has {len(wire.bad_words)} words; give at most {MAX_BAD_WORDS}")
+    for word in wire.bad_words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_CHARACTERS:
+            raise InvalidInput(
+                "sampling.bad_words", f"has a word of {len(word)} characters; give 1 to {MAX_BAD_WORD_CHARACTERS}"
+            )
+        if word.isspace():
+            raise InvalidInput("sampling.bad_words", f"has {word!r}; give a word with a character that is no space")
+    return tuple(wire.bad_words)
+
+
+def _bad_sequences(wire: common_pb2.SamplingParams, limits: _Limits) -> tuple[tuple[int, ...], ...]:
+    """Returns nothing: `router.api.bad_words` tokenizes the words of a request that is otherwise valid."""
+    if wire.bad_sequences:
+        raise InvalidInput("sampling.bad_sequences", "is set by routers alone; give the texts as bad_words")
+    return ()
+
+
+def _prompt_logprobs(wire: common_pb2.SamplingParams, limits: _Limits) -> int | None:
+    if not wire.HasField("prompt_logprobs"):
+        return None
+    _RANGES["prompt_logprobs"].check("prompt_logprobs", wire.prompt_logprobs)
+    count = limits.num_prompt_tokens * (1 + wire.prompt_logprobs) * max(1, wire.n)
+    if count > limits.prompt_logprobs:
+        raise InvalidInput(
+            "sampling.prompt_logprobs",
+            f"is {wire.prompt_logprobs}, which makes {count} log-probabilities for {limits.num_prompt_tokens} prompt "
+            f"tokens and n = {max(1, wire.n)}; {limits.prompt_logprobs} are allowed, so ask for fewer alternatives, or "
+            "send a shorter prompt",
+        )
+    return wire.prompt_logprobs
+
+
 def _check_token_ids(field: str, token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     for token_id in token_ids:
         if token_id >= vocab_size:
@@ -188,8 +228,9 @@ _OWN_RULES: Mapping[str, Callable[[common_pb2.SamplingParams, _Limits], Any]] = 
     "stop": _stop_strings,
     "stop_token_ids": _stop_token_ids,
     "allowed_token_ids": _allowed_token_ids,
-    "bad_words": lambda wire, limits: tuple(wire.bad_words),
-    "bad_sequences": lambda wire, limits: (),  # `router.api.prepare` tokenizes `bad_words`
+    "bad_words": _bad_words,
+    "bad_sequences": _bad_sequences,
+    "prompt_logprobs": _prompt_logprobs,
     "grammar": lambda wire, limits: grammar_from_wire(wire.grammar) if wire.HasField("grammar") else None,
 }
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(SamplingParams)}

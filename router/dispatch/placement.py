@@ -145,15 +145,18 @@ class Placer:
         """
         now_s = time.monotonic()
         decode, prefill = self._usable(decode, now_s), self._usable(group.prefill, now_s)
+        scores_prompt = request.sampling.prompt_logprobs is not None and not num_emitted
+        if scores_prompt:  # its decode worker computes every token of it
+            prefill = []
         links = FleetLinkPricing(self._fleet, (*decode, *group.prefill), now_s)
-        cached, below = pages.cached_tokens(self._fleet.index, group)
+        cached, below = ({}, {}) if scores_prompt else pages.cached_tokens(self._fleet.index, group)
         demand = self._core.demand(
             num_tokens=len(request.token_ids) + num_emitted,
             max_tokens=request.sampling.max_tokens - num_emitted,
             token_bytes=group.token_bytes,
             cached_tokens=cached,
             host_tokens=below,
-            prefill=[worker.worker_id for worker in group.prefill],
+            prefill=[] if scores_prompt else [worker.worker_id for worker in group.prefill],
             links=links,
             now_s=now_s,
             prefix=pages.prefix,

@@ -214,13 +214,15 @@ class TokenStream:
         completion.emitted += token_ids
         reason = wire.finish_reason_from_wire(message.finish_reason)
         if reason is None:
-            return CompletionDelta(completion.index, token_ids, message.logprobs)
+            return CompletionDelta(
+                completion.index, token_ids, message.logprobs, prompt_logprobs=message.prompt_logprobs
+            )
         completion.ended = True
         timing = completion.timing
         assert timing is not None  # set when it was delivered
         if completion.placements and not (timing.num_migrations or timing.num_redispatches or self._request.emitted):
             self._placer.on_end(completion.placements[-1], message.timing, len(completion.emitted))
-        return CompletionDelta(completion.index, token_ids, message.logprobs, reason, timing)
+        return CompletionDelta(completion.index, token_ids, message.logprobs, reason, timing, message.prompt_logprobs)
 
     async def _follow(self, completion: DispatchedCompletion, migrated: worker_pb2.Migrated) -> None:
         """Continues at the worker that the sequence has migrated to, which gives it to whoever brings the ticket.

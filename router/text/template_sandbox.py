@@ -21,7 +21,9 @@ from typing import IO, Any, NoReturn
 
 import jinja2
 import msgpack
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # The first byte of an answer. After INVALID come a field's name, a line feed and what is wrong with the field.
@@ -31,6 +33,16 @@ TOOL_TEMPLATE = "tool_source"  # of the first frame: the template of conversatio
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # ends with a space, which shows whether the template trims contents
 
 _LENGTH = struct.Struct(">I")
+
+
+class _GenerationBlocks(Extension):
+    """Renders what stands in `{% generation %}` blocks, which mark an assistant's text for training, like any text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def compile_template(source: str) -> jinja2.Template:
@@ -43,7 +55,7 @@ def template_environment() -> jinja2.Environment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[loopcontrols],
+        extensions=[loopcontrols, _GenerationBlocks],
         undefined=jinja2.Undefined,
         optimized=False,
         finalize=_as_it_is,

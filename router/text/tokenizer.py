@@ -116,6 +116,10 @@ class Tokenizer:
                     f"messages[{number}].tool_calls", "are not possible: the model's chat template has none"
                 )
 
+    async def encode_each(self, texts: Sequence[str], caller: str = "") -> list[list[int]]:
+        """Returns the ids of each text, without special tokens around it. Raises Overloaded."""
+        return await self._encode_parts(texts, False, caller)
+
     async def spell(self, token_ids: Sequence[int], caller: str = "") -> list[str]:
         """Returns each token's text. Raises Overloaded."""
 

@@ -134,6 +134,13 @@ def test_beyond_loopback_a_process_without_credentials_is_refused(host: str) -> 
             parse(kind, {**data, "security": security})
 
 
+def test_settings_of_one_process_override_a_file_that_several_share(tmp_path: Path) -> None:
+    file = tmp_path / "router.json"
+    file.write_text('{"model": "m", "admin": "head:1", "peer_host": "10.0.0.1"}')
+    config = load_process(RouterConfig, file, "secret", {"peer_host": "10.0.0.2"})
+    assert (config.peer_host, config.admin, config.security.secret_file) == ("10.0.0.2", "head:1", "secret")
+
+
 @pytest.mark.parametrize("module", ["worker.main", "router.__main__"])
 def test_a_plain_process_without_a_secret_ends_before_it_loads_anything(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

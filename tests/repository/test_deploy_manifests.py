@@ -173,7 +173,7 @@ def test_the_renderer_refuses_unknown_constructs() -> None:
     for source, problem in {
         "{{ .Values.nothing }}": "there is no 'nothing'",
         "{{ lookup .Release.Name }}": "no function",
-        "{{ .Release.Name | sha256sum }}": "no function",
+        "{{ .Release.Name | b64enc }}": "no function",
         "{{ .Release }}": "use toJson",
         "{{ if .Release.Name }}": "an `end` is missing",
         "{{ end }}": "without a beginning",

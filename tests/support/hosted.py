@@ -90,7 +90,8 @@ class HostedRouter:
     async def start(self) -> Started:
         await self.server.start()
         ports = self.server.ports
-        return Started(Epoch(0), f"127.0.0.1:{ports.grpc}", os.getpid(), f"127.0.0.1:{ports.http}")
+        peer = self.server.fleet.peers.address
+        return Started(Epoch(0), f"127.0.0.1:{ports.grpc}", os.getpid(), f"127.0.0.1:{ports.http}", peer_address=peer)
 
     async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
         return await follow_router(f"127.0.0.1:{self.server.ports.grpc}", on_doubt)
@@ -139,7 +140,7 @@ class Hosted:
         version = -1
         async with asyncio.timeout(120):
             while True:
-                snapshot = await self.controller.wait(version, 10)
+                snapshot = await self.controller.wait(version, 1)
                 assert snapshot.failure is None, snapshot.failure
                 if condition(snapshot.status):
                     return snapshot.status

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.config import RouterConfig, WorkerConfig
-from tests.support.plain_processes import Deployment, Process
+from tests.support.plain_processes import Deployment, Process, wait_until_followed
 
 
 class MendedFleet:
@@ -40,12 +40,12 @@ class MendedFleet:
         self._router = self.start_router()
 
     def start_router(self) -> Process:
-        """Returns one more router over the present workers."""
+        """Returns one more router, which follows all present workers."""
         model = next(iter(self._configs.values())).engine.model
         addresses = tuple(process.address for process in self.workers)
-        return self._deployment.start_router(
-            RouterConfig(model=model, grpc_port=0, http_port=0, workers=addresses),
-        )
+        router = self._deployment.start_router(RouterConfig(model=model, grpc_port=0, http_port=0, workers=addresses))
+        wait_until_followed(router, len(addresses))
+        return router
 
     def _runs(self, name: str) -> bool:
         return name in self._workers and self._workers[name].popen.poll() is None

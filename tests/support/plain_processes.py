@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import httpx
 from pydantic import BaseModel
 
 from penstock.config import RouterConfig, WorkerConfig
@@ -133,6 +135,20 @@ class Deployment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def wait_until_followed(router: Process, num_workers: int, timeout_s: float = 60.0) -> None:
+    """Waits until the router would give work to that many workers. It is ready when it knows one decode worker, and
+    prompts are computed there until it knows a prefill worker. Raises Unavailable."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        metrics = httpx.get(f"http://{router.http}/metrics", timeout=timeout_s).text
+        found = sum(map(float, re.findall(r"(?m)^penstock:workers\{.*\} (\S+)$", metrics)))
+        if found >= num_workers:
+            return
+        if time.monotonic() > deadline_s:
+            raise Unavailable(f"the router knows {found:g} workers, not {num_workers}: {log_tail(router.log)}")
+        time.sleep(0.02)
 
 
 def log_tail(log: Path) -> str:

@@ -44,6 +44,7 @@ class LocalRayNodes:
         self._context = contextlib.ExitStack()
         self._bystanders = {child.pid for child in psutil.Process().children()}
         self._cluster: Any = None
+        self._has_head = True
         self._added: dict[Any, dict[str, Any]] = {}  # the nodes that ought to run, and how each was added
 
     def __enter__(self) -> LocalRayNodes:
@@ -78,7 +79,13 @@ class LocalRayNodes:
         return node
 
     def replace_ended(self) -> None:
-        """Adds a node in place of each whose node manager has ended by itself, which Ray's may do at its start."""
+        """Starts the head's own process again if it has ended by itself, and adds a node in place of each whose node
+        manager has. Ray's daemons do that now and then, three seconds after their start."""
+        status = self._cluster.head_node.all_processes["gcs_server"][0].process.poll() if self._has_head else None
+        if status is not None:
+            log.warning("the head's own process ended with status %s", status)
+            self._cluster.head_node.kill_gcs_server(check_alive=False)
+            self.restart_head()
         for node, how in list(self._added.items()):
             status = node.all_processes["raylet"][0].process.poll()
             if status is not None:
@@ -101,10 +108,12 @@ class LocalRayNodes:
 
     def kill_head(self) -> None:
         """Kills the head's own process alone; its node's other processes go on."""
+        self._has_head = False
         self._cluster.head_node.kill_gcs_server()
 
     def restart_head(self) -> None:
         self._cluster.head_node.start_gcs_server()
+        self._has_head = True
 
     def _end_processes(self) -> None:
         ray.shutdown()

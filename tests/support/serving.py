@@ -55,6 +55,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[common_pb2.TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[common_pb2.TokenLogprob] = field(default_factory=list)
     finish_reason: int = 0
     timing: common_pb2.Timing | None = None
     error: PenstockError | None = None
@@ -139,6 +140,7 @@ class Caller:
             delta = await self.next_delta(stream_id)
             answer.token_ids += delta.token_ids
             answer.logprobs += delta.logprobs
+            answer.prompt_logprobs += delta.prompt_logprobs
             if delta.HasField("error"):
                 answer.error = from_status(delta.error)
                 return answer

@@ -31,8 +31,7 @@ from penstock.client.async_client import AsyncClient
 from penstock.client.retry import RetryPolicy
 from penstock.config import RouterConfig, ServeConfig, WorkerConfig
 from penstock.errors import Unavailable, from_rpc_error
-from penstock.rpc.addresses import LOOPBACK
-from penstock.rpc.server import Dial, make_channel
+from penstock.rpc.server import Dial, GrpcServer, make_channel
 from penstock.types import Epoch, Role
 from penstock.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.plain_processes import ROOT, log_tail
@@ -43,10 +42,21 @@ _END_TIMEOUT_S = 20.0
 _LEAVE_MARGIN_S = 5.0  # beyond its streams' time, for a router that was asked to end
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlainDeployment:
     controller: Controller
     admin_address: str
+    config: ServeConfig
+    admin_server: GrpcServer
+
+    async def stop_admin(self) -> None:
+        """Ends the Admin service, as the death of the controller's process does."""
+        await self.admin_server.stop(0.0)
+
+    async def start_admin(self) -> None:
+        """Starts the Admin service again, at its port."""
+        port = int(self.admin_address.rpartition(":")[2])
+        self.admin_server, _ = await start_admin_server(self.controller, self.config.admin_host, port)
 
     @property
     def grpc_address(self) -> str:
@@ -60,7 +70,7 @@ class PlainDeployment:
         version = -1
         async with asyncio.timeout(timeout_s):
             while True:
-                snapshot = await self.controller.wait(version, timeout_s)
+                snapshot = await self.controller.wait(version, 1)
                 if snapshot.failure is not None:
                     raise snapshot.failure
                 if condition(snapshot.status):
@@ -70,7 +80,7 @@ class PlainDeployment:
 
 @contextlib.asynccontextmanager
 async def plain_deployment(config: ServeConfig) -> AsyncIterator[PlainDeployment]:
-    """Yields a ready deployment. Ports of 0 become free ones; every port is on loopback, without a secret."""
+    """Yields a ready deployment. Ports of 0 become free ones; processes listen on loopback, without a secret."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         admin_address = ""
 
@@ -84,8 +94,8 @@ async def plain_deployment(config: ServeConfig) -> AsyncIterator[PlainDeployment
 
         canary_check = CanaryCheck(CanaryJudge(), make_channel)
         controller = make_controller(config, spawn, _send_first_request, canary_check=canary_check)
-        server, admin_address = await start_admin_server(controller, LOOPBACK, config.admin_port)
-        deployment = PlainDeployment(controller, admin_address)
+        server, admin_address = await start_admin_server(controller, config.admin_host, config.admin_port)
+        deployment = PlainDeployment(controller, admin_address, config, server)
         try:
             controller.start()
             try:
@@ -95,7 +105,7 @@ async def plain_deployment(config: ServeConfig) -> AsyncIterator[PlainDeployment
             yield deployment
         finally:
             await controller.stop()
-            await server.stop()
+            await deployment.admin_server.stop()
 
 
 async def _send_first_request(address: str) -> None:
@@ -150,7 +160,12 @@ class PlainProcess:
         self._host = ready.get("host", "")
         if self._is_router:
             self._started = Started(
-                Epoch(0), ready["control"], ready["pid"], ready["http"], public_address=ready["grpc"]
+                Epoch(0),
+                ready["control"],
+                ready["pid"],
+                ready["http"],
+                public_address=ready["grpc"],
+                peer_address=ready["peer"],
             )
         else:
             self._started = Started(Epoch(ready["epoch"]), ready["address"], ready["pid"])

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from penstock.config import RouterConfig
 from penstock.errors import InvalidInput, ModelNotFound
 from penstock.types import Grammar, GrammarKind, Role
 from tests.support.engine.checkpoints import make_checkpoint
-from tests.support.plain_processes import Deployment
+from tests.support.plain_processes import Deployment, wait_until_followed
 from tests.support.serving import worker_config
 
 pytestmark = pytest.mark.processes
@@ -50,6 +51,7 @@ def service() -> Iterator[Service]:
         workers = deployment.start_workers(configs)
         addresses = tuple(worker.address for worker in workers)
         router = deployment.start_router(RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses))
+        wait_until_followed(router, len(workers))
         yield Service(router.address, router.http)
 
 
@@ -65,8 +67,8 @@ def openai_client(service: Service) -> openai.OpenAI:
 
 
 def test_a_stream_is_the_whole_answer_in_pieces(client: Client) -> None:
-    whole = client.complete(PROMPT, max_tokens=40, temperature=0.0)
-    chunks = list(client.generate(PROMPT, max_tokens=40, temperature=0.0))
+    whole = client.complete(PROMPT, max_tokens=300, temperature=0.0, ignore_eos=True)
+    chunks = list(client.generate(PROMPT, max_tokens=300, temperature=0.0, ignore_eos=True))
     assert "".join(chunk.text for chunk in chunks) == whole.text
     assert sum(len(chunk.token_ids) for chunk in chunks) == len(whole.token_ids)
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
@@ -94,9 +96,10 @@ def test_a_decision_record_explains_the_placement(client: Client, openai_client:
         return dict(explained)
 
     first, again = decision(), decision()
-    for _ in range(50):  # events of the first request's pages may not have arrived
-        if again["completions"][0]["attempts"][0]["predicted"]["decode_cached_tokens"]:
-            break
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not again["completions"][0]["attempts"][0]["predicted"]["decode_cached_tokens"]:
+        assert time.monotonic() < deadline_s, "no event of the first request's pages has arrived"
+        time.sleep(0.05)
         again = decision()
     predicted, actual = first["completions"][0]["attempts"][0]["predicted"], first["completions"][0]["actual"]
     assert (actual["prefill_worker"], actual["decode_worker"]) == (predicted["prefill"], "decode")

@@ -39,7 +39,7 @@ def config(role: Role, name: str, num_ranks: int) -> WorkerConfig:
             "num_pages": 256,
             "dtype": "float32",
             "tensor_parallel": num_ranks,
-            "rank_timeout_s": 3.0,
+            "rank_timeout_s": 5.0,
             "run_ahead": num_ranks > 1,  # other ranks have one more step announced when a rank dies
         },
         transfer={"timeout_s": 5.0},

@@ -77,6 +77,8 @@ def _examine(arguments: Namespace) -> Iterator[Finding]:
         yield from _check_without_deployment(arguments.admin, error, config)
         return
     yield _check_status(status)
+    if not any(worker.member.role == "router" for worker in status.workers):
+        yield check_routers_elsewhere(status)
     yield from (local_checks.check_endpoint(endpoint) for endpoint in status.endpoints)
     request = admin_pb2.DoctorRequest(transfers=not arguments.no_transfers)
     with admin_stub(arguments) as (stub, metadata):
@@ -94,6 +96,15 @@ def _check_without_deployment(admin: str, error: PenstockError, config: ServeCon
         from cluster.diagnose import local_checks
 
         yield local_checks.check_ports(config)
+
+
+def check_routers_elsewhere(status: admin_pb2.StatusResponse) -> Finding:
+    """Checks that routers follow a deployment that has none of its own."""
+    followers = status.routers_elsewhere
+    if not followers:
+        advice = "start one with `python -m router`, whose `admin` is this Admin service; its log says what it lacks"
+        return Finding("routers", status.model, Severity.PROBLEM, "none follows, so nobody can call it", advice)
+    return Finding("routers", status.model, Severity.OK, f"{len(followers)} follow: {', '.join(followers)}")
 
 
 def _check_status(status: admin_pb2.StatusResponse) -> Finding:

@@ -53,7 +53,7 @@ def format_drain(progress: admin_pb2.DrainProgress) -> str:
     detail = f" ({progress.detail})" if progress.detail else ""
     match progress.stage:
         case "moving":
-            return f"{name} and the routers move to another node; `penstock status` works there from now on"
+            return f"{name} moves to another node with the routers beside it; `penstock status` works there from now on"
         case "waiting":
             return f"{name} serves until another one can: {progress.detail}"
         case "draining":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -15,6 +16,7 @@ from cluster.cli.start_progress import StartProgress
 from cluster.cli.table import state_changes
 from penstock.config import ServeConfig, parse, read
 from penstock.errors import ConfigError, Unavailable
+from penstock.rpc.addresses import is_every_interface
 from penstock.v1 import admin_pb2
 
 if TYPE_CHECKING:
@@ -36,7 +38,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--host", help="address of the HTTP and gRPC ports; default 127.0.0.1")
     add("--http-port", type=int, metavar="PORT", help="default 8000; 0 takes a free one")
     add("--grpc-port", type=int, metavar="PORT", help="default 50051; 0 takes a free one")
-    add("--admin-port", type=int, metavar="PORT", help="default 50052; 0 takes a free one; always on loopback")
+    add("--admin-port", type=int, metavar="PORT", help="default 50052; 0 takes a free one")
+    add("--admin-host", help="address of the Admin service beside loopback, for routers elsewhere; default 127.0.0.1")
+    add("--routers", type=int, metavar="N", help="router processes; default 2; with 0 they are started elsewhere")
     add("--address", help="a Ray cluster to join, such as auto; default: start one here")
     add("--attach", action="store_true", help="follow the deployment that the Ray cluster has already, if it has one")
     add("--secret-file", metavar="FILE", help="the cluster secret, at this path on every node; needed with --address")
@@ -94,7 +98,8 @@ def run(arguments: Namespace) -> int:
 def serve_config(arguments: Namespace) -> ServeConfig:
     """Returns the config file's values overridden by the flags. Raises ConfigError."""
     data = read(arguments.config) if arguments.config else {}
-    for key in ("model", "host", "http_port", "grpc_port", "admin_port", "address", "lookaside"):
+    ports = ("http_port", "grpc_port", "admin_host", "admin_port")
+    for key in ("model", "host", *ports, "routers", "address", "lookaside"):
         _set(data, (key,), getattr(arguments, key))
     _set(data, ("security", "secret_file"), arguments.secret_file)
     _set(data, ("engine", "dtype"), arguments.dtype)
@@ -135,15 +140,32 @@ def _import_launch() -> Callable[..., RayDeployment]:
 def _print_ready(deployment: RayDeployment) -> None:
     config = deployment.config
     endpoints = {"http": deployment.http_address, "grpc": deployment.grpc_address, "admin": deployment.admin_address}
-    pools = f"{config.prefill_pool.replicas} prefill + {config.decode_pool.replicas} decode workers"
+    num_workers = f"{config.prefill_pool.replicas} prefill + {config.decode_pool.replicas} decode workers"
+    if not config.routers:
+        usage = how_to_follow(deployment.admin_address, config.admin_host)
+        print(f"ready: {config.model_name}, {num_workers}, no router of its own\n\n{usage}\n", flush=True)
+        return
     keyed = bool(config.tenants or config.tenants_file)
     usage = how_to_call(config.model_name, endpoints, encrypted=config.tls is not None, keyed=keyed)
-    print(f"ready: {config.model_name}, {pools}\n\n{usage}\n", flush=True)
+    print(f"ready: {config.model_name}, {num_workers}\n\n{usage}\n", flush=True)
 
 
 def _print_changes(states: dict[str, str], status: admin_pb2.StatusResponse) -> None:
     for line in state_changes(states, status):
         print(line, file=sys.stderr, flush=True)
+
+
+def how_to_follow(admin: str, host: str) -> str:
+    """Returns what the operator of a deployment without routers does next: `admin` is where this machine calls its
+    Admin service, which listens on `host`."""
+    address = f"{socket.gethostname() if is_every_interface(host) else host}:{admin.rpartition(':')[2]}"
+    return f"""\
+  admin  {admin}
+
+  No request was sent through it: its routers are started elsewhere, each by `python -m router --config FILE`
+  with admin = "{address}", the cluster secret, and the address of its own machine (--peer-host).
+
+  penstock status --admin {admin}"""
 
 
 def how_to_call(model: str, endpoints: Mapping[str, str], *, encrypted: bool = False, keyed: bool = False) -> str:

@@ -30,13 +30,18 @@ def run(arguments: Namespace) -> int:
 
 
 def format_status(status: admin_pb2.StatusResponse) -> str:
-    """Formats the deployment's state, a table of workers and spares, and the latest rebalance."""
+    """Formats the deployment's state, a table of workers, routers and spares, and the latest rebalance."""
     state = "ready" if status.ready else "not ready"
     public = [endpoint for endpoint in status.endpoints if not endpoint.endswith("/metrics")]
-    head = f"{status.model}: {state}, up {status.uptime_s:.0f} s, at {', '.join(public) or 'no address yet'}"
+    has_own = any(worker.member.role == "router" for worker in status.workers)
+    where = ", ".join(public) or ("no address yet" if has_own else "the addresses of routers elsewhere")
+    head = f"{status.model}: {state}, up {status.uptime_s:.0f} s, at {where}"
     workers = [_worker_row(worker) for worker in status.workers]
     spares = [[spare.name, spare.state, str(spare.pid or "-"), *["-"] * 5, spare.detail] for spare in status.spares]
-    text = f"{head}\n\n{format_table(_HEADER, workers + spares)}"
+    elsewhere = [["router", "elsewhere", *["-"] * 5, address, ""] for address in status.routers_elsewhere]
+    text = f"{head}\n\n{format_table(_HEADER, workers + elsewhere + spares)}"
+    if not has_own and not elsewhere:
+        text += "\n\nno router follows it: start one with `python -m router`, whose `admin` is this Admin service"
     balance = status.balance
     if balance.rounds:
         text += (

@@ -9,8 +9,10 @@ from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from penstock.config.router import StoreConfig
 from penstock.config.security import LimitsConfig
 from router.api.dialect import Dialect, ErrorShape, Json
+from router.api.http import message_routes, response_routes
 from router.api.http.documents import described_call, described_reading
 from router.api.http.generation import GenerationCalls, identify
 from router.api.http.operations import make_operations_app
@@ -20,12 +22,18 @@ from router.api.http.tokenization import add_tokenization
 from router.api.openai.requests import ChatBody, CompletionBody, parse_body
 from router.api.openai.responses import ChatResponse, CompletionResponse
 from router.api.prepare import RequestPreparer
+from router.api.translation.anthropic.errors import anthropic_error
+from router.api.translation.responses.errors import responses_error
+from router.api.translation.responses.store import ResponseStore
 from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
 from router.metrics.metrics import RouterMetrics
 
 # The shapes of errors other than OpenAI's, by the beginning of the paths that have them.
-SHAPES: Mapping[str, ErrorShape] = {}
+SHAPES: Mapping[str, ErrorShape] = {
+    message_routes.PATH: anthropic_error,
+    response_routes.PATH: responses_error,
+}
 
 
 def make_app(
@@ -35,6 +43,7 @@ def make_app(
     threads: FairThreads,
     metrics_token: Callable[[], str] = lambda: "",
     cors_origins: Sequence[str] = (),
+    store: StoreConfig | None = None,
 ) -> FastAPI:
     """`threads` parse large bodies. With a `metrics_token` that is not "", /metrics and /load demand it. With tenants
     and no token, nobody can read either. Browsers' pages of the `cors_origins` may call; "*" is any page."""
@@ -50,6 +59,8 @@ def make_app(
     calls = GenerationCalls(preparer, dispatcher, metrics, threads)
     _add_generation(app, calls, preparer)
     add_tokenization(app, calls, preparer)
+    message_routes.add_messages(app, calls, preparer)
+    response_routes.add_responses(app, calls, preparer, ResponseStore(store or StoreConfig(), time.monotonic))
     _add_models(app, preparer)
     return app
 

@@ -6,6 +6,7 @@ A route calls `GenerationCalls.answer` with its `Dialect`. Thin over `router.dis
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -22,6 +23,7 @@ from router.api.dialect import BodyT, CallResponse, CallTotals, Dialect
 from router.api.http.bodies import BodyReader
 from router.api.http.connections import ABORT, SUBJECTS
 from router.api.http.request_ids import name_request
+from router.api.http.running_calls import RunningCalls
 from router.api.http.streams import (
     EventStream,
     collect_response,
@@ -29,6 +31,7 @@ from router.api.http.streams import (
     granted_header,
     merged_outputs,
     until_disconnect,
+    with_heartbeats,
 )
 from router.api.identity import Tenant
 from router.api.limits import check_completions, check_headers
@@ -41,7 +44,9 @@ from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
 from router.metrics.metrics import RouterMetrics
 
-ParsedT = TypeVar("ParsedT")
+API_KEY = "x-api-key"  # the header of Anthropic's clients; `authorization` takes precedence
+
+ResultT = TypeVar("ResultT")
 
 
 class GenerationCalls:
@@ -57,11 +62,14 @@ class GenerationCalls:
         self._threads = threads
         self._bodies = BodyReader(preparer.limits, metrics)
 
-    async def answer(self, http: Request, dialect: Dialect[BodyT]) -> Response:
-        """Nothing goes on for a client that disconnects, in whatever queue its call waits."""
+    async def answer(self, http: Request, dialect: Dialect[BodyT], running: RunningCalls | None = None) -> Response:
+        """Nothing goes on for a client that disconnects, in whatever queue its call waits.
+
+        With `running`, other calls can cancel this one by its response's id.
+        """
 
         def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Awaitable[Response]:
-            return self._answer(http, raw, held, dialect, tenant)
+            return self._answer(http, raw, held, dialect, tenant, running)
 
         return await self.with_body(http, work)
 
@@ -81,14 +89,21 @@ class GenerationCalls:
             return await until_disconnect(http.receive, working)
 
     async def _answer(
-        self, http: Request, raw: bytes, held: contextlib.ExitStack, dialect: Dialect[BodyT], tenant: Tenant
+        self,
+        http: Request,
+        raw: bytes,
+        held: contextlib.ExitStack,
+        dialect: Dialect[BodyT],
+        tenant: Tenant,
+        running: RunningCalls | None,
     ) -> Response:
         """Returns a stream only with its first token, so that errors before it are plain HTTP errors."""
         preparer, accepted_s = self._preparer, time.monotonic()
         timeout_s = read_timeout_s(http.headers)
         async with preparer.until(preparer.deadline_s(timeout_s)):
-            body, response, parsing, wanted = await self._parse(raw, dialect, tenant)
-        del raw
+            read = functools.partial(self._read, dialect, raw, tenant)
+            body, response, parsing, wanted = await self.parse(raw, tenant, read, off_loop=dialect.reads_more)
+        del raw, read
         held.close()
         name_request(http.scope, body.caller_id)
         hints = read_hints(http.headers, body.session)
@@ -110,6 +125,8 @@ class GenerationCalls:
         totals = CallTotals(sum(len(request.token_ids) for request in requests))
         parsed = ParsedOutputs(parsing, [request.token_ids for request in requests], requests[0].sampling.n)
         outputs = merged_outputs(self._dispatcher, requests)
+        if running is not None:
+            outputs = running.guarded((tenant.name, response.id), outputs)
         if not body.streams:
             async with contextlib.aclosing(outputs):
                 whole, headers = await collect_response(outputs, parsed, response, totals)
@@ -122,38 +139,39 @@ class GenerationCalls:
         cut = http.scope.get(ABORT, lambda: None)
         watch = ReaderWatch(requests[0].request_id, requests[0].deadline_s, preparer.limits, self._metrics, cut)
         events = event_bytes(first, outputs, parsed, response, totals)
+        if dialect.heartbeat is not None:
+            events = with_heartbeats(events, dialect.heartbeat)
         return EventStream(events, watch, granted_header(first[1]))
 
-    async def _parse(
-        self, raw: bytes, dialect: Dialect[BodyT], tenant: Tenant
-    ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
-        """Returns the body, the response to it, how its outputs are parsed, and its requests.
+    async def parse(
+        self, raw: bytes, tenant: Tenant, read: Callable[[LimitsConfig], ResultT], *, off_loop: bool = False
+    ) -> ResultT:
+        """Returns what `read` makes of the body within the limits; off the event loop if it is large, or `off_loop`.
 
         Raises InvalidInput that names the field, or Overloaded.
         """
-
-        def parse(
-            raw: bytes, limits: LimitsConfig
-        ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
-            body = dialect.read(raw, limits, tenant.name)
-            response = dialect.respond(body)
-            return body, response, self._preparer.parsing(body.output_format), body.requests(response.id)
-
-        return await self.parse(raw, tenant, parse)
-
-    async def parse(self, raw: bytes, tenant: Tenant, parse: Callable[[bytes, LimitsConfig], ParsedT]) -> ParsedT:
-        """Returns what `parse` makes of the body and the limits that hold for it; a large one is parsed in a thread.
-
-        Raises what `parse` raises, or Overloaded.
-        """
         limits = self._preparer.limits
-        if len(raw) <= SMALL_BODY_BYTES:
-            return parse(raw, limits)
+        if len(raw) <= SMALL_BODY_BYTES and not off_loop:
+            return read(limits)
         limits = self._preparer.limits_within(limits.completions)
-        return await self._threads.run(tenant.name, len(raw), parse, raw, limits)
+        return await self._threads.run(tenant.name, len(raw), read, limits)
+
+    def _read(
+        self, dialect: Dialect[BodyT], raw: bytes, tenant: Tenant, limits: LimitsConfig
+    ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
+        """Returns the body, the response to it, how its outputs are parsed, and its requests. Raises InvalidInput."""
+        body = dialect.read(raw, limits, tenant.name)
+        response = dialect.respond(body)
+        return body, response, self._preparer.parsing(body.output_format), body.requests(response.id)
 
 
 def identify(http: Request, preparer: RequestPreparer) -> Tenant:
-    """Raises UnreadRequest, Unauthenticated or PermissionDenied."""
+    """Returns the tenant of a call by its API key, which comes in either of two headers, or by its certificate.
+
+    Raises UnreadRequest, Unauthenticated or PermissionDenied.
+    """
     check_headers(http.headers.raw, preparer.limits)
-    return preparer.tenants.identify(http.headers.get("authorization"), http.scope.get(SUBJECTS, ()))
+    authorization = http.headers.get("authorization")
+    if authorization is None and (key := http.headers.get(API_KEY)) is not None:
+        authorization = f"Bearer {key}"
+    return preparer.tenants.identify(authorization, http.scope.get(SUBJECTS, ()))

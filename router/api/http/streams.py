@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 GRANTED_TOKENS = "x-penstock-max-tokens"  # response header: the max_tokens that overload has allowed
 
+HEARTBEAT_S = 10.0  # without an event
+
 ResultT = TypeVar("ResultT")
 Outputs = AsyncGenerator[tuple[int, Output], None]  # index of the choice, and its new output
 
@@ -104,6 +106,35 @@ async def event_bytes(
             log.exception("a stream failed")
             for event in response.failure(internal_error(error)):
                 yield _event(event)
+
+
+async def with_heartbeats(
+    events: AsyncGenerator[bytes, None], heartbeat: ServerEvent, interval_s: float = HEARTBEAT_S
+) -> AsyncGenerator[bytes, None]:
+    """Yields the events, and a heartbeat for every interval without one, so that nobody takes the stream for dead."""
+    waiting: asyncio.Task[bytes] | None = None
+    try:
+        while True:
+            waiting = waiting or asyncio.create_task(_next(events))
+            await asyncio.wait([waiting], timeout=interval_s)
+            if not waiting.done():
+                yield _event(heartbeat)
+                continue
+            arrived, waiting = waiting, None
+            try:
+                event = arrived.result()
+            except StopAsyncIteration:
+                return
+            yield event
+    finally:
+        if waiting is not None:
+            waiting.cancel()
+            await asyncio.wait([waiting])
+        await events.aclose()
+
+
+async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(events)
 
 
 def _event(event: ServerEvent) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
@@ -22,13 +23,13 @@ def add_tokenization(app: FastAPI, calls: GenerationCalls, preparer: RequestPrep
     @app.post("/tokenize")
     async def tokenize(http: Request) -> Response:
         async def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
-            def parse(raw: bytes, limits: LimitsConfig) -> tuple[inference_pb2.TokenizeRequest, bool]:
+            def read(limits: LimitsConfig) -> tuple[inference_pb2.TokenizeRequest, bool]:
                 body = parse_tokenize_body(raw, limits)
                 return body.request(), body.return_token_strs
 
             timeout_s = read_timeout_s(http.headers)
             async with preparer.until(preparer.deadline_s(timeout_s)):
-                wire, wants_texts = await calls.parse(raw, tenant, parse)
+                wire, wants_texts = await calls.parse(raw, tenant, read)
             held.close()
             token_ids, texts = await preparer.tokenize(wire, tenant, timeout_s, spelt=wants_texts)
             return JSONResponse(tokenized_json(token_ids, texts if wants_texts else None, preparer.context_length))
@@ -40,7 +41,7 @@ def add_tokenization(app: FastAPI, calls: GenerationCalls, preparer: RequestPrep
         async def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
             timeout_s = read_timeout_s(http.headers)
             async with preparer.until(preparer.deadline_s(timeout_s)):
-                body = await calls.parse(raw, tenant, parse_detokenize_body)
+                body = await calls.parse(raw, tenant, functools.partial(parse_detokenize_body, raw))
             held.close()
             preparer.check_model(body.model or "")
             return JSONResponse({"prompt": await preparer.detokenize(body.tokens, tenant, timeout_s)})

@@ -210,6 +210,8 @@ def read_tool_choice(choice: object, tools: Sequence[ToolFunction]) -> str:
         raise InvalidInput(
             "tool_choice", f'is {shown(choice)}; give auto, none, required, or {{"type": "function", "function": ...}}'
         )
+    if name in ("auto", "none", "required"):
+        raise InvalidInput("tool_choice", f"names {name!r}, which is a choice too; give the tool another name")
     if all(tool.name != name for tool in tools):
         raise InvalidInput("tool_choice", f"names {name[:100]!r}, which is not among the tools; give it there")
     return name

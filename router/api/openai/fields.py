@@ -42,8 +42,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
     "ec_transfer_params": ({},),
@@ -55,7 +53,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "repetition_detection": (),
     "return_mm_kwargs": (True,),
     "return_prompt_text": (False,),

@@ -23,7 +23,7 @@ from router.api.openai.chat_prompt import FIRST_ERROR, PARTS, TEXT, ChatPrompt, 
 from router.api.openai.fields import check_fields
 from router.api.openai.json_bodies import read_json, shown
 from router.api.openai.structured import StructuredFields
-from router.api.sampling_fields import MAX_STOP_STRINGS
+from router.api.sampling_fields import MAX_BAD_WORDS, MAX_STOP_STRINGS
 
 LANE = "x-penstock-lane"
 TIMEOUT = "x-request-timeout"  # seconds, for the whole call
@@ -48,11 +48,22 @@ _JSON_TYPES: Mapping[int, Any] = {
     FieldDescriptor.CPPTYPE_BOOL: bool,
     FieldDescriptor.CPPTYPE_STRING: str,
 }
+
+
+def _not_empty(token_ids: list[int]) -> list[int]:
+    """Raises InvalidInput: the message cannot tell an empty list from a missing one, which allows every token."""
+    if not token_ids:
+        raise InvalidInput("allowed_token_ids", "is empty; give at least one token, or leave it out")
+    return token_ids
+
+
 # What other servers accept for a field beyond what its message does.
 _NORMALIZED: Mapping[str, Callable[[Any], Any]] = {
     "top_k": lambda value: 0 if value == -1 else value,  # -1 keeps all
     "seed": lambda value: value % (1 << 64),
     "stop": lambda value: [value] if isinstance(value, str) else value,
+    "bad_words": lambda value: [value] if isinstance(value, str) else value,
+    "allowed_token_ids": _not_empty,
 }
 
 
@@ -76,9 +87,6 @@ _OWN_FORMS = frozenset(
         "bad_sequences",
         "include_stop",
         "keep_special_tokens",
-        "allowed_token_ids",
-        "bad_words",
-        "prompt_logprobs",
     }
 )
 _SAMPLING_FIELDS = {
@@ -176,6 +184,8 @@ class _CommonFields(StructuredFields):
         grammar = self.grammar()
         if grammar is not None:
             wire.grammar.CopyFrom(grammar_to_wire(grammar))
+        if self.stream and wire.HasField("prompt_logprobs"):
+            raise InvalidInput("prompt_logprobs", "is given with stream, which has no place for them; leave one out")
         return wire
 
 
@@ -183,6 +193,7 @@ if TYPE_CHECKING:
 
     class _SamplingBody(_CommonFields):
         max_tokens: int | None
+        prompt_logprobs: int | None
 
 else:
     _SamplingBody = create_model("_SamplingBody", __base__=_CommonFields, **_SAMPLING_FIELDS)
@@ -212,6 +223,13 @@ class CompletionBody(_SamplingBody):
         Discriminator(_prompt_form, "prompt_form", "Input should be text, token ids, or a list of either"),
     ]
     logprobs: int | None = None
+    echo: bool | None = None
+
+    @property
+    def prompt_texts(self) -> list[str | None]:
+        """The text of each prompt; None where its tokens say what it is: they were given, or some are cut off."""
+        is_whole = self.truncate_prompt_tokens is None
+        return [prompt if isinstance(prompt, str) and is_whole else None for prompt in _prompts(self.prompt)]
 
     @property
     def wants_logprobs(self) -> bool:
@@ -225,6 +243,8 @@ class CompletionBody(_SamplingBody):
         """Returns a request for each prompt."""
         sampling = self.sampling()
         _set(sampling, "logprobs", self.logprobs)
+        if self.echo:
+            self._set_echo(sampling)
         prompts = _prompts(self.prompt)
         requests = []
         for rank, prompt in enumerate(prompts):
@@ -236,6 +256,13 @@ class CompletionBody(_SamplingBody):
                 _set(request, "token_ids", prompt, "prompt")
             requests.append(request)
         return requests
+
+    def _set_echo(self, sampling: common_pb2.SamplingParams) -> None:
+        """Asks for what the answer says of the prompt. Without output, one token is generated and left out."""
+        if self.max_tokens == 0:
+            sampling.max_tokens = 1
+        if self.logprobs is not None:
+            sampling.prompt_logprobs = max(sampling.logprobs, sampling.prompt_logprobs)
 
 
 class ChatBody(_SamplingBody, ChatPrompt):
@@ -330,6 +357,8 @@ def _check_lengths(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
         ("stop", MAX_STOP_STRINGS, "strings"),
         ("stop_token_ids", limits.stop_token_ids, "tokens"),
         ("logit_bias", limits.logit_bias, "entries"),
+        ("allowed_token_ids", limits.allowed_token_ids, "tokens"),
+        ("bad_words", MAX_BAD_WORDS, "words"),
     ):
         value = fields.get(name)
         if isinstance(value, list | dict):

@@ -14,6 +14,7 @@ from penstock.types import FinishReason
 from penstock.v1 import common_pb2
 from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent
 from router.api.openai.messages import AssistantMessage, message_deltas
+from router.api.openai.prompt_echo import PromptEcho, completion_logprobs, prompt_logprobs_json
 from router.api.openai.requests import ChatBody, CompletionBody
 from router.prepared_request import PreparedRequest
 from router.text.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ class _Choice:
         self.extension: Json = {}  # what the OpenAI API has no field for
         self.num_characters = 0  # of its tokens' texts so far
         self.has_begun = False
+        self.prompt_logprobs: Sequence[common_pb2.TokenLogprob] = ()
 
 
 class OpenAiResponse(CallResponse):
@@ -44,6 +46,7 @@ class OpenAiResponse(CallResponse):
         self._head: Json = {"id": self.id, "created": int(time.time()), "model": model}
         self._tokenizer = tokenizer
         self._wants_logprobs = body.wants_logprobs
+        self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self._wants_token_ids = bool(body.return_token_ids)
         self._tokens_as_ids = bool(body.return_tokens_as_token_ids)
         self._prompts: list[list[int]] = []
@@ -61,6 +64,7 @@ class OpenAiResponse(CallResponse):
         collected, output = self._choice(delta.choice), delta.output
         self._collect(collected, delta)
         collected.logprobs.extend(output.logprobs)
+        collected.prompt_logprobs = collected.prompt_logprobs or output.prompt_logprobs
         if self._wants_token_ids:
             collected.token_ids.extend(output.token_ids)
         if output.finish_reason is not None:
@@ -162,12 +166,41 @@ class CompletionResponse(OpenAiResponse):
 
     def __init__(self, body: CompletionBody, model: str, tokenizer: Tokenizer) -> None:
         super().__init__("cmpl", model, tokenizer, body)
+        self._echo: PromptEcho | None = None
+        if body.echo:
+            self._echo = PromptEcho(body.prompt_texts, tokenizer.spelling, prompt_alone=body.max_tokens == 0)
+
+    def begin(self, requests: Sequence[PreparedRequest]) -> None:
+        super().begin(requests)
+        if self._echo is not None:
+            self._echo.begin(requests)
+
+    def add(self, delta: ChoiceDelta) -> None:
+        super().add(self._with_prompt(delta))
+
+    def events(self, delta: ChoiceDelta, totals: CallTotals) -> list[ServerEvent]:
+        return super().events(self._with_prompt(delta), self._counted(totals))
+
+    def whole(self, totals: CallTotals) -> Json:
+        return super().whole(self._counted(totals))
+
+    def closing(self, totals: CallTotals) -> list[ServerEvent]:
+        return super().closing(self._counted(totals))
+
+    def _with_prompt(self, delta: ChoiceDelta) -> ChoiceDelta:
+        return delta if self._echo is None else self._echo.extended(delta, with_logprobs=self._wants_logprobs)
+
+    def _counted(self, totals: CallTotals) -> CallTotals:
+        return totals if self._echo is None else self._echo.counted(totals)
 
     def _collect(self, choice: _Choice, delta: ChoiceDelta) -> None:
         choice.text.append(delta.text)
 
     def _content(self, choice: _Choice) -> Json:
-        return {"text": "".join(choice.text)}
+        content: Json = {"text": "".join(choice.text)}
+        if self._wants_prompt_logprobs:
+            content["prompt_logprobs"] = prompt_logprobs_json(choice.prompt_logprobs)
+        return content
 
     def _chunks(self, choice: _Choice, delta: ChoiceDelta) -> Iterator[Json]:
         output = delta.output
@@ -186,16 +219,9 @@ class CompletionResponse(OpenAiResponse):
     def _logprobs(self, choice: _Choice, logprobs: Sequence[common_pb2.TokenLogprob]) -> Json | None:
         if not self._wants_logprobs:
             return None
-        offsets = []
-        for token in logprobs:
-            offsets.append(choice.num_characters)
-            choice.num_characters += len(token.token)
-        return {
-            "tokens": [*map(self._token_name, logprobs)],
-            "token_logprobs": [token.logprob for token in logprobs],
-            "top_logprobs": [{self._token_name(other): other.logprob for other in token.top} for token in logprobs],
-            "text_offset": offsets,
-        }
+        found = completion_logprobs(logprobs, choice.num_characters, self._token_name)
+        choice.num_characters += sum(len(token.token) for token in logprobs)
+        return found
 
 
 class ChatResponse(OpenAiResponse):
@@ -206,6 +232,12 @@ class ChatResponse(OpenAiResponse):
 
     def __init__(self, body: ChatBody, model: str, tokenizer: Tokenizer) -> None:
         super().__init__("chatcmpl", model, tokenizer, body)
+
+    def whole(self, totals: CallTotals) -> Json:
+        whole = super().whole(totals)
+        if self._wants_prompt_logprobs:  # one prompt, hence one list, as vLLM has it
+            whole["prompt_logprobs"] = prompt_logprobs_json(self._choice(0).prompt_logprobs)
+        return whole
 
     def _collect(self, choice: _Choice, delta: ChoiceDelta) -> None:
         choice.message.add(delta.events)

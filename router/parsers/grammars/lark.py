@@ -50,8 +50,9 @@ class LarkWriter:
 
     def until(self, mark: str) -> str:
         """Returns an expression that matches any text up to the first `mark`, and the mark."""
-        if mark in self.special_tokens:
-            return self.rule(f"/{ANY_TEXT}/ {self.literal(mark)}")
+        if self._split and (token := self._split.search(mark)):
+            before = mark[: token.start()]
+            return self.rule(f"/{ANY_TEXT}{_quote(before)}/ {self.literal(mark[token.start() :])}")
         return self.rule(f"/{ANY_TEXT}{_quote(mark)}/", "[lazy]")
 
     def text(self) -> str:

@@ -9,8 +9,12 @@ from router.parsers.parts.plain import NAME
 
 _END = "<|message|>"
 _MAX_HEADER = 512  # characters
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+# Single optional spaces, so that matching is linear. The recipient stands in the role or in the channel.
+_HEADER = re.compile(
+    r"(?:<\|start\|>)?(?:assistant)? ?(?:to=(?P<role>[^\s<]+))? ?"
+    r"(?:<\|channel\|> ?(?P<channel>analysis|commentary|final))? ?(?:to=(?P<recipient>[^\s<]+))? ?"
+    r"(?:(?:<\|constrain\|>)? ?(?:json|text|code))? ?<\|message\|>"
+)
 _FUNCTIONS = "functions."
 
 
@@ -26,9 +30,12 @@ class HarmonyHeader(Part):
         self.text += char
         if not self.text.endswith(_END):
             return Step.MORE if len(self.text) < _MAX_HEADER else Step.FAILED
-        channel, recipient = _CHANNEL.search(self.text), _RECIPIENT.search(self.text)
+        header = _HEADER.fullmatch(self.text)
+        if header is None:
+            return Step.FAILED
+        recipient = header["recipient"] or header["role"]
         if recipient:
-            sink.name = recipient[1].removeprefix(_FUNCTIONS)
-            known = sink.tools and recipient[1].startswith(_FUNCTIONS) and NAME.fullmatch(sink.name)
+            sink.name = recipient.removeprefix(_FUNCTIONS)
+            known = sink.tools and recipient.startswith(_FUNCTIONS) and NAME.fullmatch(sink.name)
             return Step.DONE if known else Step.FAILED
-        return Step.TO_REASONING if channel and channel[1] == "analysis" else Step.TO_TEXT
+        return Step.TO_REASONING if header["channel"] == "analysis" else Step.TO_TEXT

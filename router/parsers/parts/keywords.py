@@ -92,6 +92,7 @@ class KeywordArguments(Part):
         if self.place == "string":
             sink.arguments(_escape(self.word))
         elif self.place == "word":
+            self._begin_value(sink)
             sink.arguments(self.word)
 
     def fail(self, sink: CallSink) -> None:
@@ -105,6 +106,11 @@ class KeywordArguments(Part):
             sink.start()
             sink.arguments("{")
         self.comma = False
+
+    def _begin_value(self, sink: CallSink) -> None:
+        """Begins a value, which is an element if its container is a list."""
+        if self.stack[-1] in "lt":
+            self._begin_element(sink)
 
     def _begin_key(self, char: str, sink: CallSink) -> Step:
         if self.stack[-1] != "d":
@@ -141,11 +147,10 @@ class KeywordArguments(Part):
         in_list = self.stack[-1] in "lt"
         if in_list and char == _CLOSING[self.stack[-1]]:
             return self._close(sink)
-        if in_list:
-            self._begin_element(sink)
         if char in _OPENING and (char != "(" or self._dialect.escapes):
             if len(self.stack) == _MAX_DEPTH:
                 return Step.FAILED
+            self._begin_value(sink)
             kind = _OPENING[char] if self._dialect.escapes or char == "[" else "k"
             self.stack += kind
             self.place, self.comma = ("value" if kind in "lt" else "key"), False
@@ -163,6 +168,7 @@ class KeywordArguments(Part):
         self.word += char
         if self.word in self._dialect.quotes:
             self.place, self.quote, self.word, self.as_key = "string", self.word, "", False
+            self._begin_value(sink)
             sink.arguments('"')
             return Step.MORE
         return Step.MORE if any(quote.startswith(self.word) for quote in self._dialect.quotes) else Step.FAILED
@@ -214,6 +220,7 @@ class KeywordArguments(Part):
         text = _word_as_json(self.word, self._dialect)
         if text is None:
             return Step.FAILED
+        self._begin_value(sink)
         sink.arguments(text)
         self.place, self.word = "after", ""
         return Step.MORE if char in _SPACE else self.step(char, sink)

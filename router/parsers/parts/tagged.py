@@ -98,7 +98,8 @@ class TaggedArguments(Part):
 
     def _in_key(self, char: str, sink: CallSink) -> Step:
         self.key += char
-        if len(self.key) > MAX_NAME:
+        _, opened, rest = self.key.partition(self._key_close[0])
+        if len(self.key) > MAX_NAME or char == "\n" or not self._key_close.startswith(opened + rest):
             return Step.FAILED
         if self.key.endswith(self._key_close):
             self.key = self.key[: -len(self._key_close)].strip()

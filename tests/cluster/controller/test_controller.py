@@ -47,7 +47,10 @@ class FakeProcess:
             raise error
         self.world.num_started += 1
         node = self.world.node_of.get(self.incarnation.worker_id, "")
-        return Started(Epoch(self.world.num_started), f"{self.incarnation.worker_id}:1", 4000, "router:2", node=node)
+        name = self.incarnation.worker_id
+        return Started(
+            Epoch(self.world.num_started), f"{name}:1", 4000, "router:2", node=node, peer_address=f"{name}:3"
+        )
 
     async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
         self.report, self.doubt = on_load, on_doubt
@@ -116,7 +119,7 @@ class World:
         version = -1
         async with asyncio.timeout(60):
             while True:
-                snapshot = await self.controller.wait(version, 5)
+                snapshot = await self.controller.wait(version, 0.2)  # loads are no change
                 if condition(snapshot.status):
                     return snapshot.status
                 version = snapshot.version

@@ -6,11 +6,12 @@ All tests share one deployment, and each leaves it whole. benchmarks/cluster/fau
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def test_traffic_goes_on_while_the_head_is_lost(
         assert ask(client) == tokens
     finally:
         ray_nodes.restart_head()
-    after = whole(deployment)
+    after = until(deployment, lambda workers: ray_nodes.replace_ended() or _are_ready(workers))
     assert after["decode-0"].num_restarts == before["decode-0"].num_restarts + 1
     assert (after["decode-1"].pid, after["prefill-0"].pid) == (before["decode-1"].pid, before["prefill-0"].pid)
     assert ask(client) == tokens
@@ -150,17 +151,28 @@ def test_traffic_goes_on_while_the_head_is_lost(
 def test_a_worker_that_is_frozen_for_three_seconds_leaves_the_membership_and_returns(
     deployment: RayDeployment, client: Client
 ) -> None:
-    before, tokens = whole(deployment), ask(client)
-    os.kill(before["decode-0"].pid, signal.SIGSTOP)
-    try:
-        silent = until(deployment, lambda workers: workers["decode-0"].state != "ready")
-        assert silent["decode-0"].state == "silent"
-        assert "no sign of life" in silent["decode-0"].detail
-        assert ask(client) == tokens
-    finally:
-        os.kill(before["decode-0"].pid, signal.SIGCONT)
-    assert whole(deployment)["decode-0"].pid == before["decode-0"].pid
+    tokens = ask(client)
+    # It is replaced after three seconds more, which a busy machine may take for the answer: then it is frozen again.
+    assert any(_returns_after_a_freeze(deployment, client, tokens) for _ in range(5))
     assert ask(client) == tokens
+
+
+def _returns_after_a_freeze(deployment: RayDeployment, client: Client, tokens: list[int]) -> bool:
+    """Freezes decode-0 until it has left the membership; returns whether it came back as the same process."""
+    frozen = whole(deployment)["decode-0"]
+    with ThreadPoolExecutor(1) as pool:
+        os.kill(frozen.pid, signal.SIGSTOP)
+        try:
+            left = until(deployment, lambda workers: workers["decode-0"].state != "ready")["decode-0"]
+            answer = pool.submit(ask, client)
+            wait([answer], timeout=2.0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(frozen.pid, signal.SIGCONT)
+        assert answer.result() == tokens
+    returned = whole(deployment)["decode-0"].pid == frozen.pid
+    assert not returned or (left.state == "silent" and "no sign of life" in left.detail)
+    return returned
 
 
 def test_a_worker_that_stays_frozen_is_replaced(deployment: RayDeployment, client: Client) -> None:

@@ -166,7 +166,7 @@ def test_a_pool_without_memory_is_refused() -> None:
         ({"kv_memory_bytes": 1 << 19}, HOST, 1000, r"engine.kv_memory_bytes = 3096576, which it has room for"),
         (
             {"num_pages": 5, "cuda_graphs": 0},
-            DeviceMemory("small", "cuda", 629 << 20),
+            DeviceMemory("small", "cuda", 631 << 20),
             2048,
             r"has 5; give a larger device or at most 80",
         ),

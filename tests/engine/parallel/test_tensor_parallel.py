@@ -233,7 +233,7 @@ def test_a_full_disk_of_one_rank_ends_only_the_growth_of_the_tier(
 def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine whose second rank is a process."""
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("replica"))
-    engine = Engine.load(config(folder, tensor_parallel=2, rank_timeout_s=3.0), launch=launch_ranks)
+    engine = Engine.load(config(folder, tensor_parallel=2, rank_timeout_s=5.0), launch=launch_ranks)
     try:
         engine.warm_up()
         yield engine
@@ -250,7 +250,7 @@ def test_a_rank_process_computes_the_same_tokens_and_ends_the_replica_when_froze
     replica.when_lost(lost.set_result)
     (pid,) = replica.ranks.pids
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(RankFailure, match=rf"rank 1 of 2 \(process {pid}\) has been silent for 3 s"):
+    with pytest.raises(RankFailure, match=rf"rank 1 of 2 \(process {pid}\) has been silent for 5 s"):
         generate(replica, PROMPT, GREEDY, SALT)
     assert isinstance(lost.result(timeout=60), RankFailure)
 

@@ -12,7 +12,7 @@ import torch
 from engine.sampling.counter_random import uniform
 from engine.sampling.sampler import sample
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
-from penstock.errors import InternalError
+from penstock.errors import InternalError, InvalidInput
 from penstock.types import RequestId, SamplingParams
 
 EOS = frozenset({1})
@@ -272,6 +272,50 @@ def test_min_tokens_bans_exactly_the_tokens_that_end_the_sequence() -> None:
     assert first([], min_tokens=2, stop_token_ids=(0, 2, 3)) == 1  # everything would end it: nothing is banned
     assert first([], min_tokens=2, stop_token_ids=(77,)) == 2
     assert 1 not in sample_many(logits[0], 200, min_tokens=1, seed=1)
+
+
+def test_only_allowed_tokens_and_those_that_end_the_output_are_sampled() -> None:
+    logits = torch.tensor([[3.0, 5.0, 2.0, 4.0, 1.0]])
+
+    def first(output: list[int], **sampling: Any) -> int:
+        return tokens_of(sample(logits, [row([0], output, temperature=0.0, **sampling)], EOS))[0]
+
+    assert first([], allowed_token_ids=(2, 4)) == 1  # the end of sequence
+    assert first([], allowed_token_ids=(2, 4), ignore_eos=True) == 2
+    assert first([], allowed_token_ids=(4,), stop_token_ids=(0,), ignore_eos=True) == 0
+    assert first([], allowed_token_ids=(2, 4), min_tokens=1) == 2
+    assert first([], allowed_token_ids=(77, 4), ignore_eos=True) == 4
+    assert first([], allowed_token_ids=(2, 4), logit_bias={4: 9.0}) == 4
+    assert first([], allowed_token_ids=(1,), min_tokens=3) == 1  # nothing else is allowed
+    assert set(sample_many(logits[0], 200, allowed_token_ids=(0, 2), ignore_eos=True)) <= {0, 2}
+
+
+def test_the_token_that_would_complete_a_bad_sequence_is_banned() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]])
+
+    def first(output: list[int], prompt: list[int] | None = None, **sampling: Any) -> int:
+        return tokens_of(sample(logits, [row(prompt, output, temperature=0.0, **sampling)], EOS))[0]
+
+    assert first([], bad_sequences=((4,),)) == 3
+    assert first([], bad_sequences=((4,), (3,), (77,))) == 2
+    bad = ((2, 3, 4),)
+    assert first([2, 3], bad_sequences=bad) == 3
+    assert first([2, 3, 2], bad_sequences=bad) == 4
+    assert first([3], [2], bad_sequences=bad) == 4, "it would begin in the prompt"
+    assert first([], bad_sequences=bad) == 4
+    plain, edited = row([0], [2, 3], temperature=0.0), row([0], [2, 3], temperature=0.0, bad_sequences=bad)
+    assert tokens_of(sample(logits.expand(3, -1), [plain, edited, plain], EOS)) == [4, 3, 4]
+
+
+def test_bans_that_leave_no_token_end_the_request_with_an_error_that_names_them() -> None:
+    logits = torch.zeros(1, 5)
+    bad = row([0], [2], allowed_token_ids=(2,), bad_sequences=((2, 2),), ignore_eos=True)
+    problem = r"^sampling\.bad_words: and allowed_token_ids leave no token to sample after 1 tokens of output"
+    with pytest.raises(InvalidInput, match=problem):
+        sample(logits, [bad], EOS)
+    # The end of the sequence is left, though min_tokens would ban it too.
+    ending = row([0], [2], allowed_token_ids=(2,), bad_sequences=((2, 2),), min_tokens=9)
+    assert tokens_of(sample(logits, [ending], EOS)) == [1]
 
 
 # ---- log-probabilities -----------------------------------------------------------------------------------------------

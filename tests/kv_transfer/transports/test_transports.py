@@ -320,7 +320,7 @@ def test_auto_falls_back_when_transports_do_not_connect(broken: int) -> None:
 def test_an_unreachable_receiver_fails_only_its_own_transfers() -> None:
     source, target = make_pools()
     arrivals, pushes = Log(), Log()
-    settings = config("torch", connect_timeout_s=1.0)
+    settings = config("torch", connect_timeout_s=4.0)
     gone, origin = receiver(target, arrivals, settings, epoch=5), sender(source, pushes, settings)
     to = receiver(target, arrivals, settings, epoch=6)
     try:

@@ -78,6 +78,36 @@ def test_no_piece_of_valid_text_holds_half_a_character(text, borders):
         assert "".join(pieces) + detokenizer.finish() == BYTE_LEVEL.decode(token_ids)
 
 
+@given(token_ids=BYTE_LEVEL_IDS, borders=st.lists(st.integers(0, 1000), max_size=10))
+@settings(max_examples=200, deadline=None)
+def test_pieces_with_special_tokens_make_the_whole(token_ids, borders):
+    detokenizer = BYTE_LEVEL.detokenizer(keep_special_tokens=True)
+    pieces = [detokenizer.add(part) for part in _cut(token_ids, borders)] + [detokenizer.finish()]
+    assert "".join(pieces) == BYTE_LEVEL.decode_all(token_ids)
+
+
+def test_special_tokens_are_kept_where_they_are_asked_for():
+    for spelling, start in ((BYTE_LEVEL, 0), (BYTE_FALLBACK, 1)):
+        the = spelling._compiled.get_vocab()["a"]
+        kept, plain = spelling.detokenizer(keep_special_tokens=True), spelling.detokenizer()
+        assert kept.add([start, the, start + 1]) + kept.finish() == "<s>a</s>"
+        assert plain.add([start, the, start + 1]) + plain.finish() == "a"
+
+
+@given(
+    text=st.text("abc", max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=3),
+    borders=st.lists(st.integers(0, 1000), max_size=12),
+)
+@settings(max_examples=200, deadline=None)
+def test_an_included_stop_string_ends_the_text(text, stops, borders):
+    matcher = StopMatcher(StopStrings(stops), includes_match=True)
+    shown = "".join(matcher.add(part) for part in _cut(text, borders))
+    shown += "" if matcher.stopped else matcher.finish()
+    ends = [end for end in range(1, len(text) + 1) if text[:end].endswith(tuple(stops) or ("\0",))]
+    assert (shown, matcher.stopped) == (text[: ends[0]] if ends else text, bool(ends))
+
+
 _CHARACTERS = [[3 + byte for byte in char.encode()] for char in "é日🙂a"]
 _FALLBACK_GROUPS = st.one_of(st.sampled_from(_CHARACTERS), st.integers(259, 266).map(lambda word: [word]), st.just([2]))
 

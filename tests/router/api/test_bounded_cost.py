@@ -225,7 +225,7 @@ def delimited(number: int, payload: bytes) -> bytes:
 
 
 BROKEN = b"\xff"  # no UTF-8
-MANY = "request: has more than 38912 fields; send fewer messages, and pack repeated numbers"
+MANY = "request: has more than 26624 fields; send fewer messages, and pack repeated numbers"
 UNREADABLE = "request: is no penstock.v1.GenerateRequest"
 ROOM = LARGEST - 32  # for what stands around the repeated bytes
 MESSAGES = {
@@ -276,7 +276,7 @@ async def test_no_grpc_message_stops_the_event_loop(router, monkeypatch):
             assert isinstance(error, InvalidInput), case
             assert error.message.startswith(problem), (case, error.message)
             assert len(error.message) < 200, case
-            assert num_numbers <= 2 * (38912 + 4096) + 1, case  # a tag, and a length or value
+            assert num_numbers <= 2 * (26624 + 4096) + 1, case  # a tag, and a length or value
 
 
 def test_the_largest_messages_within_the_limits_are_decoded():

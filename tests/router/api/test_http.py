@@ -262,7 +262,14 @@ BAD = {
     "temperature": ("chat/completions", {**CHAT, "temperature": -1}, "temperature", "temperature: is -1"),
     "type": ("chat/completions", {**CHAT, "temperature": "hot"}, "temperature", "temperature: is 'hot'"),
     "best_of": ("completions", {"prompt": "a", "best_of": 3}, "best_of", "best_of: = 3 is not supported"),
-    "echo": ("completions", {"prompt": "a", "echo": True}, "echo", "echo: = true is not supported"),
+    "suffix": ("completions", {"prompt": "a", "suffix": "b"}, "suffix", 'suffix: = "b" is not supported'),
+    "nothing allowed": (
+        "completions",
+        {"prompt": "a", "allowed_token_ids": []},
+        "allowed_token_ids",
+        "allowed_token_ids: is empty; give at least one token",
+    ),
+    "spaces": ("completions", {"prompt": "a", "bad_words": [" "]}, "bad_words", "bad_words: has ' '; give a word"),
     "tools": ("chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, "tools[0].type", "only functions"),
     "format": (
         "chat/completions",

@@ -93,7 +93,7 @@ def test_true_is_not_one() -> None:
     with pytest.raises(InvalidInput, match="best_of: = true is not supported"):
         parse(CompletionBody, best_of=True)
     with pytest.raises(InvalidInput, match="echo: = 0 is not supported"):
-        parse(CompletionBody, echo=0)
+        parse(ChatBody, echo=0)
 
 
 def test_fields_of_messages_and_parts_are_not_ignored() -> None:
@@ -112,6 +112,21 @@ def test_parts_of_text_are_joined_by_line_feeds() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     [request] = parse(ChatBody, messages=[{"role": "user", "content": parts}]).requests("id")
     assert request.messages[0].content == "one\ntwo"
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_log_probabilities_of_prompts_are_not_streamed(kind: type) -> None:
+    with pytest.raises(InvalidInput, match=r"^prompt_logprobs: is given with stream"):
+        parse(kind, prompt_logprobs=1, stream=True).requests("id")
+    [request] = parse(kind, prompt_logprobs=1).requests("id")
+    assert request.sampling.prompt_logprobs == 1
+
+
+def test_an_echo_asks_for_as_many_alternatives_as_the_output() -> None:
+    [request] = parse(CompletionBody, echo=True, logprobs=3, max_tokens=0).requests("id")
+    assert (request.sampling.prompt_logprobs, request.sampling.logprobs, request.sampling.max_tokens) == (3, 3, 1)
+    [request] = parse(CompletionBody, echo=True, max_tokens=2).requests("id")
+    assert not request.sampling.HasField("prompt_logprobs")
 
 
 def test_the_most_specific_name_of_a_session_counts() -> None:

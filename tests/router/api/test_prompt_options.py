@@ -192,6 +192,12 @@ async def test_the_grpc_api_takes_the_same_options(router, worker):
         error = await failure(router.stub.Generate(inference_pb2.GenerateRequest(messages=[message], chat=options)))
         assert error.reason == "INVALID_INPUT", error
         assert re.search(problem, error.message), error
+    for chat, added in ((inference_pb2.ChatOptions(tools=[tool]), True), (inference_pb2.ChatOptions(), False)):
+        body = inference_pb2.GenerateRequest(messages=[message], chat=chat, add_special_tokens=added)
+        body.sampling.max_tokens = 1
+        await collect(router.stub.Generate(body))
+        wire = inference_pb2.TokenizeRequest(messages=[message], chat=chat, add_special_tokens=added)
+        assert (await router.stub.Tokenize(wire)).token_ids == worker.submits[-1].token_ids
     text = inference_pb2.GenerateRequest(text="a", chat=inference_pb2.ChatOptions(template_arguments="{}"))
     assert "is given without messages" in (await failure(router.stub.Generate(text))).message
 

@@ -23,6 +23,7 @@ def resolve(num_prompt_tokens: int = 10, defaults: dict[str, float] | None = Non
         vocab_size=50,
         seed=99,
         defaults=defaults or {},
+        max_prompt_logprobs=100,
     )
 
 
@@ -85,6 +86,20 @@ def test_every_form_of_a_request_has_the_same_fields() -> None:
         ({"stop": [""]}, "sampling.stop: has a string of 0 characters; give 1 to 256"),
         ({"stop": ["x"] * 17}, "sampling.stop: has 17 strings; give at most 16"),
         ({"stop_token_ids": [50]}, "sampling.stop_token_ids: has token 50; the vocabulary ends at 49"),
+        ({"allowed_token_ids": [50]}, "sampling.allowed_token_ids: has token 50; the vocabulary ends at 49"),
+        ({"bad_words": ["x"] * 65}, "sampling.bad_words: has 65 words; give at most 64"),
+        ({"bad_words": ["x" * 65]}, "sampling.bad_words: has a word of 65 characters; give 1 to 64"),
+        ({"bad_words": ["ok", " "]}, "sampling.bad_words: has ' '; give a word with a character that is no space"),
+        (
+            {"bad_sequences": [common_pb2.TokenSequence(token_ids=[1])]},
+            "sampling.bad_sequences: is set by routers alone; give the texts as bad_words",
+        ),
+        ({"prompt_logprobs": 21}, "sampling.prompt_logprobs: is 21; give a value from 0 to 20"),
+        (
+            {"prompt_logprobs": 4, "n": 3},
+            "sampling.prompt_logprobs: is 4, which makes 150 log-probabilities for 10 prompt tokens and n = 3; 100 are "
+            "allowed, so ask for fewer alternatives, or send a shorter prompt",
+        ),
     ],
 )
 def test_mistakes_name_field_value_and_fix(fields: dict[str, object], message: str) -> None:

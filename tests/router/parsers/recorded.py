@@ -222,6 +222,8 @@ PYTHONIC = (
     case("list", "pythonic", "[1, 2] is a list", "[1, 2] is a list"),
     case("unknown tool", "pythonic", "[rm(path='/')]", "[rm(path='/')]"),
     case("cut", "pythonic", "[get_weather(city='Par", "", ("get_weather", '{"city": "Par', False)),
+    case("wrong word", "pythonic", "[now(a=[1, word])]", " word])]", ("now", '{"a": [1', False)),
+    case("cut in a list", "pythonic", "[now(a=[1, 2", "", ("now", '{"a": [1, 2', False)),
     case("positional", "pythonic", "[get_weather('Paris')]", "[get_weather('Paris')]"),
 )
 
@@ -357,6 +359,7 @@ HARMONY = (
         thought="So.",
         starts=True,
     ),
+    case("other header", "harmony+harmony", "<|channel|>x y<|message|>A", "<|channel|>x y<|message|>A"),
     case("no channels", "harmony+harmony", "Hello", "Hello"),
 )
 

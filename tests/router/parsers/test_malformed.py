@@ -16,6 +16,7 @@ from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from router.parsers.output_parser import OutputParser
 from tests.router.parsers.recorded import RECORDED, TOOLS, Recorded
 
+WITH_IDS = {"hermes-id", "mistral-call id", "mistral-list of two"}
 WORD = re.compile(r"w[0-9]+w")
 PIECES = [
     *(mark for row in TOOL_FORMATS.values() for mark in [*row.calls, *row.before, *row.after, *row.ends]),
@@ -87,7 +88,7 @@ def hostile() -> dict[str, str]:
         "header": "<|channel|>" * (size // 5),
         "list": "[" * 3 * size,
         "calls": "[get_weather(city=" + "(" * 3 * size,
-        "parameters": "<function=get_weather><parameter=days>" + "1" * 15 * size,
+        "parameters": "<function=get_weather><parameter=days>" + "1" * 10 * size,
         "tags": "<function=get_weather><parameter=city>" + "</paramete" * (size // 5),
         "dictionary": "[get_weather(at=" + "{'a':" * size,
     }
@@ -160,3 +161,15 @@ def test_a_recorded_output_with_faults_is_parsed_alike_however_it_is_cut(
         events += cut.feed(text[start : start + size])
         cut = choose_parsers(None, *names).restore(json.loads(json.dumps(cut.state())), TOOLS)
     assert gather([*events, *cut.finish()]) == expected
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.sampled_from([recorded for recorded in RECORDED if recorded.id not in WITH_IDS]), st.data())
+def test_a_word_put_anywhere_into_a_recorded_output_is_not_lost(recorded: Recorded, data: st.DataObject) -> None:
+    """Leaves out the outputs with ids of calls, which are dropped."""
+    at = data.draw(st.integers(0, len(recorded.text)))
+    text = recorded.text[:at] + "w77w" + recorded.text[at:]
+    parser = make(recorded.tools, recorded.reasoning)
+    parsed = gather([*parser.feed(text), *parser.finish()])
+    shown = parsed.text + parsed.reasoning + "".join(call.name + call.arguments for call in parsed.tool_calls)
+    assert "w77w" in shown

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.errors import CheckpointError, InternalError, InvalidInput
 from router.text.chat_template import ChatTemplate, TemplateLimits
+from router.text.conversation import Conversation
 from router.text.tokenizer import Tokenizer
 from tests.support.router.router_fakes import MODEL
 
@@ -70,6 +71,32 @@ def test_special_tokens_are_variables_and_text_comes_back_as_it_was():
     template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", {"bos_token": "<s>"}, "test")
     assert template.render([{"role": "user", "content": "日本 🙂\n"}]) == "<s>日本 🙂\n"
     template.close()
+
+
+def test_the_template_of_tools_is_used_with_tools_and_training_marks_show_nothing():
+    tool_source = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% generation %} tools{% endgeneration %}"
+    template = ChatTemplate("plain {{ tools }}", {}, "test", tool_source=tool_source)
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    assert template.takes_tools
+    assert template.render(Conversation(CHAT)) == "plain None"
+    assert template.render(Conversation(CHAT, tools)) == "now tools"
+    template.close()
+
+
+@pytest.mark.parametrize(
+    ("chat", "field"),
+    [
+        (Conversation(CHAT, [{"type": "function", "function": {"name": "now"}}]), "tools"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], r"messages\[0\].tool_calls"),
+        ([*CHAT, {"role": "tool", "content": "noon"}], r"messages\[1\].role"),
+    ],
+)
+async def test_what_a_template_does_not_show_is_refused(chat, field):
+    template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {}, "test")
+    tokenizer = Tokenizer(Tokenizer.load(MODEL)._tokenizer, template)
+    with pytest.raises(InvalidInput, match=f"^{field}: "):
+        await tokenizer.encode_chat(chat)
+    tokenizer.close()
 
 
 async def test_a_process_that_dies_is_replaced_and_one_that_is_closed_is_not():

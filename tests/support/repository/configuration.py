@@ -30,6 +30,7 @@ SECTIONS: tuple[tuple[type[BaseModel], str], ...] = (
     (config.LabelsConfig, "`[prefill_pool.labels]`, `[decode_pool.labels]`"),
     (config.RouterConfig, "`[router]`, or the file that `python -m router` reads"),
     (config.IndexConfig, "`[router.index]`"),
+    (config.StoreConfig, "`[router.store]`"),
     (config.AdmissionConfig, "`[router.admission]`"),
     (LaneConfig, "`[router.admission.interactive]`, `[router.admission.standard]`, `[router.admission.bulk]`"),
     (OverloadConfig, "`[router.admission.overload]`"),

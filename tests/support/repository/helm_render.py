@@ -7,6 +7,7 @@ the functions of `Renderer`. A path that does not exist is an error, where helm 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -114,6 +115,8 @@ class Renderer:
             "int64": lambda value: int(value or 0),
             "float64": lambda value: _number(float(value)),
             "gt": lambda left, right: left > right,
+            "eq": lambda left, right: left == right,
+            "sha256sum": lambda text: hashlib.sha256(text.encode()).hexdigest(),
             "ne": lambda left, right: left != right,
             "hasSuffix": lambda end, text: text.endswith(end),
             "printf": lambda form, *values: form.replace("%v", "%s") % tuple(map(_format, values)),

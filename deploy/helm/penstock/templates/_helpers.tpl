@@ -15,6 +15,17 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- if .Values.existingConfigSecret }}{{ .Values.existingConfigSecret }}{{ else }}{{ .Release.Name }}-config{{ end }}
 {{- end }}
 
+{{- /* Labels of the pods that callers reach: the routers' own, or the head's, which holds them. */}}
+{{- define "penstock.routerPods" -}}
+{{- if .Values.routers.separate }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: router
+{{- else }}
+ray.io/cluster: {{ .Release.Name }}
+ray.io/node-type: head
+{{- end }}
+{{- end }}
+
 {{- define "penstock.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 1000
@@ -89,6 +100,10 @@ readOnlyRootFilesystem: true
   secret:
     secretName: {{ .Values.security.secretName }}
     defaultMode: 288
+{{- include "penstock.certificateVolumes" . }}
+{{- end }}
+
+{{- define "penstock.certificateVolumes" -}}
 {{- if .Values.security.tls.caSecret }}
 - name: pod-tls
   emptyDir:
@@ -134,7 +149,7 @@ initContainers:
   image: {{ include "penstock.image" . }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: ["penstock-certify", "/etc/penstock/authority", "/etc/penstock/pod-tls"]
-  args: ["{{ .Release.Name }}-head-svc", "{{ .Release.Name }}-head-svc.{{ .Release.Namespace }}.svc", "{{ .Release.Name }}-head-svc.{{ .Release.Namespace }}.svc.cluster.local"]
+  args: ["{{ .Release.Name }}-admin.{{ .Release.Namespace }}.svc", "{{ .Release.Name }}-head-svc", "{{ .Release.Name }}-head-svc.{{ .Release.Namespace }}.svc", "{{ .Release.Name }}-head-svc.{{ .Release.Namespace }}.svc.cluster.local"]
   env:
     - name: PENSTOCK_POD_IP
       valueFrom:
@@ -217,7 +232,11 @@ pod offers as many times as much as a worker has ranks: it holds all ranks of on
 
 {{- /* Asks every router at its metrics port, where no client certificate is demanded; one that is ready is enough. */}}
 {{- define "penstock.readyCommand" -}}
+{{- if .Values.routers.separate -}}
+["penstock-health", "live", "127.0.0.1:{{ .Values.ports.admin }}"]
+{{- else -}}
 ["penstock-health", "ready"{{ range $index, $port := .Values.ports.metrics }}, "http{{ if $.Values.tls.secretName }}s{{ end }}://127.0.0.1:{{ $port }}/health"{{ end }}]
+{{- end }}
 {{- end }}
 
 {{- /* One router's metrics; of its port and the root. */}}
@@ -250,4 +269,16 @@ pod offers as many times as much as a worker has ranks: it holds all ranks of on
 {{- else -}}
 {{ toJson .Values.config.router }}
 {{- end }}
+{{- end }}
+
+{{- /* What a router of its own reads, as one line of JSON. */}}
+{{- define "penstock.routerConfig" -}}
+{"model": {{ toJson .Values.model.path }}, "served_model": {{ toJson .Values.model.servedName }}, "host": "0.0.0.0", "http_port": {{ .Values.ports.http }}, "grpc_port": {{ .Values.ports.grpc }}, "metrics_port": {{ .Values.routers.metricsPort }}, "peer_port": {{ .Values.routers.peerPort }}, "admin": "{{ .Release.Name }}-admin.{{ .Release.Namespace }}.svc:{{ .Values.ports.admin }}",
+{{- if .Values.tls.secretName }} "tls": { {{- if .Values.tls.clientCa }}"ca_file": "/etc/penstock/tls/ca.crt", {{ end }}"cert_file": "/etc/penstock/tls/tls.crt", "key_file": "/etc/penstock/tls/tls.key"},{{ end }}
+{{- if .Values.tenants }} "tenants_file": "/etc/penstock/config/tenants.json",{{ end }}
+{{- range $key, $value := .Values.config.deployment }}{{ if eq $key "drain_s" }} "drain_s": {{ toJson $value }},{{ end }}{{ end }}
+{{- range $key, $value := .Values.config.autoscaler }}{{ if eq $key "slo" }} "slo": {{ toJson $value }},{{ end }}{{ end }}
+{{- range $key, $value := .Values.config.router }} "{{ $key }}": {{ toJson $value }},{{ end }}
+{{- if .Values.metrics.tokenSecret }} "metrics_token_file": "/etc/penstock/metrics/token",{{ end }} "security": {
+{{- if .Values.security.tls.caSecret }}"tls": {"ca_file": "/etc/penstock/pod-tls/ca.crt", "cert_file": "/etc/penstock/pod-tls/tls.crt", "key_file": "/etc/penstock/pod-tls/tls.key"}, {{ end }}"secret_file": "/etc/penstock/secret/secret"}}
 {{- end }}

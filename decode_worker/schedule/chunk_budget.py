@@ -1,0 +1,27 @@
+"""Counts how many tokens of prompts a step may still compute. Pure."""
+
+from __future__ import annotations
+
+from engine.memory.estimates import SCORED_TOKENS
+from engine.step.sequence import Sequence
+
+
+class ChunkBudget:
+    """The budget of one step. Prompts whose tokens are scored share `SCORED_TOKENS` of it."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._scored_tokens = SCORED_TOKENS
+
+    @property
+    def is_spent(self) -> bool:
+        return self._tokens <= 0
+
+    def take(self, sequence: Sequence, num_tokens: int) -> int:
+        """Returns how many of the sequence's next `num_tokens` the step computes, and counts them; 0 if none."""
+        count = max(0, min(num_tokens, self._tokens))
+        if sequence.scores_prompt:
+            count = min(count, self._scored_tokens)
+            self._scored_tokens -= count
+        self._tokens -= count
+        return count

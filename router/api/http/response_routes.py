@@ -1,0 +1,102 @@
+"""The routes of the Responses API: to create a response, and to read, cancel and delete those that are stored."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from penstock.config.security import LimitsConfig
+from penstock.errors import InvalidInput, Unavailable
+from router.api.dialect import Dialect
+from router.api.http.generation import GenerationCalls, identify
+from router.api.http.running_calls import RunningCalls
+from router.api.prepare import RequestPreparer
+from router.api.translation.responses.requests import ResponsesBody, read_response_call
+from router.api.translation.responses.responses import ResponsesResponse
+from router.api.translation.responses.store import ResponseNotFound, ResponseStore
+
+PATH = "/v1/responses"
+_ONE = f"{PATH}/{{response_id}}"
+_CANCEL_TIMEOUT_S = 5.0
+_MAX_LISTED = 100
+
+
+def add_responses(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer, store: ResponseStore) -> None:
+    running = RunningCalls()
+
+    def read(raw: bytes, limits: LimitsConfig, tenant: str) -> ResponsesBody:
+        return read_response_call(raw, limits, tenant, store)
+
+    dialect = Dialect(read, lambda body: ResponsesResponse(body, preparer.card.name, store), reads_more=True)
+
+    @app.post(PATH)
+    async def create(http: Request) -> Response:
+        return await calls.answer(http, dialect, running)
+
+    @app.get(_ONE)
+    async def retrieve(http: Request, response_id: str) -> Response:
+        tenant = identify(http, preparer)
+        _refuse_parameters(http, "stream", "starting_after")
+        return _json(store.get(tenant.name, response_id).response)
+
+    @app.get(f"{_ONE}/input_items")
+    async def input_items(http: Request, response_id: str) -> Response:
+        tenant = identify(http, preparer)
+        items = json.loads(store.get(tenant.name, response_id).given.items)
+        return JSONResponse(_page(http, items))
+
+    @app.post(f"{_ONE}/cancel")
+    async def cancel(http: Request, response_id: str) -> Response:
+        """Ends a response in flight. One that has ended is returned as it is."""
+        tenant = identify(http, preparer)
+        try:
+            was_running = await running.cancel((tenant.name, response_id), _CANCEL_TIMEOUT_S)
+        except TimeoutError:
+            problem = f"the client of {response_id} reads nothing, so that its cancelling is not complete; try again"
+            raise Unavailable(problem, _CANCEL_TIMEOUT_S) from None
+        try:
+            return _json(store.get(tenant.name, response_id).response)
+        except ResponseNotFound:
+            if not was_running:
+                raise
+            return JSONResponse({"id": response_id, "object": "response", "status": "cancelled"})
+
+    @app.delete(_ONE)
+    async def delete(http: Request, response_id: str) -> Response:
+        tenant = identify(http, preparer)
+        store.delete(tenant.name, response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def _json(text: str) -> Response:
+    return Response(text, media_type="application/json")
+
+
+def _refuse_parameters(http: Request, *names: str) -> None:
+    for name in names:
+        if http.query_params.get(name) not in (None, "false"):
+            raise InvalidInput(name, "is not supported for a response that has ended; leave it out")
+
+
+def _page(http: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the items that the query asks for, the last ones first unless it says otherwise."""
+    query = http.query_params
+    order, given = query.get("order", "desc"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise InvalidInput("order", f"is {order[:100]!r}; give asc or desc")
+    if not given.isdecimal() or not 1 <= int(given[:9]) <= _MAX_LISTED:
+        raise InvalidInput("limit", f"is {given[:100]!r}; give a number from 1 to {_MAX_LISTED}")
+    if order == "desc":
+        items = items[::-1]
+    after = query.get("after")
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise InvalidInput("after", f"is {after[:100]!r}, which is none of the items; give the id of one")
+        items = items[places[0] + 1 :]
+    shown = items[: int(given)]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)}

@@ -1,0 +1,48 @@
+"""The fields of Anthropic bodies that nothing here obeys: which are harmless, and which are refused. Pure.
+
+docs/anthropic.md lists the same names; a test holds both against the types of Anthropic's own client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Neutral = Mapping[str, tuple[object, ...]]
+
+# Hints and notes of the client. Without them the answer is the same.
+HARMLESS = frozenset(
+    {
+        "cache_control",  # every full page of a prompt is cached, marked or not
+        "diagnostics",  # why a prompt missed the cache
+    }
+)
+# Fields that would change the answer, each with the values that ask for nothing. Null always does.
+REFUSED: Neutral = {
+    "billing_policy": (),
+    "compaction": (),
+    "container": (),
+    "context_management": (
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},  # keeps what is there
+    ),
+    "fallback_credit_token": (),
+    "fallbacks": ([], "default"),
+    "inference_geo": ("global",),
+    "mcp_servers": ([],),
+    "output_format": (),
+    "speed": ("standard",),
+    "thread": (),
+}
+HARMLESS_IN_BLOCKS = frozenset({"cache_control"})
+REFUSED_IN_TEXT: Neutral = {"citations": ([],)}
+REFUSED_IN_TOOL_USE: Neutral = {"caller": ({"type": "direct"},), "toolset_name": ()}
+REFUSED_IN_TOOL_RESULTS: Neutral = {"toolset_name": ()}
+HARMLESS_IN_TOOLS = frozenset({"cache_control", "eager_input_streaming"})  # arguments always stream as they come
+REFUSED_IN_TOOLS: Neutral = {
+    "allowed_callers": (["direct"],),
+    "defer_loading": (False,),
+    "input_examples": ([],),
+}
+HARMLESS_IN_METADATA: frozenset[str] = frozenset()
+HARMLESS_IN_THINKING = frozenset({"budget_tokens"})  # an aim for the model, which no template takes; docs say so
+REFUSED_IN_OUTPUT_CONFIG: Neutral = {"task_budget": ()}

@@ -1,0 +1,31 @@
+"""Gives the fields of a chat that errors name the names that they have in another dialect. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from penstock.errors import InvalidInput, PenstockError
+
+_PATH = re.compile(r"(\w+)(.*)", re.DOTALL)
+
+
+def in_dialect(error: PenstockError, names: Mapping[str, str]) -> PenstockError:
+    """Returns the error with its field renamed by `names`, or as it is.
+
+    A place among the chat's messages says nothing to a client that has sent none of them: it is left out.
+    """
+    if not isinstance(error, InvalidInput):
+        return error
+    field = error.field.removeprefix("sampling.").removeprefix("chat.").replace(".function.", ".")
+    found = _PATH.fullmatch(field)
+    if found is None:
+        return error
+    head, rest = found.groups()
+    problem = error.problem
+    name = names.get(head, head)
+    if name != head and head == "messages" and rest:
+        problem, rest = f"{rest.partition('.')[2]}: {problem}", ""
+    renamed = InvalidInput(f"{name}{rest}", problem)
+    renamed.http_status, renamed.reason = error.http_status, error.reason  # type: ignore[misc]  # of this one alone
+    return renamed

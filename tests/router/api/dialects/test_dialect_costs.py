@@ -1,0 +1,79 @@
+"""Sends the costliest bodies of several sizes to the translated dialects: none may stop the event loop."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import httpx
+import pytest
+
+from penstock.config import StoreConfig
+from penstock.config.security import LimitsConfig
+from penstock.process import freeze_heap
+from router.api.openai.json_bodies import SMALL_BODY_BYTES
+from router.api.translation.anthropic.requests import read_message_call
+from router.api.translation.responses.requests import read_response_call
+from router.api.translation.responses.store import ResponseStore
+from tests.router.api.test_bounded_cost import (
+    LARGEST,
+    MAX_PAUSE_S,
+    MEDIUM,
+    bounded_pauses,
+    filled,
+    keyed,
+    longest_call_s,
+)
+from tests.support.router.router_fakes import FakeWorker, running_router
+
+MESSAGES = '{"max_tokens":9,"messages":['
+BODIES = {
+    "empty messages": ("messages", filled, MESSAGES, "{}", "]}"),
+    "empty blocks": ("messages", filled, MESSAGES + '{"role":"user","content":[', "{}", "]}]}"),
+    "many blocks, then a bad one": (
+        *("messages", filled, MESSAGES + '{"role":"user","content":['),
+        *('{"type":"text","text":""}', ",{}]}]}"),
+    ),
+    "many calls": (
+        *("messages", filled, MESSAGES + '{"role":"assistant","content":['),
+        *('{"type":"tool_use","id":"a","name":"b","input":{}}', "]}]}"),
+    ),
+    "empty tools": ("messages", filled, '{"max_tokens":9,"tools":[', "{}", "]}"),
+    "numbers as stop sequences": ("messages", filled, '{"max_tokens":9,"stop_sequences":[', "0", "]}"),
+    "many unknown fields": ("messages", keyed, '{"max_tokens":9,"messages":[{}],', "[]", "}"),
+    "empty items": ("responses", filled, '{"input":[', "{}", "]}"),
+    "empty parts": ("responses", filled, '{"input":[{"role":"user","content":[', "{}", "]}]}"),
+    "much metadata": ("responses", keyed, '{"input":"a","metadata":{', "0", "}}"),
+    "many inclusions": ("responses", filled, '{"input":"a","include":[', '""', "]}"),
+    "many functions": ("responses", filled, '{"input":"a","tools":[', '{"type":"function","name":"a"}', "]}"),
+}
+
+
+@pytest.fixture(name="http")
+async def _http():
+    async with running_router(await FakeWorker().start()) as router:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
+            for path in ("messages", "responses"):  # the first call imports and compiles, once
+                assert (await http.post(f"/v1/{path}", content=b"[")).status_code == 400
+            freeze_heap()  # as a router's process does
+            yield http
+            gc.unfreeze()
+
+
+@pytest.mark.parametrize("size", [SMALL_BODY_BYTES, MEDIUM, LARGEST])
+async def test_no_body_stops_the_event_loop(http, size):
+    for case, (path, fill, *parts) in BODIES.items():
+        async with bounded_pauses():
+            answer = await http.post(f"/v1/{path}", content=fill(*parts, size))
+        assert answer.status_code == 400, (case, answer.text[:300])
+        assert len(answer.content) < 1000, case
+
+
+def test_no_step_of_reading_a_body_keeps_the_lock_for_long():
+    limits, store = LimitsConfig(), ResponseStore(StoreConfig(), lambda: 0.0)
+    for case, (path, fill, *parts) in BODIES.items():
+        body = fill(*parts, LARGEST)
+        read = functools.partial(read_message_call, body, limits)
+        if path == "responses":
+            read = functools.partial(read_response_call, body, limits, "", store)
+        assert longest_call_s(read) < MAX_PAUSE_S, case

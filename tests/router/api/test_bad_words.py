@@ -1,0 +1,24 @@
+"""Tests the tokens of bad words: as an output begins with them, and after a space."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.types import SamplingParams
+from router.api.bad_words import with_bad_sequences
+from router.text.tokenizer import Tokenizer
+
+MODEL = Path(__file__).resolve().parents[3] / "models" / "penstock-tiny"
+
+
+async def test_each_word_is_tokenized_with_and_without_a_space() -> None:
+    tokenizer = Tokenizer.load(MODEL)
+    try:
+        sampling = SamplingParams(max_tokens=4, bad_words=("cat", " dog", "cat"))
+        found = (await with_bad_sequences(sampling, tokenizer, "")).bad_sequences
+        texts = [tokenizer.spelling.decode(sequence) for sequence in found]
+        assert texts == ["cat", "dog", " cat", " dog"]
+        plain = SamplingParams(max_tokens=4)
+        assert await with_bad_sequences(plain, tokenizer, "") is plain
+    finally:
+        tokenizer.close()

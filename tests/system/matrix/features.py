@@ -1,0 +1,100 @@
+"""The features of the matrix: a request for each, long enough to be in flight when something happens to its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.client.results import build_request
+from penstock.config import RouterConfig
+from penstock.types import SamplingParams
+from router.api import sampling_fields
+from router.api.bad_words import with_bad_sequences
+from router.text.model_card import ModelCard
+from router.text.tokenizer import Tokenizer
+
+MODEL = Path(__file__).resolve().parents[3] / "models" / "penstock-tiny"
+MAX_TOKENS = 96
+PROMPT_TOKENS = 90
+CONTEXT_LENGTH = 2048
+# Exact in single precision, which is how they are sent.
+SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)  # beside `SEEDED` and max_tokens
+    lane: str | None = None
+    over_http: bool = False  # it has no gRPC form
+    end_is_late: bool = False  # at a stop that its own text has in the second half
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the decode worker computes the whole prompt, whatever is cached."""
+        return "prompt_logprobs" in self.options
+
+    @property
+    def prompt(self) -> list[int]:
+        """Returns a prompt of its own, so that no feature finds another one's pages."""
+        number = [*FEATURES, "first", "second"].index(self.name)
+        return [(7 * i + 131 * number) % 900 + 20 for i in range(PROMPT_TOKENS)]
+
+    @property
+    def all_options(self) -> dict[str, Any]:
+        return {**SEEDED, "max_tokens": MAX_TOKENS, **self.options}
+
+
+FEATURES = {
+    feature.name: feature
+    for feature in (
+        Feature("greedy", {"temperature": 0.0}),
+        Feature("seed"),
+        Feature("n", {"n": 2}),
+        Feature("logprobs", {"logprobs": 2}),
+        Feature("prompt_logprobs", {"prompt_logprobs": 1}),
+        Feature("echo", {"logprobs": 1, "prompt_logprobs": 1}, over_http=True),
+        Feature("penalties", {"repetition_penalty": 1.25, "frequency_penalty": 0.5, "presence_penalty": 0.25}),
+        Feature("logit_bias", {"logit_bias": {300: 4.0, 301: -20.0}}),
+        Feature("bad_words", {"bad_words": ["the", "a", "and", "he", "she", "was", "to"]}),
+        Feature("allowed_token_ids", {"allowed_token_ids": list(range(260, 500))}),
+        Feature("stop", end_is_late=True),
+        Feature("include_stop", {"include_stop": True}, end_is_late=True),
+        Feature("stop_token_ids", end_is_late=True),
+        Feature("keep_special_tokens", {"keep_special_tokens": True, "logit_bias": {1: 6.0}}),
+        Feature("min_tokens", {"min_tokens": 80, "ignore_eos": False, "logit_bias": {1: 12.0}}),
+        Feature("ignore_eos", {"logit_bias": {1: 6.0}}),
+        Feature("lane", lane="bulk"),
+    )
+}
+
+
+@functools.cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer.load(MODEL)
+
+
+def decode_text(token_ids: list[int]) -> str:
+    return _tokenizer().spelling.decode(token_ids)
+
+
+def spelling() -> Any:
+    return _tokenizer().spelling
+
+
+def resolve(options: Mapping[str, Any], num_prompt_tokens: int) -> SamplingParams:
+    """Returns what the router makes of the options."""
+    card = ModelCard.load(RouterConfig(model=str(MODEL)))
+    sampling = sampling_fields.resolve(
+        build_request([0], options).sampling,
+        num_prompt_tokens=num_prompt_tokens,
+        context_length=CONTEXT_LENGTH,
+        vocab_size=card.vocab_size,
+        seed=0,
+        defaults=card.generation_defaults,
+    )
+    return asyncio.run(with_bad_sequences(sampling, _tokenizer(), ""))

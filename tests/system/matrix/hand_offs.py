@@ -1,0 +1,277 @@
+"""The hand-offs of the matrix: each runs all features' requests at once and lets one thing happen to them.
+
+Most run over workers and a router in this process; those that kill share two decode workers and a router of their own.
+A run returns every feature's stream with the evidence that its hand-off has happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from decode_worker.server import DecodeServer
+from penstock.config import LookasideConfig, RouterConfig, WorkerConfig
+from penstock.config.security import SecurityConfig
+from penstock.rpc.secret import ClusterSecret
+from penstock.rpc.server import make_channel
+from penstock.types import Role
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from router.server import RouterServer
+from tests.support.key_files import write_secret
+from tests.support.plain_processes import Deployment, Process
+from tests.support.router.router_fakes import all_followed, until
+from tests.support.serving import wait_until_empty, worker_config, workers
+from tests.system.matrix.features import FEATURES, MODEL, Feature
+from tests.system.matrix.reference import single_process
+from tests.system.matrix.streams import Stream, Streams
+
+Results = dict[str, Stream]
+_OVER_GRPC = [feature for feature in FEATURES.values() if not feature.over_http]
+_FIRST = [Feature("first"), Feature("second")]
+_UNREPORTED = ("stop", "include_stop", "echo")
+_LOCAL = {"placement": "local"}
+_TIMEOUT_S = 60.0
+
+
+def _config(role: Role, number: int = 0, engine: dict[str, object] | None = None, **parts: Any) -> WorkerConfig:
+    settings = {"num_pages": 512, "dtype": "float32"} | (engine or {})
+    return worker_config(role, MODEL, f"{role.value}-{number}", engine=settings, **parts)
+
+
+@contextlib.asynccontextmanager
+async def _router(addresses: list[str], num_followed: int, **settings: Any) -> AsyncIterator[RouterServer]:
+    base = {"model": str(MODEL), "grpc_port": 0, "http_port": 0, "workers": tuple(addresses)}
+    router = RouterServer(RouterConfig.model_validate(base | settings))
+    await router.start()
+    try:
+        await until(lambda: all_followed(router, num_followed))
+        yield router
+    finally:
+        await router.stop()
+
+
+def _streams(router: RouterServer, features: list[Any] | None = None, *, lookaside: bool = False) -> Streams:
+    grpc, http = (f"127.0.0.1:{port}" for port in (router.ports.grpc, router.ports.http))
+    return Streams(features or list(FEATURES.values()), grpc, http, lookaside=lookaside)
+
+
+async def _served(*configs: WorkerConfig, times: int = 1) -> Results:
+    """Runs all requests over workers in this process, several times one after the other; returns the last answers."""
+    async with workers(*configs) as servers:
+        async with _router([server.address for server in servers], len(servers)) as router:
+            for _ in range(times):
+                async with _streams(router) as streams:
+                    results = await streams.results()
+            await wait_until_empty(*servers)
+            return results
+
+
+def _timings(results: Results) -> Iterator[tuple[Stream, Any]]:
+    """Yields what workers report; the router ends an answer with a stop string before its worker has reported."""
+    for stream in results.values():
+        if stream.feature.name not in _UNREPORTED:
+            for timing in stream.timings:
+                yield stream, timing
+
+
+async def colocated() -> Results:
+    results = await _served(_config(Role.DECODE, decode=_LOCAL))
+    assert all(timing.prefill_worker == "decode-0" and not timing.pages_moved for _, timing in _timings(results))
+    return results
+
+
+async def disaggregated() -> Results:
+    results = await _served(_config(Role.PREFILL), _config(Role.DECODE))
+    for stream, timing in _timings(results):
+        moved = (timing.prefill_worker, timing.pages_moved > 0)
+        # The second of two completions finds the first one's pages.
+        assert moved[0] == ("decode-0" if stream.feature.scores_prompt else "prefill-0")
+        assert moved[1] != stream.feature.scores_prompt
+    return results
+
+
+async def chunked() -> Results:
+    return await _served(_config(Role.DECODE, decode=_LOCAL | {"max_batch_tokens": 40, "max_batch_sequences": 24}))
+
+
+async def prefix_hit() -> Results:
+    results = await _served(_config(Role.DECODE, decode=_LOCAL), times=2)
+    for stream, timing in _timings(results):
+        assert (timing.cached_tokens > 0) != stream.feature.scores_prompt
+    return results
+
+
+async def preempted() -> Results:
+    """Has pages for two whole sequences and two that rank before all others: a third is preempted, at the latest when
+    it has grown. Those that came off unharmed, because they began when others had ended, are tried again."""
+    small = {"num_pages": 32, "prefix_caching": False}
+    results: Results = {}
+    left = list(FEATURES.values())
+    async with workers(_config(Role.DECODE, engine=small, decode=_LOCAL | {"watermark": 0.0})) as servers:
+        async with _router([servers[0].address], 1) as router:
+            for _ in FEATURES:
+                async with _streams(router, _FIRST) as first:
+                    await first.until(lambda: all(stream.begun for stream in first.streams))
+                    async with _streams(router, left) as streams:
+                        found = await streams.results()
+                    await first.results()
+                results |= found
+                for stream in found.values():
+                    stream.check()
+                harmed = {stream.feature for stream, timing in _timings(found) if timing.num_preemptions}
+                left = [feature for feature in left if feature not in harmed and feature.name not in _UNREPORTED]
+                if not left:
+                    break
+            await wait_until_empty(*servers)
+    assert not left, "these were never preempted"
+    return results
+
+
+async def lookaside() -> Results:
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        secret = SecurityConfig.model_validate(write_secret(Path(folder, "secret"), ClusterSecret("s" * 32)))
+        made = [_config(Role.PREFILL), _config(Role.DECODE, decode={"max_batch_sequences": 256})]
+        configs = [each.model_copy(update={"security": secret}) for each in made]
+        configs[1] = configs[1].model_copy(update={"lookaside": LookasideConfig()})
+        async with workers(*configs) as servers:
+            async with _router([server.address for server in servers], 2, security=secret) as router:
+                async with _streams(router, _OVER_GRPC, lookaside=True) as streams:
+                    results = await streams.results()
+                await wait_until_empty(*servers)
+            decode = servers[1]
+            assert isinstance(decode, DecodeServer)
+            assert decode._lookaside is not None
+            assert decode._lookaside._service.turnstile.num_remembered == len(_OVER_GRPC)
+    return results
+
+
+# Hand-offs of processes.
+
+
+class _Processes:
+    """Two decode workers. Only the first takes the requests: the other one is frozen until they are in flight."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self.first, self.second = deployment.start_workers(
+            [_config(Role.DECODE, number, decode=_LOCAL) for number in range(2)]
+        )
+
+    @contextlib.asynccontextmanager
+    async def in_flight(self) -> AsyncIterator[tuple[RouterServer, Streams]]:
+        """Yields with all requests in flight at the first worker, which is frozen, and the second one ready."""
+        self.second.signal(signal.SIGSTOP)
+        async with _router([self.first.address, self.second.address], 1) as router, _streams(router) as streams:
+            try:
+                await advance(self.first, streams)
+            finally:
+                self.second.signal(signal.SIGCONT)
+            await until(lambda: all_followed(router, 2))
+            yield router, streams
+
+
+async def advance(worker: Process, streams: Streams) -> None:
+    """Lets the worker compute in slices until all requests are in flight, and leaves it frozen: however slow this
+    process is, no answer ends before that."""
+    async with asyncio.timeout(_TIMEOUT_S):
+        while not streams.all_in_flight:
+            worker.signal(signal.SIGCONT)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await streams.until(lambda: streams.all_in_flight)
+            worker.signal(signal.SIGSTOP)
+            await asyncio.sleep(0.02)  # what it has sent arrives
+            assert not any(stream.is_over for stream in streams.streams), "an answer has ended too early"
+
+
+async def migrated(processes: _Processes) -> Results:
+    async with processes.in_flight() as (router, streams):
+        found = {worker.worker_id: worker for worker in router.fleet.followers}
+        target = found["decode-1"]
+        request = worker_pb2.MigrateRequest(worker_id=target.worker_id, epoch=target.epoch, address=target.address)
+        async with make_channel(processes.first.address) as channel:
+            call = worker_pb2_grpc.DecodeWorkerStub(channel).Migrate(request, timeout=_TIMEOUT_S)
+            processes.first.signal(signal.SIGCONT)
+            response = await call
+        assert not response.failed
+        results = await streams.results()
+    assert all(timing.num_migrations == 1 for _, timing in _timings(results))
+    assert all(timing.decode_worker == "decode-1" for _, timing in _timings(results))
+    return results
+
+
+async def decode_worker_killed(processes: _Processes) -> Results:
+    async with processes.in_flight() as (_, streams):
+        processes.first.kill()
+        results = await streams.results()
+    assert all(timing.num_redispatches == 1 for _, timing in _timings(results))
+    assert all(timing.decode_worker == "decode-1" for _, timing in _timings(results))
+    return results
+
+
+async def router_killed(processes: _Processes) -> Results:
+    """Runs after the first worker was killed, with the second one."""
+    worker = processes.second
+    settings = RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=(worker.address,))
+    victim = processes.deployment.start_router(settings)
+    async with _router([worker.address], 1) as spare:
+        grpc = [victim.address, f"127.0.0.1:{spare.ports.grpc}"]
+        async with Streams(FEATURES.values(), grpc, victim.http) as streams:
+            await advance(worker, streams)
+            victim.kill()
+            worker.signal(signal.SIGCONT)
+            return await streams.results()
+
+
+ALONE: dict[str, Callable[[], Awaitable[Results]]] = {
+    "colocated": colocated,
+    "disaggregated": disaggregated,
+    "chunked prefill": chunked,
+    "prefix hit": prefix_hit,
+    "preempted": preempted,
+    "lookaside": lookaside,
+}
+WITH_PROCESSES: dict[str, Callable[[_Processes], Awaitable[Results]]] = {
+    "migrated": migrated,
+    "decode worker killed": decode_worker_killed,
+    "router killed": router_killed,
+}
+HAND_OFFS = (*ALONE, *WITH_PROCESSES)
+
+
+class Runs:
+    """Runs each hand-off once, when its first cell is tested. Those of processes run in order, in one fleet."""
+
+    def __init__(self) -> None:
+        self._results: dict[str, Results | BaseException] = {}
+        for feature in FEATURES.values():
+            single_process(feature)
+
+    def __getitem__(self, hand_off: str) -> Results:
+        """Raises what the hand-off has raised."""
+        if hand_off in ALONE and hand_off not in self._results:
+            self._keep(hand_off, lambda: asyncio.run(_whole(ALONE[hand_off]())))
+        elif hand_off not in self._results:
+            with Deployment() as deployment:
+                processes = _Processes(deployment)
+                for name, run in WITH_PROCESSES.items():
+                    self._keep(name, lambda run=run: asyncio.run(_whole(run(processes))))  # type: ignore[misc]
+        found = self._results[hand_off]
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _keep(self, hand_off: str, run: Callable[[], Results]) -> None:
+        try:
+            self._results[hand_off] = run()
+        except Exception as error:
+            self._results[hand_off] = error
+
+
+async def _whole(run: Awaitable[Results]) -> Results:
+    return await run

@@ -1,0 +1,107 @@
+"""What a single process answers: one engine, one sequence at a time, the whole prompt in one step."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.engine import Engine
+from engine.step.finish import finish_reason
+from engine.step.sequence import ScheduledSequence, Sequence
+from penstock import wire
+from penstock.completions import CompletionDelta, completion_sampling
+from penstock.config import EngineConfig
+from penstock.text.completion_text import CompletionText
+from penstock.text.stop_strings import StopStrings
+from penstock.types import RequestId, SamplingParams
+from tests.system.matrix.features import MAX_TOKENS, MODEL, Feature, decode_text, resolve, spelling
+
+
+@dataclass
+class Answered:
+    """One completion. A log-probability is a token with its own and those of its alternatives, by token."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    logprobs: list[tuple[int, float, dict[int, float]]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, float, dict[int, float]]] = field(default_factory=list)
+
+    def check(self, other: Answered) -> None:
+        """Raises AssertionError unless both are the same, and their log-probabilities close."""
+        assert self.token_ids == other.token_ids
+        assert (self.text, self.finish_reason) == (other.text, other.finish_reason)
+        for mine, theirs in ((self.logprobs, other.logprobs), (self.prompt_logprobs, other.prompt_logprobs)):
+            assert [(token, list(top)) for token, _, top in mine] == [(token, list(top)) for token, _, top in theirs]
+            for (_, value, top), (_, wanted, wanted_top) in zip(mine, theirs, strict=True):
+                assert math.isclose(value, wanted, abs_tol=1e-3)
+                assert all(math.isclose(top[token], wanted_top[token], abs_tol=1e-3) for token in top)
+
+
+@functools.cache
+def engine() -> Engine:
+    return Engine.load(EngineConfig(model=str(MODEL), num_pages=64, num_threads=1, dtype="float32"))
+
+
+@functools.cache
+def options_of(feature: Feature) -> Mapping[str, Any]:
+    """Returns the feature's options; a late stop is taken from what it answers without one."""
+    if not feature.end_is_late:
+        return feature.all_options
+    [plain] = _answer(feature.prompt, resolve(feature.all_options, len(feature.prompt)))
+    late = plain.token_ids[MAX_TOKENS * 3 // 4 :]
+    if feature.name == "stop_token_ids":
+        fresh = [token for token in late if token not in plain.token_ids[: MAX_TOKENS * 3 // 4]]
+        return {**feature.all_options, "stop_token_ids": fresh[:1]}
+    before = len(decode_text(plain.token_ids[: MAX_TOKENS * 3 // 4]))
+    spans = (plain.text[start : start + 6] for start in range(before, len(plain.text) - 6))
+    return {**feature.all_options, "stop": [next(span for span in spans if plain.text.find(span) >= before)]}
+
+
+@functools.cache
+def single_process(feature: Feature) -> list[Answered]:
+    """Returns every completion of the feature's request."""
+    answers = _answer(feature.prompt, resolve(options_of(feature), len(feature.prompt)))
+    if feature.over_http:
+        for answer in answers:
+            answer.text = decode_text(feature.prompt) + answer.text
+    return answers
+
+
+def _answer(prompt: list[int], sampling: SamplingParams) -> list[Answered]:
+    return [_completion(prompt, sampling, index) for index in range(sampling.n)]
+
+
+def _completion(prompt: list[int], sampling: SamplingParams, index: int) -> Answered:
+    made, answer = engine(), Answered()
+    sequence = Sequence(
+        RequestId("reference"), list(prompt), len(prompt), completion_sampling(sampling, index), b"reference"
+    )
+    sequence.pages = made.pool.allocate(-(-(len(prompt) + sampling.max_tokens) // made.layout.page_size))
+    text = CompletionText(spelling(), sampling, StopStrings(sampling.stop))
+    try:
+        while not text.ended:
+            work = ScheduledSequence(sequence, sequence.num_uncomputed_tokens)
+            output = made.step([work])
+            for scores in output.scores.values():
+                for token_ids, values in zip(scores.token_ids_SA.tolist(), scores.logprobs_SA.tolist(), strict=True):
+                    top = dict(zip(token_ids[1:], values[1:], strict=True))
+                    answer.prompt_logprobs.append((token_ids[0], values[0], top))
+            sequence.num_computed_tokens += work.num_tokens
+            [token] = output.tokens
+            assert token is not None
+            sequence.token_ids.append(token.token_id)
+            reason = finish_reason(sequence, made.model.eos_token_ids, made.model.context_length)
+            logprobs = [] if token.logprob is None else [wire.logprob_to_wire(token.logprob)]
+            part = text.feed(CompletionDelta(index, [token.token_id], logprobs, reason))
+            answer.text += part.text
+            answer.token_ids += part.token_ids
+            for each in part.logprobs:
+                answer.logprobs.append((each.token_id, each.logprob, {top.token_id: top.logprob for top in each.top}))
+            answer.finish_reason = part.finish_reason.value if part.finish_reason else ""
+    finally:
+        made.pool.release(sequence.pages)
+    return answer

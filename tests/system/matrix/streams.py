@@ -1,0 +1,153 @@
+"""Runs the requests of all features at once, over gRPC or HTTP, and knows how far each has come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from penstock import AsyncClient
+from penstock.client.results import Logprob, ResultBuilder, Timing
+from tests.system.matrix.features import Feature, spelling
+from tests.system.matrix.reference import Answered, options_of, single_process
+
+_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Stream:
+    """One feature's request."""
+
+    feature: Feature
+    answers: list[Answered] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)  # of requests over gRPC
+    spelt: list[tuple[str, float | None]] = field(default_factory=list)  # over HTTP: tokens and log-probabilities
+    begun: set[int] = field(default_factory=set)  # completions with a token
+    is_over: bool = False
+    is_broken: bool = False  # the connection ended before the answer did
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether every completion has begun and the answer is not complete."""
+        return len(self.begun) == options_of(self.feature).get("n", 1) and not self.is_over
+
+    def check(self) -> None:
+        """Raises AssertionError unless the answer is that of a single process."""
+        wanted = single_process(self.feature)
+        if not self.feature.over_http:
+            for found, expected in zip(self.answers, wanted, strict=True):
+                found.check(expected)
+            return
+        [found], [expected] = self.answers, wanted
+        assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+        scored = [(token, value) for token, value, _ in (*expected.prompt_logprobs, *expected.logprobs)]
+        text_of = spelling().token_text
+        assert self.spelt[0] == (text_of(self.feature.prompt[0]), None)
+        assert [text for text, _ in self.spelt[1:]] == [text_of(token) for token, _ in scored]
+        for (_, value), (_, expected_value) in zip(self.spelt[1:], scored, strict=True):
+            assert value is not None
+            assert abs(value - expected_value) < 1e-3
+
+    async def run_grpc(self, client: AsyncClient) -> None:
+        builder = ResultBuilder()
+        async with client.generate(
+            self.feature.prompt, lane=self.feature.lane, timeout_s=_TIMEOUT_S, **options_of(self.feature)
+        ) as chunks:
+            async for chunk in chunks:
+                builder.add(chunk)
+                self.begun.add(chunk.index)
+        self.is_over = True
+        for completion in builder.result().completions:
+            self.timings.append(completion.timing)
+            self.answers.append(
+                Answered(
+                    completion.text,
+                    list(completion.token_ids),
+                    completion.finish_reason.value,
+                    [_scored(each) for each in completion.logprobs],
+                    [_scored(each) for each in completion.prompt_logprobs],
+                )
+            )
+
+    async def run_http(self, address: str) -> None:
+        options = options_of(self.feature)
+        body: dict[str, Any] = {name: options[name] for name in options if name != "prompt_logprobs"}
+        body |= {"prompt": self.feature.prompt, "echo": True, "stream": True}
+        answer = Answered()
+        self.is_broken = True
+        try:
+            async with (
+                httpx.AsyncClient(timeout=_TIMEOUT_S) as client,
+                client.stream("POST", f"http://{address}/v1/completions", json=body) as response,
+            ):
+                assert response.status_code == 200
+                async for line in response.aiter_lines():
+                    self._read(line, answer)
+        except httpx.TransportError:
+            assert self.is_broken, "it broke after its end"
+        self.is_over = True
+        self.answers.append(answer)
+
+    def _read(self, line: str, answer: Answered) -> None:
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            self.is_broken = False
+        elif data.startswith("{"):
+            [choice] = json.loads(data)["choices"]
+            self.begun.add(choice["index"])
+            answer.text += choice["text"]
+            answer.finish_reason = choice["finish_reason"] or ""
+            logprobs = choice["logprobs"]
+            self.spelt += zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+
+
+def _scored(logprob: Logprob) -> tuple[int, float, dict[int, float]]:
+    return logprob.token_id, logprob.logprob, {top.token_id: top.logprob for top in logprob.top}
+
+
+class Streams:
+    """All features' requests in flight together. Use as a context manager, then `results`."""
+
+    def __init__(
+        self, features: Iterable[Feature], grpc: str | list[str], http: str, *, lookaside: bool = False
+    ) -> None:
+        self.streams = [Stream(feature) for feature in features]
+        self._client = AsyncClient(grpc, lookaside=lookaside)
+        self._http = http
+
+    async def __aenter__(self) -> Streams:
+        self._tasks = [asyncio.create_task(self._run(stream)) for stream in self.streams]
+        return self
+
+    async def _run(self, stream: Stream) -> None:
+        if stream.feature.over_http:
+            await stream.run_http(self._http)
+        else:
+            await stream.run_grpc(self._client)
+
+    @property
+    def all_in_flight(self) -> bool:
+        return all(stream.is_in_flight for stream in self.streams)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for the condition, and fails as soon as a stream has failed."""
+        async with asyncio.timeout(_TIMEOUT_S):
+            while not condition():
+                for task in self._tasks:
+                    if task.done():
+                        task.result()
+                await asyncio.sleep(0.005)
+
+    async def results(self) -> dict[str, Stream]:
+        await asyncio.gather(*self._tasks)
+        return {stream.feature.name: stream for stream in self.streams}
+
+    async def __aexit__(self, *exception: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.close()

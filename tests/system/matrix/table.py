@@ -1,0 +1,50 @@
+"""The table of features and hand-offs, which docs/features.md shows and `test_matrix` proves cell by cell.
+
+`python -m tests.system.matrix.table --write` writes it into the page.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.system.matrix.features import FEATURES
+from tests.system.matrix.hand_offs import HAND_OFFS
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "features.md"
+BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
+
+SAME = "same"
+WHOLE = "same, computed whole"  # every token of the prompt, at the decode worker
+BREAKS = "breaks"  # the client's connection ends without `[DONE]`
+ABSENT = "absent"  # there is no such request
+_NO_HTTP_FORM = {("echo", "lookaside"): ABSENT, ("echo", "router killed"): BREAKS}
+
+
+def cell(feature: str, hand_off: str) -> str:
+    """Returns what a client gets: the answer of a single process, unless it says otherwise."""
+    if (feature, hand_off) in _NO_HTTP_FORM:
+        return _NO_HTTP_FORM[feature, hand_off]
+    if FEATURES[feature].scores_prompt and hand_off in ("disaggregated", "prefix hit", "lookaside"):
+        return WHOLE
+    return SAME
+
+
+CELLS = {(feature, hand_off): cell(feature, hand_off) for feature in FEATURES for hand_off in HAND_OFFS}
+
+
+def render() -> str:
+    lines = [f"| | {' | '.join(HAND_OFFS)} |", f"|---|{'---|' * len(HAND_OFFS)}"]
+    for feature in FEATURES:
+        lines.append(f"| `{feature}` | {' | '.join(CELLS[feature, hand_off] for hand_off in HAND_OFFS)} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str) -> str:
+    before, rest = page.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n{render()}\n{END}{after}"
+
+
+if __name__ == "__main__" and "--write" in sys.argv[1:]:
+    PAGE.write_text(with_table(PAGE.read_text()))

@@ -240,7 +240,7 @@ MESSAGES = {
     "unknown fields of sampling": (delimited(5, b"\xfa\x01\x00" * (ROOM // 3) + delimited(13, BROKEN)), MANY),
     "cut off": (b"\x22\x00" * (ROOM // 2) + b"\x22\x7f", MANY),
     "broken strings": (delimited(1, BROKEN) * (ROOM // 3), MANY),
-    "token ids": (delimited(3, b"\x01" * ROOM), f"token_ids: has {ROOM} tokens; give 2097408 or fewer"),
+    "token ids": (delimited(3, b"\x01" * ROOM), f"token_ids: has {ROOM} tokens; give 2098432 or fewer"),
     "emitted tokens": (delimited(8, delimited(2, b"\x01" * ROOM)), f"emitted.token_ids: has {ROOM} tokens; give "),
     "a long text": (
         delimited(2, b"x" * ROOM + BROKEN),

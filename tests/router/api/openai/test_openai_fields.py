@@ -12,7 +12,7 @@ from penstock.errors import InvalidInput
 from router.api.openai.fields import HARMLESS, HARMLESS_IN_MESSAGES, REFUSED, REFUSED_IN_MESSAGES
 from router.api.openai.requests import ChatBody, CompletionBody, parse_body
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "openai.md"
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "openai.md"
 
 # What other servers' requests have, from the sources of their packages: openai 3.54, vllm at 002032e, sglang 0.5.5.
 OPENAI_COMPLETION = """

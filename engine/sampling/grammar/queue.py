@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 from engine.sampling.grammar.matcher import GrammarMatcher
 from engine.step.sequence import Sequence
-from penstock.errors import DeadlineExceeded, InternalError, Overloaded, PenstockError
+from penstock.errors import CheckpointError, DeadlineExceeded, InternalError, Overloaded, PenstockError
 from penstock.text.grammars import GrammarCompiler
 
 _NUM_THREADS = 2
@@ -50,6 +50,10 @@ class GrammarQueue:
             self._waiting[sequence].append(then)
             return
         try:
+            if not self._eos_token_ids:
+                raise CheckpointError(
+                    "config.json names no eos_token_id, with which an output of a grammar ends; set it"
+                )
             if (known := self._compiler.cached(grammar)) is not None:
                 sequence.matcher = GrammarMatcher(known, self._eos_token_ids)
             elif len(self._waiting) >= _MAX_QUEUED:

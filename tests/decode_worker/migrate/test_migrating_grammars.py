@@ -25,6 +25,7 @@ LEVELS = {
         "additionalProperties": False,
     },
     "minItems": 30,
+    "maxItems": 32,
     "x-guidance": {"whitespace_flexible": False},
 }
 SAMPLING = SamplingParams(max_tokens=400, temperature=0.75, top_p=0.875, seed=7)

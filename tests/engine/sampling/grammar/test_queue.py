@@ -82,6 +82,14 @@ def test_a_checkpoint_without_tokenizer_is_named(tmp_path: Path) -> None:
     assert isinstance(outcomes[1], CheckpointError)
 
 
+def test_a_checkpoint_whose_outputs_cannot_end_is_named() -> None:
+    outcomes: list[PenstockError | None] = []
+    grammars = GrammarQueue(GrammarCompiler(MODEL, VOCAB_SIZE), (), lambda call: call())
+    grammars.when_ready(waiting(regex("a+")), outcomes.append)
+    assert isinstance(outcomes[0], CheckpointError)
+    assert "names no eos_token_id" in outcomes[0].message
+
+
 def test_the_queue_and_the_wait_are_bounded(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     released, compiler = threading.Event(), loop.grammars._compiler
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
+from penstock.errors import ConfigError
 from penstock.v1 import common_pb2
 from tests.router.api.test_grpc_service import TOKENIZER, text_tokens
 from tests.support.router.router_fakes import EOS, MODEL, FakeWorker, running_router
@@ -360,3 +361,17 @@ async def test_arguments_that_are_no_json_are_shown_as_they_are(served):
     await served.chat("x", messages=[*HI, {**ANSWERED, "tool_calls": [broken]}, *HI])
     prompt = "".join(map(TOKENIZER.spelling.token_text, served.worker.submits[0].token_ids))
     assert r'"arguments": "{\"city\": \"Pa"' in prompt
+
+
+async def test_the_parsers_are_settings():
+    worker = await FakeWorker().start()
+    async with (
+        running_router(worker, tool_parser="none") as router,
+        httpx.AsyncClient(base_url=router.http_url) as http,
+    ):
+        answer = await http.post("/v1/chat/completions", json={"messages": HI, "tools": [CLOCK]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        assert "see tool_parser" in answer.json()["error"]["message"]
+    with pytest.raises(ConfigError, match="tool_parser: 'hermit' is no parser; choose one of auto, none, "):
+        async with running_router(tool_parser="hermit", workers=("127.0.0.1:1",)):
+            pass

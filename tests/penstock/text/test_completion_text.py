@@ -161,6 +161,9 @@ def test_stop_strings_match_wherever_the_text_is_cut(text, stops, borders):
     pieces = [matcher.add(part) for part in _cut(text, borders)]
     shown = "".join(pieces) + ("" if matcher.stopped else matcher.finish())
     assert (shown, matcher.stopped) == _expected(text, stops)
+    if matcher.matched is not None:
+        assert matcher.matched in stops
+        assert text.startswith(shown + matcher.matched)
 
 
 @given(text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))

@@ -109,6 +109,10 @@ def test_a_router_pod_has_minimal_privileges_and_private_keys(case: str) -> None
     volumes = {each["name"]: each for each in pod["volumes"]}
     mounted = {each["name"] for each in container["volumeMounts"]}
     assert mounted <= set(volumes)
+    (cluster,) = find(objects, "RayCluster")
+    for each in templates(cluster)[0]["spec"].get("initContainers", ()):
+        if each["name"] == "certify":
+            assert router_config(objects).admin.partition(":")[0] in each["args"], "its certificate needs that name"
     assert "authority" not in mounted, "its key signs certificates of the deployment"
     for name, volume in volumes.items():
         if "secret" in volume and name != "authority":

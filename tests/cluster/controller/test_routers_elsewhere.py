@@ -69,8 +69,12 @@ async def test_routers_that_are_supervised_are_not_elsewhere() -> None:
     watches = [membership.watch(peer) for peer in ("router-0:3", "10.0.0.9:1")]
     for watch in watches:
         await anext(watch)
+    world.may_start.clear()
+    world.controller.start()
+    await world.until(lambda status: len(world.processes) == 4)
     assert not world.controller.status().routers_elsewhere  # which of them is supervised is not known yet
-    status = await world.ready()
+    world.may_start.set()
+    status = await world.until(lambda status: status.ready)
     assert list(status.routers_elsewhere) == ["10.0.0.9:1"]
     assert "no router follows it" not in format_status(status)
     await watches[1].aclose()

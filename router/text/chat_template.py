@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,7 @@ class ChatTemplate:
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
+        self._in_use = threading.Lock()
 
     def render(self, conversation: Conversation | Sequence[Mapping[str, Any]]) -> str:
         """Returns the prompt of a conversation, or of messages alone; blocks at most as long as the limits allow.
@@ -100,7 +102,11 @@ class ChatTemplate:
                 "template_arguments": conversation.template_arguments,
             }
         )
-        process = self.start()
+        with self._in_use:
+            return self._render(frame)
+
+    def _render(self, frame: bytes) -> str:
+        process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
@@ -119,6 +125,10 @@ class ChatTemplate:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Returns the process, started now if there is none."""
+        with self._in_use:
+            return self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
         if self._closed:
             raise InternalError("the router is stopping")
         if self._process is None:
@@ -138,8 +148,13 @@ class ChatTemplate:
     def close(self) -> None:
         """Ends the process, even in the middle of a rendering. May be called from any thread."""
         self._closed = True
-        if self._process is not None:
-            self._process.kill()
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._in_use:  # a rendering ends with the process
+            if self._process is not None:
+                self._process.kill()
+                self._explain_end(self._process)
 
     def _explain_end(self, process: subprocess.Popen[bytes]) -> InvalidInput | InternalError:
         self._process = None

@@ -7,6 +7,7 @@ import os
 import signal
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from penstock.errors import CheckpointError, InternalError, InvalidInput
@@ -109,6 +110,15 @@ async def test_a_process_that_dies_is_replaced_and_one_that_is_closed_is_not():
     process = tokenizer.template.start()
     tokenizer.close()
     assert process.wait(60) == -signal.SIGKILL
+
+
+def test_a_closed_template_leaves_no_descriptor():
+    before = psutil.Process().num_fds()
+    template = ChatTemplate("{{ messages[0]['content'] }}", {}, "test")
+    assert template.render([{"role": "user", "content": "Hi"}]) == "Hi"
+    assert psutil.Process().num_fds() > before
+    template.close()
+    assert psutil.Process().num_fds() == before
 
 
 async def test_a_chat_that_is_cancelled_leaves_the_answers_of_others_alone():

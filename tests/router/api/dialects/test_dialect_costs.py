@@ -63,8 +63,9 @@ async def _http():
 @pytest.mark.parametrize("size", [SMALL_BODY_BYTES, MEDIUM, LARGEST])
 async def test_no_body_stops_the_event_loop(http, size):
     for case, (path, fill, *parts) in BODIES.items():
+        body = fill(*parts, size)
         async with bounded_pauses():
-            answer = await http.post(f"/v1/{path}", content=fill(*parts, size))
+            answer = await http.post(f"/v1/{path}", content=body)
         assert answer.status_code == 400, (case, answer.text[:300])
         assert len(answer.content) < 1000, case
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,7 +18,7 @@ _ERROR = {
     "properties": {
         "error": {
             "type": "object",
-            "required": ["message", "type", "param", "code"],
+            "required": ["message", "type"],
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
@@ -40,12 +41,14 @@ _MEANINGS = {
     500: "A fault of the server",
     503: "Nobody can serve this now; see Retry-After",
     504: "The deadline passed",
+    529: "Nobody can serve this now; see Retry-After",
 }
 _OF_EVERY_CALL = (400, 401, 403, 404, 408, 413, 429, 431, 500, 503, 504)
 _OF_EVERY_READING = (400, 401, 403, 404, 431, 500, 503)
 _BODY = "x-body"  # in a route's description: the schemas of its body, which move to the document's components
 _SCHEMAS = "#/components/schemas/{model}"
 
+Schema = Mapping[str, Any]  # a JSON schema
 Answers = dict[int | str, dict[str, Any]]
 
 
@@ -58,13 +61,23 @@ def answers(*statuses: int, error: bool = True) -> Answers:
     }
 
 
-def described_call(body: type[BaseModel]) -> dict[str, Any]:
-    """Returns the keyword arguments of a route that reads `body` itself and answers with JSON or an event stream."""
-    content = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model=body.__name__)}}}
-    streamed = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+def described_call(
+    body: type[BaseModel] | Schema, name: str = "", more: Sequence[int] = (), *, streams: bool = True
+) -> dict[str, Any]:
+    """Returns the keyword arguments of a route that reads its body itself.
+
+    `body` is a model, or the schema of the object called `name`; `more` are statuses beyond those of every call. With
+    `streams` the answer is JSON or an event stream.
+    """
+    if isinstance(body, Mapping):
+        schemas = {name: dict(body)}
+    else:
+        name, schemas = body.__name__, _schemas_of(body)
+    content = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model=name)}}}
+    answer = {"content": {"text/event-stream": {"schema": {"type": "string"}}}} if streams else {}
     return {
-        "responses": {200: streamed, **answers(*_OF_EVERY_CALL)},
-        "openapi_extra": {"requestBody": {"required": True, "content": content}, _BODY: _schemas_of(body)},
+        "responses": {200: answer, **answers(*_OF_EVERY_CALL, *more)},
+        "openapi_extra": {"requestBody": {"required": True, "content": content}, _BODY: schemas},
     }
 
 

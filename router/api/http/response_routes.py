@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from penstock.config.security import LimitsConfig
 from penstock.errors import InvalidInput, Unavailable
 from router.api.dialect import Dialect
+from router.api.http.documents import described_call, described_reading
 from router.api.http.generation import GenerationCalls, identify
 from router.api.http.running_calls import RunningCalls
 from router.api.prepare import RequestPreparer
@@ -22,6 +23,26 @@ PATH = "/v1/responses"
 _ONE = f"{PATH}/{{response_id}}"
 _CANCEL_TIMEOUT_S = 5.0
 _MAX_LISTED = 100
+_BODY = {
+    "type": "object",
+    "required": ["input"],
+    "properties": {
+        "model": {"type": "string"},
+        "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+        "instructions": {"type": "string"},
+        "max_output_tokens": {"type": "integer", "minimum": 1},
+        "metadata": {"type": "object"},
+        "previous_response_id": {"type": "string"},
+        "reasoning": {"type": "object"},
+        "store": {"type": "boolean"},
+        "stream": {"type": "boolean"},
+        "temperature": {"type": "number"},
+        "text": {"type": "object"},
+        "tool_choice": {"anyOf": [{"type": "string"}, {"type": "object"}]},
+        "tools": {"type": "array", "items": {"type": "object"}},
+        "top_p": {"type": "number"},
+    },
+}
 
 
 def add_responses(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer, store: ResponseStore) -> None:
@@ -32,23 +53,23 @@ def add_responses(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepare
 
     dialect = Dialect(read, lambda body: ResponsesResponse(body, preparer.card.name, store), reads_more=True)
 
-    @app.post(PATH)
+    @app.post(PATH, **described_call(_BODY, "ResponsesBody"))
     async def create(http: Request) -> Response:
         return await calls.answer(http, dialect, running)
 
-    @app.get(_ONE)
+    @app.get(_ONE, **described_reading())
     async def retrieve(http: Request, response_id: str) -> Response:
         tenant = identify(http, preparer)
         _refuse_parameters(http, "stream", "starting_after")
         return _json(store.get(tenant.name, response_id).response)
 
-    @app.get(f"{_ONE}/input_items")
+    @app.get(f"{_ONE}/input_items", **described_reading())
     async def input_items(http: Request, response_id: str) -> Response:
         tenant = identify(http, preparer)
         items = json.loads(store.get(tenant.name, response_id).given.items)
         return JSONResponse(_page(http, items))
 
-    @app.post(f"{_ONE}/cancel")
+    @app.post(f"{_ONE}/cancel", **described_reading())
     async def cancel(http: Request, response_id: str) -> Response:
         """Ends a response in flight. One that has ended is returned as it is."""
         tenant = identify(http, preparer)
@@ -64,7 +85,7 @@ def add_responses(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepare
                 raise
             return JSONResponse({"id": response_id, "object": "response", "status": "cancelled"})
 
-    @app.delete(_ONE)
+    @app.delete(_ONE, **described_reading())
     async def delete(http: Request, response_id: str) -> Response:
         tenant = identify(http, preparer)
         store.delete(tenant.name, response_id)

@@ -10,17 +10,29 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.config.security import LimitsConfig
 from penstock.v1 import inference_pb2
+from router.api.http.documents import described_call
 from router.api.http.generation import GenerationCalls
 from router.api.identity import Tenant
 from router.api.openai.requests import read_timeout_s
-from router.api.openai.tokenization import parse_detokenize_body, parse_tokenize_body, tokenized_json
+from router.api.openai.tokenization import DetokenizeBody, parse_detokenize_body, parse_tokenize_body, tokenized_json
 from router.api.prepare import RequestPreparer
+
+_TOKENIZE = {
+    "type": "object",
+    "properties": {
+        "model": {"type": "string"},
+        "prompt": {"type": "string"},
+        "messages": {"type": "array", "items": {"type": "object"}},
+        "add_special_tokens": {"type": "boolean"},
+        "return_token_strs": {"type": "boolean"},
+    },
+}
 
 
 def add_tokenization(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer) -> None:
     """Adds the routes to the app."""
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", **described_call(_TOKENIZE, "TokenizeBody", streams=False))
     async def tokenize(http: Request) -> Response:
         async def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
             def read(limits: LimitsConfig) -> tuple[inference_pb2.TokenizeRequest, bool]:
@@ -36,7 +48,7 @@ def add_tokenization(app: FastAPI, calls: GenerationCalls, preparer: RequestPrep
 
         return await calls.with_body(http, work)
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", **described_call(DetokenizeBody, streams=False))
     async def detokenize(http: Request) -> Response:
         async def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
             timeout_s = read_timeout_s(http.headers)

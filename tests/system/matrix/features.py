@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from penstock.client.results import build_request
 from penstock.config import RouterConfig
-from penstock.types import SamplingParams
+from penstock.types import Grammar, GrammarKind, SamplingParams
 from router.api import sampling_fields
 from router.api.bad_words import with_bad_sequences
 from router.text.model_card import ModelCard
@@ -22,6 +23,18 @@ MAX_TOKENS = 96
 PROMPT_TOKENS = 90
 CONTEXT_LENGTH = 2048
 # Exact in single precision, which is how they are sent.
+_REPETITIVE = json.dumps(  # of which the grammar forces most tokens
+    {
+        "type": "array",
+        "minItems": 40,
+        "items": {
+            "type": "object",
+            "properties": {"number of the item": {"type": "integer"}},
+            "required": ["number of the item"],
+            "additionalProperties": False,
+        },
+    }
+)
 SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}
 
 
@@ -69,6 +82,8 @@ FEATURES = {
         Feature("min_tokens", {"min_tokens": 80, "ignore_eos": False, "logit_bias": {1: 12.0}}),
         Feature("ignore_eos", {"logit_bias": {1: 6.0}}),
         Feature("lane", lane="bulk"),
+        Feature("grammar", {"grammar": Grammar(GrammarKind.REGEX, "[a-z ,.]{600}")}),
+        Feature("forced_tokens", {"grammar": Grammar(GrammarKind.JSON_SCHEMA, _REPETITIVE)}),
     )
 }
 

@@ -102,7 +102,9 @@ class MaskThread:
                 failed[sequence] = error
         return PendingMasks(wanted, words_GW, matchers, failed, self._fill(words_GW, matchers))
 
-    def _fill(self, words_GW: np.ndarray, matchers: Mapping[int, GrammarMatcher]) -> Future[None]:
+    def _fill(self, words_GW: np.ndarray, matchers: Mapping[int, GrammarMatcher]) -> Future[None] | None:
+        if not matchers:  # every row has failed
+            return None
         if len(matchers) == 1:
             ((row, matcher),) = matchers.items()
             words_W = words_GW[row]
@@ -126,10 +128,11 @@ class PendingMasks:
     words_GW: np.ndarray  # being written
     matchers: Mapping[int, GrammarMatcher]  # by row
     failed: dict[Sequence, PenstockError]
-    filled: Future[None]
+    filled: Future[None] | None  # None: there is nothing to fill
 
     def wait(self) -> TokenMasks:
-        self.filled.result(_WAIT_S)
+        if self.filled is not None:
+            self.filled.result(_WAIT_S)
         for row, matcher in self.matchers.items():
             sequence = self.sequences[row]
             try:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.engine import Engine
+from engine.sampling.grammar.fast_forward import forced_tokens
+from engine.sampling.grammar.matcher import GrammarMatcher
 from engine.step.finish import finish_reason
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock import wire
@@ -17,6 +19,7 @@ from penstock.config import EngineConfig
 from penstock.text.completion_text import CompletionText
 from penstock.text.stop_strings import StopStrings
 from penstock.types import RequestId, SamplingParams
+from penstock.v1 import common_pb2
 from tests.system.matrix.features import MAX_TOKENS, MODEL, Feature, decode_text, resolve, spelling
 
 
@@ -80,6 +83,8 @@ def _completion(prompt: list[int], sampling: SamplingParams, index: int) -> Answ
     sequence = Sequence(
         RequestId("reference"), list(prompt), len(prompt), completion_sampling(sampling, index), b"reference"
     )
+    if sampling.grammar is not None:
+        sequence.matcher = GrammarMatcher(made.grammars.compile(sampling.grammar), made.model.eos_token_ids)
     sequence.pages = made.pool.allocate(-(-(len(prompt) + sampling.max_tokens) // made.layout.page_size))
     text = CompletionText(spelling(), sampling, StopStrings(sampling.stop))
     try:
@@ -94,14 +99,26 @@ def _completion(prompt: list[int], sampling: SamplingParams, index: int) -> Answ
             [token] = output.tokens
             assert token is not None
             sequence.token_ids.append(token.token_id)
-            reason = finish_reason(sequence, made.model.eos_token_ids, made.model.context_length)
             logprobs = [] if token.logprob is None else [wire.logprob_to_wire(token.logprob)]
-            part = text.feed(CompletionDelta(index, [token.token_id], logprobs, reason))
-            answer.text += part.text
-            answer.token_ids += part.token_ids
-            for each in part.logprobs:
-                answer.logprobs.append((each.token_id, each.logprob, {top.token_id: top.logprob for top in each.top}))
-            answer.finish_reason = part.finish_reason.value if part.finish_reason else ""
+            _feed(answer, text, sequence, index, logprobs)
+            for token_id in forced_tokens(sequence):
+                if not text.ended:
+                    sequence.token_ids.append(token_id)
+                    _feed(answer, text, sequence, index, [])
     finally:
         made.pool.release(sequence.pages)
     return answer
+
+
+def _feed(
+    answer: Answered, text: CompletionText, sequence: Sequence, index: int, logprobs: list[common_pb2.TokenLogprob]
+) -> None:
+    """Adds the sequence's last token to the answer."""
+    made = engine()
+    reason = finish_reason(sequence, made.model.eos_token_ids, made.model.context_length)
+    part = text.feed(CompletionDelta(index, [sequence.token_ids[-1]], logprobs, reason))
+    answer.text += part.text
+    answer.token_ids += part.token_ids
+    for each in part.logprobs:
+        answer.logprobs.append((each.token_id, each.logprob, {top.token_id: top.logprob for top in each.top}))
+    answer.finish_reason = part.finish_reason.value if part.finish_reason else ""

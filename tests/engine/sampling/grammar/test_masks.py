@@ -94,6 +94,13 @@ def test_an_error_belongs_to_its_row(thread: MaskThread) -> None:
     assert spell([tokens[1].token_id])[0] == "a"
 
 
+def test_a_step_goes_on_where_every_row_fails(thread: MaskThread) -> None:
+    stray = generation(regex("a+"), encode("b"), temperature=0.0)
+    rows = [ScheduledSequence(stray, 1)]
+    _, failed = sample_each(torch.randn(1, VOCAB_SIZE), rows, EOS, masks_of(thread, [stray]))
+    assert isinstance(failed[0], InvalidInput)
+
+
 def test_a_row_of_which_bans_leave_nothing_fails(thread: MaskThread) -> None:
     """An argmax over minus infinity takes the first token, which the grammar does not allow."""
     sequence = generation(regex("a+"), temperature=0.0)

@@ -1,4 +1,4 @@
-"""Where one sequence stands in its grammar: which tokens may come next, and which ones must.
+"""Follows one sequence through its grammar: which tokens may come next, and which ones must.
 
 A matcher reads the output tokens that the sequence has got since it was last asked, so it needs no notice of them: a
 token that a step sampled and that was then discarded is never read. Its caller makes sure that no two threads ask it at

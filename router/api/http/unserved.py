@@ -1,4 +1,4 @@
-"""What other servers have and Penstock does not, by path, so that a caller is told what is missing. Pure."""
+"""Names what other servers have and Penstock does not, by path. Pure."""
 
 from __future__ import annotations
 

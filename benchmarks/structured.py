@@ -2,7 +2,8 @@
 
 Steps of a batch with a grammar in every row alternate with steps of the same batch without, at the same positions, so
 that a busy machine slows both alike. A grammar that allows any text shows the machinery alone; JSON shows real masks.
-The count of steps holds JSON with forced tokens against one step for each token, which free text takes. One core computes the model; masks are computed on another one where there is one.
+The count of steps holds JSON with forced tokens against one step for each token, which free text takes. One core
+computes the model; masks are computed on another one where there is one.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import struct
 
 import grpc
@@ -247,6 +249,61 @@ async def framing_lies(target: AttackTarget) -> None:
         await made.close()
 
 
+# Each takes seconds to compile, or memory without end, where nothing bounds it.
+_DOUBLING = "start: A\nA: " + " & ".join(f"/(.*x.*){{{count}}}/" for count in range(1, 10))
+_NEGATIONS = "start: A\nA: " + " & ".join(f"~/(.*{letter}.{{{gap}}})/" for gap, letter in enumerate("abcdefghij", 3))
+_PRODUCT = {"allOf": [{"anyOf": [{"properties": {f"p{a}_{b}": {}}} for b in range(6)]} for a in range(8)]}
+
+
+async def hostile_grammars(target: AttackTarget) -> None:
+    """Sends grammars whose automata explode, each in several variants, and schemas as large as they may be."""
+    fields: list[dict[str, object]] = [
+        {name: value}
+        for rank in range(4)
+        for name, value in (
+            ("guided_grammar", f"{_DOUBLING}\n// {rank}"),
+            ("guided_grammar", f"{_NEGATIONS}\n// {rank}"),
+            ("guided_json", {**_PRODUCT, "title": f"{rank}"}),
+            ("guided_regex", f"(a{{1000}}){{1000}}{rank}"),
+            ("guided_choice", [f"{rank}{number:09d}" for number in range(100_000)]),
+        )
+    ]
+    bodies = [json.dumps({"prompt": "x", "max_tokens": 1, **field}).encode() for field in fields]
+    await asyncio.gather(*(_send_http(target, "/v1/completions", body) for body in bodies))
+
+
+async def floods_of_tools(target: AttackTarget) -> None:
+    """Sends chats with thousands of tools, with schemas of megabytes, and with names that no tool may have."""
+
+    def chat(tools: list[object]) -> bytes:
+        return (_CHAT + '"max_tokens":1,"tools":' + json.dumps(tools) + "}").encode()
+
+    def tool(name: str, parameters: object) -> object:
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    deep: object = {}
+    for _ in range(400):
+        deep = {"type": "object", "properties": {"a": deep}}
+    await _send_http(
+        target,
+        "/v1/chat/completions",
+        chat([tool(f"t{number}", {}) for number in range(50_000)]),
+        chat([tool("t", {"enum": ["x" * 1000] * 4000})]),
+        chat([tool("t" * 100_000, {})]),
+        chat([tool("t", deep)] * 1000),
+        chat([{}] * 100_000),
+    )
+
+
+async def stored_responses(target: AttackTarget) -> None:
+    """Has the router store as many large responses as it can make in a second or so of tokens."""
+    body = json.dumps({"input": "x", "instructions": "y " * 300, "max_output_tokens": 1, "metadata": {"a": "b" * 500}})
+    for _ in range(300):
+        status, answer = await http_request(target.http, post("/v1/responses", target.key), body.encode())
+        if status not in (200, 429):
+            raise Breach(f"a response to be stored was answered {status}: {answer[-200:]!r}")
+
+
 ATTACKS = (
     ones_256_kib,
     ones_8_mib,
@@ -260,4 +317,7 @@ ATTACKS = (
     bad_utf8,
     oversized_headers,
     path_tricks,
+    hostile_grammars,
+    floods_of_tools,
+    stored_responses,
 )

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup serve demo test test-fast test-costs lint types proto check-proto client simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check tune clean
+.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -58,6 +58,10 @@ test: setup
 
 test-fast: setup
 	$(PYTEST) -m "not processes and not slow"
+
+# One process, so that nothing but the machine itself is beside them.
+test-failed: setup
+	$(PY) -m pytest -q --numprocesses 0 --last-failed --last-failed-no-failures none
 
 test-costs: setup
 	$(PYTEST) --record-costs

@@ -44,7 +44,7 @@ class NullEngine:
     def compute(self, step: PreparedStep) -> DeviceTokens:
         """Returns a canned token of each sampled sequence, as a decode worker's step does."""
         count = len(step.host.sampled_places)
-        return DeviceTokens(step, self._token_ids[:count], self._valid[:count])
+        return DeviceTokens(step, self._token_ids[:count], self._valid[:count], {})
 
     def step(self, work: Seq[ScheduledSequence]) -> StepOutput:
         """Lays the step out and returns the same token for every sequence, as a prefill worker's step does."""

@@ -205,6 +205,6 @@ async def test_workers_of_two_ranks_run_ahead_and_recover_from_failed_steps(
     def fail(*arguments: object) -> None:
         raise InternalError("no finite distribution")
 
-    monkeypatch.setattr("engine.step.compute.sample", fail)
+    monkeypatch.setattr("engine.step.compute.sample_each", fail)
     assert await _answers(model, NUM_RANKS, True, kinds) == expected
     assert counts["discarded"] > 0

@@ -281,7 +281,7 @@ BAD = {
     "bad name": (
         {"tools": [{"type": "function", "function": {"name": "a b"}}]},
         "tools[0].function.name",
-        "64 letters",
+        "128 letters",
     ),
     "same name": ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name", "repeats 'now'"),
     "too many": ({"tools": [CLOCK] * 300}, "tools", "has 300 tools; give 256 or fewer"),

@@ -57,7 +57,11 @@ def run_schemathesis(bins: Path, url: str, scratch: Path, max_examples: int) -> 
 def run_langchain(bins: Path, url: str, scratch: Path, max_examples: int) -> dict[str, object]:
     """Runs LangChain's standard tests of chat models with its OpenAI and Anthropic clients."""
     suite = Path(__file__).with_name("langchain_suite.py")
-    command = [str(bins / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(suite)]
+    command = [
+        *(str(bins / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"),
+        *("-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session"),  # its clients keep connections
+        str(suite),
+    ]
     environment = {"PENSTOCK_URL": url, "OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none", "PYTHONPATH": ""}
     status, output = _run(command, environment)
     counts = {word: int(count) for count, word in _OUTCOMES.findall(output)}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import InvalidInput
+from penstock.text.schemas import closed
 from router.parsers.grammars.lark import LarkWriter
 from router.parsers.tools import ToolFunction, allowed_values
 
@@ -31,8 +32,8 @@ class CallGrammar:
 
 
 def schema_of(tool: ToolFunction) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments, which are an object."""
-    return {"type": "object", **tool.parameters}
+    """Returns the schema of a tool's arguments: an object with the named properties alone, unless it says otherwise."""
+    return closed({"type": "object", **tool.parameters})
 
 
 def _with_json(before: str, after: str) -> WriteCall:

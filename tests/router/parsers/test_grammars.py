@@ -15,6 +15,7 @@ import tokenizers
 from penstock.errors import InvalidInput
 from router.parsers.choice import ParsedOutput, choose_parsers, parse_whole
 from router.parsers.formats import TOOL_FORMATS
+from router.parsers.grammars.calls import schema_of
 from router.parsers.tools import ToolFunction
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -256,3 +257,12 @@ def test_without_strict_tools_any_output_is_allowed() -> None:
     assert choice.grammar([ToolFunction("f")], "auto") is None
     assert choice.grammar(TOOLS, "none") is None
     assert choose_parsers(None).grammar([ToolFunction("f")], "auto") is None
+
+
+def test_arguments_have_the_named_properties_alone_unless_the_schema_says_otherwise() -> None:
+    closed = schema_of(ToolFunction("now", {"type": "object", "properties": {}}))
+    assert closed == {"type": "object", "properties": {}, "additionalProperties": False}
+    for more in ({"additionalProperties": True}, {"patternProperties": {"^x": {}}}, {"allOf": [{"required": ["a"]}]}):
+        schema = {"type": "object", "properties": {"a": {}}, **more}
+        assert schema_of(ToolFunction("now", schema)) == schema
+    assert schema_of(ToolFunction("now")) == {"type": "object"}

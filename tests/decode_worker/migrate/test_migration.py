@@ -179,7 +179,7 @@ async def test_migrations_under_load_lose_and_repeat_nothing(
         streams = [asyncio.create_task(pair.router.stream(pair.left, prompt, sampling)) for prompt in prompts]
         await until_running(pair.left, len(prompts))
         source, target = pair.left, pair.right
-        while not all(stream.done() for stream in streams):
+        while num_migrations < enough and not all(stream.done() for stream in streams):
             response = await migrate(source, target)
             # A sequence that stays goes on here, whatever the reason; on a busy machine some migrations take too long.
             reasons = ("has ended", "within", "no room", "outgrew", "preempted")

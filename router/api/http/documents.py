@@ -74,7 +74,7 @@ def described_call(
     else:
         name, schemas = body.__name__, _schemas_of(body)
     content = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model=name)}}}
-    answer = {"content": {"text/event-stream": {}}} if streams else {}
+    answer: dict[str, Any] = {"content": {"text/event-stream": {}}} if streams else {}
     return {
         "responses": {200: answer, **answers(*_OF_EVERY_CALL, *more)},
         "openapi_extra": {"requestBody": {"required": True, "content": content}, _BODY: schemas},

@@ -14,12 +14,26 @@ from engine.models.decoder import Decoder
 from engine.models.shapes import optional_tensors, tensor_shapes
 from engine.models.sharding import tensor_slices
 from engine.parallel.collectives import SINGLE_RANK, ParallelGroup
-from engine.weights.checkpoint import CONFIG_FILE, checkpoint_revision, checkpoint_writes
+from engine.parallel.shard import Shard
+from engine.weights.checkpoint import CONFIG_FILE, check_tensors, checkpoint_revision, checkpoint_writes
 from engine.weights.quantized_weight import Kind
 from engine.weights.reader import WeightReader
 from engine.weights.shared_weights import load_shared
+from engine.weights.tensor_slices import check_slice_groups
 
 log = logging.getLogger(__name__)
+
+
+def check_share(folder: Path, config: ModelConfig, shard: Shard, dtype: str, quantization: Kind | None) -> None:
+    """Checks that a rank's share of the checkpoint can be loaded, from the headers of its files.
+
+    Every rank does so before it joins the others: one that fails later breaks their connections, and they would report
+    a lost rank. Raises CheckpointError or ConfigError.
+    """
+    shapes = tensor_shapes(config)
+    _, stored = check_tensors(folder, shapes, optional_tensors(config), config.scheme)
+    if dtype != "float32":
+        check_slice_groups(tensor_slices(config, shard), shapes, config.scheme, stored, quantization)
 
 
 def load_model(

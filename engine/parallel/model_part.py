@@ -24,7 +24,7 @@ from engine.memory.device_memory import DeviceType
 from engine.memory.estimates import captures_graphs, count_pages, graph_bytes, make_layout, select_context
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.loader import load_model
+from engine.models.loader import check_share, load_model
 from engine.parallel.collectives import SINGLE_RANK, ParallelGroup
 from engine.parallel.shard import WHOLE, Shard, shard_layout
 from engine.step.model_runner import ModelRunner
@@ -68,6 +68,9 @@ class ModelPart:
         layout = shard_layout(make_layout(config, model), shard)
         check_library(config.attention, layout, has_latents=model.latent is not None)
         attention = select_backend(config.attention, device)
+        quantization = None if config.quantization == "none" else config.quantization
+        if shard.num_ranks > 1:
+            check_share(Path(config.model), model, shard, layout.dtype, quantization)
         group = join(device)
         decoder = load_model(
             Path(config.model),
@@ -78,7 +81,7 @@ class ModelPart:
             on_progress=on_progress,
             group=group,
             share=config.share_weights,
-            quantization=None if config.quantization == "none" else config.quantization,
+            quantization=quantization,
         )
         return cls(config, model, layout, device, decoder, attention, group)
 

@@ -101,7 +101,7 @@ class StopMatcher:
         return seen[:safe]
 
     def skip(self, text: str) -> None:
-        """Continues after `text`, sent earlier, in which no stop string occurs: only its tail can start one."""
+        """Continues after `text`, which was sent earlier and holds no stop string: only its tail can start one."""
         self.add(text[max(0, len(text) - self._stops.longest + 1) :])
 
     def finish(self) -> str:

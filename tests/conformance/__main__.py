@@ -55,7 +55,7 @@ def run_schemathesis(bins: Path, url: str, scratch: Path, max_examples: int) -> 
 
 
 def run_langchain(bins: Path, url: str, scratch: Path, max_examples: int) -> dict[str, object]:
-    """Runs LangChain's standard tests of chat models with its OpenAI and Anthropic clients."""
+    """Runs LangChain's standard tests of chat models with its OpenAI client."""
     suite = Path(__file__).with_name("langchain_suite.py")
     command = [
         *(str(bins / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"),

@@ -1,4 +1,4 @@
-"""LangChain's standard integration tests of chat models, with its OpenAI and its Anthropic client.
+"""LangChain's standard integration tests of chat models, with its OpenAI client.
 
 Runs in the suites' own environment, against the deployment at PENSTOCK_URL. The bundled model writes nothing sensible,
 so tests that ask for the right answer, rather than for the right form, are expected to fail, each with its reason.

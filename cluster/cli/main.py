@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
-import pkgutil
 import sys
 from collections.abc import Sequence
 
-from cluster.cli import commands
-from penstock.errors import PenstockError
+from cluster.cli.catalog import GROUPS, find_group, format_groups, load_command, suggest_command
+from penstock.errors import InvalidInput, PenstockError
 from penstock.process import set_up_logging
 
 ERROR = 2
@@ -19,9 +17,10 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    arguments = make_parser().parse_args(argv)
-    set_up_logging("penstock")
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
+        arguments = make_parser(*_command_of(words)).parse_args(words)
+        set_up_logging("penstock")
         return int(arguments.run(arguments))
     except PenstockError as error:
         print(f"penstock: {error.message}", file=sys.stderr)
@@ -33,20 +32,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Builds the parser from the modules of `cluster.cli.commands`: `plan_memory.py` is `penstock plan-memory`.
-
-    Each module defines HELP, `add_arguments(parser)` and `run(arguments)`, which returns the exit status. Modules are
-    imported for every command, so they import Ray, torch and rich only where they run.
-    """
-    parser = argparse.ArgumentParser(prog="penstock", description="Serve a language model, or call one that is served.")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for info in pkgutil.iter_modules(commands.__path__):
-        command = importlib.import_module(f"{commands.__name__}.{info.name}")
-        subparser = subparsers.add_parser(info.name.replace("_", "-"), help=command.HELP)
-        subparser.set_defaults(run=command.run)
-        command.add_arguments(subparser)
+def make_parser(*names: str) -> argparse.ArgumentParser:
+    """Builds the parser of these commands, or of all of them without names. It imports the commands it parses."""
+    parser = argparse.ArgumentParser(
+        prog="penstock",
+        usage="penstock COMMAND ...",
+        description="Serve a language model, or call one that is served.",
+        epilog=f"{format_groups()}\n\n`penstock COMMAND --help` shows the flags of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS)
+    for group in GROUPS:
+        for name, text in group.help_lines.items():
+            if names and name not in names:
+                continue
+            command = load_command(group, name)
+            subparser = subparsers.add_parser(
+                name, prog=f"penstock {name}", description=f"{text[0].upper()}{text[1:]}."
+            )
+            subparser.set_defaults(run=command.run)
+            command.add_arguments(subparser)
     return parser
+
+
+def _command_of(words: Sequence[str]) -> tuple[str, ...]:
+    """Returns the command to import: none of them where the words ask for help alone."""
+    if not words or words[0].startswith("-"):
+        return ("",)
+    if find_group(words[0]) is None:
+        raise InvalidInput("command", f"{words[0]!r} is unknown{suggest_command(words[0])}; see penstock --help")
+    return (words[0],)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Ray's control store (`gcs_server`) keeps its state on disk and is started again; nothing else notices. Ray's node
 manager (`raylet`) cannot be replaced: workers and routers go on without it, but none can be started any more, so the
-deployment must be started again (`cluster.cli.commands.serve`).
+deployment must be started again (`cluster.cli.commands.running.serve`).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.cli.commands.generate import format_decision
+from cluster.cli.commands.calling.generate import format_decision
 from cluster.ray.server_actor import at_node_address
 from decode_worker.server import DecodeServer
 from penstock import AsyncClient, Client

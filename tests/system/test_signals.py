@@ -16,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.cli import main
-from cluster.cli.commands import serve
+from cluster.cli.commands.running import serve
 from penstock.client.async_client import AsyncClient
 from penstock.client.results import GenerateResult
 from penstock.client.retry import RetryPolicy

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cluster.cli.commands.serve import how_to_call, serve_config
+from cluster.cli import commands
+from cluster.cli.catalog import GROUPS
+from cluster.cli.commands.running.serve import how_to_call, serve_config
 from cluster.cli.main import main, make_parser
 from cluster.cli.restart_policy import may_restart
 from cluster.cli.table import format_table, state_changes
@@ -321,3 +325,24 @@ def test_a_deployment_that_loses_its_ray_again_and_again_is_not_started_again() 
     assert may_restart([0.0, 50.0, 100.0], 100.0)
     assert not may_restart([0.0, 50.0, 100.0, 150.0], 150.0)
     assert may_restart([0.0, 50.0, 100.0, 900.0], 900.0)  # the earlier ones are long ago
+
+
+@pytest.mark.processes
+def test_help_lists_each_command_once_and_imports_none(capsys: pytest.CaptureFixture[str]) -> None:
+    rooms = Path(commands.__file__).parent
+    files = {path.stem.replace("_", "-") for path in rooms.glob("*/*.py") if path.stem != "__init__"}
+    listed = [name for group in GROUPS for name in group.help_lines]
+    assert sorted(listed) == sorted(files)
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in listed)
+    code = "import sys; from cluster.cli.main import make_parser; make_parser(''); print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "cluster.cli.commands" not in modules
+
+
+def test_a_mistyped_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "statu") == "command: 'statu' is unknown; did you mean status?; see penstock --help"
+    assert refusal(capsys, "qqqqq") == "command: 'qqqqq' is unknown; see penstock --help"

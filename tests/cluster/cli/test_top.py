@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from cluster.cli.commands.top import format_rates
+from cluster.cli.commands.inspecting.top import format_rates
 from cluster.cli.main import main
 from cluster.cli.rates import DeploymentSnapshot, RouterCounts, compute_rates, read_counts
 from penstock.types import FinishReason

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.cli.commands.explain import format_record
+from cluster.cli.commands.inspecting.explain import format_record
 from cluster.cli.main import main
 from cluster.controller.admin_service import start_admin_server
 from cluster.controller.event_log import EventLog

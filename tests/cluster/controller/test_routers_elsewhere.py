@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import grpc.aio
 import pytest
 
-from cluster.cli.commands.doctor import check_routers_elsewhere
-from cluster.cli.commands.serve import how_to_follow
-from cluster.cli.commands.status import format_status
+from cluster.cli.commands.inspecting.doctor import check_routers_elsewhere
+from cluster.cli.commands.inspecting.status import format_status
+from cluster.cli.commands.running.serve import how_to_follow
 from cluster.controller.admin_service import start_admin_server
 from cluster.diagnose.findings import Severity
 from cluster.ray.launch import resolve_ports

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli.commands.doctor import format_finding
+from cluster.cli.commands.inspecting.doctor import format_finding
 from cluster.cli.main import main
 from cluster.diagnose.deployment_checks import examine
 from cluster.diagnose.findings import Finding, Severity, TransferProbe, WorkerCheckup, judge_transfers, judge_workers

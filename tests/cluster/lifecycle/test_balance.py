@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.cli.commands.status import format_status
+from cluster.cli.commands.inspecting.status import format_status
 from cluster.lifecycle.migrate.migration_policy import MigratableSequence, TargetRoom
 from cluster.lifecycle.migrate.rebalance_policy import RebalancePolicy, RebalanceShift, WorkerFill, choose_sequences
 from cluster.lifecycle.migrate.rebalance_runner import RebalanceRunner

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.cli.commands.drain import format_drain
+from cluster.cli.commands.operating.drain import format_drain
 from cluster.lifecycle.drain import Drain, DrainProgress, DrainStage
 from cluster.lifecycle.migrate.migration_policy import (
     ABOUT_TO_END_TOKENS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cluster.cli.commands.explain import format_record
+from cluster.cli.commands.inspecting.explain import format_record
 from penstock.config import ServeConfig
 from penstock.rpc.server import make_channel
 from penstock.v1 import admin_pb2, admin_pb2_grpc

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.cli.commands.serve import serve_config
-from cluster.cli.commands.status import format_status
+from cluster.cli.commands.inspecting.status import format_status
+from cluster.cli.commands.running.serve import serve_config
 from cluster.cli.main import make_parser
 from cluster.pools.resources import divide_resources, num_cpus_needed
 from engine.cache.disk_tier import DiskTier

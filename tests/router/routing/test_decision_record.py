@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.cli.commands.generate import format_decision
+from cluster.cli.commands.calling.generate import format_decision
 from penstock import AsyncClient, Client
 from penstock.errors import InvalidInput
 from penstock.kv.events import KvEventLog

@@ -14,7 +14,6 @@ from penstock.client.results import Chunk
 from penstock.client.sync_client import GenerateStream
 from penstock.errors import Unavailable
 
-HELP = "stream an answer to the terminal"
 _INTERRUPTED = 130
 _STAGES = ("queue", "prefill", "transfer", "admission", "decode", "harm", "bonus", "total")
 

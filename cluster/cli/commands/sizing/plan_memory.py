@@ -13,8 +13,6 @@ from engine.memory.plan import MemoryPlan, in_units, plan_memory
 from penstock.config import ServeConfig, parse, read
 from penstock.types import Role
 
-HELP = "show what a model and its KV pages take of a device, and how many requests fit"
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument

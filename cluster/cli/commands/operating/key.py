@@ -9,8 +9,6 @@ from penstock.config.security import TENANT_NAME
 from penstock.errors import InvalidInput
 from penstock.rpc.secret import digest_of, make_api_key
 
-HELP = "make API keys for tenants"
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     new = parser.add_subparsers(required=True, metavar="COMMAND").add_parser("new", help="make a key and show it once")

@@ -6,11 +6,10 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from cluster.cli.admin import admin_stub, to_json
-from cluster.cli.commands.drain import format_drain
+from cluster.cli.commands.operating.drain import format_drain
 from cluster.cli.options import add_admin_options, require_positive
 from penstock.v1 import admin_pb2
 
-HELP = "change a worker's role; its weights and cached pages stay"
 _GRACE_S = 90.0  # of the call, beyond the drain's own timeout
 _FAILED = 1
 

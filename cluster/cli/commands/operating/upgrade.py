@@ -10,7 +10,6 @@ from cluster.cli.options import add_admin_options
 from penstock.errors import InvalidInput
 from penstock.v1 import admin_pb2
 
-HELP = "replace every worker, by another revision or by new code"
 _FAILED = 1
 
 

@@ -9,8 +9,6 @@ from cluster.cli.options import add_admin_options, require_positive
 from penstock.errors import InvalidInput
 from penstock.v1 import admin_pb2
 
-HELP = "change how many workers a pool has"
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument

@@ -23,7 +23,6 @@ from cluster.cli.table import format_table
 from penstock.rpc.secret import read_private
 from penstock.v1 import admin_pb2
 
-HELP = "watch pools, workers, pages, tokens/s and latencies"
 _SCRAPE_TIMEOUT_S = 3.0
 _HEADER = ("worker", "state", "running", "waiting", "pages", "prefill t/s", "decode t/s", "step ms", "cache hits", "")
 

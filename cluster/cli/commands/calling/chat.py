@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 
-from cluster.cli.commands.generate import print_stream
+from cluster.cli.commands.calling.generate import print_stream
 from cluster.cli.options import add_client_options, make_client, sampling_fields
 from penstock.client.results import ChatMessage
 from penstock.client.sync_client import Client
 from penstock.errors import PenstockError
-
-HELP = "talk with the model"
 
 
 def add_arguments(parser: ArgumentParser) -> None:

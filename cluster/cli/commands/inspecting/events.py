@@ -9,8 +9,6 @@ from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub, to_json
 from cluster.cli.options import add_admin_options
 from penstock.v1 import admin_pb2
 
-HELP = "show what happened to the workers, and why"
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument

@@ -20,7 +20,6 @@ from penstock.config import ServeConfig
 from penstock.errors import PenstockError, Unavailable
 from penstock.v1 import admin_pb2
 
-HELP = "look for faults, with advice for each; exit status 1 with problems"
 _PROBLEMS = 1
 _STATUS_TIMEOUT_S = 5.0
 _DOCTOR_TIMEOUT_S = 600.0

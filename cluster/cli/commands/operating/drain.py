@@ -9,7 +9,6 @@ from cluster.cli.options import add_admin_options, require_positive
 from penstock.errors import InvalidInput
 from penstock.v1 import admin_pb2
 
-HELP = "empty a worker, or all of a node, and end it; streams continue elsewhere"
 _GRACE_S = 90.0  # of the call, beyond the drain's own timeout
 
 

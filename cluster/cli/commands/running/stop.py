@@ -8,7 +8,6 @@ from cluster.cli.admin import admin_call
 from cluster.cli.options import add_admin_options
 from penstock.v1 import admin_pb2
 
-HELP = "end the deployment"
 _TIMEOUT_S = 90.0
 
 

@@ -22,7 +22,6 @@ from penstock.v1 import admin_pb2
 if TYPE_CHECKING:
     from cluster.ray.launch import RayDeployment
 
-HELP = "start a deployment and keep it up"
 _INTERRUPTED = 130
 
 

@@ -9,7 +9,6 @@ from cluster.cli.options import add_admin_options
 from cluster.cli.table import format_table
 from penstock.v1 import admin_pb2
 
-HELP = "show the workers and their load"
 _HEADER = ("worker", "state", "pid", "restarts", "running", "waiting", "free pages", "address", "")
 
 

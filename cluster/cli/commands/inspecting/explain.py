@@ -10,8 +10,6 @@ from cluster.cli.options import add_admin_options
 from penstock.errors import InvalidInput
 from penstock.v1 import admin_pb2
 
-HELP = "show why the autoscaler changed a pool, or did not"
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument

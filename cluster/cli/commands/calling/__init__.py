@@ -1,0 +1,1 @@
+"""Commands that call the model of a running deployment."""

@@ -1,0 +1,1 @@
+"""Commands that start and end a deployment."""

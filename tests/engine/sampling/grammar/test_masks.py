@@ -34,7 +34,7 @@ def reference(logits_RV: torch.Tensor, sequences: list[Sequence], masks: TokenMa
     wanted = logits_RV.clone()
     for row, sequence in enumerate(sequences):
         for token_id in range(logits_RV.shape[1]):
-            if sequence in masks.places and not masks.allows(sequence, token_id):
+            if sequence in masks.places and masks.allows([sequence], [token_id]) == [False]:
                 wanted[row, token_id] = float("-inf")
     return wanted
 

@@ -93,7 +93,9 @@ class MaskThread:
     on a GPU that is beside the step, too.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, hand_over_s: float = _HAND_OVER_S) -> None:
+        """Masks of a step that take less than `hand_over_s` together have no thread."""
+        self._hand_over_s = hand_over_s
         self._num_words = -(-vocab_size // _BITS)
         self._jobs: SimpleQueue[_MaskJob | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -124,7 +126,7 @@ class MaskThread:
         """Returns a call that blocks until the masks are filled in."""
         if not matchers:  # every row has failed
             return None
-        if len(matchers) * self._mask_s <= _HAND_OVER_S:
+        if len(matchers) * self._mask_s < self._hand_over_s:
             return partial(self._fill_here, words_GW, matchers)
         if self._executor is None:
             self._executor = LLExecutor(_NUM_THREADS)

@@ -56,7 +56,7 @@ class _Writer:
 
     def write(self, schema: Schema, depth: int = 0) -> Schema:
         """Returns the schema, which is overwritten, with its parts; those nested too deep stay as they are."""
-        if depth > _MAX_DEPTH:
+        if depth > _MAX_DEPTH or not isinstance(schema.get("allOf", []), list):
             return schema
         for keyword in (*_SCHEMAS, *_MORE_SCHEMAS):
             if keyword in schema:
@@ -123,8 +123,7 @@ def _replace(schema: Schema, keyword: str, said: Schema) -> None:
 
 def _require(schema: Schema, more: Schema) -> None:
     """Adds what must hold, too."""
-    both = schema.get("allOf", [])
-    schema["allOf"] = [*(both if isinstance(both, list) else ()), more]
+    schema["allOf"] = [*schema.get("allOf", ()), more]
 
 
 def _pattern_of(said: Schema) -> str | None:
@@ -183,6 +182,8 @@ def _write_counts(schema: Schema) -> None:
 
 def _write_format(schema: Schema) -> None:
     name = schema.get("format")
+    if not isinstance(name, str):
+        return
     if name in _NARROWER_FORMATS:
         schema["format"] = _NARROWER_FORMATS[name]
     elif name in _FORMAT_PATTERNS:
@@ -193,15 +194,17 @@ def _write_format(schema: Schema) -> None:
 def _write_dependencies(schema: Schema) -> None:
     """A property is absent, or what depends on it holds."""
 
-    def write(keyword: str, wanted: Callable[[str, Any], Schema]) -> None:
+    def write(keyword: str, kinds: type | tuple[type, ...], wanted: Callable[[str, Any], Schema]) -> None:
         parts = schema.get(keyword)
-        if isinstance(parts, dict) and len(parts) <= _MAX_DEPENDENCIES:
+        if not isinstance(parts, dict) or not all(isinstance(part, kinds) for part in parts.values()):
+            return
+        if len(parts) <= _MAX_DEPENDENCIES:
             del schema[keyword]
             for name, part in parts.items():
                 _require(schema, {"anyOf": [{"properties": {name: False}}, wanted(name, part)]})
 
-    write("dependentRequired", lambda name, part: {"required": [name, *part]})
-    write("dependentSchemas", lambda name, part: {"required": [name], "allOf": [part]})
+    write("dependentRequired", list, lambda name, part: {"required": [name, *part]})
+    write("dependentSchemas", (dict, bool), lambda name, part: {"required": [name], "allOf": [part]})
 
 
 def _write_negation(schema: Schema) -> None:

@@ -8,6 +8,8 @@ import random
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from penstock.errors import InvalidInput
@@ -138,6 +140,28 @@ def test_a_keyword_that_cannot_be_written_otherwise_is_named(keyword: str) -> No
 def test_what_is_no_schema_stays_as_it_is() -> None:
     values = {"enum": [{"maxItems": 1.0, "then": 1}], "const": {"then": 1}, "default": {"not": False}}
     assert in_known_keywords(values) == values
+
+
+_JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.floats(), st.integers(), st.sampled_from(["a", "object", "iri", "#/a"])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from([*UNWRITTEN, "a", "$ref", "allOf", "const", "dependentRequired", "dependentSchemas"])
+            | st.sampled_from(
+                ["enum", "format", "maxItems", "minContains", "pattern", "properties", "required", "type"]
+            ),
+            inner,
+            max_size=4,
+        ),
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["a", "allOf", "properties", "propertyNames", *UNWRITTEN]), _JSON, max_size=5))
+def test_what_is_malformed_does_no_harm(value: dict[str, object]) -> None:
+    json.dumps(in_known_keywords(value))
 
 
 def test_the_names_of_one_list_are_written_a_bounded_number_of_times() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import socket
 import time
@@ -19,6 +20,7 @@ from penstock.config import RouterConfig
 from penstock.errors import ConfigError
 from penstock.process import raise_file_limit
 from penstock.rpc.addresses import is_every_interface
+from penstock.rpc.secret import ADMIN
 from penstock.rpc.server import GrpcServer
 from penstock.rpc.tls import ServerCertificate
 from penstock.rpc.trust import Trust
@@ -36,6 +38,9 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lookaside import Lookaside
 from router.fair_threads import FairThreads
 from router.fleet.worker_fleet import WorkerFleet, follow_admin
+from router.live.controller_reader import ControllerReader
+from router.live.routes import add_live_page
+from router.live.view import LiveView
 from router.metrics.demand_report import report_demand
 from router.metrics.metrics import RouterMetrics
 from router.metrics.scrape_targets import ScrapeTarget
@@ -108,6 +113,10 @@ class RouterServer:
         self._metrics_token = watch_metrics_token(config, watcher)
         self._certificate = ServerCertificate(config.tls, "tls", watcher) if config.tls else None
         self._watch_metrics()
+        controller = ControllerReader(config.admin, functools.partial(self._trust.channel, use=ADMIN))
+        self._live = LiveView(
+            card.name, config.slo, self.fleet, self.context.gate, self.context.counts.recent, controller
+        )
         self.ports = Ports(0, 0, 0)
 
     async def start(self) -> None:
@@ -174,11 +183,13 @@ class RouterServer:
             self._config.cors_origins,
             self._config.store,
         )
+        add_live_page(app, self._live, self._check_scraper)
         self._https = [self._serve_http(app, http_socket, self.connections, asks_for_certificate=True)]
         if metrics_socket is not None:
             operations = make_operations_app(
                 self.preparer, self._metrics, self._metrics_token, targets=self._scrape_targets
             )
+            add_live_page(operations, self._live, self._check_scraper)
             counts = ConnectionCounts(self._config.limits, self._max_connections, self._metrics)
             self._https.append(self._serve_http(operations, metrics_socket, counts, asks_for_certificate=False))
         http_port, *metrics_port = [server.port for server in self._https]
@@ -252,6 +263,9 @@ class RouterServer:
         while True:
             await self._grpc.set_serving(self.preparer.ready)
             await self.fleet.wait_change()
+
+    def _check_scraper(self, authorization: str | None) -> None:
+        self.preparer.tenants.check_scraper(authorization, self._metrics_token())
 
     def _scrape_targets(self) -> list[ScrapeTarget]:
         described = [(worker.worker_id, worker.description) for worker in self.fleet.followers]

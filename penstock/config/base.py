@@ -1,8 +1,8 @@
 """The base of every configuration model.
 
 The docstring under a field is its description: docs/configuration.md is generated from them
-(`python -m tests.support.repository.configuration --write`). Pydantic does not read them (`use_attribute_docstrings`): it
-would parse the source of every model whenever a process starts.
+(`python -m tests.support.repository.configuration --write`). Pydantic does not read them (`use_attribute_docstrings`):
+it would parse the source of every model whenever a process starts.
 """
 
 from __future__ import annotations

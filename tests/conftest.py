@@ -40,6 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(costs.CostRecorder())
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spares the import of files whose tests would all be deselected."""
+    if collection_path.suffix != ".py" or not collection_path.is_relative_to(config.rootpath):
+        return None
+    file = collection_path.relative_to(config.rootpath).as_posix()
+    return costs.may_skip(file, config.option.markexpr, costs.recorded()) or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     recorded = costs.recorded()
     costs.mark_slow(items, recorded)

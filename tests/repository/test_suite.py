@@ -134,6 +134,23 @@ def test_tests_of_dear_files_are_marked_slow() -> None:
     assert marked == ["dear.py::1", "dear.py::2"]
 
 
+@pytest.mark.parametrize(
+    ("file", "markers", "skipped"),
+    [
+        ("dear.py", "not processes and not slow", True),
+        ("dear.py", "not slow", True),
+        ("cheap.py", "not processes and not slow", False),
+        ("new.py", "not processes and not slow", False),
+        ("dear.py", "not processes", False),
+        ("dear.py", "not slow or gpu", False),
+        ("dear.py", "slow", False),
+        ("dear.py", "", False),
+    ],
+)
+def test_files_without_a_selected_test_are_not_imported(file: str, markers: str, skipped: bool) -> None:
+    assert costs.may_skip(file, markers, {"dear.py": costs.SLOW_S + 0.1, "cheap.py": costs.SLOW_S}) is skipped
+
+
 def test_the_recorded_costs_are_of_files_that_exist() -> None:
     gone = set(costs.recorded()) - set(tracked_files())
     assert not gone, f"record the costs again with make test-costs: {sorted(gone)}"

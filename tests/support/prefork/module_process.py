@@ -1,4 +1,4 @@
-"""Starts `python -m MODULE` in a process of its own: forked from a server that has imported everything, or a new Python."""
+"""Starts `python -m MODULE`: forked from a server that has imported everything, or as a new Python."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ from router.text.tokenizer import Tokenizer
 
 _HTTP_STOP_S = 1.0
 _LISTEN_BACKLOG = 2048
+_UVICORN_TICKS = 10  # in a second; it renews the Date header at every tenth
 _NUM_PARSING = 2  # large bodies parsed at a time; the others wait as bytes
 _LOOPBACK = "127.0.0.1"
 _MAX_MS = (1 << 31) - 2  # 2^31 - 1 turns gRPC's limits off
@@ -67,6 +68,7 @@ class _HttpServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(config)
+        self._leaving = asyncio.Event()
         self.port: int = listener.getsockname()[1]
         self.task = asyncio.create_task(self.serve(sockets=[listener]), name="http")
 
@@ -74,7 +76,18 @@ class _HttpServer(uvicorn.Server):
         """Takes no new connections; returns once the open ones have ended, after `timeout_s` at the latest."""
         self.config.timeout_graceful_shutdown = math.ceil(drain_s)
         self.should_exit = True
+        self._leaving.set()
         await asyncio.wait([self.task], timeout=timeout_s)
+
+    async def main_loop(self) -> None:
+        """Returns as soon as `leave` is called. Uvicorn's own loop looks for that ten times a second, whether or not
+        there is anything to do; only the Date header of answers has to be renewed, each second."""
+        tick = 0
+        while not await self.on_tick(tick):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._leaving.wait()
+            tick += _UVICORN_TICKS
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()

@@ -68,7 +68,10 @@ GROUPS = (
     CommandGroup(
         "sizing",
         "measure and plan",
-        {"plan-memory": "show what a model and its KV pages take of a device, and how many requests fit"},
+        {
+            "traffic": "describe a trace: lengths, bursts, reuse, and what caches of any size would hit",
+            "plan-memory": "show what a model and its KV pages take of a device, and how many requests fit",
+        },
     ),
 )
 

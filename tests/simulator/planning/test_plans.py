@@ -43,7 +43,7 @@ def test_statistics_that_cannot_be_are_refused(field: str, value: float) -> None
 
 
 def test_a_trace_brings_its_curve_of_reuse() -> None:
-    records = tuple(TraceRecord(float(turn), 40 * turn, 5, to_runs(range(4 * turn)), 10) for turn in range(1, 20))
+    records = tuple(TraceRecord(turn - 1.0, 40 * turn, 5, to_runs(range(4 * turn)), 10) for turn in range(1, 20))
     workload = workload_of(Trace("turns", records, True))
     assert workload.hit_share(0) == 0.0
     assert workload.hit_share(1e9) == 1.0

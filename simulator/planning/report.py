@@ -116,13 +116,13 @@ def _verify(
         if len(verifications) < min(_MOST_VERIFIED, len(plans)):
             index += 1
         else:
-            larger = _enlarge(plans[best].deployment, verifications[best])
+            larger = enlarge(plans[best].deployment, verifications[best])
             plans.append(Plan(larger, evaluate(larger, workload, goal.slo)))
             index = len(plans) - 1
     raise AssertionError("every pass ends or adds a plan")
 
 
-def _enlarge(deployment: Deployment, found: Verification) -> Deployment:
+def enlarge(deployment: Deployment, found: Verification) -> Deployment:
     """Adds a worker to the pool that causes most of the misses."""
     prefill, decode = deployment.prefill, deployment.decode
     num_missed = (1 - found.attainment) * found.num_requests

@@ -15,8 +15,9 @@ from simulator.costs.model_shape import find_shape
 from simulator.planning import arithmetic
 from simulator.planning.deployment import Deployment, Offer, Pool, evaluate, make_kind, meets
 from simulator.planning.outlook import find_headroom, measure_economy, sweep_rates, vary
-from simulator.planning.report import make_report
+from simulator.planning.report import enlarge, make_report
 from simulator.planning.search import Goal, choose_chunk, find_plans, resize
+from simulator.planning.verify import Verification
 from simulator.planning.workload import TrafficStatistics, Workload, longest_fitting, workload_of
 
 LLAMA, DEEPSEEK = find_shape("llama-3.1-8b"), find_shape("deepseek-v3")
@@ -159,12 +160,9 @@ def test_the_simulator_has_the_last_word() -> None:
 
 def test_pools_that_the_simulator_finds_too_small_grow() -> None:
     kind = make_kind(LLAMA, H100, 1, 2048)
-    from simulator.planning.report import _enlarge
-    from simulator.planning.verify import Verification
-
     late = Verification(100, 0, 0.8, 20, 0.0, 1.0, 9.0, 0.01, 0.02)
     slow = replace(late, num_late=1)
     pools = Deployment(Pool(kind, 2), Pool(kind, 3))
-    assert str(_enlarge(pools, late)) == "prefill 3 of H100, decode 3 of H100"
-    assert str(_enlarge(pools, slow)) == "prefill 2 of H100, decode 4 of H100"
-    assert str(_enlarge(Deployment(None, Pool(kind, 1)), late)) == "colocated, 2 of H100, chunks of 2048"
+    assert str(enlarge(pools, late)) == "prefill 3 of H100, decode 3 of H100"
+    assert str(enlarge(pools, slow)) == "prefill 2 of H100, decode 4 of H100"
+    assert str(enlarge(Deployment(None, Pool(kind, 1)), late)) == "colocated, 2 of H100, chunks of 2048"

@@ -20,7 +20,7 @@ _RESERVED_BYTES = 600 << 20  # the driver's context and libraries: the engine's 
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class PricedAccelerator:
     """An accelerator at a price."""
 
     device: Accelerator
@@ -31,7 +31,7 @@ class Offer:
 class WorkerKind:
     """One worker: a model on `tensor_parallel` devices of an offer, computing prompts in chunks."""
 
-    offer: Offer
+    offer: PricedAccelerator
     tensor_parallel: int
     costs: CostProfile
     kv_tokens: int  # that its page pool holds
@@ -48,7 +48,7 @@ class WorkerKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PlannedPool:
     """Workers of one kind."""
 
     kind: WorkerKind
@@ -62,8 +62,8 @@ class Pool:
     def price_per_h(self) -> float:
         return self.num_workers * self.kind.price_per_h
 
-    def resized(self, num_workers: int) -> Pool:
-        return Pool(self.kind, num_workers)
+    def resized(self, num_workers: int) -> PlannedPool:
+        return PlannedPool(self.kind, num_workers)
 
     def __str__(self) -> str:
         return f"{self.num_workers} of {self.kind.name}"
@@ -73,8 +73,8 @@ class Pool:
 class Deployment:
     """Prefill and decode workers; without the former the latter compute prompts themselves."""
 
-    prefill: Pool | None
-    decode: Pool
+    prefill: PlannedPool | None
+    decode: PlannedPool
 
     @property
     def num_devices(self) -> int:
@@ -118,7 +118,7 @@ def kv_capacity(shape: ModelShape, device: Accelerator, tensor_parallel: int, co
     return max(0, int(free * _KV_SHARE / costs.link.token_bytes))
 
 
-def make_kind(shape: ModelShape, offer: Offer, tensor_parallel: int, chunk_tokens: int) -> WorkerKind:
+def make_kind(shape: ModelShape, offer: PricedAccelerator, tensor_parallel: int, chunk_tokens: int) -> WorkerKind:
     """Returns the worker with the costs of the roofline."""
     costs = roofline_costs(shape, offer.device, tensor_parallel)
     kv_tokens = kv_capacity(shape, offer.device, tensor_parallel, costs)
@@ -182,14 +182,14 @@ def _evaluate(
     )
 
 
-def decode_flow(pool: Pool, *, colocated: bool) -> DecodeFlow:
+def decode_flow(pool: PlannedPool, *, colocated: bool) -> DecodeFlow:
     """Returns the flow model of a pool of decode workers."""
     kind = pool.kind
     chunk = kind.chunk_tokens if colocated else 0
     return DecodeFlow(kind.costs.decode, pool.num_workers, kind.kv_tokens, MAX_BATCH, chunk)
 
 
-def prefill_ends(pool: Pool, requests: Sequence[PlannedRequest], cached: float) -> tuple[list[float], float]:
+def prefill_ends(pool: PlannedPool, requests: Sequence[PlannedRequest], cached: float) -> tuple[list[float], float]:
     """Returns when each prompt's pages are at its decode worker, and the busy share of the pool."""
     kind = pool.kind
     times_s = prefill_times(requests, cached, kind.costs.prefill, kind.chunk_tokens)

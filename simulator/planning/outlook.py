@@ -28,7 +28,7 @@ class Economy:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """What becomes of a plan if one assumption is off."""
+    """A plan under one assumption that is off."""
 
     name: str
     attainment: float  # of the plan as it is

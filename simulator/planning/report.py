@@ -12,7 +12,7 @@ from typing import Any
 
 from simulator.costs.model_shape import ModelShape
 from simulator.planning import arithmetic
-from simulator.planning.deployment import Deployment, Offer, Pool, evaluate
+from simulator.planning.deployment import Deployment, PlannedPool, PricedAccelerator, evaluate
 from simulator.planning.outlook import Economy, Variation, find_headroom, measure_economy, sweep_rates, vary
 from simulator.planning.search import Goal, Plan, find_plans, idle_misses
 from simulator.planning.verify import Verification, verify
@@ -53,7 +53,7 @@ class PlanReport:
 
 def make_report(
     shape: ModelShape,
-    offers: Sequence[Offer],
+    offers: Sequence[PricedAccelerator],
     workload: Workload,
     goal: Goal,
     *,
@@ -223,7 +223,7 @@ def _deployment_json(deployment: Deployment) -> dict[str, Any]:
     }
 
 
-def _pool_json(pool: Pool) -> dict[str, Any]:
+def _pool_json(pool: PlannedPool) -> dict[str, Any]:
     return {
         "workers": pool.num_workers,
         "accelerator": pool.kind.offer.device.name,

@@ -17,8 +17,8 @@ from simulator.planning.deployment import (
     HIT_EFFICIENCY,
     Deployment,
     FlowResult,
-    Offer,
-    Pool,
+    PlannedPool,
+    PricedAccelerator,
     WorkerKind,
     decode_flow,
     evaluate,
@@ -61,7 +61,7 @@ class Plan:
     result: FlowResult
 
 
-def find_plans(shape: ModelShape, offers: Sequence[Offer], workload: Workload, goal: Goal) -> list[Plan]:
+def find_plans(shape: ModelShape, offers: Sequence[PricedAccelerator], workload: Workload, goal: Goal) -> list[Plan]:
     """Returns deployments that meet the goal, the cheapest first: disaggregated and colocated, by kind of worker.
 
     Raises InvalidInput that says what fails: memory, the time of a prompt on an idle worker, or the number of devices.
@@ -81,7 +81,7 @@ def find_plans(shape: ModelShape, offers: Sequence[Offer], workload: Workload, g
 
 
 def _kinds(
-    shape: ModelShape, offers: Sequence[Offer], workload: Workload, goal: Goal, *, colocated: bool
+    shape: ModelShape, offers: Sequence[PricedAccelerator], workload: Workload, goal: Goal, *, colocated: bool
 ) -> list[WorkerKind]:
     """Returns the workers that hold the model and the longest request."""
     found = []
@@ -116,7 +116,7 @@ def _itl_chunks(kind: WorkerKind, slo: SloConfig) -> list[int]:
 def _prefill_suffices(kind: WorkerKind, workload: Workload, goal: Goal) -> Callable[[int], bool]:
     def suffices(num_workers: int) -> bool:
         cached = workload.hit_share(num_workers * float(kind.kv_tokens)) * HIT_EFFICIENCY
-        ready_s, _ = prefill_ends(Pool(kind, num_workers), workload.requests, cached)
+        ready_s, _ = prefill_ends(PlannedPool(kind, num_workers), workload.requests, cached)
         met = sum(
             end - request.arrival_s <= goal.slo.first_token_s(request.num_input_tokens)
             for end, request in zip(ready_s, workload.requests, strict=True)
@@ -132,7 +132,7 @@ def _decode_suffices(kind: WorkerKind, workload: Workload, goal: Goal) -> Callab
     patience = patience_of(workload, goal.slo, goal.attainment)
 
     def suffices(num_workers: int) -> bool:
-        flow = decode_flow(Pool(kind, num_workers), colocated=False)
+        flow = decode_flow(PlannedPool(kind, num_workers), colocated=False)
         return flow.run(workload.requests, ready_s, patience=patience) is not None
 
     return suffices
@@ -140,16 +140,16 @@ def _decode_suffices(kind: WorkerKind, workload: Workload, goal: Goal) -> Callab
 
 def _cheapest(
     kinds: Iterable[WorkerKind], suffices_of: Callable[[WorkerKind], Callable[[int], bool]], goal: Goal
-) -> list[Pool]:
+) -> list[PlannedPool]:
     """Returns the cheapest pools, sized one kind after the other; those that cost far more than another are skipped."""
-    pools: list[Pool] = []
+    pools: list[PlannedPool] = []
     for kind in sorted(kinds, key=lambda kind: kind.price_per_h):
         most = goal.max_devices // kind.tensor_parallel
         if pools:
             most = min(most, int(_FAR * min(pool.price_per_h for pool in pools) / kind.price_per_h))
         num_workers = _fewest(suffices_of(kind), most)
         if num_workers is not None:
-            pools.append(Pool(kind, num_workers))
+            pools.append(PlannedPool(kind, num_workers))
     return sorted(pools, key=lambda pool: pool.price_per_h)[:_KEPT_OPTIONS]
 
 
@@ -190,11 +190,11 @@ def _larger(deployment: Deployment) -> Iterator[Deployment]:
     yield Deployment(prefill, decode.resized(decode.num_workers + 1))
 
 
-def _colocated(shape: ModelShape, offers: Sequence[Offer], workload: Workload, goal: Goal) -> list[Plan]:
+def _colocated(shape: ModelShape, offers: Sequence[PricedAccelerator], workload: Workload, goal: Goal) -> list[Plan]:
     kinds = _kinds(shape, offers, workload, goal, colocated=True)
 
     def suffices_of(kind: WorkerKind) -> Callable[[int], bool]:
-        return lambda num: meets(Deployment(None, Pool(kind, num)), workload, goal.slo, goal.attainment)
+        return lambda num: meets(Deployment(None, PlannedPool(kind, num)), workload, goal.slo, goal.attainment)
 
     deployments = [Deployment(None, pool) for pool in _cheapest(kinds, suffices_of, goal)]
     return [Plan(each, evaluate(each, workload, goal.slo)) for each in deployments]
@@ -205,17 +205,17 @@ def resize(deployment: Deployment, workload: Workload, goal: Goal) -> Deployment
     decode, prefill = deployment.decode.kind, deployment.prefill
     if prefill is None:
         num_workers = _fewest(
-            lambda num: meets(Deployment(None, Pool(decode, num)), workload, goal.slo, goal.attainment),
+            lambda num: meets(Deployment(None, PlannedPool(decode, num)), workload, goal.slo, goal.attainment),
             goal.max_devices // decode.tensor_parallel,
         )
-        return Deployment(None, Pool(decode, num_workers)) if num_workers else None
+        return Deployment(None, PlannedPool(decode, num_workers)) if num_workers else None
     num_prefill = _fewest(
         _prefill_suffices(prefill.kind, workload, goal), goal.max_devices // prefill.kind.tensor_parallel
     )
     num_decode = _fewest(_decode_suffices(decode, workload, goal), goal.max_devices // decode.tensor_parallel)
     if num_prefill is None or num_decode is None:
         return None
-    plan = _grow(Deployment(Pool(prefill.kind, num_prefill), Pool(decode, num_decode)), workload, goal)
+    plan = _grow(Deployment(PlannedPool(prefill.kind, num_prefill), PlannedPool(decode, num_decode)), workload, goal)
     return plan.deployment if plan else None
 
 

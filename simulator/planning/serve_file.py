@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from simulator.planning.deployment import MAX_BATCH, Deployment, Pool
+from simulator.planning.deployment import MAX_BATCH, Deployment, PlannedPool
 from simulator.planning.search import Goal
 
 # Accelerators as Ray names them, for `accelerator_type`; others are left to the operator.
@@ -53,7 +53,7 @@ def format_toml(settings: dict[str, Any], comments: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _pool(pool: Pool) -> dict[str, Any]:
+def _pool(pool: PlannedPool) -> dict[str, Any]:
     settings: dict[str, Any] = {"replicas": pool.num_workers, "num_gpus": 1}
     if name := _RAY_NAMES.get(pool.kind.offer.device.name):
         settings["accelerator_type"] = name

@@ -13,7 +13,7 @@ from penstock.traces.record import Trace, TraceRecord, to_runs
 from simulator.costs.accelerators import find_accelerator
 from simulator.costs.model_shape import find_shape
 from simulator.planning import arithmetic
-from simulator.planning.deployment import Deployment, Offer, Pool, evaluate, make_kind, meets
+from simulator.planning.deployment import Deployment, PlannedPool, PricedAccelerator, evaluate, make_kind, meets
 from simulator.planning.outlook import find_headroom, measure_economy, sweep_rates, vary
 from simulator.planning.report import enlarge, make_report
 from simulator.planning.search import Goal, choose_chunk, find_plans, resize
@@ -21,7 +21,7 @@ from simulator.planning.verify import Verification
 from simulator.planning.workload import TrafficStatistics, Workload, longest_fitting, workload_of
 
 LLAMA, DEEPSEEK = find_shape("llama-3.1-8b"), find_shape("deepseek-v3")
-H100, L40S = Offer(find_accelerator("H100"), 3.0), Offer(find_accelerator("L40S"), 1.0)
+H100, L40S = PricedAccelerator(find_accelerator("H100"), 3.0), PricedAccelerator(find_accelerator("L40S"), 1.0)
 GOAL = Goal(SloConfig(ttft_s=1.0, itl_s=0.03), 0.9, degrees=(1, 2), max_devices=64)
 
 
@@ -112,7 +112,7 @@ def test_sensitivity_names_what_each_assumption_changes() -> None:
         (replace(GOAL, max_devices=1), [L40S], "up to 1 devices"),
     ],
 )
-def test_a_goal_out_of_reach_is_explained(goal: Goal, offers: list[Offer], message: str) -> None:
+def test_a_goal_out_of_reach_is_explained(goal: Goal, offers: list[PricedAccelerator], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         find_plans(LLAMA, offers, sample(100.0), goal)
 
@@ -147,7 +147,7 @@ def test_the_simulator_has_the_last_word() -> None:
     rng = random.Random(5)
     workload = sample(20.0)
     workload = replace(workload, requests=workload.requests[:60], records=workload.records[:60])
-    report = make_report(LLAMA, [Offer(H100.device, rng.uniform(2, 3))], workload, GOAL, num_simulated=60)
+    report = make_report(LLAMA, [PricedAccelerator(H100.device, rng.uniform(2, 3))], workload, GOAL, num_simulated=60)
     found = report.verification
     assert found is not None
     assert found.num_requests == 60
@@ -162,7 +162,7 @@ def test_pools_that_the_simulator_finds_too_small_grow() -> None:
     kind = make_kind(LLAMA, H100, 1, 2048)
     late = Verification(100, 0, 0.8, 20, 0.0, 1.0, 9.0, 0.01, 0.02)
     slow = replace(late, num_late=1)
-    pools = Deployment(Pool(kind, 2), Pool(kind, 3))
+    pools = Deployment(PlannedPool(kind, 2), PlannedPool(kind, 3))
     assert str(enlarge(pools, late)) == "prefill 3 of H100, decode 3 of H100"
     assert str(enlarge(pools, slow)) == "prefill 2 of H100, decode 4 of H100"
-    assert str(enlarge(Deployment(None, Pool(kind, 1)), late)) == "colocated, 2 of H100, chunks of 2048"
+    assert str(enlarge(Deployment(None, PlannedPool(kind, 1)), late)) == "colocated, 2 of H100, chunks of 2048"

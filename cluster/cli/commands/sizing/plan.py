@@ -14,7 +14,7 @@ from penstock.traces.read import read_trace
 from simulator.costs.accelerators import ACCELERATORS, find_accelerator
 from simulator.costs.model_shape import MODEL_SHAPES, ModelShape, find_shape
 from simulator.planning.arithmetic import quantize_kv
-from simulator.planning.deployment import Offer
+from simulator.planning.deployment import PricedAccelerator
 from simulator.planning.pages import make_page
 from simulator.planning.report import PlanReport, as_json, explain, make_report
 from simulator.planning.search import Goal
@@ -230,7 +230,7 @@ def _degrees(text: str) -> list[int]:
     return sorted(set(degrees))
 
 
-def _offer(text: str) -> Offer:
+def _offer(text: str) -> PricedAccelerator:
     name, _, price = text.partition("=")
     try:
         value = float(price)
@@ -240,7 +240,7 @@ def _offer(text: str) -> Offer:
         raise InvalidInput(
             "--accelerator", f"is {text!r}; give NAME=PRICE with the price of one an hour, such as H100=3"
         )
-    return Offer(find_accelerator(name), value)
+    return PricedAccelerator(find_accelerator(name), value)
 
 
 def _toml(report: PlanReport, arguments: Namespace) -> str:

@@ -12,7 +12,7 @@ from engine.cache.kv_layout import SCALE_BYTES
 from penstock.config import SloConfig
 from simulator.costs.model_shape import ModelShape
 from simulator.costs.roofline import ridge_batch
-from simulator.planning.deployment import Deployment, FlowResult, WorkerKind, exposed_transfer_s
+from simulator.planning.deployment import Deployment, FlowResult, WorkerKind, cache_tokens, exposed_transfer_s
 from simulator.planning.workload import Workload
 
 _PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -53,7 +53,7 @@ def explain_kv(shape: ModelShape, context: float) -> list[str]:
         ]
     else:
         group = shape.num_heads // shape.num_kv_heads
-        saved = f", a {group}th of what a KV head for each query head would take" if group > 1 else ""
+        saved = f", 1/{group} of what a KV head for each query head would take" if group > 1 else ""
         lines = [
             f"{layers} layers x 2 x {shape.num_kv_heads} KV heads x {shape.head_dim} values x {value:.4g} bytes = "
             f"{shape.kv_token_bytes:,.0f} bytes of KV a token{saved}."
@@ -74,7 +74,8 @@ def explain_decode(shape: ModelShape, kind: WorkerKind, batch: float, context: f
     step_s = costs.decode_s(rounded, int(rounded * context))
     kv_s = costs.kv_token_s * rounded * context
     rate = device.memory_bytes_per_s * device.efficiency.memory * tp
-    read = costs.batch_s(rounded) * rate / rounded + shape.kv_token_bytes * context
+    reading_s = costs.hidden_s + costs.expert_s * (1 - (1 - costs.expert_share) ** rounded)
+    read = (reading_s + kv_s) * rate / rounded
     ridge = ridge_batch(shape, device, tp)
     most = int((slo.itl_s - costs.step_s) / (costs.sequence_s + costs.kv_token_s * context))
     room = int(kind.kv_tokens / context)
@@ -95,12 +96,14 @@ def explain_prefill(shape: ModelShape, kind: WorkerKind, prompt_tokens: float, *
     """Returns how fast prompts are computed and, if their KV moves to another worker, what hides the transfer."""
     device, costs, link = kind.offer.device, kind.costs.prefill, kind.costs.link
     tokens = int(prompt_tokens)
+    is_8bit = shape.weight_bytes_per_value <= 1
+    peak, dtype = (device.flops_8bit, "8 bits") if is_8bit else (device.flops, "bf16")
     time_s = costs.prompt_s(tokens, kind.chunk_tokens)
     needed = tokens * link.token_bytes / time_s
     has = "hides all but its last chunk" if link.bytes_per_s >= needed else "does NOT hide it"
     lines = [
         f"A prompt token costs {shape.token_flops / 1e9:,.1f} GFLOP, and {kind.name} computes "
-        f"{device.flops * device.efficiency.compute * kind.tensor_parallel / 1e12:,.0f} TFLOP/s (bf16, "
+        f"{peak * device.efficiency.compute * kind.tensor_parallel / 1e12:,.0f} TFLOP/s ({dtype}, "
         f"{device.efficiency.compute:.0%} of the peak): a prompt of {tokens:,} tokens takes {time_s:.3f} s, "
         f"{tokens / time_s:,.0f} tokens/s.",
         f"Chunks of {kind.chunk_tokens:,} tokens spend "
@@ -123,10 +126,11 @@ def explain_page(shape: ModelShape, tensor_parallel: int, page_size: int) -> str
     )
 
 
-def explain_pools(deployment: Deployment, result: FlowResult, workload: Workload) -> list[str]:
+def explain_pools(deployment: Deployment, result: FlowResult, workload: Workload, slo: SloConfig) -> list[str]:
     """Returns how the pools relate and how busy they are."""
     prefill, decode = deployment.prefill, deployment.decode
-    hits = f"{result.hit_rate:.1%} of the prompt tokens come from {deployment.cache_tokens:,.0f} tokens of cache"
+    cache = cache_tokens(deployment, workload, slo)
+    hits = f"{result.hit_rate:.1%} of the prompt tokens come from {cache:,.0f} tokens of cache"
     if prefill is None:
         return [
             f"{decode.num_workers} workers compute prompts in chunks of {decode.kind.chunk_tokens:,} beside their "

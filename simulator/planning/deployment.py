@@ -84,12 +84,6 @@ class Deployment:
     def price_per_h(self) -> float:
         return self.decode.price_per_h + (self.prefill.price_per_h if self.prefill else 0.0)
 
-    @property
-    def cache_tokens(self) -> float:
-        """The tokens that the caches hold which spare prompts from being computed."""
-        pool = self.prefill or self.decode
-        return pool.num_workers * float(pool.kind.kv_tokens)
-
     def __str__(self) -> str:
         if self.prefill is None:
             return f"colocated, {self.decode}, chunks of {self.decode.kind.chunk_tokens}"
@@ -156,7 +150,7 @@ def _evaluate(
     deployment: Deployment, workload: Workload, slo: SloConfig, patience: Patience | None
 ) -> FlowResult | None:
     requests = workload.requests
-    cached = workload.hit_share(deployment.cache_tokens) * HIT_EFFICIENCY
+    cached = workload.hit_share(cache_tokens(deployment, workload, slo)) * HIT_EFFICIENCY
     flow = decode_flow(deployment.decode, colocated=deployment.prefill is None)
     utilization = None
     if deployment.prefill is None:
@@ -180,6 +174,21 @@ def _evaluate(
         sum(ttft and tpot for ttft, tpot in met),
         len(met),
     )
+
+
+def cache_tokens(deployment: Deployment, workload: Workload, slo: SloConfig) -> float:
+    """Returns the tokens that the caches hold which spare prompts from being computed.
+
+    Colocated workers share their pages with running sequences, of which there are at most as many as would run if
+    every token took the whole target (Little's law).
+    """
+    pool = deployment.prefill or deployment.decode
+    tokens = pool.num_workers * float(pool.kind.kv_tokens)
+    if deployment.prefill is not None:
+        return tokens
+    output = workload.mean_output_tokens
+    num_running = workload.requests_per_s * output * slo.itl_s
+    return max(0.0, tokens - num_running * (workload.mean_input_tokens + output / 2))
 
 
 def decode_flow(pool: PlannedPool, *, colocated: bool) -> DecodeFlow:

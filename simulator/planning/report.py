@@ -154,7 +154,7 @@ def explain(report: PlanReport) -> dict[str, list[str]]:
         ],
         "decoding": arithmetic.explain_decode(shape, deployment.decode.kind, result.times.mean_batch, context, slo),
         "pages": [arithmetic.explain_page(shape, most_ranks(deployment), report.page_size)],
-        "pools": arithmetic.explain_pools(deployment, result, workload),
+        "pools": arithmetic.explain_pools(deployment, result, workload, slo),
     }
 
 

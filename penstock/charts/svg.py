@@ -68,7 +68,7 @@ def render_svg(chart: Chart) -> str:
     for at, label in chart.marks:
         if x.holds(at):
             parts.append(_line(x(at), y.start, x(at), y.end, "#444444", dashed=True))
-            parts.append(_text(x(at) + 4, y.end + 12, label))
+            parts.append(_text(x(at) + 4, y.start - 6, label))
     for number, series in enumerate(chart.series):
         color = COLORS[number % len(COLORS)]
         parts += _draw_series(chart, series, color, x, y)

@@ -13,13 +13,13 @@ from penstock.config.admission import AdmissionConfig
 from penstock.types import Epoch, Role
 from router.routing.policy.interface import PlacementPolicy, WorkerLimits
 from router.routing.policy.policies import make_policy
+from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.request import Outcome, TraceRequest
 from simulator.routers.follower_model import Worker
 from simulator.routers.router_model import RouterModel
 from simulator.workers.decode_model import DecodeModel
 from simulator.workers.event_feed import Deliver, EventFaults, EventFeed
 from simulator.workers.prefill_model import PrefillModel
-from simulator.world.costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.world.kv_links import KvLinks
 from simulator.world.network import Call, Network, State
 from simulator.world.virtual_time import Simulation

@@ -49,11 +49,11 @@ from penstock.config import DecodeConfig
 from penstock.config.autoscaler import AutoscalerConfig, SloConfig
 from penstock.errors import InvalidInput
 from penstock.types import Role
+from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.fleet import FleetSpec
 from simulator.report import percentile
 from simulator.request import TraceRequest
 from simulator.traces import SharedPrefixMix, drop_longer, load_trace, scale_arrivals, vary_rate
-from simulator.world.costs import DecodeCosts, LinkCosts, PrefillCosts
 
 STARTS_S = (10.0, 60.0, 200.0)
 SLO = SloConfig(ttft_s=5.0, ttft_token_s=0.002, itl_s=0.1)

@@ -22,10 +22,10 @@ from penstock.config import DecodeConfig
 from penstock.errors import DeadlineExceeded, Overloaded, PenstockError
 from penstock.kv.events import KvEventLog
 from penstock.types import Role, WorkerId, WorkerLoad
+from simulator.costs.step_costs import DecodeCosts, LinkCosts
 from simulator.workers.prefill_model import PrefillModel
 from simulator.workers.step_loop import VirtualStepLoop
 from simulator.workers.transfers import PrefillOption, TransferModel, TransferOwner
-from simulator.world.costs import DecodeCosts, LinkCosts
 from simulator.world.network import Network, Node
 from simulator.world.virtual_time import Timer
 

@@ -20,8 +20,8 @@ from penstock.errors import Cancelled, PenstockError, TransferError
 from penstock.kv.events import KvEventLog
 from penstock.types import Role, StepTotals, TransferKey, WorkerId, WorkerLoad
 from prefill_worker.scheduler import PrefillScheduler
+from simulator.costs.step_costs import PrefillCosts
 from simulator.workers.step_loop import VirtualStepLoop
-from simulator.world.costs import PrefillCosts
 from simulator.world.kv_links import KvLinks
 from simulator.world.network import Call, Node
 

@@ -32,7 +32,17 @@ ARROWS: dict[str, set[str]] = {
         "router",
         "cluster",
     },
-    "cluster": {"penstock", "engine", "kv_transfer", "worker", "prefill_worker", "decode_worker", "router"},
+    # its command line alone imports the simulator: `test_only_the_command_line_imports_the_simulator`
+    "cluster": {
+        "penstock",
+        "engine",
+        "kv_transfer",
+        "worker",
+        "prefill_worker",
+        "decode_worker",
+        "router",
+        "simulator",
+    },
 }
 
 # folder -> libraries that it must not import
@@ -113,6 +123,17 @@ def test_only_cluster_imports_ray() -> None:
         if any(module.split(".")[0] == "ray" for module in imported_modules(path))
     }
     assert users <= {"cluster"}
+
+
+def test_only_the_command_line_imports_the_simulator() -> None:
+    users = {
+        name
+        for name, path in sources().items()
+        if not name.startswith("simulator")
+        for module in imported_modules(path)
+        if module.split(".")[0] == "simulator"
+    }
+    assert all(name.startswith("cluster.cli.commands.sizing") for name in users)
 
 
 @pytest.mark.processes

@@ -51,6 +51,7 @@ def random_spec(rng: random.Random) -> FleetSpec:
             (None, AdmissionConfig(), AdmissionConfig(overload=OverloadConfig(shed=True, max_tokens=32)))
         ),
         timeout_s=_TIMEOUT_S,
+        max_run=1,
     )
 
 

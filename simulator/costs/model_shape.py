@@ -81,7 +81,7 @@ class ModelShape:
 
     @property
     def always_read_parameters(self) -> int:
-        """Returns the parameters that every step reads: all but experts and the embedding, of which a token takes a row."""
+        """Returns the parameters that every step reads: all but experts and the embedding, of which it takes rows."""
         hidden = self.hidden_size
         dense = (self.num_layers - self.num_expert_layers) * 3 * hidden * self.intermediate_size
         shared = self.num_expert_layers * (3 * hidden * self.shared_size + hidden * self.num_experts)

@@ -70,22 +70,22 @@ class DecodeCosts:
         hidden_s = self.hidden_s + experts_s
         return self.step_s + experts_s + num_tokens * self.sequence_s + max(0.0, computing_s - hidden_s)
 
-    def work_s(self, work: Iterable[ScheduledSequence], stride: int = 1) -> float:
-        """Returns the time of `stride` steps at once; an item with more than `stride` tokens is a prompt chunk."""
+    def work_s(self, work: Iterable[ScheduledSequence]) -> float:
+        """Returns the time of a step; an item with more than one token is a prompt chunk."""
         num_tokens = num_chunk_tokens = contexts = 0
         attention_s = 0.0
         for item in work:
             before = item.sequence.num_computed_tokens
-            if item.num_tokens <= stride:
+            if item.num_tokens == 1:
                 num_tokens += 1
                 contexts += before
             else:
                 num_chunk_tokens += item.num_tokens
                 attention_s += self.chunk.context_s * item.num_tokens * (before + item.num_tokens / 2)
         if not num_chunk_tokens:
-            return stride * self.decode_s(num_tokens, contexts)
+            return self.decode_s(num_tokens, contexts)
         chunks_s = self.batch_s(num_tokens, num_chunk_tokens) - self.batch_s(num_tokens) + attention_s
-        return stride * self.decode_s(num_tokens, contexts) + self.mixed_s + chunks_s
+        return self.decode_s(num_tokens, contexts) + self.mixed_s + chunks_s
 
     def decode_s(self, num_tokens: int, contexts: int) -> float:
         """Returns the time of a step that gives each of `num_tokens` sequences its next token.

@@ -107,16 +107,6 @@ def test_a_replay_completes_everything_and_counts_hits(num_prefill: int) -> None
     assert summary.goodput == 1.0
 
 
-def test_striding_over_decode_steps_changes_little() -> None:
-    requests, _ = fit(MIX.make(0), SPEC, load=0.6)
-    fine, fleet = replay(requests, SPEC, 0, Slo())
-    coarse, strided = replay(requests, replace(SPEC, decode_stride=4), 0, Slo())
-    assert strided.sim.num_events < 0.85 * fleet.sim.num_events
-    assert [each.num_tokens for each in strided.outcomes] == [each.num_tokens for each in fleet.outcomes]
-    assert not any(each.num_wrong_tokens for each in strided.outcomes)
-    assert coarse.tpot_p50_s == pytest.approx(fine.tpot_p50_s, rel=0.25)
-
-
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--limit", "30", "--workers", "2", "--policy", "round-robin", "--policy", "kv-aware"]) == 0
     printed = capsys.readouterr().out

@@ -248,7 +248,7 @@ class DecodeModel(TransferOwner):
             self._steps_s = [self._costs.work_s(plan)]
             return [now_s + self._steps_s[0]]
         costs, num_rows, contexts = self._costs, len(plan.rows), int(plan.rows.positions_R.sum())
-        self._steps_s = [costs.decode_s(num_rows, contexts + step * num_rows) for step in range(num_steps)]
+        self._steps_s = costs.decode_each_s(num_rows, contexts, num_steps)
         for step_s in self._steps_s:
             now_s += step_s
             ends_s.append(now_s)
@@ -309,8 +309,7 @@ class DecodeModel(TransferOwner):
             assert rows is not None
             items = rows.items
         contexts = sum(len(item.sequence.token_ids) - 1 for item in items) + len(items) / 2
-        for step, step_s in enumerate(steps_s):
-            self._pace.on_step(len(items), len(items), contexts + step * len(items), step_s)
+        self._pace.on_decode_steps(len(items), contexts, steps_s)
         for item in items:
             cast(RequestTokens, item.sequence.token_ids).extend_by(num_steps)
         self.scheduler.advance(num_steps, goes_on=goes_on)

@@ -68,7 +68,10 @@ GROUPS = (
     CommandGroup(
         "sizing",
         "measure and plan",
-        {"plan-memory": "show what a model and its KV pages take of a device, and how many requests fit"},
+        {
+            "bench": "send traffic to any OpenAI-compatible server, measure latencies and goodput, compare results",
+            "plan-memory": "show what a model and its KV pages take of a device, and how many requests fit",
+        },
     ),
 )
 

@@ -12,6 +12,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 30, 44
 COLOURS = ("#3b6fb6", "#d1603d", "#3f9a6b", "#9456a8", "#b8902a", "#5c6b7a", "#c2447a", "#2e9aa8")
 _MAX_POINTS = 600  # of a line: more would not be seen
 _LEGEND_LINE = 15
+_MAX_LOG_RATIO = 1e9  # of a logarithmic axis; lower values are at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class _Axis:
             first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
             decades = [10.0**power for power in range(first, last + 1)]
             if len(decades) > 2:
-                return decades
+                return decades[:: math.ceil(len(decades) / 8)]
             near = [value * 10.0**power for power in range(first - 1, last + 1) for value in (1, 2, 5)]
             return [value for value in near if self.low <= value <= self.high]
         step = _round_step((self.high - self.low) / 5)
@@ -84,6 +85,8 @@ def draw_plot(plot: Plot) -> str:
 
 def _axis(values: Sequence[float], is_log: bool, start: float, end: float, high: float | None) -> _Axis:
     low, top = min(values), max(values) if high is None else high
+    if is_log:
+        low = max(low, top / _MAX_LOG_RATIO)
     if top <= low:
         top = low * 1.1 if low > 0 else low + 1.0
     return _Axis(low, top, is_log, start, end)

@@ -119,10 +119,13 @@ def timeline(point: PointResult) -> list[Plot]:
     changes = sorted(
         change for each in point.run.requests for change in ((each.sent_s, 1), (each.sent_s + each.e2e_s, -1))
     )
-    levels = accumulate(step for _, step in changes)
-    in_flight = [
-        Series("in flight", [(time_s, float(level)) for (time_s, _), level in zip(changes, levels, strict=True)])
+    levels = [0, *accumulate(step for _, step in changes)]
+    steps = [
+        (time_s, float(level))
+        for (time_s, _), before, after in zip(changes, levels, levels[1:], strict=False)
+        for level in (before, after)
     ]
+    in_flight = [Series("in flight", steps)]
     return [Plot("TTFT by time", "s", "ms", dots), Plot("Requests in flight", "s", "requests", in_flight)]
 
 

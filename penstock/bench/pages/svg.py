@@ -83,6 +83,17 @@ def draw_plot(plot: Plot) -> str:
     return "".join([*body, "</svg>"])
 
 
+def standalone_svg(plot: Plot) -> str:
+    """Returns the plot as a file of its own, dark on white."""
+    style = (
+        "text{font:11px sans-serif;fill:#1c2430}.title{font-size:13px;font-weight:600}"
+        ".grid{stroke:#d8dde4;stroke-width:0.6}.frame{fill:none;stroke:#d8dde4}"
+    )
+    head, _, body = draw_plot(plot).partition(">")
+    head = head.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return f'{head}><style>{style}</style><rect width="100%" height="100%" fill="#ffffff"/>{body}'
+
+
 def _axis(values: Sequence[float], is_log: bool, start: float, end: float, high: float | None) -> _Axis:
     low, top = min(values), max(values) if high is None else high
     if is_log:

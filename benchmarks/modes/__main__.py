@@ -73,9 +73,8 @@ def measure_all(studies: Sequence[WorkloadStudy], options: argparse.Namespace, v
     sources = {study.name: workloads()[study.name](options.requests, options.seed) for study in studies}
     for round_number in range(options.rounds):
         for mode, serving in modes(random_llama(), vllm).items():
-            if mode not in options.mode and not (
-                mode == COLOCATED and any(each.calibration is None for each in studies)
-            ):
+            calibrates = mode == COLOCATED and any(study.calibration is None for study in studies)
+            if mode not in options.mode and not calibrates:
                 continue
             print(f"round {round_number + 1}: {mode}", flush=True)
             try:
@@ -115,12 +114,9 @@ def main() -> None:
     studies = [study for name in known if (study := WorkloadStudy.load(name, BUILD, MODES)).results]
     if not studies:
         parser.error("nothing was measured yet: leave out --page-only")
-    requests = max(
-        point.figures.num_requests for study in studies for each in study.results.values() for point in each.points
-    )
-    workload = (
-        f"135M Llama shape, bf16, up to {requests} requests at each load, a core for each worker; beside {beside}"
-    )
+    points = [point for study in studies for result in study.results.values() for point in result.points]
+    requests = max(point.figures.num_requests for point in points)
+    workload = f"135M Llama shape, bf16, up to {requests} requests at each load, a core each worker; beside {beside}"
     publish("modes", workload, rows_of(studies), options.results)
     write_page(studies, options.results / "modes.html")
     if not options.no_docs:

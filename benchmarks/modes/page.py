@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.common.process_group import ROOT
@@ -89,8 +89,7 @@ def _versus(ratio: FigureRatio | None) -> str:
 def plots(study: WorkloadStudy) -> Iterator[Plot]:
     """Yields goodput and tails over the offered load, a line for each mode."""
 
-    def lines(value: Mapping[str, object] | str) -> list[Series]:
-        assert isinstance(value, str)
+    def lines(value: str) -> list[Series]:
         found = []
         for mode in measured_modes([study]):
             points = [(point.offered["rate"], _value(point, value)) for point in study.results[mode].points]

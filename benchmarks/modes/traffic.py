@@ -32,11 +32,7 @@ def mixed_prompts(count: int, seed: int) -> Source:
     rng = random.Random(seed)
     short, long = short_prompts(count, seed), long_prompts(count, seed + 1)
     pairs = zip(short.drafts, long.drafts, strict=True)
-    drafts = []
-    for number, (one, other) in enumerate(pairs):
-        draft = other if rng.random() < _SHARE_OF_LONG else one
-        prompt = draft.prompt
-        drafts.append(replace(draft, prompt=replace(prompt, runs=((number, 1),))))  # type: ignore[arg-type, call-arg]
+    drafts = [other if rng.random() < _SHARE_OF_LONG else one for one, other in pairs]
     return Source(f"mixed: short, {_SHARE_OF_LONG:.0%} of them long", tuple(drafts))
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 _PERIOD_S = 0.01
 
 
-class LoopLag:
+class GeneratorLag:
     """Samples by how much a timer of the event loop is late: pieces that arrive meanwhile seem to arrive later."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class LoopLag:
             await asyncio.sleep(_PERIOD_S)
             self.lags_s.append(max(0.0, time.perf_counter() - begun_s - _PERIOD_S))
 
-    async def __aenter__(self) -> LoopLag:
+    async def __aenter__(self) -> GeneratorLag:
         self._task = asyncio.create_task(self._sample())
         return self
 

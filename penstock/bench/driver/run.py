@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from penstock.bench.driver.endpoint import Endpoint, StreamLog
-from penstock.bench.driver.own_error import LoopLag, without_garbage_collection
+from penstock.bench.driver.own_error import GeneratorLag, without_garbage_collection
 from penstock.bench.results.record import Ending, RequestRecord, RunRecord
 from penstock.bench.workloads.plan import Chain, Plan, PlannedRequest
 from penstock.bench.workloads.prompts import PromptWriter
@@ -97,7 +97,7 @@ async def run_plan(
     counts = counts or LiveCounts(plan.num_requests)
     is_interrupted = False
     with without_garbage_collection():
-        async with LoopLag() as lag:
+        async with GeneratorLag() as lag:
             run = _Run(endpoint, writer, counts)
             try:
                 if concurrency is None:

@@ -13,6 +13,7 @@ from aiohttp import web
 from penstock.bench.driver.deployment_grpc import GrpcEndpoint
 from penstock.bench.driver.endpoint import StreamLog
 from penstock.bench.driver.openai_http import LANE_HEADER, OpenAiEndpoint, RequestForm, base_url, find_model
+from penstock.bench.driver.progress import ShownProgress
 from penstock.bench.driver.run import LiveCounts, run_plan
 from penstock.bench.measure import SweepSpec, make_result, measure, words_per_token
 from penstock.bench.results.record import Ending
@@ -403,3 +404,10 @@ async def test_a_server_that_refuses_the_first_request_is_reported_at_once() -> 
         with pytest.raises(Unavailable, match=r"the first request failed \(4xx\): 400: bad field"):
             await measure(spec, endpoint)
         await endpoint.close()
+
+
+async def test_progress_is_a_line_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = LiveCounts(10, sent=4, done=3, failed=1, tokens=50)
+    async with ShownProgress("2 requests/s", counts) as shown:
+        assert shown.line().startswith("2 requests/s: 3 of 10 done, 1 in flight, 1 failed, ")
+    assert capsys.readouterr().out == "", "standard output is for the report"

@@ -100,6 +100,8 @@ class OpenAiEndpoint:
                     else:
                         text = (await response.content.read(2000)).decode(errors="replace")
                         log.fail(ending_of_status(response.status), f"{response.status}: {text}")
+        except aiohttp.ServerTimeoutError as error:  # of the connection; it is a TimeoutError too
+            log.fail(Ending.CONNECTION, _describe(error))
         except TimeoutError:
             log.fail(Ending.TIMEOUT, f"no end within {self._timeout_s:g} s")
         except aiohttp.ClientPayloadError as error:

@@ -20,13 +20,14 @@ from pathlib import Path
 
 from benchmarks.common.process_group import ROOT
 from benchmarks.common.report import RESULTS, hardware, publish
-from benchmarks.common.shapes import LLAMA_135M, random_llama
+from benchmarks.common.shapes import random_llama
 from benchmarks.common.vllm_process import Vllm, parse_with_vllm
 from benchmarks.modes.deployments import COLOCATED, modes
 from benchmarks.modes.page import MODES, rows_of, write_docs, write_page
 from benchmarks.modes.study import Calibration, WorkloadStudy
 from benchmarks.modes.traffic import workloads
 from benchmarks.serving.rounds import latency, measure_http
+from engine.models.config import ModelConfig
 from penstock.bench.measure import SweepSpec, make_result
 from penstock.bench.results.result_file import make_point
 from penstock.bench.workloads.plan import Source
@@ -37,22 +38,23 @@ LOADS = (0.3, 0.5, 0.7, 0.85, 1.0)  # of the capacity of two colocated workers
 _IDLE_REQUESTS, _CAPACITY_REQUESTS, _CAPACITY_CLIENTS = 8, 32, 16
 
 
-def calibrate(address: str, source: Source) -> Calibration:
+def calibrate(address: str, source: Source, vocab_size: int) -> Calibration:
     """Measures the latencies of one request at a time, and the capacity of a closed loop."""
     few = Source(source.name, source.drafts[:_IDLE_REQUESTS], source.gaps_are_pauses)
     many = Source(source.name, source.drafts[:_CAPACITY_REQUESTS], source.gaps_are_pauses)
-    vocab_size = LLAMA_135M["vocab_size"]
     (idle,) = asyncio.run(measure_http(address, few, [Arrivals(concurrency=1)], vocab_size))
     (full,) = asyncio.run(measure_http(address, many, [Arrivals(concurrency=_CAPACITY_CLIENTS)], vocab_size))
     ttft, tpot = latency(idle.figures, "TTFT"), latency(idle.figures, "TPOT")
     return Calibration(ttft.p50_s, tpot.p50_s, full.figures.completed_per_s)
 
 
-def measure_mode(study: WorkloadStudy, mode: str, address: str, source: Source, loads: Sequence[float]) -> None:
+def measure_mode(
+    study: WorkloadStudy, mode: str, address: str, source: Source, loads: Sequence[float], vocab_size: int
+) -> None:
     """Measures a mode at every load and adds what it finds to the study."""
     assert study.calibration is not None
     points = [Arrivals(rate=float(f"{load * study.calibration.capacity:.3g}")) for load in loads]
-    found = asyncio.run(measure_http(address, source, points, LLAMA_135M["vocab_size"]))
+    found = asyncio.run(measure_http(address, source, points, vocab_size))
     slos = study.calibration.slos()
     judged = [make_point(point.name, point.offered, point.run, slos) for point in found]
     spec = SweepSpec(source, points, slos)
@@ -71,8 +73,10 @@ def measure_mode(study: WorkloadStudy, mode: str, address: str, source: Source, 
 def measure_all(studies: Sequence[WorkloadStudy], options: argparse.Namespace, vllm: Vllm | None) -> None:
     """Starts each mode once a round and measures every workload there; colocated first, which calibrates."""
     sources = {study.name: workloads()[study.name](options.requests, options.seed) for study in studies}
+    model = options.model or random_llama()
+    vocab_size = ModelConfig.from_folder(str(model)).vocab_size
     for round_number in range(options.rounds):
-        for mode, serving in modes(random_llama(), vllm).items():
+        for mode, serving in modes(model, vllm).items():
             calibrates = mode == COLOCATED and any(study.calibration is None for study in studies)
             if mode not in options.mode and not calibrates:
                 continue
@@ -81,10 +85,10 @@ def measure_all(studies: Sequence[WorkloadStudy], options: argparse.Namespace, v
                 with serving as address:
                     for study in studies:
                         if study.calibration is None:
-                            study.calibration = calibrate(address, sources[study.name])
+                            study.calibration = calibrate(address, sources[study.name], vocab_size)
                             print(f"  {study.name}: {study.calibration}", flush=True)
                         if mode in options.mode:
-                            measure_mode(study, mode, address, sources[study.name], options.loads)
+                            measure_mode(study, mode, address, sources[study.name], options.loads, vocab_size)
             except (RuntimeError, TimeoutError) as error:
                 if mode != MODES[-1]:
                     raise
@@ -98,6 +102,7 @@ def main() -> None:
     add("--workload", nargs="+", choices=known, default=known, help="default: all")
     add("--mode", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     add("--loads", type=float, nargs="+", default=list(LOADS), help="shares of the capacity; default: %(default)s")
+    add("--model", type=Path, metavar="DIR", help="a checkpoint folder; default: random weights of the 135M shape")
     add("--requests", type=int, default=64, help="of each workload at each load; default: %(default)s")
     add("--rounds", type=int, default=1)
     add("--seed", type=int, default=0)
@@ -116,7 +121,8 @@ def main() -> None:
         parser.error("nothing was measured yet: leave out --page-only")
     points = [point for study in studies for result in study.results.values() for point in result.points]
     requests = max(point.figures.num_requests for point in points)
-    workload = f"135M Llama shape, bf16, up to {requests} requests at each load, a core each worker; beside {beside}"
+    model = options.model.name if options.model else "135M Llama shape, bf16"
+    workload = f"{model}, up to {requests} requests at each load, a core for each worker; beside {beside}"
     publish("modes", workload, rows_of(studies), options.results)
     write_page(studies, options.results / "modes.html")
     if not options.no_docs:

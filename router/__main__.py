@@ -44,6 +44,7 @@ async def _serve(config: RouterConfig) -> None:
     shutdown = Shutdown()
     server = RouterServer(config)
     await server.start()
+    server.warm_up()
     freeze_heap()
     try:
         if await _until_ready(server, shutdown.requested):

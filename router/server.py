@@ -221,6 +221,10 @@ class RouterServer:
         admission, peers = self.context.gate.admission, self.fleet.peers
         return self.context.demand.report(peers.address, peers.epoch, admission.num_waiting, admission.waiting_tokens)
 
+    def warm_up(self) -> None:
+        """Prepares for the first grammar, off the event loop. Not part of `start`, since it takes a process."""
+        self.preparer.warm_up()
+
     async def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Returns whether a request would be served, as soon as it would or once time is up."""
         return await self.fleet.wait_for(self.fleet.group, timeout_s) is not None

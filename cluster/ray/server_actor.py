@@ -98,6 +98,7 @@ class HostedRouter:
 
     async def start(self, stages: StartReporter) -> Started:
         await self._server.start()
+        self._server.warm_up()
         freeze_heap()
         host = callable_host(self._config.host)
         ports = self._server.ports

@@ -83,8 +83,12 @@ class RequestPreparer:
         """Returns how the outputs of a call are parsed. Raises InvalidInput for tools that the model cannot call."""
         return OutputParsing(form, self._parsers, self.tokenizer.spelling, self.tokenizer.special_tokens)
 
+    def warm_up(self) -> None:
+        """Starts the process that compiles grammars, off the event loop; otherwise the first grammar would wait."""
+        self._grammars.start()
+
     def close(self) -> None:
-        """Ends the threads that compile grammars."""
+        """Ends the process that compiles grammars."""
         self._grammars.close()
 
     async def prepare(

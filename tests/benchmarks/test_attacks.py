@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attack import connections, http2_frames
+from benchmarks.attack import http2_frames
+from benchmarks.attack.attacks import connections
 from benchmarks.attack.growth import find_growth
 from benchmarks.attack.sockets import Http2
 from benchmarks.attack.table import ATTACKS, ROOMS, describe

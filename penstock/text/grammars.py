@@ -23,6 +23,7 @@ from penstock.types import Grammar, GrammarKind
 FIELD = "sampling.grammar"
 MAX_SOURCE_BYTES = 128 << 10
 _CACHE_BYTES = 16 << 20
+_MAX_CHOICES = 1_900  # each takes an item of the grammar's first row, which has `max_items_in_row`
 _ENTRY_BYTES = 64 << 10  # of a compiled grammar besides its source, about
 _MAX_PROBLEM = 400  # characters of llguidance's message
 # White space between two tokens of JSON: one space, or a new line with its indentation. A model that likes white space
@@ -61,11 +62,6 @@ class GrammarCompiler:
         """The size of the cached grammars, about; never more than the cache's bound."""
         return self._num_bytes
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether the tokens' trie is built."""
-        return self._tokenizer is not None
-
     def prepare(self) -> None:
         """Builds the tokens' trie, a second for a large vocabulary; does nothing where the checkpoint has no tokens.
 
@@ -97,16 +93,22 @@ class GrammarCompiler:
         known = self.cached(grammar)
         if known is not None:
             return known
-        tokenizer, source = self._load_tokenizer(), to_llguidance(grammar)
-        matcher = LLMatcher(tokenizer, source, limits=_LIMITS, log_level=0)
+        tokenizer = self._load_tokenizer()
+        try:
+            matcher = self._compile(tokenizer, grammar)
+        except InvalidInput as problem:
+            self._keep(grammar, problem)  # whoever sends it again is refused at once
+            raise
+        self._keep(grammar, matcher)
+        return matcher.deep_copy()
+
+    def _compile(self, tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+        matcher = LLMatcher(tokenizer, to_llguidance(grammar), limits=_LIMITS, log_level=0)
         if not matcher.is_error():
             _compute_mask(matcher, self._vocab_size)
         if matcher.is_error():
-            problem = InvalidInput(FIELD, f"cannot be obeyed: {_first_lines(matcher.get_error())}")
-            self._keep(grammar, problem)  # whoever sends it again is refused at once
-            raise problem
-        self._keep(grammar, matcher)
-        return matcher.deep_copy()
+            raise InvalidInput(FIELD, f"cannot be obeyed: {_first_lines(matcher.get_error())}")
+        return matcher
 
     def _keep(self, grammar: Grammar, outcome: LLMatcher | InvalidInput) -> None:
         with self._changing:
@@ -167,6 +169,8 @@ def _choice_to_lark(source: str) -> str:
     texts = _read_json(source)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise InvalidInput(FIELD, f"is {source[:100]!r}; a choice is a JSON list of texts")
+    if len(texts) > _MAX_CHOICES:
+        raise InvalidInput(FIELD, f"cannot be obeyed: it has {len(texts)} texts; give {_MAX_CHOICES} or fewer")
     return "start: " + " | ".join(json.dumps(text) for text in texts)
 
 

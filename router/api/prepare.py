@@ -12,6 +12,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 
 from penstock.config.security import LimitsConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overloaded, Quarantined, Unavailable
@@ -103,7 +104,8 @@ class RequestPreparer:
     ) -> PreparedRequest:
         """Waits a while if no worker takes requests. `accepted_s` (monotonic) is now, unless it is given.
 
-        `complete` sets what a sampling has to obey beyond what the request says, once the prompt's tokens are known.
+        `complete` sets what a sampling has to obey beyond what the request says, once the prompt's tokens are known. It
+        may run on a thread.
 
         Raises InvalidInput, PermissionDenied, ModelNotFound, Quarantined, Overloaded, DeadlineExceeded, or Unavailable
         if no worker appears.
@@ -132,7 +134,9 @@ class RequestPreparer:
                 wire.sampling, lane, group.context_length - len(token_ids), default_max_tokens
             )
             if complete is not None:
-                complete(params, token_ids)
+                num_characters = sum(len(tool.parameters) for tool in wire.chat.tools)
+                async with self.until(deadline_s):
+                    await self._grammars.write(tenant.name, num_characters, partial(complete, params, token_ids))
             if params.HasField("grammar"):
                 async with self.until(deadline_s):
                     await self._grammars.check(grammar_from_wire(params.grammar), tenant.name)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,8 +26,9 @@ from router.text.frames import read_frame, write_frame
 from router.text.grammar_sandbox import OBEYED, READY, REFUSED
 
 _ROOT = Path(__file__).resolve().parents[2]
-_MAX_WAIT_S = 5.0  # for an answer, on a machine that has other work
+_MAX_WAIT_S = 10.0  # for an answer, on a machine that has other work
 _STOP_TIMEOUT_S = 5.0
+_INLINE_CHARACTERS = 1 << 14  # of schemas, from which a grammar is written in half a millisecond
 _MAX_VERDICTS = 1 << 14  # a few hundred bytes each
 
 
@@ -60,6 +62,16 @@ class GrammarCheck:
         """Starts the process off the event loop, and has it build the tokens' trie."""
         self._threads.submit(self._started)
 
+    async def write(self, caller: str, size: int, work: Callable[[], None]) -> None:
+        """Does `work`, which writes a grammar for schemas of `size` characters: long ones off the event loop.
+
+        Raises Overloaded, or what `work` raises.
+        """
+        if size <= _INLINE_CHARACTERS:
+            work()
+        else:
+            await self._threads.run(caller, size, work)
+
     async def check(self, grammar: Grammar, caller: str) -> None:
         """Raises InvalidInput for a grammar that cannot be obeyed, CheckpointError where the tokens are unknown, or
         Overloaded."""
@@ -77,6 +89,7 @@ class GrammarCheck:
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
         def compile_it() -> str | None:
+            self._started()
             loop.call_soon_threadsafe(begun.set)
             return self._compile(grammar)
 

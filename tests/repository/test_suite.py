@@ -39,6 +39,7 @@ def test_a_test_with_the_marker_starts_processes() -> None:
         (["/usr/bin/g++", "-shared"], False),
         ([sys.executable, "-m", "ruff", "check"], False),
         ([sys.executable, "-m", "router.text.template_sandbox"], False),
+        ([sys.executable, "-m", "router.text.grammar_sandbox"], False),
         ([sys.executable, "-m", "router", "--config", "file"], True),
         (["python3", "script.py"], True),
         (["/venv/ray/core/src/ray/gcs/gcs_server", "--port=0"], True),

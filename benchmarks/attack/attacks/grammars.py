@@ -16,8 +16,8 @@ def _fields(count: int, value: object) -> dict[str, object]:
     return {"type": "object", "properties": {f"p{number}": value for number in range(count)}}
 
 
-# By name the field of a completion's body and its value, all of them to be refused. Under the grammar library's own
-# limits each takes 0.1 to 10 s of a core to compile, memory without end, or as long for its first token.
+# By name the field of a completion's body and its value. Under the grammar library's own limits each takes 0.1 to 10 s
+# of a core to compile, memory without end, or as long for a token.
 HOSTILE: Mapping[str, tuple[str, object]] = {
     "doubling": ("guided_grammar", "start: A\nA: " + " & ".join(f"/(.*x.*){{{count}}}/" for count in range(1, 10))),
     "negations": (
@@ -27,13 +27,17 @@ HOSTILE: Mapping[str, tuple[str, object]] = {
     "repetitions": ("guided_grammar", 'start: a{1000}\na: b{1000}\nb: c{1000}\nc: "x"{1000}'),
     "product": ("guided_json", {"allOf": [{"anyOf": [_fields(6, {"const": a})] * 6} for a in range(8)]}),
     "multiples": ("guided_json", {"allOf": [{"type": "integer", "multipleOf": value} for value in (97, 89, 83)]}),
-    "many multiples": ("guided_json", _fields(200, {"type": "integer", "multipleOf": 997})),
+    "many multiples": (
+        "guided_json",
+        {"anyOf": [{"type": "integer", "multipleOf": 900 + each} for each in range(200)]},
+    ),
     "many fields": ("guided_json", _fields(3000, {"type": "string"})),
     "formats": ("guided_json", _fields(1000, {"type": "string", "format": "date-time"})),
     "power": ("guided_regex", "(a{1000}){1000}"),
     "optional classes": ("guided_regex", "".join(f"[^\\x{code:02x}]*" for code in range(32, 127)) * 5),
     "choices": ("guided_choice", [f"{number:09d}" for number in range(9000)]),
 }
+CHEAP = {"power", "repetitions"}  # these may be obeyed: what costs is a later token, which has limits of its own
 
 
 async def hostile_grammars(target: AttackTarget) -> None:
@@ -41,7 +45,7 @@ async def hostile_grammars(target: AttackTarget) -> None:
     bodies = [_body(field, value, rank) for rank in range(4) for field, value in HOSTILE.values()]
     head = post("/v1/completions", target.key)
     for status, answer in await asyncio.gather(*(http_request(target.http, head, body) for body in bodies)):
-        if not 400 <= status < 500:
+        if not 200 <= status < 500:  # some may be obeyed
             raise Breach(f"a grammar was answered {status}: {answer[-200:]!r}")
 
 

@@ -159,7 +159,7 @@ class RouterServer:
     async def _start(self, http_socket: socket.socket, metrics_socket: socket.socket | None = None) -> None:
         tls = self._config.tls
         service = InferenceService(
-            self.preparer, self._dispatcher, self.fleet, self._metrics, wants_tls=tls is not None
+            self.preparer, self._dispatcher, self.fleet, self._metrics, self._parsing, wants_tls=tls is not None
         )
         service.add_to(self._grpc.server)
         control = self._grpc.add_control_port(_LOOPBACK) if self._needs_control_port else 0

@@ -23,7 +23,7 @@ import msgpack
 from penstock.errors import CheckpointError, InvalidInput
 from penstock.text.grammars import GrammarCompiler
 from penstock.types import Grammar, GrammarKind
-from router.text.frames import read_frame, used_bytes, write_frame
+from router.text.frames import NICENESS, read_frame, used_bytes, write_frame
 
 # The first byte of an answer. What is wrong with the grammar, or with the checkpoint, follows the last two.
 READY, OBEYED, REFUSED, UNKNOWN = b"=", b"+", b"-", b"!"
@@ -36,6 +36,7 @@ def main() -> None:
         return
     given = msgpack.unpackb(first)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the router's processes too; stdin ends then
     compiler = GrammarCompiler(given["folder"], given["vocab_size"])
     with contextlib.suppress(CheckpointError):  # each grammar is answered with it

@@ -12,6 +12,7 @@ Whatever this module imports is in the untrusted process too; hence neither grpc
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -25,7 +26,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from router.text.frames import read_frame, used_bytes, write_frame
+from router.text.frames import NICENESS, read_frame, used_bytes, write_frame
 
 # The first byte of an answer. After INVALID come a field's name, a line feed and what is wrong with the field.
 RENDERED, REFUSED, INVALID = b"+", b"-", b"!"
@@ -74,6 +75,7 @@ def main() -> None:
     memory_bytes = used_bytes() + given["max_memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(NICENESS)
     templates = {name: compile_template(given[name]) for name in ("source", TOOL_TEMPLATE) if given.get(name)}
     while (frame := read_frame(sys.stdin.buffer)) is not None:
         # The default action of SIGALRM ends the process wherever it is, even after its router has gone.

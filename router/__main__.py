@@ -17,7 +17,7 @@ import uvloop
 
 from penstock.config import RouterConfig, load_process
 from penstock.errors import PenstockError
-from penstock.process import Shutdown, freeze_heap, set_up_logging
+from penstock.process import Shutdown, freeze_heap, return_freed_memory, set_up_logging
 from penstock.rpc.addresses import LOOPBACK
 from router.server import RouterServer
 
@@ -42,6 +42,7 @@ def main() -> int:
 
 async def _serve(config: RouterConfig) -> None:
     shutdown = Shutdown()
+    return_freed_memory()
     server = RouterServer(config)
     await server.start()
     server.warm_up()

@@ -23,6 +23,7 @@ from penstock.rpc.server import GrpcServer
 from penstock.rpc.tls import ServerCertificate
 from penstock.rpc.trust import Trust
 from penstock.v1 import admin_pb2
+from router.api.connection_guard import ConnectionGuard
 from router.api.grpc_service import SERVICE, InferenceService
 from router.api.http.app import make_app
 from router.api.http.connections import ConnectionCounts, bound_unread, connections_for, http_protocol
@@ -158,12 +159,14 @@ class RouterServer:
 
     async def _start(self, http_socket: socket.socket, metrics_socket: socket.socket | None = None) -> None:
         tls = self._config.tls
+        guard = ConnectionGuard(self._config.limits, self._metrics)
         service = InferenceService(
-            self.preparer, self._dispatcher, self.fleet, self._metrics, self._parsing, wants_tls=tls is not None
+            self.preparer, self._dispatcher, self.fleet, self._metrics, self._parsing, guard, wants_tls=tls is not None
         )
         service.add_to(self._grpc.server)
         control = self._grpc.add_control_port(_LOOPBACK) if self._needs_control_port else 0
         grpc_port = await self._grpc.start(self._config.host, self._config.grpc_port, "grpc_port")
+        self._tasks.append(asyncio.create_task(guard.watch(grpc_port), name="connections"))
         app = make_app(
             self.preparer,
             self._dispatcher,

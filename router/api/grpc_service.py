@@ -17,6 +17,7 @@ from penstock.errors import DeadlineExceeded, InvalidInput
 from penstock.rpc.hints import DECISION, read_hints
 from penstock.rpc.server import read_credentials, typed_errors
 from penstock.v1 import inference_pb2
+from router.api.connection_guard import ConnectionGuard
 from router.api.identity import Tenant
 from router.api.prepare import RequestPreparer
 from router.api.reader_watch import ReaderWatch
@@ -51,12 +52,14 @@ class InferenceService:
         fleet: WorkerFleet,
         metrics: RouterMetrics,
         threads: FairThreads,
+        guard: ConnectionGuard,
         *,
         wants_tls: bool = False,
     ) -> None:
-        """`threads` decode large messages. With `wants_tls`, only the process that supervises this router may call
-        without TLS."""
+        """`threads` decode large messages, and `guard` is told of calls. With `wants_tls`, only the process that
+        supervises this router may call without TLS."""
         self._threads = threads
+        self._guard = guard
         self._wants_tls = wants_tls
         self._preparer = preparer
         self._dispatcher = dispatcher
@@ -137,7 +140,8 @@ class InferenceService:
             async with asyncio.timeout(timeout_s):
                 message = await anext(aiter(messages))
                 if isinstance(message, Undecoded):
-                    message = await self._threads.run(tenant.name, len(message.data), message.decode, message.data)
+                    data, decode = message
+                    message = await self._threads.run(tenant.name, len(data), decode, data)
         except StopAsyncIteration:
             raise InvalidInput("request", "is missing; send one message") from None
         except TimeoutError:
@@ -146,6 +150,7 @@ class InferenceService:
             raise DeadlineExceeded(problem) from None
         if isinstance(message, InvalidInput):
             raise message
+        assert not isinstance(message, Undecoded)
         return message
 
     def _set_trailers(self, output: Output | Route, context: grpc.aio.ServicerContext) -> None:
@@ -158,6 +163,7 @@ class InferenceService:
 
     def _identify(self, context: grpc.aio.ServicerContext) -> Tenant:
         """Raises Unauthenticated or PermissionDenied."""
+        self._guard.on_call(context.peer())
         tenants = self._preparer.tenants
         if not (self._wants_tls or tenants.are_configured):
             return tenants.open

@@ -1,8 +1,8 @@
 """Sends the costliest messages of the largest permitted size to a router: none may stop its event loop.
 
-What counts is asserted as counted work: errors, fields, the thread. Pauses are processor time of one callback of the event
-loop, and of calls that keep the interpreter's lock from it: before these bounds the same messages stopped the loop
-for 5 to 60 seconds.
+What counts is asserted as counted work: errors, fields, the thread. Pauses are processor time of one callback of the
+event loop, and of calls that keep the interpreter's lock from it: before these bounds the same messages stopped it for
+5 to 60 seconds.
 """
 
 from __future__ import annotations

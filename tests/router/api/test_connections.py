@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import resource
 import socket
 
@@ -17,6 +18,7 @@ from penstock.config.security import LimitsConfig
 from penstock.errors import DeadlineExceeded, Overloaded, from_rpc_error
 from penstock.process import raise_file_limit
 from penstock.v1 import inference_pb2
+from router.api.connection_guard import ConnectionAccounts, Traffic
 from router.api.http.connections import connections_for, peer_of
 from tests.router.api.test_grpc_service import failure
 from tests.support.router.router_fakes import FakeWorker, running_router, until
@@ -218,3 +220,33 @@ def test_the_limit_of_open_files_is_raised_and_logged(caplog):
         assert caplog.messages == [f"open files: raised the limit from {before[1] // 2} to {before[1]}"]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_a_flood_of_pings_without_a_pause_ends_its_connection():
+    """The library ends a connection between two writes only, and this one leaves no such moment."""
+    async with router_with() as router:
+        num_files = len(os.listdir("/proc/self/fd"))
+        async with connected(router, "grpc") as (reader, writer), asyncio.timeout(60.0):
+            writer.write(PREFACE)
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(500 * PING)
+                    await asyncio.gather(writer.drain(), reader.read(500 * len(PING)))
+        async with asyncio.timeout(60.0):
+            while len(os.listdir("/proc/self/fd")) > num_files:  # noqa: ASYNC110  the server's end is closed too
+                await asyncio.sleep(0.05)
+
+
+def test_a_connection_may_send_what_its_calls_need():
+    limits = LimitsConfig(request_bytes=1 << 20, header_bytes=1024, control_bytes_per_s=1024)
+    accounts = ConnectionAccounts(limits)
+    assert accounts.find_excessive({7: Traffic(128 << 10, 0), 8: Traffic(0, 0)}, 0.0) == []
+    assert accounts.find_excessive({7: Traffic(130 << 10, 0), 8: Traffic(129 << 10, 0)}, 1.0) == [7]
+    assert accounts.find_excessive({7: Traffic(130 << 10, 4096), 8: Traffic(129 << 10, 0)}, 1.0) == []  # answers
+    accounts.on_call("ipv4:127.0.0.1:7", 1.0)
+    accounts.on_call("ipv6:%5B::1%5D:9", 1.0)
+    accounts.on_call("unix:/tmp/socket", 1.0)
+    assert accounts.find_excessive({7: Traffic(1 << 20, 0), 8: Traffic(1 << 20, 0)}, 1.0) == [8]
+    assert accounts.find_excessive({7: Traffic(3 << 20, 0)}, 1.0) == [7]
+    assert accounts.find_excessive({}, 2.0) == []
+    assert accounts.find_excessive({7: Traffic(1 << 20, 0)}, 3.0) == [7]  # another connection of the same port

@@ -1,9 +1,9 @@
 """`make attack`: runs every attack of the table against a running deployment and says which were held.
 
 For each attack: the router's longest pause (a probe every 5 ms, answered on its event loop), the ITL of streams beside
-it against the moments before, the router's memory, and the attack's own finding. Beside these, an idle server and the cores
-that other work leaves show what the machine itself does. The attacker runs at a lower priority, since it would have a
-machine of its own. Ends with status 1 if an attack was not held.
+it against the moments before, the router's memory, and the attack's own finding. An idle server beside them, and the
+cores that other work leaves, show what the machine itself does. The attacker runs at a lower priority, since it would
+have a machine of its own. Ends with status 1 if an attack was not held.
 """
 
 from __future__ import annotations

@@ -36,9 +36,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a held attack. Two of them are relative to the machine, which has other work too and is shared with the attacker itself: a router
-    may be as slow as twice what an idle server beside it is at that time, and the pace of streams may fall with the
-    cores that the machine's other work leaves."""
+    """Limits of a held attack.
+
+    Two of them are relative to the machine, which has other work and is shared with the attacker: a router may take
+    twice as long as an idle server beside it, and the pace of streams may fall with the cores that other work leaves.
+    """
 
     pause_s: float = 0.25  # the router's; a healthy one takes 10 to 50 ms
     itl_ratio: float = 2.0

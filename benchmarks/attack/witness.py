@@ -1,9 +1,9 @@
 """`python -m benchmarks.attack.witness ADDRESS`: what other callers see of an attack, in a process of its own.
 
 Two streams run one answer after the other, and the health service is asked every 5 ms, on the event loop that serves
-all requests of the router. So is that of a server that does nothing else, which `python -m benchmarks.attack.witness` is
-without an address: it shows how slow the machine itself makes a server. Prints `ready` with the first token; for each line
-that it reads, prints a `Window` as JSON.
+all requests of the router. So is that of a server that does nothing else (this module without an address), which shows
+how slow the machine itself makes a server. Prints `ready` with the first token; for each line that it reads, prints a
+`Window` as JSON.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from cluster.ray.rank_actors import launch_actors
 from cluster.ray.sigterm import on_sigterm
 from penstock.config import RouterConfig, WorkerConfig, parse
 from penstock.errors import InternalError, InvalidInput, PenstockError, to_status
-from penstock.process import freeze_heap, return_freed_memory, set_up_logging
+from penstock.process import favour_event_loop, freeze_heap, return_freed_memory, set_up_logging
 from penstock.rpc.addresses import LOOPBACK, callable_host
 from penstock.types import Epoch, Role, WorkerId
 from worker.main import drain_server
@@ -94,6 +94,7 @@ class HostedRouter:
         from router.server import RouterServer
 
         return_freed_memory()
+        favour_event_loop()
         self._config = config
         self._server = RouterServer(config)
 

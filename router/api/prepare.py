@@ -309,13 +309,15 @@ class RequestPreparer:
             raise
 
     async def _inspect(self, wire: PromptRequest, tenant: Tenant, work: Callable[[], ResultT]) -> ResultT:
-        """Does work that takes longer the more messages there are, off the event loop if there are many.
+        """Does work that reads all messages or the text, off the event loop if they are long.
 
         Raises Overloaded, or what `work` raises.
         """
-        if (num_messages := len(wire.messages)) <= _INLINE_MESSAGES:
+        num_messages, num_characters = len(wire.messages), len(wire.text)  # each look at the text copies it
+        if num_messages <= _INLINE_MESSAGES and num_characters <= _MANY_TOKENS:
             return work()
-        return await self.tokenizer.off_loop(tenant.name, _CHARACTERS_PER_MESSAGE * num_messages, work)
+        size = _CHARACTERS_PER_MESSAGE * num_messages + num_characters // _CHARACTERS_PER_TOKEN
+        return await self.tokenizer.off_loop(tenant.name, size, work)
 
     async def _encode(
         self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, tenant: Tenant, lane: Lane

@@ -11,6 +11,8 @@ from benchmarks.attack.sockets import http_request, post
 from benchmarks.attack.target import AttackTarget
 from benchmarks.attack.verdict import Breach
 
+_DEADLINE_EXCEEDED = 504
+
 
 def _fields(count: int, value: object) -> dict[str, object]:
     return {"type": "object", "properties": {f"p{number}": value for number in range(count)}}
@@ -45,7 +47,8 @@ async def hostile_grammars(target: AttackTarget) -> None:
     bodies = [_body(field, value, rank) for rank in range(4) for field, value in HOSTILE.values()]
     head = post("/v1/completions", target.key)
     for status, answer in await asyncio.gather(*(http_request(target.http, head, body) for body in bodies)):
-        if not 200 <= status < 500:  # some may be obeyed
+        # Some may be obeyed; others wait behind each other to their own deadline.
+        if not 200 <= status < 500 and status != _DEADLINE_EXCEEDED:
             raise Breach(f"a grammar was answered {status}: {answer[-200:]!r}")
 
 

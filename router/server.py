@@ -44,7 +44,7 @@ from router.text.tokenizer import Tokenizer
 
 _HTTP_STOP_S = 1.0
 _LISTEN_BACKLOG = 2048
-_NUM_PARSING = 2  # large bodies parsed at a time; the others wait as bytes
+_NUM_PARSING = 1  # large bodies and messages read at a time, in Python for the most part; the others wait as bytes
 _LOOPBACK = "127.0.0.1"
 _MAX_MS = (1 << 31) - 2  # 2^31 - 1 turns gRPC's limits off
 

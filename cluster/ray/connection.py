@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 import ray
+import ray._private.ray_constants as ray_constants
 from ray.exceptions import RayError
 
 from cluster.pools.resources import ResourceShare, divide_resources, num_cpus_needed
@@ -141,6 +142,9 @@ def _init_embedded(config: ServeConfig, wait_s: int) -> dict[str, ResourceShare]
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["RAY_gcs_server_port_wait_time_s"] = str(wait_s)  # noqa: SIM112 - the name is Ray's
+    # Else Ray replaces a loopback address by the machine's, and listens on every interface.
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
     verbose = "PENSTOCK_LOG" in os.environ
     _become_subreaper()
     ray.init(

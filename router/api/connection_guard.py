@@ -26,6 +26,8 @@ from router.metrics.metrics import RouterMetrics
 log = logging.getLogger(__name__)
 
 _EVERY_S = 0.25
+_NUM_EXCESSIVE = 4  # looks
+_NUM_MISSING = 2
 _FIRST_BYTES = 128 << 10  # that a new connection may send
 _SHARE_OF_ANSWERS = 0.25
 _NO_ADDRESS = bytes(16)  # struct sockaddr of family AF_UNSPEC
@@ -44,6 +46,8 @@ class Traffic:
 class _Account:
     since_s: float
     num_calls: int = 0
+    num_excessive: int = 0  # consecutive looks at which it had sent too much
+    num_missing: int = 0  # consecutive looks at which it was not open
 
 
 class ConnectionAccounts:
@@ -61,9 +65,23 @@ class ConnectionAccounts:
             self._accounts.setdefault(int(port), _Account(now_s)).num_calls += 1
 
     def find_excessive(self, open_now: dict[int, Traffic], now_s: float) -> list[int]:
-        """Returns the connections to end, and forgets those that are not open."""
-        self._accounts = {port: self._accounts.get(port) or _Account(now_s) for port in open_now}
-        return [port for port, traffic in open_now.items() if traffic.received > self._earned(port, traffic, now_s)]
+        """Returns the connections to end: those that have sent too much at several looks in a row.
+
+        A call may be noted later than its message comes, and a connection later than its first call.
+        """
+        for port in [*self._accounts]:
+            account = self._accounts[port]
+            account.num_missing = 0 if port in open_now else account.num_missing + 1
+            if account.num_missing == _NUM_MISSING:
+                del self._accounts[port]
+        found = []
+        for port, traffic in open_now.items():
+            account = self._accounts.setdefault(port, _Account(now_s))
+            is_excessive = traffic.received > self._earned(port, traffic, now_s)
+            account.num_excessive = account.num_excessive + 1 if is_excessive else 0
+            if account.num_excessive >= _NUM_EXCESSIVE:
+                found.append(port)
+        return found
 
     def _earned(self, port: int, traffic: Traffic, now_s: float) -> float:
         account, limits = self._accounts[port], self._limits

@@ -33,6 +33,7 @@ from router.routing.decision_record import to_json
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 
 GRANTED_TOKENS = "penstock-max-tokens"  # trailer: the max_tokens that overload has allowed
+_MOST_BYTES = 4  # of a character in UTF-8
 
 MessageT = TypeVar("MessageT", bound=Message)
 Messages = AsyncIterable[MessageT | InvalidInput | Undecoded]  # of a call: one
@@ -141,7 +142,8 @@ class InferenceService:
                 message = await anext(aiter(messages))
                 if isinstance(message, Undecoded):
                     data, decode = message
-                    message = await self._threads.run(tenant.name, len(data), decode, data)
+                    max_text_bytes = _MOST_BYTES * self._preparer.limits_within(1).prompt_characters
+                    message = await self._threads.run(tenant.name, len(data), decode, data, max_text_bytes)
         except StopAsyncIteration:
             raise InvalidInput("request", "is missing; send one message") from None
         except TimeoutError:

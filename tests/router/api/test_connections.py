@@ -240,13 +240,21 @@ async def test_a_flood_of_pings_without_a_pause_ends_its_connection():
 def test_a_connection_may_send_what_its_calls_need():
     limits = LimitsConfig(request_bytes=1 << 20, header_bytes=1024, control_bytes_per_s=1024)
     accounts = ConnectionAccounts(limits)
-    assert accounts.find_excessive({7: Traffic(128 << 10, 0), 8: Traffic(0, 0)}, 0.0) == []
-    assert accounts.find_excessive({7: Traffic(130 << 10, 0), 8: Traffic(129 << 10, 0)}, 1.0) == [7]
-    assert accounts.find_excessive({7: Traffic(130 << 10, 4096), 8: Traffic(129 << 10, 0)}, 1.0) == []  # answers
+
+    def after_looks(open_now: dict[int, Traffic], now_s: float) -> list[int]:
+        """Returns what is found at the fourth look, and checks that nothing is before."""
+        accounts.find_excessive(dict.fromkeys(open_now, Traffic(0, 0)), now_s)
+        assert not any(accounts.find_excessive(open_now, now_s) for _ in range(3))
+        return accounts.find_excessive(open_now, now_s)
+
+    assert after_looks({7: Traffic(128 << 10, 0), 8: Traffic(0, 0)}, 0.0) == []
+    assert after_looks({7: Traffic(130 << 10, 0), 8: Traffic(129 << 10, 0)}, 1.0) == [7]
+    assert after_looks({7: Traffic(130 << 10, 4096), 8: Traffic(129 << 10, 0)}, 1.0) == []  # answers
     accounts.on_call("ipv4:127.0.0.1:7", 1.0)
     accounts.on_call("ipv6:%5B::1%5D:9", 1.0)
     accounts.on_call("unix:/tmp/socket", 1.0)
-    assert accounts.find_excessive({7: Traffic(1 << 20, 0), 8: Traffic(1 << 20, 0)}, 1.0) == [8]
-    assert accounts.find_excessive({7: Traffic(3 << 20, 0)}, 1.0) == [7]
-    assert accounts.find_excessive({}, 2.0) == []
-    assert accounts.find_excessive({7: Traffic(1 << 20, 0)}, 3.0) == [7]  # another connection of the same port
+    assert after_looks({7: Traffic(1 << 20, 0), 8: Traffic(1 << 20, 0)}, 1.0) == [8]
+    assert after_looks({7: Traffic(3 << 20, 0)}, 1.0) == [7]
+    for _ in range(2):
+        assert accounts.find_excessive({}, 2.0) == []
+    assert after_looks({7: Traffic(1 << 20, 0)}, 3.0) == [7]  # another connection of the same port

@@ -142,24 +142,36 @@ def _init_embedded(config: ServeConfig, wait_s: int) -> dict[str, ResourceShare]
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["RAY_gcs_server_port_wait_time_s"] = str(wait_s)  # noqa: SIM112 - the name is Ray's
-    # Else Ray replaces a loopback address by the machine's, and listens on every interface.
-    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-    ray_constants.ENABLE_RAY_CLUSTER = False
     verbose = "PENSTOCK_LOG" in os.environ
     _become_subreaper()
-    ray.init(
-        address="local",  # even where RAY_ADDRESS is set
-        num_cpus=_CPU_HEADROOM * max(num_cores, math.ceil(num_cpus_needed(config, shares))),
-        num_gpus=num_gpus,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        namespace=NAMESPACE,
-        log_to_driver=verbose,
-        logging_level=logging.INFO if verbose else logging.ERROR,
-        _node_ip_address=LOOPBACK,
-        _system_config=_daemon_settings(),
-    )
+    with _on_loopback_alone():
+        ray.init(
+            address="local",  # even where RAY_ADDRESS is set
+            num_cpus=_CPU_HEADROOM * max(num_cores, math.ceil(num_cpus_needed(config, shares))),
+            num_gpus=num_gpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            namespace=NAMESPACE,
+            log_to_driver=verbose,
+            logging_level=logging.INFO if verbose else logging.ERROR,
+            _node_ip_address=LOOPBACK,
+            _system_config=_daemon_settings(),
+        )
     return shares
+
+
+@contextlib.contextmanager
+def _on_loopback_alone() -> Iterator[None]:
+    """Has Ray keep the loopback address that it is given, and listen there alone.
+
+    Where it may be part of a cluster, it replaces that address by the machine's and listens on every interface.
+    """
+    may_be_cluster = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = may_be_cluster
 
 
 def _daemon_settings() -> dict[str, object]:

@@ -178,6 +178,9 @@ def _daemon_settings() -> dict[str, object]:
     """Returns settings of Ray's own that make the loss of one daemon harmless to the other processes."""
     # The control store would declare the only node dead, and every process of it would end: `DaemonWatch` decides that.
     settings: dict[str, object] = {"health_check_failure_threshold": 1000}
+    # Ray runs actors at niceness 15. Beside any other work that keeps the cores busy, a router would be silent and
+    # workers would stand still.
+    settings["worker_niceness"] = 0
     if keeps_state():
         folder = tempfile.mkdtemp(prefix="penstock-ray-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -23,7 +23,6 @@ from penstock.rpc.server import GrpcServer
 from penstock.rpc.tls import ServerCertificate
 from penstock.rpc.trust import Trust
 from penstock.v1 import admin_pb2
-from router.api.connection_guard import ConnectionGuard
 from router.api.grpc_service import SERVICE, InferenceService
 from router.api.http.app import make_app
 from router.api.http.connections import ConnectionCounts, bound_unread, connections_for, http_protocol
@@ -32,6 +31,7 @@ from router.api.http.tls import tls_settings
 from router.api.identity import Tenants
 from router.api.key_files import watch_metrics_token, watch_tenants
 from router.api.prepare import RequestPreparer
+from router.connection_guard import ConnectionGuard
 from router.dispatch.context import make_context
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lookaside import Lookaside

@@ -120,7 +120,7 @@ class _Probe:
         self._began_s = None
 
     def close(self, now_s: float) -> float:
-        """Returns the longest pause, a call in flight included, and begins anew."""
+        """Returns the longest pause, a call in flight included, and counts from zero again."""
         self._count(now_s)
         pause_s, self._pause_s = self._pause_s, 0.0
         return pause_s

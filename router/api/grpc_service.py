@@ -57,7 +57,7 @@ class InferenceService:
         *,
         wants_tls: bool = False,
     ) -> None:
-        """`threads` decode large messages, and `guard` is told of calls. With `wants_tls`, only the process that
+        """`threads` decode large messages; `guard` counts calls. With `wants_tls`, only the process that
         supervises this router may call without TLS."""
         self._threads = threads
         self._guard = guard

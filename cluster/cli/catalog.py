@@ -68,7 +68,11 @@ GROUPS = (
     CommandGroup(
         "sizing",
         "measure and plan",
-        {"plan-memory": "show what a model and its KV pages take of a device, and how many requests fit"},
+        {
+            "traffic": "describe a trace: lengths, bursts, reuse, and what caches of any size would hit",
+            "plan": "size both pools for traffic, latency targets and priced accelerators, and say why",
+            "plan-memory": "show what a model and its KV pages take of a device, and how many requests fit",
+        },
     ),
 )
 

@@ -72,8 +72,9 @@ async def collect_outputs(
     """Collects the outputs for the whole response; returns its headers."""
     headers, num_outputs = {}, 0
     async for choice, output in outputs:
-        totals.add(output)
-        response.add(parsed.delta(choice, output))
+        delta = parsed.delta(choice, output)
+        totals.add(delta)
+        response.add(delta)
         headers.update(granted_header(output))
         num_outputs += 1
         if num_outputs % _OUTPUTS_AT_A_TIME == 0:  # those of many choices may be there at once
@@ -96,8 +97,9 @@ async def event_bytes(
                 yield _event(event)
             choice, output = first
             while True:
-                totals.add(output)
-                for event in response.events(parsed.delta(choice, output), totals):
+                delta = parsed.delta(choice, output)
+                totals.add(delta)
+                for event in response.events(delta, totals):
                     yield _event(event)
                 choice, output = await anext(outputs)
         except StopAsyncIteration:

@@ -1,7 +1,7 @@
 // Attention over the paged pool on a CPU, for decodes and prompt chunks, reading pages in place.
 //
 // An item of work is a block of a sequence's queries under one KV head; its rows are (query, head of the group). Keys
-// are read 64 at a time: K is transposed, so that a vector holds 16 keys and a score needs no sum across lanes, and V
+// are read 64 at a time: K is transposed, so that a vector's lanes are keys and a score needs no sum across lanes, and V
 // is interleaved into words. Softmax is computed online (Milakov and Gimelshein 2018, arXiv:1805.02867). An item's
 // result depends only on the item, not on the rest of the batch, its order, or the number of threads.
 //
@@ -50,21 +50,30 @@ struct Item {
   int sequence, kv_head, first_query, num_queries;
 };
 
-// The memory that an item needs while it is computed; one per thread, made once per call.
+// The memory that an item needs while it is computed. A thread keeps it, because allocating takes longer than a small
+// item.
 struct Scratch {
-  std::vector<uint32_t> queries, keys, values, weights, decoded;  // decoded: keys of a quantized pool, row by row
-  std::vector<float> scores, totals, row_max, sums;  // sums: per lane, added up at the end
+  Lines<uint32_t> queries, keys, values, weights, decoded;  // decoded: keys of a quantized pool, row by row
+  Lines<float> scores, totals, row_max, sums;  // sums: per lane, added up at the end
+
   // `rows` is a multiple of a tile's side: rows past the item's own are computed too, and never read.
-  Scratch(int rows, int words, int head_dim)
-      : queries(rows * words), keys(words * kBlock), values(kBlock * head_dim), weights(rows * kBlock),
-        decoded(kLanes * words),
-        scores(rows * kBlock), totals(rows * head_dim), row_max(rows), sums(rows * kLanes) {}
+  void fit(int rows, int words, int head_dim) {
+    grow(queries, rows * words), grow(keys, words * kBlock), grow(values, kBlock * head_dim);
+    grow(weights, rows * kBlock), grow(decoded, kLanes * words), grow(scores, rows * kBlock);
+    grow(totals, rows * head_dim), grow(row_max, rows), grow(sums, rows * kLanes);
+  }
+
+ private:
+  template <class T> static void grow(Lines<T>& lines, size_t size) {
+    if (lines.size() < size) lines.resize(size);
+  }
 };
 
 // T: the dtype of queries and output. Format: the format of the pool, `UnquantizedKv` for T's own dtype.
 template <class T, class Format> struct Attention {
   typedef typename T::Stored Stored;
   static constexpr int kStep = T::kPerWord;  // keys that share a word of V
+  static constexpr int kColumns = kLanes == 8 ? 2 : 4;  // vectors of sums beside each other: AVX2 has 16 registers
 
   const Problem& problem;
   Scratch& scratch;
@@ -232,20 +241,22 @@ template <class T, class Format> struct Attention {
   }
 
   template <int R> void score(int row) {
-    constexpr int kVectors = kBlock / kLanes;
-    Floats total[R][kVectors] = {};
-    const uint32_t* keys = scratch.keys.data();
-    const uint32_t* queries = scratch.queries.data() + row * words;
-    for (int word = 0; word < words; ++word, keys += kBlock) {
-      Words key[kVectors];
-      for (int v = 0; v < kVectors; ++v) key[v] = load<Words>(keys + v * kLanes);
-      for (int r = 0; r < R; ++r) {
-        Words query = Words{} + queries[r * words + word];
-        for (int v = 0; v < kVectors; ++v) total[r][v] = multiply_add<T>(total[r][v], query, key[v]);
+    for (int key = 0; key < kBlock; key += kColumns * kLanes) {
+      Floats total[R][kColumns] = {};
+      const uint32_t* keys = scratch.keys.data() + key;
+      const uint32_t* queries = scratch.queries.data() + row * words;
+      for (int word = 0; word < words; ++word, keys += kBlock) {
+        Words these[kColumns];
+        for (int v = 0; v < kColumns; ++v) these[v] = load<Words>(keys + v * kLanes);
+        for (int r = 0; r < R; ++r) {
+          const Words query = Words{} + queries[r * words + word];
+          for (int v = 0; v < kColumns; ++v) total[r][v] = multiply_add<T>(total[r][v], query, these[v]);
+        }
       }
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < kColumns; ++v)
+          store(scratch.scores.data() + (row + r) * kBlock + key + v * kLanes, total[r][v]);
     }
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < kVectors; ++v) store(scratch.scores.data() + (row + r) * kBlock + v * kLanes, total[r][v]);
   }
 
   // Turns the scores of one row into weights relative to the maximum so far, and rescales what was accumulated before.
@@ -253,7 +264,7 @@ template <class T, class Format> struct Attention {
     constexpr int kVectors = kBlock / kLanes;
     const int lowest = problem.window ? position - problem.window + 1 : 0;
     const bool is_whole = first_key >= lowest && first_key + kBlock <= position + 1;
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Ints lane = lane_numbers();
     Floats score[kVectors], best = splat(kMasked);
     for (int v = 0; v < kVectors; ++v) {
       score[v] = load<Floats>(scratch.scores.data() + row * kBlock + v * kLanes) * (problem.scale * 1.44269504f);
@@ -310,7 +321,7 @@ template <class T, class Format> struct Attention {
 
   template <int R> void accumulate(int row) {
     int d = 0;
-    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) accumulate_columns<R, 4>(row, d);
+    for (; d + kColumns * kLanes <= head_dim; d += kColumns * kLanes) accumulate_columns<R, kColumns>(row, d);
     for (; d < head_dim; d += kLanes) accumulate_columns<R, 1>(row, d);
   }
 
@@ -365,7 +376,8 @@ template <class T, class Format>
 inline void attend_over(const Problem& problem, const std::vector<Item>& items, int num_threads) {
   thread_team::parallel_for(num_threads, items.size(), [&](thread_team::Tasks& tasks) {
     const int rows = rows_of_item(problem.num_heads / problem.num_kv_heads);
-    Scratch scratch(rows, problem.head_dim / T::kPerWord, problem.head_dim);
+    static thread_local Scratch scratch;
+    scratch.fit(rows, problem.head_dim / T::kPerWord, problem.head_dim);
     Attention<T, Format> attention(problem, scratch);
     for (int i; tasks.take(i);) attention.run(items[i]);
   });

@@ -26,10 +26,15 @@ typedef uint32_t RowValue;  // a pair of bf16
 constexpr int kRowStride = kDepth / 2, kRowTileStride = kTile / 2;
 struct WeightPair {
   Words pair;
+  WeightPair() = default;
   explicit WeightPair(Words pair) : pair(pair) {}
 };
-inline Floats add_product(Floats total, const RowValue* row, const WeightPair& weight) {
-  return multiply_add<BFloat16>(total, Words{} + *row, weight.pair);
+struct RowPair {
+  Words pair;
+  explicit RowPair(const RowValue* row) : pair(Words{} + *row) {}
+};
+inline Floats add_product(Floats total, const RowPair& row, const WeightPair& weight) {
+  return multiply_add<BFloat16>(total, row.pair, weight.pair);
 }
 constexpr int kValuesPerPair = 1;
 #else
@@ -37,46 +42,65 @@ typedef float RowValue;
 constexpr int kRowStride = kDepth, kRowTileStride = kRowsAtOnce * kDepth;
 struct WeightPair {
   Floats even, odd;
+  WeightPair() = default;
   explicit WeightPair(Words pair) : even((Floats)(pair << 16)), odd((Floats)(pair & 0xffff0000u)) {}
 };
-inline Floats add_product(Floats total, const RowValue* row, const WeightPair& weight) {
-  total += weight.even * row[0];
-  return total + weight.odd * row[1];
+struct RowPair {
+  Floats even, odd;
+  explicit RowPair(const RowValue* row) : even(splat(row[0])), odd(splat(row[1])) {}
+};
+inline Floats add_product(Floats total, const RowPair& row, const WeightPair& weight) {
+  total += weight.even * row.even;
+  return total + weight.odd * row.odd;
 }
 constexpr int kValuesPerPair = 2;
 #endif
 
+// What memory should bring while a chunk is multiplied: the chunk that follows, a few lines of both its panels at every
+// word of a tile.
+struct LinesAhead {
+  const char *first = nullptr, *second = nullptr;
+  int per_word = 0;  // of each panel
+
+  void prefetch_word() {
+    for (int line = 0; line < per_word; ++line, first += 64, second += 64) {
+      __builtin_prefetch(first, 0, 2);
+      __builtin_prefetch(second, 0, 2);
+    }
+  }
+};
+
 // Computes sums[r][16 c : 16 c + 16] (+)= rows @ panels over `tiles` tiles, with rows of kBlock floats.
 template <int R, int C>
 inline void multiply_tiles(float* sums, bool adds, const RowValue* rows, const uint16_t* first, const uint16_t* second,
-                           int tiles) {
+                           int tiles, LinesAhead& lines) {
   constexpr int V = kVectorsPerPanel;
+  LinesAhead ahead = lines;
   Floats total[R][C][V];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c)
       for (int v = 0; v < V; ++v)
         total[r][c][v] = adds ? load<Floats>(sums + r * kBlock + c * kSide + v * kLanes) : Floats{};
-  for (int tile = 0; tile < tiles; ++tile, rows += kRowTileStride, first += kTile, second += kTile) {
-    for (int line = 0; line < kSide; ++line) {
-      __builtin_prefetch(first + line * kDepth + 2 * kTile, 0, 3);
-      if (C > 1) __builtin_prefetch(second + line * kDepth + 2 * kTile, 0, 3);
-    }
+  for (int tile = 0; tile < tiles; ++tile, rows += kRowTileStride, first += kTile, second += kTile)
     for (int word = 0; word < kDepth / 2; ++word) {
+      ahead.prefetch_word();
       const uint16_t* const from[2] = {first + word * kDepth, second + word * kDepth};
+      WeightPair weights[C][V];
       for (int c = 0; c < C; ++c)
-        for (int v = 0; v < V; ++v) {
-          const WeightPair weight(load<Words>(from[c] + v * kLanes * 2));
-          for (int r = 0; r < R; ++r)
-            total[r][c][v] = add_product(total[r][c][v], rows + r * kRowStride + word * kValuesPerPair, weight);
-        }
+        for (int v = 0; v < V; ++v) weights[c][v] = WeightPair(load<Words>(from[c] + v * kLanes * 2));
+      for (int r = 0; r < R; ++r) {
+        const RowPair row(rows + r * kRowStride + word * kValuesPerPair);
+        for (int c = 0; c < C; ++c)
+          for (int v = 0; v < V; ++v) total[r][c][v] = add_product(total[r][c][v], row, weights[c][v]);
+      }
     }
-  }
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c)
       for (int v = 0; v < V; ++v) store(sums + r * kBlock + c * kSide + v * kLanes, total[r][c][v]);
+  lines = ahead;
 }
 
-typedef void (*MultiplyTiles)(float*, bool, const RowValue*, const uint16_t*, const uint16_t*, int);
+typedef void (*MultiplyTiles)(float*, bool, const RowValue*, const uint16_t*, const uint16_t*, int, LinesAhead&);
 
 template <int C> inline MultiplyTiles multiply_rows(int rows) {
   static_assert(kRowsAtOnce == 8 || kRowsAtOnce == 4);
@@ -134,30 +158,41 @@ template <class Finish> class VectorBlocks {
   void run_plain(int start, int stop, int from, int to) const {
     Buffers& memory = buffers(stop - start);
     const int64_t panel = int64_t(steps) * kTile;
-    const int chunk = stop - start <= kRowsAtOnce ? steps : kChunkTiles;
+    const int chunk = stop - start <= kRowsAtOnce ? steps : kChunkTiles, last = weight.outputs / kSide;
     for (int p = from; p < to; p += stride) {
       const uint16_t* first = weight.values + p * panel;
       const uint16_t* second = is_pair(p, to) ? first + pair_distance * panel : nullptr;
-      for (int step = 0; step < steps; step += chunk)
+      for (int step = 0; step < steps; step += chunk) {
+        // What follows is the next chunk of this pair, or the first one of the next pair, which may be another task's.
+        const bool ends = step + chunk >= steps, has_next = p + stride + pair_distance < last;
+        const uint16_t* const next = ends ? first + stride * panel : first + (step + chunk) * kTile;
         multiply(memory, start, stop, step, std::min(chunk, steps - step), first + step * kTile,
-                 second ? second + step * kTile : nullptr, step > 0);
+                 second ? second + step * kTile : nullptr, step > 0, ends && !has_next ? nullptr : next,
+                 pair_distance * panel);
+      }
       for (int row = start; row < stop; ++row) finish_row(memory.sums.data(), row, start, p, second);
     }
   }
 
-  // Adds the products of rows [start, stop) with a chunk of a pair of panels to the sums.
+  // Adds the products of rows [start, stop) with a chunk of a pair of panels to the sums. `next` is the chunk that
+  // follows in the first panel, or null; that of the second is `to_second` values further on.
   void multiply(Buffers& memory, int start, int stop, int step, int tiles, const uint16_t* first,
-                const uint16_t* second, bool adds) const {
+                const uint16_t* second, bool adds, const uint16_t* next = nullptr, int64_t to_second = 0) const {
     float* sums = memory.sums.data();
+    const int blocks = (stop - start + kRowsAtOnce - 1) / kRowsAtOnce;
+    LinesAhead ahead, none;
+    if (next && blocks <= kDepth / 2)
+      ahead = {reinterpret_cast<const char*>(next), reinterpret_cast<const char*>(next + to_second), 1};
     for (int row = start; row < stop; row += kRowsAtOnce, sums += kRowsAtOnce * kBlock) {
       const int count = std::min(kRowsAtOnce, stop - row);
       const RowValue* const rows = values_of(memory, row, count, step, tiles);
+      LinesAhead& lines = row == start ? ahead : none;
       if (kPanelsAtOnce == 2 && second) {
-        multiply_rows<kPanelsAtOnce>(count)(sums, adds, rows, first, second, tiles);
+        multiply_rows<kPanelsAtOnce>(count)(sums, adds, rows, first, second, tiles, lines);
         continue;
       }
-      multiply_rows<1>(count)(sums, adds, rows, first, first, tiles);
-      if (second) multiply_rows<1>(count)(sums + kSide, adds, rows, second, second, tiles);
+      multiply_rows<1>(count)(sums, adds, rows, first, first, tiles, lines);
+      if (second) multiply_rows<1>(count)(sums + kSide, adds, rows, second, second, tiles, none);
     }
   }
 

@@ -174,8 +174,8 @@ inline Ints lane_numbers() {
   return numbers;
 }
 
-// Writes column i of `kLanes` rows of words to `to + i * stride`.
-inline void transpose(const Words rows[kLanes], uint32_t* to, int stride) {
+// Column i of `kLanes` rows of words becomes columns[i].
+inline void transpose(const Words rows[kLanes], Words columns[kLanes]) {
 #if defined(__AVX512F__)
   __m512i a[kLanes], b[kLanes];
   for (int i = 0; i < kLanes; i += 2) {
@@ -192,10 +192,10 @@ inline void transpose(const Words rows[kLanes], uint32_t* to, int stride) {
     __m512i low01 = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), high01 = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
     __m512i low23 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88);
     __m512i high23 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
-    _mm512_storeu_si512(to + (0 + i) * stride, _mm512_shuffle_i32x4(low01, low23, 0x88));
-    _mm512_storeu_si512(to + (4 + i) * stride, _mm512_shuffle_i32x4(high01, high23, 0x88));
-    _mm512_storeu_si512(to + (8 + i) * stride, _mm512_shuffle_i32x4(low01, low23, 0xdd));
-    _mm512_storeu_si512(to + (12 + i) * stride, _mm512_shuffle_i32x4(high01, high23, 0xdd));
+    columns[0 + i] = (Words)_mm512_shuffle_i32x4(low01, low23, 0x88);
+    columns[4 + i] = (Words)_mm512_shuffle_i32x4(high01, high23, 0x88);
+    columns[8 + i] = (Words)_mm512_shuffle_i32x4(low01, low23, 0xdd);
+    columns[12 + i] = (Words)_mm512_shuffle_i32x4(high01, high23, 0xdd);
   }
 #elif defined(__AVX2__)
   __m256i a[kLanes], b[kLanes];
@@ -210,11 +210,24 @@ inline void transpose(const Words rows[kLanes], uint32_t* to, int stride) {
     b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
   }
   for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_si256((__m256i*)(to + i * stride), _mm256_permute2x128_si256(b[i], b[4 + i], 0x20));
-    _mm256_storeu_si256((__m256i*)(to + (4 + i) * stride), _mm256_permute2x128_si256(b[i], b[4 + i], 0x31));
+    columns[i] = (Words)_mm256_permute2x128_si256(b[i], b[4 + i], 0x20);
+    columns[4 + i] = (Words)_mm256_permute2x128_si256(b[i], b[4 + i], 0x31);
   }
+#elif defined(__aarch64__)
+  const uint32x4_t a = (uint32x4_t)rows[0], b = (uint32x4_t)rows[1], c = (uint32x4_t)rows[2], d = (uint32x4_t)rows[3];
+  const uint64x2_t ab_even = (uint64x2_t)vtrn1q_u32(a, b), ab_odd = (uint64x2_t)vtrn2q_u32(a, b);
+  const uint64x2_t cd_even = (uint64x2_t)vtrn1q_u32(c, d), cd_odd = (uint64x2_t)vtrn2q_u32(c, d);
+  columns[0] = (Words)vtrn1q_u64(ab_even, cd_even), columns[1] = (Words)vtrn1q_u64(ab_odd, cd_odd);
+  columns[2] = (Words)vtrn2q_u64(ab_even, cd_even), columns[3] = (Words)vtrn2q_u64(ab_odd, cd_odd);
 #else
   for (int i = 0; i < kLanes; ++i)
-    for (int row = 0; row < kLanes; ++row) to[i * stride + row] = rows[row][i];
+    for (int row = 0; row < kLanes; ++row) columns[i][row] = rows[row][i];
 #endif
+}
+
+// Writes column i of `kLanes` rows of words to `to + i * stride`.
+inline void transpose(const Words rows[kLanes], uint32_t* to, int stride) {
+  Words columns[kLanes];
+  transpose(rows, columns);
+  for (int i = 0; i < kLanes; ++i) store(to + i * stride, columns[i]);
 }

@@ -21,7 +21,7 @@ VARIABLE = "PENSTOCK_CPU_ISA"
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """An instruction set, the flags of g++ and clang that select it, and the features of /proc/cpuinfo that it needs."""
+    """An instruction set, the compiler's flags that select it, and the features of /proc/cpuinfo that it needs."""
 
     name: str
     machine: str

@@ -65,7 +65,7 @@ def test_an_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.Monke
 @pytest.mark.processes
 @pytest.mark.parametrize("dies", [False, True])
 def test_processes_that_start_together_build_once(tmp_path: Path, dies: bool) -> None:
-    """The compiler is a script that counts its links and makes an empty file; the first builder may die in its midst."""
+    """The compiler is a script that counts its links and makes empty files; the first builder may die in its midst."""
     compiler, calls = tmp_path / "c++", tmp_path / "calls"
     compiler.write_text(
         "#!/bin/sh\n"

@@ -6,6 +6,7 @@ import httpx
 import jsonschema
 import pytest
 
+from penstock.rpc.secret import digest_of
 from tests.support.router.router_fakes import FakeWorker, running_router
 
 
@@ -38,6 +39,25 @@ async def test_load_counts_the_requests_in_flight(http):
         async for _ in lines:
             pass
     assert (await http.get("/load")).json()["server_load"] == 0
+
+
+async def test_the_metrics_port_lists_the_workers_that_have_one_of_their_own() -> None:
+    workers = [
+        await FakeWorker("decode-0", metrics_address="10.0.0.1:9100").start(),
+        await FakeWorker("prefill-0", role="prefill", epoch=2, metrics_address="10.0.0.2:9100").start(),
+        await FakeWorker("decode-1", epoch=3).start(),
+    ]
+    async with running_router(*workers, metrics_port=0) as router, httpx.AsyncClient(timeout=60) as http:
+        port = router.server.ports.metrics
+        answer = await http.get(f"http://127.0.0.1:{port}/metrics/targets")
+        assert sorted(answer.json(), key=str) == [
+            {"targets": [address], "labels": {"penstock_worker": name, "penstock_role": role}}
+            for name, role, address in (
+                ("decode-0", "decode", "10.0.0.1:9100"),
+                ("prefill-0", "prefill", "10.0.0.2:9100"),
+            )
+        ]
+        assert (await http.get(f"{router.http_url}/metrics/targets")).status_code == 404  # not for callers of the model
 
 
 async def test_the_document_describes_every_call(http, router):
@@ -113,3 +133,20 @@ async def test_without_origins_no_page_may_call():
     async with running_router(await FakeWorker().start()) as router, httpx.AsyncClient() as client:
         answer = await client.get(f"{router.http_url}/v1/models", headers={"origin": "https://chat.example"})
         assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/ui/state", "/ui/controller"])
+async def test_the_live_page_wants_the_metrics_token_where_there_are_tenants(path, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("t" * 40)
+    token.chmod(0o600)
+    tenants = {"a": {"keys": [digest_of("k" * 40)]}}
+    settings = {"tenants": tenants, "metrics_token_file": str(token)}
+    async with running_router(await FakeWorker().start(), **settings) as router:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
+            assert (await http.get("/ui/")).status_code == 200
+            for key in ("k" * 40, "x" * 40):
+                assert (await http.get(path, headers={"authorization": f"Bearer {key}"})).status_code == 401
+            answer = await http.get(path, headers={"authorization": f"Bearer {'t' * 40}"})
+            assert answer.status_code == 200
+            assert '"a"' not in answer.text

@@ -16,6 +16,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.errors import CheckpointError, InvalidInput
+from penstock.text.schema_keywords import in_known_keywords
 from penstock.text.schemas import closed
 from penstock.types import Grammar, GrammarKind
 
@@ -147,7 +148,7 @@ def _schema_to_llguidance(source: str) -> str:
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     chooses_space = isinstance(own, dict) and "whitespace_flexible" in own
     options: Any = {} if chooses_space else {"whitespace_pattern": _JSON_SPACE}
-    text = json.dumps(closed(schema)) if isinstance(schema, dict) else "{}"
+    text = json.dumps(closed(in_known_keywords(schema))) if isinstance(schema, dict) else "{}"
     try:
         return str(LLMatcher.grammar_from_json_schema(text, defaults=options))
     except ValueError as error:

@@ -71,8 +71,9 @@ async def collect_response(
     """Returns the whole response and its headers."""
     headers = {}
     async for choice, output in outputs:
-        totals.add(output)
-        response.add(parsed.delta(choice, output))
+        delta = parsed.delta(choice, output)
+        totals.add(delta)
+        response.add(delta)
         headers.update(granted_header(output))
     return response.whole(totals), headers
 
@@ -92,8 +93,9 @@ async def event_bytes(
                 yield _event(event)
             choice, output = first
             while True:
-                totals.add(output)
-                for event in response.events(parsed.delta(choice, output), totals):
+                delta = parsed.delta(choice, output)
+                totals.add(delta)
+                for event in response.events(delta, totals):
                     yield _event(event)
                 choice, output = await anext(outputs)
         except StopAsyncIteration:

@@ -35,7 +35,7 @@ def stacks(num_layers: int) -> dict[str, list[TileLinear]]:
         made[kind] = [pack_for_tiles(quantized, None) for _ in range(num_layers)]
     found = {kind: [layer for layer in layers if layer is not None] for kind, layers in made.items()}
     if any(len(layers) < num_layers for layers in found.values()):
-        raise SystemExit("this benchmark needs a CPU with AMX tiles, and a C++ compiler")
+        raise SystemExit("this benchmark needs a C++ compiler, and a CPU that engine/cpu/isa.py knows")
     return found
 
 

@@ -1,5 +1,4 @@
-"""All layers of a dense decoder in one call (`engine/cpu/csrc/decoder.cpp`), on CPUs with AMX tiles, over bf16 or
-quantized pages.
+"""All layers of a dense decoder in one call (`engine/cpu/csrc/decoder.cpp`), over bf16 or quantized pages.
 
 Calling a layer's kernels one by one takes a dozen calls from Python, which for a single token take as long as the
 matrix products. `make_stack` returns None for models that the kernel does not support; the decoder then runs the layers

@@ -1,32 +1,39 @@
-"""Builds the C++ kernels of `engine/cpu/csrc` once for this machine, loads them and declares their signatures.
+"""Builds the C++ kernels of `engine/cpu/csrc` once for each instruction set, loads them and declares their signatures.
 
-The shared library lies in a cache folder under a digest of everything it depends on: sources, compiler, flags and
-processor. Where it cannot be built, the reason is logged and the plain-torch versions serve. The kernels trust their
-arguments; the callers in this room check them.
+The shared library lies in a cache folder under a digest of everything it depends on: sources, compiler and flags.
+Processes that start together wait for one build. Where it cannot be built, the reason is logged and the next lower
+instruction set serves, at last the plain-torch versions. The kernels trust their arguments; the callers in this room
+check them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import itertools
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from engine.cpu.isa import Isa, candidates, require
 
 log = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "csrc"
 # -ffp-contract: ISO mode would not fuse products and sums. No -ffast-math: it would break masking and rounding.
-_FLAGS = ("-O3", "-march=native", "-std=c++20", "-ffp-contract=fast", "-pthread", "-fPIC", "-w")
+_FLAGS = ("-O3", "-std=c++20", "-ffp-contract=fast", "-pthread", "-fPIC", "-w")
 _BUILD_TIMEOUT_S = 120
+_BUILDER_TIMEOUT_S = 2 * _BUILD_TIMEOUT_S  # another process's build
 
 POINTER, INT, LONG, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
@@ -37,9 +44,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "penstock_add_rms_norm": [POINTER] * 3 + [LONG, INT, FLOAT] + [INT] * 2,
     "penstock_silu_and_mul": [POINTER] * 2 + [LONG] + [INT] * 3,
     "penstock_rope": [POINTER] * 3 + [LONG] + [INT] * 2 + [LONG] + [INT] * 2,
-}
-# Present only where the library is built for a processor with AMX.
-_TILE_SIGNATURES: dict[str, list[Any]] = {
     "penstock_pack_linear": [POINTER] * 2 + [INT] * 3,
     "penstock_linear": [POINTER] * 3 + [INT, LONG, INT],
     "penstock_decoder": [POINTER] + [INT] * 2 + [POINTER] + [INT] * 2,
@@ -47,85 +51,116 @@ _TILE_SIGNATURES: dict[str, list[Any]] = {
 
 
 class NativeKernels:
-    """The library's functions with their C signatures, without the `penstock_` prefix."""
+    """The functions of an instruction set's library with their C signatures, without the `penstock_` prefix."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._bind(library, _SIGNATURES)
+    def __init__(self, library: ctypes.CDLL, isa: Isa) -> None:
+        self.isa = isa
         self.has_tiles = bool(library.penstock_has_tiles())
-        if self.has_tiles:
-            self._bind(library, _TILE_SIGNATURES)
-
-    def _bind(self, library: ctypes.CDLL, signatures: dict[str, list[Any]]) -> None:
-        for name, arguments in signatures.items():
+        for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
             setattr(self, name.removeprefix("penstock_"), function)
 
-    def __getattr__(self, name: str) -> Any:  # only for names that `_bind` has not set
-        raise AttributeError(f"the CPU kernels have no function {name!r} on this machine")
+    def __getattr__(self, name: str) -> Any:  # only for names that `__init__` has not set
+        raise AttributeError(f"the CPU kernels have no function {name!r}")
 
 
-def load_native() -> NativeKernels | None:
-    """Returns the kernels, or None where this machine cannot build them (`load_library` logs why)."""
-    library = load_library()
-    return NativeKernels(library) if library is not None else None
+def load_native(isa: str | None = None) -> NativeKernels | None:
+    """Returns the kernels of the named instruction set, else of the best one (`engine.cpu.isa.candidates`), building
+    them first if needed, which blocks for some seconds; None where they cannot be built, which is logged.
+
+    Raises ConfigError for an instruction set that this machine lacks.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    for wanted in candidates() if isa is None else (require(isa),):
+        kernels = _load(compiler, wanted)
+        if kernels is not None:
+            return kernels
+    return None
+
+
+def load_library() -> ctypes.CDLL | None:
+    """Returns the shared library that `load_native` chooses."""
+    kernels = load_native()
+    return None if kernels is None else _open(shutil.which(os.environ.get("CXX", "g++")), kernels.isa)
 
 
 @functools.cache
-def load_library() -> ctypes.CDLL | None:
-    """Returns the shared library, building it first if needed, which blocks for some seconds; None where that fails."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+def _load(compiler: str | None, isa: Isa) -> NativeKernels | None:
+    library = _open(compiler, isa)
+    if library is None:
+        return None
+    kernels = NativeKernels(library, isa)
+    if isa.name == "amx" and not kernels.has_tiles:
+        log.info("the operating system refuses AMX: the CPU kernels use other instructions")
+        return None
+    log.info("the CPU kernels use %s", isa.name)
+    return kernels
+
+
+@functools.cache
+def _open(compiler: str | None, isa: Isa) -> ctypes.CDLL | None:
     if compiler is None:
         log.info("no C++ compiler (g++, or CXX): attention on CPU runs in plain torch, about 3 times slower")
         return None
     try:
-        return ctypes.CDLL(str(_build(compiler)))
+        return ctypes.CDLL(str(_build(compiler, isa)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
-        log.warning("CPU kernels cannot be built, plain torch serves instead: %s", detail)
+        log.warning("CPU kernels for %s cannot be built: %s", isa.name, detail)
         return None
 
 
-def _build(compiler: str) -> Path:
-    sources = sorted(_SOURCES.glob("*.cpp"))
-    target = _cache_folder() / _digest(compiler) / "kernels.so"
+def _build(compiler: str, isa: Isa) -> Path:
+    flags = (*_FLAGS, *isa.flags)
+    target = _cache_folder() / f"{isa.name}-{_digest(compiler, flags)}" / "kernels.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _only_builder(target.with_name("lock")):
+        if not target.exists():
+            _compile(compiler, flags, target)
+            log.info("built the CPU kernels: %s", target)
+    return target
+
+
+def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
+    sources = sorted(_SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # long ones take longest
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / target.name
         objects = [built.with_name(f"{source.stem}.o") for source in sources]
         with ThreadPoolExecutor() as pool:  # a compiler for each file
-            compile_source = functools.partial(_run, compiler, "-c")
+            compile_source = functools.partial(_run, compiler, *flags, "-c")
             list(pool.map(compile_source, map(str, sources), itertools.repeat("-o"), map(str, objects)))
-        _run(compiler, "-shared", *map(str, objects), "-o", str(built))
-        built.replace(target)  # atomic: workers that start together may all build, and each finds a whole file
-    log.info("built the CPU kernels: %s", target)
-    return target
+        _run(compiler, *flags, "-shared", *map(str, objects), "-o", str(built))
+        built.replace(target)  # atomic: whoever finds the file finds all of it
 
 
-def _run(compiler: str, *arguments: str) -> None:
-    command = [compiler, *_FLAGS, *arguments]
+@contextmanager
+def _only_builder(path: Path) -> Iterator[None]:
+    """Holds the lock of a build. A builder that dies loses it at once; one that hangs is not waited for any longer than
+    a build may take, because two builds do each other no harm."""
+    with path.open("w") as file:
+        waiter = threading.Thread(target=_lock, args=(file,), daemon=True)
+        waiter.start()
+        waiter.join(_BUILDER_TIMEOUT_S)
+        yield
+
+
+def _lock(file: IO[str]) -> None:
+    fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+
+
+def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S)
 
 
-def _digest(compiler: str) -> str:
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=10).stdout
-    digest = blake2b(version + repr((compiler, _FLAGS, platform.machine(), _processor())).encode(), digest_size=16)
+    digest = blake2b(version + repr((compiler, flags)).encode(), digest_size=16)
     for file in sorted(_SOURCES.iterdir()):
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def _processor() -> str:
-    """Identifies the processor that -march=native compiles for, because machines may share a home folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(
-        next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags", "Features")
-    )
 
 
 def _cache_folder() -> Path:

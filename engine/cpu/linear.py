@@ -1,4 +1,6 @@
-"""Linear layers with weights packed for AMX tiles (`engine/cpu/csrc/linear.h`), in bf16 on CPUs that have them.
+"""Linear layers with weights packed in tiles for the CPU kernels (`engine/cpu/csrc/linear.h`), in bf16.
+
+The layout is the same for every instruction set; only with AMX a tile is multiplied by one instruction.
 
 A row's result depends only on the row, not on the other rows of the batch or the number of threads, which no library
 guarantees. Reference: torch's linear. Quantized weights stay quantized in memory and are multiplied with exactly the
@@ -125,14 +127,14 @@ class TileLinear:
 def pack_for_tiles(
     weight: torch.Tensor | QuantizedWeight, bias_O: torch.Tensor | None, codes: CodesLayout | None = None
 ) -> TileLinear | None:
-    """Packs the weight; returns None where this machine has no tiles or the weight does not fill whole ones. `codes` is
-    passed to `TileLinear`."""
+    """Packs the weight; returns None where this machine has no kernels or the weight does not fill whole tiles. `codes`
+    is passed to `TileLinear`."""
     if isinstance(weight, QuantizedWeight):
         fits = can_pack_codes(weight)
     else:
         fits = weight.dtype == torch.bfloat16 and not weight.shape[0] % _OUT_MULTIPLE | weight.shape[1] % _IN_MULTIPLE
     kernels = load_native() if fits else None
-    return TileLinear(kernels, weight, bias_O, codes) if kernels is not None and kernels.has_tiles else None
+    return TileLinear(kernels, weight, bias_O, codes) if kernels is not None else None
 
 
 def can_pack_codes(weight: QuantizedWeight) -> bool:
@@ -142,8 +144,7 @@ def can_pack_codes(weight: QuantizedWeight) -> bool:
         return False
     if weight.scales_OG.shape[1] > 1 and weight.group_size % _IN_MULTIPLE:
         return False
-    kernels = load_native()
-    return kernels is not None and kernels.has_tiles
+    return load_native() is not None
 
 
 def _tiles_in_group(weight: QuantizedWeight) -> int:

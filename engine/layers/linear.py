@@ -1,8 +1,8 @@
 """Linear layers whose weights are laid out for the machine they run on, single or one for each expert.
 
-On a CPU with AMX tiles a bf16 weight is packed for the kernels of `engine.cpu.linear`; on other CPUs it is packed once
-for oneDNN (a third faster than a plain product at batch 1-64 on AVX-512, measured 2026-11). Everywhere else the layer
-is an ordinary matrix product.
+On a CPU a bf16 weight is packed for the kernels of `engine.cpu.linear`; what they do not take is packed once for oneDNN
+(a third faster than a plain product at batch 1-64 on AVX-512, measured 2026-11). Everywhere else the layer is an
+ordinary matrix product.
 
 Shapes: `T` tokens, `I` in, `O` out, `E` experts.
 """
@@ -87,8 +87,8 @@ class Linear:
 def can_multiply(weight: QuantizedWeight, dtype: torch.dtype, is_expert: bool = False) -> bool:
     """Returns whether `Linear` takes this weight quantized; otherwise it must be dequantized first.
 
-    CPUs need AMX tiles: torch's own kernels for quantized weights are 1.3 to 1.9 times faster than bf16 at one row, but
-    5 to 15 times slower from 16 rows on (2026-11, torch 2.13)."""
+    CPUs need the kernels of `engine.cpu`: torch's own for quantized weights are 1.3 to 1.9 times faster than bf16 at
+    one row, but 5 to 15 times slower from 16 rows on (2026-11, torch 2.13)."""
     if weight.device.type == "cpu":
         return dtype == torch.bfloat16 and can_pack_codes(weight)
     if is_expert or dtype == torch.float32:  # the experts of a layer are one launch, over plain weights

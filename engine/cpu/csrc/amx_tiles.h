@@ -1,5 +1,5 @@
 // Products of bf16 matrices on Intel AMX tiles, in the layouts of the vector code. Only on Linux and where
-// -march=native includes AMX; `available` asks the Linux kernel, which must permit a process to use tiles.
+// the library is built for AMX; `available` asks the Linux kernel, which must permit a process to use tiles.
 //
 // A tile is 16 rows of 16 words. `left` has rows of words; in `right` a row holds one word of each of 16 columns.
 #pragma once

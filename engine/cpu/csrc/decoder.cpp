@@ -1,5 +1,4 @@
-// All layers of a dense decoder in one call: bf16, packed weights, AMX tiles, bf16 or quantized pages. Reference: the
-// same layers operation by operation (engine/models/decoder.py), with the same roundings.
+// All layers of a dense decoder in one call: bf16, packed weights, bf16 or quantized pages. Reference: the same layers operation by operation (engine/models/decoder.py), with the same roundings.
 //
 // One thread runs the operations, and others share the tasks of each (thread_team.h). The input of a matrix product is
 // written as strips of tiles (packed_weight.h) by the operation before it, so that nothing is copied in between.
@@ -9,7 +8,6 @@
 #include "linear.h"
 #include "row_ops.h"
 
-#if defined(PENSTOCK_TILES)
 namespace {
 
 using linear::kSide;
@@ -76,8 +74,8 @@ class Decoder {
   // on.
   void run(const Layer& layer, const uint16_t* next_norm) {
     uint16_t* const qkv = intermediates.qkv;
-    multiply(layer.qkv, intermediates.normed, [&](int row, int panel, Floats sums) {
-      store_rounded(qkv + int64_t(row) * layer.qkv.outputs + panel * kSide, sums, layer.qkv, panel);
+    multiply(layer.qkv, intermediates.normed, [&](int row, int output, Floats sums) {
+      store_rounded(qkv + int64_t(row) * layer.qkv.outputs + output, sums, layer.qkv, output);
     });
     rotate_and_store(layer);
     attend(layer);
@@ -103,12 +101,12 @@ class Decoder {
   uint16_t* const residual;
   int num_rows;
 
-  static Floats with_bias(Floats sums, const linear::PackedWeight& weight, int panel) {
-    return weight.bias ? sums + load_floats(weight.bias + panel * kSide, kLanes) : sums;
+  static Floats with_bias(Floats sums, const linear::PackedWeight& weight, int output) {
+    return weight.bias ? sums + load_floats(weight.bias + output, kLanes) : sums;
   }
 
-  static void store_rounded(uint16_t* to, Floats sums, const linear::PackedWeight& weight, int panel) {
-    store_floats(to, with_bias(sums, weight, panel), kLanes);
+  static void store_rounded(uint16_t* to, Floats sums, const linear::PackedWeight& weight, int output) {
+    store_floats(to, with_bias(sums, weight, output), kLanes);
   }
 
   // Calls take(row) for each row; `per_task` rows should take some microseconds.
@@ -119,33 +117,32 @@ class Decoder {
     });
   }
 
-  // Calls take(row, panel, sums) for each row and panel of the product.
+  // Calls take(row, output, sums) for each row of the product and every `kLanes` outputs, of which `output` is the first.
   template <class Take>
   void multiply(const linear::PackedWeight& weight, const uint16_t* strips, const Take& take) const {
     linear::for_outputs(num_threads, weight, strips, num_rows, 1,
-                        [&](int row, int panel, Floats first, bool is_pair, Floats second) {
-                          take(row, panel, first);
-                          if (is_pair) take(row, panel + 1, second);
+                        [&](int row, int output, Floats first, bool is_pair, Floats second) {
+                          take(row, output, first);
+                          if (is_pair) take(row, output + kSide, second);
                         });
   }
 
   void add_to_residual(const linear::PackedWeight& weight, const uint16_t* strips) const {
-    multiply(weight, strips, [&](int row, int panel, Floats sums) {
-      uint16_t* total = residual + int64_t(row) * step.hidden + panel * kSide;
-      const Floats out = widen(narrow(with_bias(sums, weight, panel)));
+    multiply(weight, strips, [&](int row, int output, Floats sums) {
+      uint16_t* total = residual + int64_t(row) * step.hidden + output;
+      const Floats out = widen(narrow(with_bias(sums, weight, output)));
       store_floats(total, load_floats(total, kLanes) + out, kLanes);
     });
   }
 
   void activate(const linear::PackedWeight& gate_up) const {
     uint16_t* const inner = intermediates.inner;
-    const int panels = step.intermediate / kSide;
-    linear::for_outputs(num_threads, gate_up, intermediates.normed, num_rows, panels,
-                        [&](int row, int panel, Floats gate, bool, Floats up) {
-                          gate = widen(narrow(with_bias(gate, gate_up, panel)));
-                          up = widen(narrow(with_bias(up, gate_up, panel + panels)));
-                          store_floats(inner + linear::place(row, panel * kSide, step.intermediate), silu(gate) * up,
-                                       kLanes);
+    const int width = step.intermediate;
+    linear::for_outputs(num_threads, gate_up, intermediates.normed, num_rows, width / kSide,
+                        [&](int row, int output, Floats gate, bool, Floats up) {
+                          gate = widen(narrow(with_bias(gate, gate_up, output)));
+                          up = widen(narrow(with_bias(up, gate_up, output + width)));
+                          store_floats(inner + linear::place(row, output, width), silu(gate) * up, kLanes);
                         });
   }
 
@@ -230,4 +227,3 @@ extern "C" void penstock_decoder(const Layer* layers, int32_t first, int32_t las
     decoder.run(layers[layer], layer + 1 < last ? layers[layer + 1].input_norm : last_norm);
   }
 }
-#endif

@@ -4,8 +4,8 @@
 
 #include "simd.h"
 
-typedef uint8_t Bytes __attribute__((vector_size(16)));
-typedef int8_t SignedBytes __attribute__((vector_size(16)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
 
 constexpr int kFp8Kv = 1, kInt8Kv = 2;  // as engine/cpu/native.py numbers them; 0 is an unquantized pool
 constexpr float kMinPeak = 1e-30f;

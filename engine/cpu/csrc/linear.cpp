@@ -3,7 +3,6 @@
 
 extern "C" int32_t penstock_has_tiles() { return tiles::available(); }
 
-#if defined(PENSTOCK_TILES)
 // weight: bf16 [outputs, inputs], contiguous; packed: as many values.
 extern "C" void penstock_pack_linear(
     uint16_t* packed, const uint16_t* weight, int32_t outputs, int32_t inputs, int32_t num_threads) {
@@ -12,10 +11,14 @@ extern "C" void penstock_pack_linear(
   thread_team::parallel_for(num_threads, outputs / kSide, [&](thread_team::Tasks& panels) {
     for (int p; panels.take(p);)
       for (int i = 0; i < steps; ++i) {
-        Words rows[kLanes];
-        for (int lane = 0; lane < kLanes; ++lane)
-          rows[lane] = load<Words>(weight + int64_t(p * kSide + lane) * inputs + i * kDepth);
-        transpose(rows, reinterpret_cast<uint32_t*>(packed + (int64_t(p) * steps + i) * kTile), kLanes);
+        uint32_t* const tile = reinterpret_cast<uint32_t*>(packed + (int64_t(p) * steps + i) * kTile);
+        for (int first = 0; first < kSide; first += kLanes)      // outputs
+          for (int word = 0; word < kSide; word += kLanes) {
+            Words rows[kLanes];
+            for (int lane = 0; lane < kLanes; ++lane)
+              rows[lane] = load<Words>(weight + int64_t(p * kSide + first + lane) * inputs + i * kDepth + word * 2);
+            transpose(rows, tile + word * kSide + first, kSide);
+          }
       }
   });
 }
@@ -31,20 +34,19 @@ extern "C" void penstock_linear(
   static thread_local Lines<uint16_t> buffer;
   if (buffer.size() < size_t(padded(count)) * inputs) buffer.resize(padded(count) * inputs);
   uint16_t* const strips = buffer.data();
-  const auto finish = [=](int row, int panel, Floats first, bool is_pair, Floats second) {
-    uint16_t* to = out + int64_t(row) * outputs + panel * kSide;
-    if (bias) first += load_floats(bias + panel * kSide, kLanes);
+  const auto finish = [=](int row, int output, Floats first, bool is_pair, Floats second) {
+    uint16_t* to = out + int64_t(row) * outputs + output;
+    if (bias) first += load_floats(bias + output, kLanes);
     store_floats(to, first, kLanes);
     if (!is_pair) return;
-    if (bias) second += load_floats(bias + (panel + 1) * kSide, kLanes);
+    if (bias) second += load_floats(bias + output + kSide, kLanes);
     store_floats(to + kSide, second, kLanes);
   };
   thread_team::parallel_for(num_threads, (count + kSide - 1) / kSide, [&](thread_team::Tasks& tasks) {
     for (int strip; tasks.take(strip);)
       for (int row = strip * kSide; row < std::min(count, (strip + 1) * kSide); ++row)
         for (int i = 0; i < inputs; i += kDepth)
-          store(strips + place(row, i, inputs), load<Words>(rows + row * stride + i));
+          std::memcpy(strips + place(row, i, inputs), rows + row * stride + i, kDepth * sizeof(uint16_t));
   });
   for_outputs(num_threads, weight, strips, count, 1, finish);
 }
-#endif

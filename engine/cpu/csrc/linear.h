@@ -1,9 +1,10 @@
-// Matrix products with packed weights on AMX tiles. An output is one running sum over the inputs in order, whatever the
-// number of rows and threads, so a row's result depends only on the row, bit for bit. quantized_linear.h has the
-// products with quantized weights.
+// Matrix products with packed weights, on AMX tiles where the library is built for them. An output is one running sum
+// over the inputs in order, whatever the number of rows and threads, so a row's result depends only on the row, bit for
+// bit. quantized_linear.h has the products with quantized weights on tiles, vector_linear.h all products without tiles.
 #pragma once
 
 #include "quantized_linear.h"
+#include "vector_linear.h"
 #include "thread_team.h"
 #include "packed_weight.h"
 #include "amx_tiles.h"
@@ -11,8 +12,7 @@
 
 namespace linear {
 
-#if defined(__AVX512BF16__)
-
+#if defined(PENSTOCK_TILES)
 // Rounds two vectors of floats to words of two bf16 each, `low` in the lower half.
 inline Words rounded_pairs(Floats low, Floats high) {
   const __m512i pair_distance = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
@@ -20,13 +20,7 @@ inline Words rounded_pairs(Floats low, Floats high) {
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return (Words)_mm512_permutexvar_epi16(order, pair_distance);
 }
-#else
-inline Words rounded_pairs(Floats low, Floats high) {
-  return __builtin_convertvector(narrow(low), Words) | (__builtin_convertvector(narrow(high), Words) << 16);
-}
-#endif
 
-#if defined(PENSTOCK_TILES)
 inline void prefetch(const uint16_t* tile) {
   for (int value = 0; value < kTile; value += 32) __builtin_prefetch(tile + value, 0, 2);
 }
@@ -135,11 +129,13 @@ template <class Finish> class Blocks {
 
   void finish_rows(int max_rows) {
     for (const int stop = rows_left - std::min(rows_left, max_rows); rows_left > stop; --rows_left, ++next_row) {
-      finish(next_row, next_panel, load<Floats>(next_sums), next_is_pair, load<Floats>(next_sums + kSide));
+      finish(next_row, next_panel * kSide, load<Floats>(next_sums), next_is_pair, load<Floats>(next_sums + kSide));
       next_sums += kBlock;
     }
   }
 };
+
+#endif
 
 // Returns how many rows of `inputs` are computed together: as many as stay in L2 while panels are read.
 inline int rows_in_cache(int inputs) { return std::clamp(kMaxInputsInCache / inputs / kBlock * kBlock, 256, 512); }
@@ -162,14 +158,17 @@ inline void for_outputs(int num_threads, const PackedWeight& weight, const uint1
         blocks.run(start, std::min(count, start + rows), from, std::min(panels, from + run));
       }
     };
+#if defined(PENSTOCK_TILES)
     tiles::configure(kSide);
     if (weight.kind == kPlain) take_all(Blocks<Finish>(weight, strips, pair_distance, finish));
     else if (weight.kind == kInt4)
       take_all(QuantizedBlocks<Int4Values, Finish>(weight, strips, count, pair_distance, finish));
     else take_all(QuantizedBlocks<ByteValues, Finish>(weight, strips, count, pair_distance, finish));
     tiles::release();
+#else
+    take_all(VectorBlocks<Finish>(weight, strips, pair_distance, finish));
+#endif
   });
 }
-#endif
 
 }  // namespace linear

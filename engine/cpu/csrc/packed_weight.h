@@ -28,6 +28,10 @@ struct PackedWeight {
   int32_t kind, tiles_in_group;
 };
 
+inline int num_groups(const PackedWeight& weight) {
+  return (weight.inputs / kDepth + weight.tiles_in_group - 1) / weight.tiles_in_group;
+}
+
 inline int64_t padded(int64_t rows) { return (rows + kBlock - 1) / kBlock * kBlock; }
 
 // Returns the offset, among strips of tiles, of 16 values of a row from input `i` on.

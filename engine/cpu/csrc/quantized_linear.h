@@ -1,18 +1,15 @@
 // Matrix products of bf16 rows with quantized weights (int4, int8 and fp8 codes) on AMX tiles.
 //
-// A code represents a value that bf16 has exactly: for int4 the code minus 8, for int8 the code plus a half, for fp8
-// the value itself. Tables give the bits of 32 or 64 values at a time; tiles multiply with them, and the sum over a
+// A code represents a value that bf16 has exactly (code_values.h). Tiles multiply with these values, and the sum over a
 // group of inputs is scaled afterwards in float32: scale * (sum of value * x - zero * sum of x). So no value is rounded
 // to bf16, and decoding costs no multiplication. The vector units decode ahead while the tile unit multiplies: a few
 // tiles ahead into L1 where rows are few, mostly a panel ahead into L2 where it meets many rows.
-//
-// Layout of codes, [O / 16][I / 32] tiles: a 16-bit word holds four int4 codes, of inputs 2k + j of the tile's rows
-// 4q .. 4q + 3; bytes are stored in pairs of rows, so that two unpack instructions give both (engine/cpu/linear.py).
 //
 // A row's result depends only on the row, bit for bit: whatever the number of rows, each output is one sum per group in
 // the order of inputs, and one sum over groups in their order.
 #pragma once
 
+#include "code_values.h"
 #include "packed_weight.h"
 #include "amx_tiles.h"
 #include "simd.h"
@@ -25,79 +22,8 @@ namespace linear {
 constexpr int kLead = 3;  // tiles decoded ahead of use, where rows are few
 constexpr int kRing = 8;  // tiles of each panel in L1, where rows are few
 
-inline int num_groups(const PackedWeight& weight) {
-  return (weight.inputs / kDepth + weight.tiles_in_group - 1) / weight.tiles_in_group;
-}
-
-inline uint16_t upper_half(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return uint16_t(bits >> 16);
-}
-
 // The compiler does not know what tile loads read. This makes it finish all writes to memory before them.
 inline void compiler_barrier() { asm volatile("" : : : "memory"); }
-
-// Decodes 16 rows of a panel's tile to bf16.
-struct Int4Values {
-  static constexpr int kTileBytes = 256;
-  __m512i table;  // the values twice: a look-up uses five bits, and the highest belongs to another code
-
-  // Returns whether decoding again for each block of rows, in L1, is faster than decoding once and reading from L2: it
-  // is with few blocks, and where panels take much of L2 (measured 2026-11).
-  static bool decodes_per_block(int num_blocks, int steps) { return num_blocks == 2 || steps > 64; }
-  explicit Int4Values(int) {
-    alignas(64) uint16_t values[32];
-    for (int code = 0; code < 32; ++code) values[code] = upper_half(float(code % 16 - 8));
-    table = _mm512_load_si512(values);
-  }
-  void decode(const uint8_t* codes, uint16_t* tile) const {
-    for (int quarter = 0; quarter < 4; ++quarter, codes += 64, tile += 128) {
-      const __m512i four = _mm512_loadu_si512(codes);
-      _mm512_store_si512(tile, _mm512_permutexvar_epi16(four, table));
-      _mm512_store_si512(tile + 32, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 4), table));
-      _mm512_store_si512(tile + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 8), table));
-      _mm512_store_si512(tile + 96, _mm512_permutexvar_epi16(_mm512_srli_epi16(four, 12), table));
-    }
-  }
-};
-
-// Decodes codes of a sign and a magnitude of seven bits.
-struct ByteValues {
-  static constexpr int kTileBytes = 512;
-  __m512i low[2], high[2];  // the two bytes in bf16 of each magnitude
-
-  static bool decodes_per_block(int, int) { return false; }
-  explicit ByteValues(int kind) {
-    alignas(64) uint8_t bytes[2][128];
-    for (int code = 0; code < 128; ++code) {
-      const uint16_t bits = upper_half(kind == kFp8 ? fp8(code) : float(code) + 0.5f);
-      bytes[0][code] = uint8_t(bits), bytes[1][code] = uint8_t(bits >> 8);
-    }
-    for (int half = 0; half < 2; ++half) {
-      low[half] = _mm512_load_si512(bytes[0] + 64 * half);
-      high[half] = _mm512_load_si512(bytes[1] + 64 * half);
-    }
-  }
-  void decode(const uint8_t* codes, uint16_t* tile) const {
-    const __m512i sign = _mm512_set1_epi8(char(0x80));
-    for (int pair = 0; pair < 8; ++pair, codes += 64, tile += 64) {
-      const __m512i code = _mm512_loadu_si512(codes);
-      const __m512i lower = _mm512_permutex2var_epi8(low[0], code, low[1]);
-      const __m512i size = _mm512_permutex2var_epi8(high[0], code, high[1]);
-      const __m512i upper = _mm512_ternarylogic_epi32(size, code, sign, 0xf8);  // size | (code & sign)
-      _mm512_store_si512(tile, _mm512_unpacklo_epi8(lower, upper));
-      _mm512_store_si512(tile + 32, _mm512_unpackhi_epi8(lower, upper));
-    }
-  }
-
- private:
-  static float fp8(int code) {  // e4m3
-    const int exponent = code >> 3, fraction = code & 7;
-    if (code == 127) return NAN;
-    return exponent ? std::ldexp(8.0f + fraction, exponent - 10) : std::ldexp(float(fraction), -9);
-  }
-};
 
 // Decodes tiles of panels ahead of their use, two panels at a time, in the order in which they are multiplied with.
 template <class Values> class DecodedTiles {
@@ -315,7 +241,7 @@ template <class Values, class Finish> class QuantizedBlocks {
         total[c] = _mm512_fmadd_ps(sum, scales[c], before);
         if (!ends) _mm512_store_ps(so_far + c * kSide, total[c]);
       }
-      if (ends) finish(row + r, panel, (Floats)total[0], C > 1, (Floats)total[C - 1]);
+      if (ends) finish(row + r, panel * kSide, (Floats)total[0], C > 1, (Floats)total[C - 1]);
     }
     next_sums = from, next_input_sums = inputs, next_totals = so_far;
     next_row = row + count, rows_left -= count;

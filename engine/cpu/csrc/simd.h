@@ -1,4 +1,5 @@
-// Vectors of sixteen lanes in GCC and Clang vector extensions: AVX-512 where the machine has it, narrower elsewhere.
+// Vectors as wide as a register, in GCC and Clang vector extensions: 16 lanes with AVX-512, 8 with AVX2, else 4. The
+// compiler's flags decide which instructions a library has (engine/cpu/isa.py).
 //
 // A row of K or V is read as 32-bit words: one float, or a pair of neighbouring bf16. `multiply_add` adds the product
 // of two vectors of words to floats, for pairs the sum of both products.
@@ -10,15 +11,29 @@
 #include <cstring>
 #include <new>
 #include <vector>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
+#if defined(__AVX512F__)
 constexpr int kLanes = 16;
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef uint16_t Shorts __attribute__((vector_size(32)));
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
+
+// An instruction that multiplies pairs of bf16 and adds them to a float. On processors with AMX it is not used: there
+// it makes attention a third slower (measured 2026-11 on Sapphire Rapids).
+#if (defined(__AVX512BF16__) && !defined(__AMX_TILE__)) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PENSTOCK_DOTS 1
+#endif
 
 // Allocates from the start of a cache line: a tile row that crosses two lines costs two loads.
 template <class T> struct LineAllocator {
@@ -143,13 +158,24 @@ template <> inline Floats multiply_add<Float32>(Floats total, Words a, Words b) 
   return total + (Floats)a * (Floats)b;
 }
 template <> inline Floats multiply_add<BFloat16>(Floats total, Words a, Words b) {
-  // Not vdpbf16ps, which makes the whole kernel a third slower on Sapphire Rapids (measured 2026-11).
+#if defined(PENSTOCK_DOTS) && defined(__AVX512BF16__)
+  return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#elif defined(PENSTOCK_DOTS)
+  return (Floats)vbfdotq_f32((float32x4_t)total, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#else
   total += (Floats)(a << 16) * (Floats)(b << 16);
   return total + (Floats)(a & 0xffff0000u) * (Floats)(b & 0xffff0000u);
+#endif
 }
 
-// Writes column i of 16 rows of words to `to + i * stride`.
-inline void transpose(const Words rows[kLanes], uint32_t* to, int stride) {
+inline Ints lane_numbers() {
+  Ints numbers;
+  for (int lane = 0; lane < kLanes; ++lane) numbers[lane] = lane;
+  return numbers;
+}
+
+// Column i of `kLanes` rows of words becomes columns[i].
+inline void transpose(const Words rows[kLanes], Words columns[kLanes]) {
 #if defined(__AVX512F__)
   __m512i a[kLanes], b[kLanes];
   for (int i = 0; i < kLanes; i += 2) {
@@ -166,13 +192,42 @@ inline void transpose(const Words rows[kLanes], uint32_t* to, int stride) {
     __m512i low01 = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), high01 = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
     __m512i low23 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88);
     __m512i high23 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
-    _mm512_storeu_si512(to + (0 + i) * stride, _mm512_shuffle_i32x4(low01, low23, 0x88));
-    _mm512_storeu_si512(to + (4 + i) * stride, _mm512_shuffle_i32x4(high01, high23, 0x88));
-    _mm512_storeu_si512(to + (8 + i) * stride, _mm512_shuffle_i32x4(low01, low23, 0xdd));
-    _mm512_storeu_si512(to + (12 + i) * stride, _mm512_shuffle_i32x4(high01, high23, 0xdd));
+    columns[0 + i] = (Words)_mm512_shuffle_i32x4(low01, low23, 0x88);
+    columns[4 + i] = (Words)_mm512_shuffle_i32x4(high01, high23, 0x88);
+    columns[8 + i] = (Words)_mm512_shuffle_i32x4(low01, low23, 0xdd);
+    columns[12 + i] = (Words)_mm512_shuffle_i32x4(high01, high23, 0xdd);
   }
+#elif defined(__AVX2__)
+  __m256i a[kLanes], b[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {
+    a[i] = _mm256_unpacklo_epi32((__m256i)rows[i], (__m256i)rows[i + 1]);
+    a[i + 1] = _mm256_unpackhi_epi32((__m256i)rows[i], (__m256i)rows[i + 1]);
+  }
+  for (int i = 0; i < kLanes; i += 4) {
+    b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    columns[i] = (Words)_mm256_permute2x128_si256(b[i], b[4 + i], 0x20);
+    columns[4 + i] = (Words)_mm256_permute2x128_si256(b[i], b[4 + i], 0x31);
+  }
+#elif defined(__aarch64__)
+  const uint32x4_t a = (uint32x4_t)rows[0], b = (uint32x4_t)rows[1], c = (uint32x4_t)rows[2], d = (uint32x4_t)rows[3];
+  const uint64x2_t ab_even = (uint64x2_t)vtrn1q_u32(a, b), ab_odd = (uint64x2_t)vtrn2q_u32(a, b);
+  const uint64x2_t cd_even = (uint64x2_t)vtrn1q_u32(c, d), cd_odd = (uint64x2_t)vtrn2q_u32(c, d);
+  columns[0] = (Words)vtrn1q_u64(ab_even, cd_even), columns[1] = (Words)vtrn1q_u64(ab_odd, cd_odd);
+  columns[2] = (Words)vtrn2q_u64(ab_even, cd_even), columns[3] = (Words)vtrn2q_u64(ab_odd, cd_odd);
 #else
   for (int i = 0; i < kLanes; ++i)
-    for (int row = 0; row < kLanes; ++row) to[i * stride + row] = rows[row][i];
+    for (int row = 0; row < kLanes; ++row) columns[i][row] = rows[row][i];
 #endif
+}
+
+// Writes column i of `kLanes` rows of words to `to + i * stride`.
+inline void transpose(const Words rows[kLanes], uint32_t* to, int stride) {
+  Words columns[kLanes];
+  transpose(rows, columns);
+  for (int i = 0; i < kLanes; ++i) store(to + i * stride, columns[i]);
 }

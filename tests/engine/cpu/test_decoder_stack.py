@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.cpu import library
-from engine.cpu.library import load_native
 from engine.cpu.linear import TileLinear, pack_for_tiles
 from engine.engine import Engine
 from engine.generate import generate
@@ -21,6 +19,7 @@ from engine.weights.shared_weights import linears
 from penstock.config import EngineConfig
 from penstock.types import RequestId, SamplingParams
 from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.support.engine.isas import needs_native
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 # Family, its config, the engine's. Pages of 16 tokens are read with tiles, pages of 8 with vectors.
@@ -35,8 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama-fp8-small-pages": ("llama", {}, {"kv_dtype": "fp8"}),
 }
 QUANTIZED = ("int8", "int4", "fp8")  # of "llama-biases", while it is loaded
-native = load_native()
-needs_tiles = pytest.mark.skipif(native is None or not native.has_tiles, reason="needs a C++ compiler and AMX")
+on_every_isa = pytest.mark.usefixtures("isa")
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -44,7 +42,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 @pytest.fixture(params=[*CASES, *QUANTIZED])
-def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
+def engine(isa: str, request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     family, overrides, more = CASES[request.param if request.param in CASES else "llama-biases"]
     folder = make_checkpoint(family, tmp_path, dtype=torch.bfloat16, head_dim=32, **overrides)
     quantization = request.param if request.param in QUANTIZED else "none"
@@ -78,7 +76,8 @@ def mixed_batch(engine: Engine, is_sampled: bool = True) -> Batch:
     return build_batch(work if is_sampled else work[-1:], engine.layout.page_size, torch.device("cpu"))
 
 
-@needs_tiles
+@needs_native
+@on_every_isa
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (960, 576)])
 def test_a_packed_product_equals_torch_s(outputs: int, inputs: int, has_bias: bool) -> None:
@@ -91,7 +90,8 @@ def test_a_packed_product_equals_torch_s(outputs: int, inputs: int, has_bias: bo
         torch.testing.assert_close(linear(x).float(), expected, rtol=8e-3, atol=8e-3)  # bf16 keeps 8 bits
 
 
-@needs_tiles
+@needs_native
+@on_every_isa
 def test_a_row_s_product_depends_only_on_the_row() -> None:
     linear = pack_for_tiles(noise(80, 64), None)
     assert linear is not None
@@ -105,7 +105,8 @@ def test_a_row_s_product_depends_only_on_the_row() -> None:
         torch.set_num_threads(threads)
 
 
-@needs_tiles
+@needs_native
+@on_every_isa
 def test_rows_may_be_strided() -> None:
     linear, x = pack_for_tiles(noise(32, 32), None), noise(5, 100)
     assert linear is not None
@@ -120,7 +121,8 @@ def test_weights_that_do_not_fill_tiles_go_to_torch(weight: torch.Tensor) -> Non
     torch.testing.assert_close(Linear(weight)(x), torch.nn.functional.linear(x, weight), rtol=1e-2, atol=1e-2)
 
 
-@needs_tiles
+@needs_native
+@on_every_isa
 @pytest.mark.parametrize("is_sampled", [True, False])
 def test_the_stack_equals_the_layers_one_by_one(engine: Engine, is_sampled: bool) -> None:
     """The same bits, in the logits and in every page."""
@@ -141,7 +143,8 @@ def test_the_stack_equals_the_layers_one_by_one(engine: Engine, is_sampled: bool
         assert torch.equal(pages, other_pages)
 
 
-@needs_tiles
+@needs_native
+@on_every_isa
 def test_in_bf16_a_token_is_the_same_in_every_batch_and_chunk(engine: Engine) -> None:
     batch = mixed_batch(engine)
     together, before = engine.runner.forward(batch), engine.kv_pages.clone()
@@ -160,6 +163,7 @@ def test_in_bf16_a_token_is_the_same_in_every_batch_and_chunk(engine: Engine) ->
         torch.set_num_threads(threads)
 
 
+@on_every_isa
 def test_without_a_compiler_the_same_model_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path, dtype=torch.bfloat16, head_dim=32)
     prompt, config = list(range(40, 70)), EngineConfig(model=str(folder), num_pages=32)
@@ -173,10 +177,6 @@ def test_without_a_compiler_the_same_model_is_served(monkeypatch: pytest.MonkeyP
 
     native_logits = logits()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    library.load_library.cache_clear()
-    try:
-        plain_logits = logits()
-    finally:
-        library.load_library.cache_clear()
+    plain_logits = logits()
     error = (plain_logits - native_logits).norm() / native_logits.norm()
     assert float(error) < 0.08  # bf16 keeps 8 bits, and two layers of wide weights add up their roundings

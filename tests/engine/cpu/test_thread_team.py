@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cpu.library import load_native
 from engine.cpu.linear import TileLinear, pack_for_tiles
+from tests.support.engine.isas import needs_native
 
-native = load_native()
-pytestmark = pytest.mark.skipif(native is None or not native.has_tiles, reason="needs a C++ compiler and AMX")
+pytestmark = needs_native
 _DEADLINE_S = 60.0
 
 

@@ -15,10 +15,10 @@ from engine.kernels.backends import select_backend
 from engine.kernels.layer_ops import TorchOps
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.reference import TorchAttention
+from tests.support.engine.isas import needs_native
 
 # of results near 1: bf16 keeps 8 bits of each weight and of the result, float32 sums in another order
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
-needs_native = pytest.mark.skipif(load_native() is None, reason="needs a C++ compiler")
 
 
 @dataclasses.dataclass
@@ -117,6 +117,7 @@ def test_plain_torch_matches_the_definition(lengths: list[tuple[int, int]], wind
 
 
 @needs_native
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [None, 1, 20, 100])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"page{shape['page_size']}-heads{shape['heads']}")
@@ -132,6 +133,7 @@ def test_native_matches_the_definition(
 
 
 @needs_native
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_native_writes_what_plain_torch_writes(dtype: torch.dtype) -> None:
     ours, theirs = (make_problem(LENGTHS["mixed"], page_size=5, dtype=dtype) for _ in range(2))
@@ -141,6 +143,7 @@ def test_native_writes_what_plain_torch_writes(dtype: torch.dtype) -> None:
 
 
 @needs_native
+@pytest.mark.usefixtures("isa")
 def test_a_dtype_without_kernel_goes_to_plain_torch() -> None:
     problem = make_problem(LENGTHS["mixed"], dtype=torch.float16)
     out = NativeAttention(load_native()).paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.2, None)  # type: ignore[arg-type]
@@ -148,6 +151,7 @@ def test_a_dtype_without_kernel_goes_to_plain_torch() -> None:
 
 
 @needs_native
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(
     ("heads", "head_dim"), [((9, 3), 64), ((4, 4), 32), ((7, 1), 128), ((16, 2), 96), ((12, 1), 64)]
@@ -179,6 +183,7 @@ def test_a_token_gets_the_same_bits_in_every_batch(heads: tuple[int, int], head_
 
 
 @needs_native
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_values_behind_a_context_are_ignored(dtype: torch.dtype) -> None:
     """A page may hold stale values of another sequence, including NaN."""
@@ -196,6 +201,7 @@ def test_values_behind_a_context_are_ignored(dtype: torch.dtype) -> None:
 
 
 @needs_native
+@pytest.mark.usefixtures("isa")
 def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
     problem = make_problem([(1, 100), (30, 100)])
     out = NativeAttention(load_native()).paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 50.0, None)  # type: ignore[arg-type]
@@ -203,6 +209,7 @@ def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
 
 
 @needs_native
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [8, 37, 64, 576])
 def test_native_operations_match_plain_torch(width: int, dtype: torch.dtype) -> None:
@@ -241,19 +248,14 @@ def test_native_is_chosen_on_cpu_where_it_can_be_built(monkeypatch: pytest.Monke
 def test_without_a_compiler_plain_torch_serves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from engine.cpu import library
-
     monkeypatch.setenv("CXX", "no-such-compiler")
-    library.load_library.cache_clear()
-    try:
-        with caplog.at_level("INFO"):
-            assert select_backend("auto", torch.device("cpu")).name == "torch"
-        assert "no C++ compiler" in caplog.text
-    finally:
-        library.load_library.cache_clear()
+    with caplog.at_level("INFO"):
+        assert select_backend("auto", torch.device("cpu")).name == "torch"
+    assert "no C++ compiler" in caplog.text
 
 
 @needs_native
+@pytest.mark.usefixtures("isa")
 def test_threads_may_step_at_the_same_time() -> None:
     """Two engines in one process share the library: its scratch must not be shared."""
     problem = make_problem(LENGTHS["mixed"], dtype=torch.bfloat16)

@@ -31,8 +31,9 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError, TransferRefused
 from penstock.kv.page_hash import make_salt
 from penstock.types import PageId, Role, SamplingParams
-from tests.engine.kernels.test_attention import LENGTHS, Problem, define, make_problem, needs_native
+from tests.engine.kernels.test_attention import LENGTHS, Problem, define, make_problem
 from tests.support.engine.checkpoints import make_checkpoint
+from tests.support.engine.isas import needs_native
 from tests.support.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
 
 SEEDED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
@@ -83,6 +84,7 @@ def test_dequantized_rows_differ_by_at_most_a_rounding(row: list[float], kv_dtyp
     assert torch.equal(quantize(rows * 4, dtype)[0].view(torch.uint8), codes.view(torch.uint8)) or peak < 1e-25
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("backend", ["native", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_dtype", QUANTIZED_KV)
@@ -103,6 +105,7 @@ def test_every_kernel_writes_the_same_bits(kv_dtype: str, dtype: torch.dtype, ba
 
 
 @needs_native
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_dtype", QUANTIZED_KV)
 @pytest.mark.parametrize(("heads", "head_dim", "page_size", "window"), [((3, 1), 64, 16, None), ((4, 2), 96, 5, 20)])
@@ -142,6 +145,7 @@ def quantized_problem(kv_dtype: str, page_size: int, heads: tuple[int, int], fil
 
 
 @needs_native
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize("heads", [(9, 3), (8, 2), (32, 2)])
 @pytest.mark.parametrize("kv_dtype", QUANTIZED_KV)

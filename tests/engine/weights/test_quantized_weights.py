@@ -29,6 +29,7 @@ from kv_transfer.layout.reshard import plan_reshard
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError, ConfigError, TransferRefused
 from tests.support.engine.checkpoints import make_checkpoint
+from tests.support.engine.isas import needs_native
 from tests.support.serving import GREEDY, SALT
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
@@ -233,7 +234,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_tokens_of_its_values(layout: str, llama: Path, tmp_path: Path) -> None:
-    """In bf16 the logits are compared, because CPUs with tiles multiply with unrounded values: they must be as close to
+    """In bf16 the logits are compared, because CPU kernels multiply with unrounded values: they must be as close to
     those of the exact values as a checkpoint with values rounded to bf16."""
     LAYOUTS[layout].convert(llama, tmp_path / "quantized", tmp_path / "plain")
     exact, stored = (load(tmp_path / name, dtype="float32") for name in ("plain", "quantized"))
@@ -273,6 +274,8 @@ def any_weight(kind: Any, outputs: int, inputs: int, size: int, has_zeros: bool)
     return QuantizedWeight(kind, codes, torch.rand(outputs, num_groups), zeros, size)
 
 
+@needs_native
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_tiles_multiply_with_the_exact_values_of_codes(kind: Any, has_zeros: bool) -> None:
@@ -283,8 +286,7 @@ def test_tiles_multiply_with_the_exact_values_of_codes(kind: Any, has_zeros: boo
         weight = any_weight(kind, outputs, inputs, size, has_zeros)
         bias = torch.randn(outputs).bfloat16()
         ours = pack_for_tiles(weight, bias)
-        if ours is None:
-            pytest.skip("needs AMX tiles")
+        assert ours is not None
         x = torch.randn(300, inputs).bfloat16()
         exact = weight.dequantize(torch.float64)
         wanted = x.double() @ exact.T + bias.double()
@@ -299,10 +301,10 @@ def test_tiles_multiply_with_the_exact_values_of_codes(kind: Any, has_zeros: boo
             assert torch.equal(ours(x[:40]), found[:40])
 
 
+@needs_native
 def test_quantized_weights_take_at_most_half_of_the_memory() -> None:
     plain = pack_for_tiles(torch.randn(128, 512).bfloat16(), None)
-    if plain is None:
-        pytest.skip("needs AMX tiles")
+    assert plain is not None
     for kind, share in (("int4", 0.32), ("int8", 0.52), ("fp8", 0.52)):
         ours = pack_for_tiles(quantize_weight(torch.randn(128, 512), kind), None)
         assert ours is not None

@@ -1,0 +1,282 @@
+// Matrix products with packed weights in vector registers, for processors without AMX tiles. The contract is that of
+// linear.h's `Blocks`: an output is one running sum over the inputs in order (one for each group of a quantized weight),
+// whatever the number of rows and threads, so a row's result depends only on the row, bit for bit.
+//
+// A weight's word is a pair of bf16 of neighbouring inputs. Where an instruction multiplies such pairs (simd.h), rows are
+// read as they are; elsewhere pairs of the weight are split into floats in registers, and rows are widened beforehand.
+// Sums of up to kRowsAtOnce rows and kPanelsAtOnce panels stay in registers. Where rows are more, inputs are taken in
+// chunks, so that the chunk of the panels stays in L1 while the rows pass; quantized panels are decoded there.
+#pragma once
+
+#include "code_values.h"
+#include "packed_weight.h"
+#include "simd.h"
+
+#include <algorithm>
+
+namespace linear {
+
+constexpr int kVectorsPerPanel = kSide / kLanes;
+constexpr int kRowsAtOnce = kLanes == 16 ? 8 : 4;    // divides a strip's rows
+constexpr int kPanelsAtOnce = kLanes == 16 ? 2 : 1;  // else registers do not suffice
+constexpr int kChunkTiles = 8;                       // of both panels of a pair: 16 KB
+
+#if defined(PENSTOCK_DOTS)
+typedef uint32_t RowValue;  // a pair of bf16
+constexpr int kRowStride = kDepth / 2, kRowTileStride = kTile / 2;
+struct WeightPair {
+  Words pair;
+  WeightPair() = default;
+  explicit WeightPair(Words pair) : pair(pair) {}
+};
+struct RowPair {
+  Words pair;
+  explicit RowPair(const RowValue* row) : pair(Words{} + *row) {}
+};
+inline Floats add_product(Floats total, const RowPair& row, const WeightPair& weight) {
+  return multiply_add<BFloat16>(total, row.pair, weight.pair);
+}
+constexpr int kValuesPerPair = 1;
+#else
+typedef float RowValue;
+constexpr int kRowStride = kDepth, kRowTileStride = kRowsAtOnce * kDepth;
+struct WeightPair {
+  Floats even, odd;
+  WeightPair() = default;
+  explicit WeightPair(Words pair) : even((Floats)(pair << 16)), odd((Floats)(pair & 0xffff0000u)) {}
+};
+struct RowPair {
+  Floats even, odd;
+  explicit RowPair(const RowValue* row) : even(splat(row[0])), odd(splat(row[1])) {}
+};
+inline Floats add_product(Floats total, const RowPair& row, const WeightPair& weight) {
+  total += weight.even * row.even;
+  return total + weight.odd * row.odd;
+}
+constexpr int kValuesPerPair = 2;
+#endif
+
+// What memory should bring while a chunk is multiplied: the chunk that follows, a few lines of both its panels at every
+// word of a tile.
+struct LinesAhead {
+  const char *first = nullptr, *second = nullptr;
+  int per_word = 0;  // of each panel
+
+  void prefetch_word() {
+    for (int line = 0; line < per_word; ++line, first += 64, second += 64) {
+      __builtin_prefetch(first, 0, 2);
+      __builtin_prefetch(second, 0, 2);
+    }
+  }
+};
+
+// Computes sums[r][16 c : 16 c + 16] (+)= rows @ panels over `tiles` tiles, with rows of kBlock floats.
+template <int R, int C>
+inline void multiply_tiles(float* sums, bool adds, const RowValue* rows, const uint16_t* first, const uint16_t* second,
+                           int tiles, LinesAhead& lines) {
+  constexpr int V = kVectorsPerPanel;
+  LinesAhead ahead = lines;
+  Floats total[R][C][V];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c)
+      for (int v = 0; v < V; ++v)
+        total[r][c][v] = adds ? load<Floats>(sums + r * kBlock + c * kSide + v * kLanes) : Floats{};
+  for (int tile = 0; tile < tiles; ++tile, rows += kRowTileStride, first += kTile, second += kTile)
+    for (int word = 0; word < kDepth / 2; ++word) {
+      ahead.prefetch_word();
+      const uint16_t* const from[2] = {first + word * kDepth, second + word * kDepth};
+      WeightPair weights[C][V];
+      for (int c = 0; c < C; ++c)
+        for (int v = 0; v < V; ++v) weights[c][v] = WeightPair(load<Words>(from[c] + v * kLanes * 2));
+      for (int r = 0; r < R; ++r) {
+        const RowPair row(rows + r * kRowStride + word * kValuesPerPair);
+        for (int c = 0; c < C; ++c)
+          for (int v = 0; v < V; ++v) total[r][c][v] = add_product(total[r][c][v], row, weights[c][v]);
+      }
+    }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c)
+      for (int v = 0; v < V; ++v) store(sums + r * kBlock + c * kSide + v * kLanes, total[r][c][v]);
+  lines = ahead;
+}
+
+typedef void (*MultiplyTiles)(float*, bool, const RowValue*, const uint16_t*, const uint16_t*, int, LinesAhead&);
+
+template <int C> inline MultiplyTiles multiply_rows(int rows) {
+  static_assert(kRowsAtOnce == 8 || kRowsAtOnce == 4);
+  switch (rows) {
+    case 1: return multiply_tiles<1, C>;
+    case 2: return multiply_tiles<2, C>;
+    case 3: return multiply_tiles<3, C>;
+    case 4: return multiply_tiles<4, C>;
+#if defined(__AVX512F__)
+    case 5: return multiply_tiles<5, C>;
+    case 6: return multiply_tiles<6, C>;
+    case 7: return multiply_tiles<7, C>;
+    default: return multiply_tiles<8, C>;
+#else
+    default: __builtin_unreachable();
+#endif
+  }
+}
+
+// Calls finish(row, output, sums of kLanes outputs from there, is_pair, sums of the same outputs of the second panel) for
+// every row, as linear.h's `Blocks` does.
+template <class Finish> class VectorBlocks {
+ public:
+  VectorBlocks(const PackedWeight& weight, const uint16_t* strips, int pair_distance, const Finish& finish)
+      : weight(weight), strips(strips), finish(finish), pair_distance(pair_distance), steps(weight.inputs / kDepth),
+        stride(pair_distance == 1 ? 2 : 1) {}
+
+  // Multiplies rows [start, stop) with panels [from, to). `start` is a multiple of a strip's rows.
+  void run(int start, int stop, int from, int to) {
+    if (weight.kind == kPlain) return run_plain(start, stop, from, to);
+    if (weight.kind == kInt4) return run_codes(Int4Values(weight.kind), start, stop, from, to);
+    run_codes(ByteValues(weight.kind), start, stop, from, to);
+  }
+
+ private:
+  const PackedWeight& weight;
+  const uint16_t* const strips;
+  const Finish& finish;
+  const int pair_distance, steps, stride;
+
+  struct Buffers {
+    Lines<float> sums, totals;  // [rows][kBlock]
+    Lines<float> rows;          // the rows at hand, widened
+    Lines<float> input_sums;    // [rows][groups]
+    alignas(64) uint16_t panels[2][kChunkTiles * kTile];
+  };
+  static Buffers& buffers(size_t rows) {
+    static thread_local Buffers* const kept = new Buffers;  // threads of the team never end
+    if (kept->sums.size() < rows * kBlock) kept->sums.resize(rows * kBlock), kept->totals.resize(rows * kBlock);
+    return *kept;
+  }
+
+  bool is_pair(int p, int to) const { return pair_distance > 1 || p + 1 < to; }
+
+  void run_plain(int start, int stop, int from, int to) const {
+    Buffers& memory = buffers(stop - start);
+    const int64_t panel = int64_t(steps) * kTile;
+    const int chunk = stop - start <= kRowsAtOnce ? steps : kChunkTiles, last = weight.outputs / kSide;
+    for (int p = from; p < to; p += stride) {
+      const uint16_t* first = weight.values + p * panel;
+      const uint16_t* second = is_pair(p, to) ? first + pair_distance * panel : nullptr;
+      for (int step = 0; step < steps; step += chunk) {
+        // What follows is the next chunk of this pair, or the first one of the next pair, which may be another task's.
+        const bool ends = step + chunk >= steps, has_next = p + stride + pair_distance < last;
+        const uint16_t* const next = ends ? first + stride * panel : first + (step + chunk) * kTile;
+        multiply(memory, start, stop, step, std::min(chunk, steps - step), first + step * kTile,
+                 second ? second + step * kTile : nullptr, step > 0, ends && !has_next ? nullptr : next,
+                 pair_distance * panel);
+      }
+      for (int row = start; row < stop; ++row) finish_row(memory.sums.data(), row, start, p, second);
+    }
+  }
+
+  // Adds the products of rows [start, stop) with a chunk of a pair of panels to the sums. `next` is the chunk that
+  // follows in the first panel, or null; that of the second is `to_second` values further on.
+  void multiply(Buffers& memory, int start, int stop, int step, int tiles, const uint16_t* first,
+                const uint16_t* second, bool adds, const uint16_t* next = nullptr, int64_t to_second = 0) const {
+    float* sums = memory.sums.data();
+    const int blocks = (stop - start + kRowsAtOnce - 1) / kRowsAtOnce;
+    LinesAhead ahead, none;
+    if (next && blocks <= kDepth / 2)
+      ahead = {reinterpret_cast<const char*>(next), reinterpret_cast<const char*>(next + to_second), 1};
+    for (int row = start; row < stop; row += kRowsAtOnce, sums += kRowsAtOnce * kBlock) {
+      const int count = std::min(kRowsAtOnce, stop - row);
+      const RowValue* const rows = values_of(memory, row, count, step, tiles);
+      LinesAhead& lines = row == start ? ahead : none;
+      if (kPanelsAtOnce == 2 && second) {
+        multiply_rows<kPanelsAtOnce>(count)(sums, adds, rows, first, second, tiles, lines);
+        continue;
+      }
+      multiply_rows<1>(count)(sums, adds, rows, first, first, tiles, lines);
+      if (second) multiply_rows<1>(count)(sums + kSide, adds, rows, second, second, tiles, none);
+    }
+  }
+
+  const RowValue* values_of([[maybe_unused]] Buffers& memory, int row, [[maybe_unused]] int count, int step,
+                            [[maybe_unused]] int tiles) const {
+    const uint16_t* const from = strips + place(row, step * kDepth, weight.inputs);
+#if defined(PENSTOCK_DOTS)
+    return reinterpret_cast<const RowValue*>(from);
+#else
+    if (memory.rows.size() < size_t(tiles) * kRowTileStride) memory.rows.resize(size_t(tiles) * kRowTileStride);
+    float* const to = memory.rows.data();
+    for (int tile = 0; tile < tiles; ++tile)
+      for (int i = 0; i < count * kDepth; i += kLanes)
+        store(to + tile * kRowTileStride + i, load_floats(from + tile * kTile + i, kLanes));
+    return to;
+#endif
+  }
+
+  void finish_row(const float* sums, int row, int start, int p, bool has_second) const {
+    sums += int64_t(row - start) * kBlock;
+    for (int i = 0; i < kSide; i += kLanes)
+      finish(row, p * kSide + i, load<Floats>(sums + i), has_second, load<Floats>(sums + kSide + i));
+  }
+
+  template <class Values> void run_codes(const Values& values, int start, int stop, int from, int to) const {
+    Buffers& memory = buffers(stop - start);
+    const int groups = num_groups(weight);
+    if (weight.zeros) sum_inputs(memory, start, stop, groups);
+    const int64_t panel = int64_t(steps) * Values::kTileBytes;
+    for (int p = from; p < to; p += stride) {
+      const bool has_second = is_pair(p, to);
+      for (int group = 0, step = 0; group < groups; ++group) {
+        const int end = std::min(steps, step + weight.tiles_in_group);
+        for (bool adds = false; step < end; adds = true) {
+          const int tiles = std::min(kChunkTiles, end - step);
+          for (int c = 0; c <= has_second; ++c)
+            decode(values, weight.codes + (p + int64_t(c) * pair_distance) * panel + step * Values::kTileBytes, tiles,
+                   memory.panels[c]);
+          multiply(memory, start, stop, step, tiles, memory.panels[0], has_second ? memory.panels[1] : nullptr, adds);
+          step += tiles;
+        }
+        for (int c = 0; c <= has_second; ++c) scale(memory, start, stop, p + c * pair_distance, c, group, groups);
+      }
+      for (int row = start; row < stop; ++row) finish_row(memory.totals.data(), row, start, p, has_second);
+    }
+  }
+
+  template <class Values> static void decode(const Values& values, const uint8_t* codes, int tiles, uint16_t* to) {
+    constexpr int kAhead = 2048;  // bytes
+    for (int tile = 0; tile < tiles; ++tile, codes += Values::kTileBytes, to += kTile) {
+      for (int line = 0; line < Values::kTileBytes; line += 64) __builtin_prefetch(codes + kAhead + line, 0, 2);
+      values.decode(codes, to);
+    }
+  }
+
+  // Computes the sum of each group of inputs of each row, [rows, groups].
+  void sum_inputs(Buffers& memory, int start, int stop, int groups) const {
+    if (memory.input_sums.size() < size_t(stop - start) * groups) memory.input_sums.resize((stop - start) * groups);
+    float* to = memory.input_sums.data();
+    for (int row = start; row < stop; ++row)
+      for (int group = 0; group < groups; ++group) {
+        Floats total{};
+        const int first = group * weight.tiles_in_group, last = std::min(steps, first + weight.tiles_in_group);
+        for (int i = first * kDepth; i < last * kDepth; i += kLanes)
+          total += load_floats(strips + place(row, i, weight.inputs), kLanes);
+        *to++ = sum(total);
+      }
+  }
+
+  // Adds a group's sums of one panel to the totals: scale * (sum of value * x - zero * sum of x).
+  void scale(Buffers& memory, int start, int stop, int panel, int c, int group, int groups) const {
+    const int64_t at = (int64_t(panel) * groups + group) * kSide;
+    for (int i = 0; i < kSide; i += kLanes) {
+      const Floats scales = load<Floats>(weight.scales + at + i);
+      const Floats zeros = weight.zeros ? load<Floats>(weight.zeros + at + i) : Floats{};
+      for (int row = 0; row < stop - start; ++row) {
+        const int64_t place = int64_t(row) * kBlock + c * kSide + i;
+        Floats sums = load<Floats>(memory.sums.data() + place);
+        if (weight.zeros) sums -= zeros * memory.input_sums[int64_t(row) * groups + group];
+        float* const total = memory.totals.data() + place;
+        store(total, group ? load<Floats>(total) + sums * scales : sums * scales);
+      }
+    }
+  }
+};
+
+}  // namespace linear

@@ -1,0 +1,5 @@
+"""The fixture that tests of this folder share."""
+
+from tests.support.engine.isas import isa
+
+__all__ = ["isa"]

@@ -38,6 +38,7 @@ class PrefillCandidate:
     queue_s: float
     prefill_s: float
     num_ranks: int = 1  # processes that its pages are split between
+    cached_tokens: int = 0  # of the prompt, in its cache, as the router knows it
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class Service:
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     with Deployment() as deployment:
-        configs = [worker_config(role, MODEL, decode={"placement": "auto"}) for role in (Role.PREFILL, Role.DECODE)]
+        configs = [worker_config(role, MODEL, decode={"placement": "remote"}) for role in (Role.PREFILL, Role.DECODE)]
         workers = deployment.start_workers(configs)
         addresses = tuple(worker.address for worker in workers)
         router = deployment.start_router(RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses))

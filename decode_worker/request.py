@@ -219,7 +219,6 @@ class DecodeRequest:
         )
 
 
-
 def _price_to_wire(priced: PricedPlace) -> common_pb2.PrefillPrice:
     return common_pb2.PrefillPrice(
         place=priced.place,

@@ -1,9 +1,9 @@
-"""Decides where a prompt's missing KV is computed: here, by a prefill worker, or the first part there and the rest here.
+"""Decides where a prompt's missing KV is computed: here, at a prefill worker, or first there and then here. Pure.
 
 Every way is priced in seconds: the predicted time to the first token, and the predicted harm, which is by how much all
 others get their tokens later. Chunks computed here lengthen the steps of every sequence that decodes; a prefill worker
 that is busy makes the prompts behind this one wait. The way of the least sum is taken, after those that miss the fewest
-targets. Pure.
+targets.
 """
 
 from __future__ import annotations

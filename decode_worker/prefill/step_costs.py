@@ -27,7 +27,14 @@ class StepWork:
 
     @property
     def quantities(self) -> tuple[float, ...]:
-        return (1.0, float(self.chunk_tokens > 0), self.chunk_tokens, self.chunk_pairs, self.num_rows, self.row_contexts)
+        return (
+            1.0,
+            float(self.chunk_tokens > 0),
+            self.chunk_tokens,
+            self.chunk_pairs,
+            self.num_rows,
+            self.row_contexts,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +81,7 @@ class StepCosts:
         """Returns the predicted time of a step that decodes `num_rows` sequences."""
         return self._linear.predict(StepWork(0, 0.0, num_rows, num_rows * self._row_contexts).quantities)
 
-    def chunks(
-        self, num_tokens: int, num_before: int, num_queued: int, num_rows: int, step_tokens: int
-    ) -> ChunkCosts:
+    def chunks(self, num_tokens: int, num_before: int, num_queued: int, num_rows: int, step_tokens: int) -> ChunkCosts:
         """Predicts the computation of `num_tokens` that follow `num_before` tokens of the same prompt.
 
         `num_queued` tokens of other prompts are computed before them, `num_rows` sequences decode beside them, and a

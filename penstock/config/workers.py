@@ -49,7 +49,7 @@ class DecodeConfig(FrozenConfig):
     """Where prompts are computed: at prefill workers, here, half of each there and half here, or by the least predicted
     time to first token and delay of others."""
     max_local_tokens: int | None = Field(None, ge=0)
-    """Longest part of a prompt, in tokens, that `placement = "auto"` computes here; by default the prediction decides."""
+    """Longest part of a prompt, in tokens, that `placement = "auto"` computes here; by default any."""
     watermark: float = Field(0.02, ge=0, lt=1)
     """Share of the pages kept free for running sequences."""
     hedge_after_s: float = Field(0, ge=0)

@@ -107,8 +107,8 @@ async def test_every_way_to_serve_gives_the_same_tokens(family: str, checkpoints
 
 @pytest.mark.parametrize("sampling", [GREEDY, PENALIZED], ids=["greedy", "penalized"])
 async def test_a_split_prompt_gives_the_same_tokens(sampling: SamplingParams, checkpoints: dict[str, Path]) -> None:
-    """A prefill worker computes the first half of each prompt and the decode worker the rest, both in small chunks, with
-    pages of the same and of different sizes, cold and with cached pages at both ends."""
+    """A prefill worker computes the first half of each prompt and the decode worker the rest, both in small chunks,
+    with pages of the same and of different sizes, cold and with cached pages at both ends."""
     model = checkpoints["llama"]
     prompts = make_prompts(VOCAB_SIZE, seed=3)
     wanted = [single_process(model, prompt, sampling) for prompt in prompts]

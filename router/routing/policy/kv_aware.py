@@ -127,7 +127,7 @@ def _choice(demand: PlacementDemand, chosen: _Pair, senders: list[End], pairs: l
 
 
 def _ranked(demand: PlacementDemand, chosen: _Pair, senders: list[End]) -> list[End]:
-    """Returns the chosen prefill worker, if there is one, and then the others that are cheapest for its decode worker."""
+    """Returns the chosen prefill worker, if any, and then the others that are cheapest for its decode worker."""
     view, first = chosen.decode[2], [chosen.prefill] if chosen.prefill is not None else []
     others = [
         (end[0] + prices.transfer_between_s(demand, end[2].worker_id, view), end[1], end)

@@ -205,9 +205,7 @@ def test_a_choice_is_possible_finite_and_never_dearer_than_another(data: st.Data
     check(decision, demand, options, target_s)
 
 
-def check(
-    decision: PrefillDecision, demand: PromptDemand, options: list[RemoteOption], target_s: float | None
-) -> None:
+def check(decision: PrefillDecision, demand: PromptDemand, options: list[RemoteOption], target_s: float | None) -> None:
     places: list[PricedPlace] = [decision.chosen, *decision.others]
     assert len({one.place for one in places}) == len(places)
 

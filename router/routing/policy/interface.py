@@ -168,7 +168,7 @@ class PairChoice:
 
     @property
     def candidates(self) -> tuple[PrefillEstimate, ...]:
-        """The prefill workers that the decode worker is told of, best first. It knows best what runs there."""
+        """The prefill workers that the decode worker learns of, best first. It knows best what runs there."""
         return self.prefill or self.instead
 
 

@@ -103,7 +103,8 @@ class DecodeModel(TransferOwner):
         find_prefill: Callable[[str], PrefillModel | None],
         stride: int = 1,
     ) -> None:
-        """`stride` decode steps are simulated as one of that many times the length: faster and coarser."""
+        """`stride` decode steps are simulated as one of that many times the length: faster and coarser. Prompts are
+        then computed remotely, where there are prefill workers."""
         self.node = node
         self.worker_id = WorkerId(node.name)
         self.page_size = page_size
@@ -126,7 +127,7 @@ class DecodeModel(TransferOwner):
         self._work_s = 0.0
         self._contexts = 0.0
         self._pace = Pace()
-        self._policy = PlacementPolicy(config)
+        self._policy = PlacementPolicy(config if stride == 1 else config.model_copy(update={"placement": "remote"}))
 
     @property
     def num_held(self) -> int:

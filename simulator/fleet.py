@@ -16,7 +16,7 @@ from router.routing.policy.policies import make_policy
 from simulator.request import Outcome, TraceRequest
 from simulator.routers.follower_model import Worker
 from simulator.routers.router_model import RouterModel
-from simulator.workers.decode_model import DecodeModel
+from simulator.workers.decode_model import DecodeModel, decode_config
 from simulator.workers.event_feed import Deliver, EventFaults, EventFeed
 from simulator.workers.prefill_model import PrefillModel
 from simulator.world.costs import DecodeCosts, LinkCosts, PrefillCosts
@@ -39,7 +39,7 @@ class FleetSpec:
     link_costs: LinkCosts = field(default_factory=LinkCosts)
     prefill: PrefillConfig = field(default_factory=lambda: PrefillConfig(max_batch_tokens=2048))
     decode: DecodeConfig = field(default_factory=lambda: DecodeConfig(max_batch_sequences=256, max_batch_tokens=2048))
-    decode_stride: int = 1  # decode steps simulated as one; above 1 only beside prefill workers, for all prompts
+    decode_stride: int = 1  # decode steps simulated as one; above 1 only beside prefill workers, for all long prompts
     policy: str = "kv-aware"
     max_replicas: int = 8
     admission: AdmissionConfig | None = None  # None: every request goes to the workers at once
@@ -49,9 +49,9 @@ class FleetSpec:
     @property
     def limits(self) -> dict[Role, WorkerLimits]:
         """The limits that workers report to routers."""
-        here = self.decode.max_local_tokens if self.num_prefill else None
-        is_remote = self.decode_stride > 1 or self.decode.placement in ("remote", "split")
-        here = 0 if self.num_prefill and is_remote else here
+        here = decode_config(self.decode, self.decode_stride).max_local_tokens
+        here = 0 if self.decode.placement in ("remote", "split") else here
+        here = here if self.num_prefill else None
         return {
             Role.PREFILL: WorkerLimits(self.prefill.max_batch_tokens or 2048, self.prefill.max_batch_sequences),
             Role.DECODE: WorkerLimits(self.decode.max_batch_tokens, self.decode.max_batch_sequences, here),

@@ -121,15 +121,15 @@ class PlacementPolicy:
         may_be_local = limit is None or demand.num_tokens - demand.cached_tokens <= limit
         if may_be_local:
             yield self._local(demand)
-        for option in options:
-            yield self._remote(demand, option, now_s)
+        best = options[0]  # the router's order also counts sessions, replicas and links; the others are for failures
+        yield self._remote(demand, best, now_s)
         size = demand.page_size
         for doubling in range(_NUM_SPLITS):
             num_here = demand.step_tokens << doubling
             num_remote = (demand.num_tokens - num_here) // size * size
             if num_remote - demand.cached_tokens < size or (limit is not None and num_here > limit):
                 return
-            yield self._split(demand, options[0], num_remote, now_s)
+            yield self._split(demand, best, num_remote, now_s)
 
     def _local(self, demand: PromptDemand) -> PricedPlace:
         uncached = _num_computed(demand.num_tokens, demand.cached_tokens)

@@ -39,6 +39,7 @@ from simulator.world.virtual_time import Timer
 
 _SMOOTHING = 0.2
 _RETRY_AFTER_S = 1.0
+_STRIDED_LOCAL_TOKENS = 32  # chunks between strided steps would come too late
 
 
 @dataclass(slots=True)
@@ -86,6 +87,14 @@ class Submission:
         return max(0.0, self.landed_s - computed_s) if self.landed_s is not None else 0.0
 
 
+def decode_config(config: DecodeConfig, stride: int) -> DecodeConfig:
+    """Returns the configuration of a worker whose decode steps are simulated `stride` at a time."""
+    if stride == 1:
+        return config
+    most = _STRIDED_LOCAL_TOKENS if config.max_local_tokens is None else config.max_local_tokens
+    return config.model_copy(update={"max_local_tokens": min(_STRIDED_LOCAL_TOKENS, most)})
+
+
 class DecodeModel(TransferOwner):
     """One decode worker."""
 
@@ -103,8 +112,8 @@ class DecodeModel(TransferOwner):
         find_prefill: Callable[[str], PrefillModel | None],
         stride: int = 1,
     ) -> None:
-        """`stride` decode steps are simulated as one of that many times the length: faster and coarser. Prompts are
-        then computed remotely, where there are prefill workers."""
+        """`stride` decode steps are simulated as one of that many times the length: faster and coarser. Where there
+        are prefill workers, these then compute all but short prompts."""
         self.node = node
         self.worker_id = WorkerId(node.name)
         self.page_size = page_size
@@ -127,7 +136,7 @@ class DecodeModel(TransferOwner):
         self._work_s = 0.0
         self._contexts = 0.0
         self._pace = Pace()
-        self._policy = PlacementPolicy(config if stride == 1 else config.model_copy(update={"placement": "remote"}))
+        self._policy = PlacementPolicy(decode_config(config, stride))
 
     @property
     def num_held(self) -> int:

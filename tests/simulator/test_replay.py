@@ -110,8 +110,8 @@ def test_a_replay_completes_everything_and_counts_hits(num_prefill: int) -> None
 
 def test_striding_over_decode_steps_changes_little() -> None:
     requests, _ = fit(MIX.make(0), SPEC, load=0.6)
-    remote = DecodeConfig(max_batch_sequences=256, max_batch_tokens=2048, placement="remote")
-    fine, fleet = replay(requests, replace(SPEC, decode=remote), 0, Slo())
+    mostly_remote = DecodeConfig(max_batch_sequences=256, max_batch_tokens=2048, max_local_tokens=32)
+    fine, fleet = replay(requests, replace(SPEC, decode=mostly_remote), 0, Slo())
     coarse, strided = replay(requests, replace(SPEC, decode_stride=4), 0, Slo())
     assert strided.sim.num_events < 0.85 * fleet.sim.num_events
     assert [each.num_tokens for each in strided.outcomes] == [each.num_tokens for each in fleet.outcomes]

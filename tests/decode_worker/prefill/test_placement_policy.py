@@ -104,11 +104,11 @@ def test_a_prompt_that_must_be_remote_is() -> None:
     assert taught().choose(IDLE, [FREE], 0.0, must_be_remote=True).chosen.place is REMOTE
 
 
-def test_the_cheapest_candidate_is_asked_not_the_first() -> None:
+def test_the_first_candidate_is_asked_because_routers_count_more_than_seconds() -> None:
     policy = taught()
-    slow = replace(FREE, worker_id="slow", queue_s=2.0)
-    chosen = policy.choose(replace(IDLE, num_running=20), [slow, FREE], 0.0).chosen
-    assert (chosen.place, chosen.option) == (REMOTE, FREE)
+    slower = replace(FREE, worker_id="slower", queue_s=0.1)
+    chosen = policy.choose(replace(IDLE, num_running=20), [slower, FREE], 0.0).chosen
+    assert (chosen.place, chosen.option) == (REMOTE, slower)
 
 
 def test_a_split_shares_the_work_where_both_ends_are_busy() -> None:

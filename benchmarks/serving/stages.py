@@ -1,4 +1,4 @@
-"""Where the time to first token of one request goes on an idle system: its prompt computed remotely, split or locally.
+"""Measures where the time to first token goes on an idle system, with prompts computed remotely, split or locally.
 
 Three deployments with their own routers stand side by side, and the same prompts, which no cache holds, go to each of
 them in turn, one at a time, so that whatever else the machine does falls on all alike: one prefill and one decode

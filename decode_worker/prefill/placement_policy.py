@@ -23,7 +23,7 @@ _NUM_SPLITS = 6  # tried for one prompt, each leaving twice as many tokens here 
 
 
 class PrefillPlace(StrEnum):
-    """Where a prompt is computed."""
+    """Names the workers that compute a prompt."""
 
     LOCAL = "local"
     REMOTE = "remote"
@@ -77,7 +77,7 @@ class PrefillDecision:
 
 
 def describe_limits(description: worker_pb2.WorkerDescription, config: DecodeConfig) -> None:
-    """Announces to routers what `PlacementPolicy` will answer, as far as it is known in advance."""
+    """Announces to routers what `PrefillPlacement` will answer, as far as it is known in advance."""
     description.chunk_tokens = config.max_batch_tokens
     description.max_running = config.max_batch_sequences
     limits = {"auto": config.max_local_tokens, "remote": 0, "split": 0, "local": description.context_length}
@@ -86,7 +86,7 @@ def describe_limits(description: worker_pb2.WorkerDescription, config: DecodeCon
         description.max_local_tokens = limit
 
 
-class PlacementPolicy:
+class PrefillPlacement:
     """Owns what is learned for placement; called on the step loop, with the time passed in."""
 
     def __init__(self, config: DecodeConfig) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from decode_worker.prefill.client import PrefillCandidate, RemoteFirstToken, TransferEvents
 from decode_worker.prefill.placement_policy import (
-    PlacementPolicy,
     PrefillDecision,
     PrefillPlace,
+    PrefillPlacement,
     PromptDemand,
     RemoteOption,
 )
@@ -58,7 +58,7 @@ class PrefillAttempts:
         self._pace = pace
         self._events = events
         self._report = report
-        self._policy = PlacementPolicy(config)
+        self._policy = PrefillPlacement(config)
 
     def place(self, request: DecodeRequest) -> None:
         """Starts the prefill of a request that holds no pages: here, or with one of its candidates."""

@@ -22,7 +22,7 @@ _MAX_WARM = 64  # prefill workers with an opened call
 Commands = asyncio.Queue[worker_pb2.PrefillCommand | None]  # None ends the caller's side
 
 
-class Call(Protocol):
+class PrefillCall(Protocol):
     """A gRPC call to a prefill worker (`grpc.aio.StreamStreamCall`)."""
 
     def __aiter__(self) -> AsyncIterator[worker_pb2.PrefillEvent]: ...
@@ -32,9 +32,9 @@ class Call(Protocol):
     def cancel(self) -> bool: ...
 
 
-def open_call(channel: grpc.aio.Channel, commands: Commands) -> Call:
+def open_call(channel: grpc.aio.Channel, commands: Commands) -> PrefillCall:
     """Opens a call that sends `commands` as they come."""
-    call: Call = worker_pb2_grpc.PrefillWorkerStub(channel).Prefill(_requests(commands))
+    call: PrefillCall = worker_pb2_grpc.PrefillWorkerStub(channel).Prefill(_requests(commands))
     return call
 
 
@@ -49,9 +49,9 @@ class WarmCall:
     def __init__(self) -> None:
         self.commands: Commands = asyncio.Queue()
         self.taken = asyncio.Event()
-        self.call: Call | None = None
+        self.call: PrefillCall | None = None
 
-    def take_over(self) -> Call:
+    def take_over(self) -> PrefillCall:
         """Returns the call to its new owner, which holds the channel itself from now on."""
         self.taken.set()
         assert self.call is not None

@@ -12,9 +12,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from decode_worker.prefill.placement_policy import (
-    PlacementPolicy,
     PrefillDecision,
     PrefillPlace,
+    PrefillPlacement,
     PricedPlace,
     PromptDemand,
     RemoteOption,
@@ -136,7 +136,7 @@ class DecodeModel(TransferOwner):
         self._work_s = 0.0
         self._contexts = 0.0
         self._pace = Pace()
-        self._policy = PlacementPolicy(decode_config(config, stride))
+        self._policy = PrefillPlacement(decode_config(config, stride))
 
     @property
     def num_held(self) -> int:

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.prefill.placement_policy import (
-    PlacementPolicy,
     PrefillDecision,
     PrefillPlace,
+    PrefillPlacement,
     PricedPlace,
     PromptDemand,
     RemoteOption,
@@ -50,7 +50,7 @@ class TrueCosts:
     def step_s(self, chunk_tokens: int, num_rows: int) -> float:
         return self.fixed_s + chunk_tokens * self.token_s + num_rows * self.row_s
 
-    def teach(self, policy: PlacementPolicy, num_steps: int = 200, seed: int = 0, noise: float = 0.0) -> None:
+    def teach(self, policy: PrefillPlacement, num_steps: int = 200, seed: int = 0, noise: float = 0.0) -> None:
         rng = random.Random(seed)
         for _ in range(num_steps):
             chunk, rows = rng.choice([0, 16, 64, 256]), rng.randint(0, 30)
@@ -63,13 +63,13 @@ class TrueCosts:
             policy.steps.on_step(StepWork(chunk, chunk * 100.0, rows, rows * 200.0), elapsed_s)
 
 
-def taught(config: DecodeConfig | None = None, **costs: float) -> PlacementPolicy:
-    policy = PlacementPolicy(config or DecodeConfig())
+def taught(config: DecodeConfig | None = None, **costs: float) -> PrefillPlacement:
+    policy = PrefillPlacement(config or DecodeConfig())
     TrueCosts(**costs).teach(policy)
     return policy
 
 
-def place(policy: PlacementPolicy, demand: PromptDemand, *options: RemoteOption) -> PrefillPlace:
+def place(policy: PrefillPlacement, demand: PromptDemand, *options: RemoteOption) -> PrefillPlace:
     return policy.choose(demand, options, 0.0).chosen.place
 
 
@@ -142,7 +142,7 @@ def test_a_limit_keeps_long_prompts_away() -> None:
 
 def test_a_worker_without_a_measured_chunk_expects_to_be_as_fast_as_its_peers() -> None:
     for token_s in (1e-6, 1e-2):
-        policy = PlacementPolicy(DecodeConfig())
+        policy = PrefillPlacement(DecodeConfig())
         option = replace(FREE, prefill_s=512 * token_s)
         decision = policy.choose(replace(IDLE, num_running=5), [option], 0.0)
         priced = {one.place: one for one in (decision.chosen, *decision.others)}
@@ -151,7 +151,7 @@ def test_a_worker_without_a_measured_chunk_expects_to_be_as_fast_as_its_peers() 
 
 def test_steps_are_predicted_within_a_tenth_despite_outliers() -> None:
     for seed in range(5):
-        truth, policy = TrueCosts(token_s=7e-4, row_s=3e-4, fixed_s=8e-3), PlacementPolicy(DecodeConfig())
+        truth, policy = TrueCosts(token_s=7e-4, row_s=3e-4, fixed_s=8e-3), PrefillPlacement(DecodeConfig())
         truth.teach(policy, 600, seed, noise=0.1)
         for tokens, rows in ((256, 0), (256, 20), (16, 10)):
             costs = policy.steps.chunks(tokens, 100, 0, rows, 256)
@@ -190,7 +190,7 @@ def test_a_choice_is_possible_finite_and_never_dearer_than_another(data: st.Data
     )
     mode = data.draw(st.sampled_from(["auto", "remote", "local", "split"]))
     target_s = data.draw(st.none() | st.floats(0.01, 10))
-    policy = PlacementPolicy(DecodeConfig(placement=mode, ttft_target_s=target_s))
+    policy = PrefillPlacement(DecodeConfig(placement=mode, ttft_target_s=target_s))
     for _ in range(data.draw(st.integers(0, 5))):
         work = StepWork(*(data.draw(st.integers(0, 500)) for _ in range(4)))
         policy.steps.skips(work.chunk_tokens)
@@ -232,7 +232,7 @@ def check(decision: PrefillDecision, demand: PromptDemand, options: list[RemoteO
 def test_placement_is_hardly_ever_dearer_than_the_better_of_both_ways(remote_factor: float, num_running: int) -> None:
     """Prefill workers are slower than routers believe; the decode worker finds out, and seldom pays for it."""
     rng, truth = random.Random(1), TrueCosts()
-    policy = PlacementPolicy(DecodeConfig())
+    policy = PrefillPlacement(DecodeConfig())
     truth.teach(policy, 20)
     regret_s = best_s = 0.0
     for number in range(300):

@@ -21,7 +21,6 @@ from simulator.request import TraceRequest
 
 _POLICIES = ("kv-aware", "consistent-hash", "least-loaded", "round-robin", "random")
 _CACHE_TOKENS = 480_000  # of each worker: 30,000 pages of 16 tokens
-_STRIDE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for pages in (_CACHE_TOKENS // args.page_size, *((UNLIMITED,) if case.repeats else ())):
             rows += run_case(case, requests, args.page_size, pages)
             RESULTS.mkdir(exist_ok=True)
-            result = {"name": "replay", "versions": versions(), "stride": _STRIDE, "rows": rows}
+            result = {"name": "replay", "versions": versions(), "rows": rows}
             (RESULTS / "replay.json").write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 
 def run_case(case: Case, requests: Sequence[TraceRequest], page_size: int, pages: int) -> list[dict[str, object]]:
-    base = FleetSpec(page_size=page_size, decode_stride=_STRIDE, report_interval_s=0.05)
+    base = FleetSpec(page_size=page_size, report_interval_s=0.05)
     spec = with_pages(base, pages, requests)
     fitted, factor = fit(requests, spec, case.load)
     single = single_cache_hit_rate(fitted, page_size, spec.num_prefill * spec.prefill_pages)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from penstock.config import DecodeConfig, PrefillConfig
 from penstock.config.admission import AdmissionConfig, OverloadConfig
 from simulator import invariants
+from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.request import TraceRequest
-from simulator.world.costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.world.faults import FaultRates, schedule_faults
 
 _FAULTS_UNTIL_S = 8.0
@@ -51,6 +51,7 @@ def random_spec(rng: random.Random) -> FleetSpec:
             (None, AdmissionConfig(), AdmissionConfig(overload=OverloadConfig(shed=True, max_tokens=32)))
         ),
         timeout_s=_TIMEOUT_S,
+        max_run=1,
     )
 
 

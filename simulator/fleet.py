@@ -13,13 +13,13 @@ from penstock.config.admission import AdmissionConfig
 from penstock.types import Epoch, Role
 from router.routing.policy.interface import PlacementPolicy, WorkerLimits
 from router.routing.policy.policies import make_policy
+from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.request import Outcome, TraceRequest
 from simulator.routers.follower_model import Worker
 from simulator.routers.router_model import RouterModel
-from simulator.workers.decode_model import DecodeModel, decode_config
+from simulator.workers.decode_model import DecodeModel
 from simulator.workers.event_feed import Deliver, EventFaults, EventFeed
 from simulator.workers.prefill_model import PrefillModel
-from simulator.world.costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.world.kv_links import KvLinks
 from simulator.world.network import Call, Network, State
 from simulator.world.virtual_time import Simulation
@@ -39,7 +39,7 @@ class FleetSpec:
     link_costs: LinkCosts = field(default_factory=LinkCosts)
     prefill: PrefillConfig = field(default_factory=lambda: PrefillConfig(max_batch_tokens=2048))
     decode: DecodeConfig = field(default_factory=lambda: DecodeConfig(max_batch_sequences=256, max_batch_tokens=2048))
-    decode_stride: int = 1  # decode steps simulated as one; above 1 only beside prefill workers, for all long prompts
+    max_run: int = 64  # decode steps simulated at once where nothing happens between them; 1: a frame for each step
     policy: str = "kv-aware"
     max_replicas: int = 8
     admission: AdmissionConfig | None = None  # None: every request goes to the workers at once
@@ -49,7 +49,7 @@ class FleetSpec:
     @property
     def limits(self) -> dict[Role, WorkerLimits]:
         """The limits that workers report to routers."""
-        here = decode_config(self.decode, self.decode_stride).max_local_tokens
+        here = self.decode.max_local_tokens
         here = 0 if self.decode.placement in ("remote", "split") else here
         here = here if self.num_prefill else None
         return {
@@ -135,7 +135,7 @@ class SimulatedFleet:
                 spec.page_size,
                 spec.decode_pages,
                 self._find_prefill,
-                spec.decode_stride,
+                spec.max_run,
             )
         self.workers[name] = worker
         self._feeds[worker] = []
@@ -171,6 +171,7 @@ class SimulatedFleet:
             deliver,
             self.spec.report_interval_s,
             self.event_faults,
+            worker.loop,
         )
         feeds.append(feed)
         return feed

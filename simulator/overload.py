@@ -26,7 +26,6 @@ SPEC = FleetSpec(
     num_decode=2,
     decode=DecodeConfig(max_batch_sequences=48, max_batch_tokens=2048),
     admission=AdmissionConfig(overload=OverloadConfig(shed=True)),
-    decode_stride=4,
     timeout_s=120.0,
 )
 

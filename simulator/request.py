@@ -1,8 +1,10 @@
-"""A request of a trace or workload, and its outcome."""
+"""A request of a trace or workload, its tokens without a list of them, and its outcome."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import cast, overload
 
 from penstock.errors import PenstockError
 from penstock.types import Lane, WorkerId
@@ -27,15 +29,74 @@ class TraceRequest:
 
     def token_ids(self) -> list[int]:
         """Returns prompt tokens that are equal exactly where blocks are."""
-        tokens: list[int] = []
-        for block in self.block_ids:
-            tokens += [block] * self.block_tokens
-        del tokens[self.num_input_tokens :]
-        return tokens
+        return RequestTokens(self)[:]
 
     def output_token(self, position: int) -> int:
         """Returns the token at a position; like a seeded sample, it depends on request and position alone."""
         return _FIRST_OUTPUT_TOKEN + (self.number * _SPREAD + position) % _FIRST_OUTPUT_TOKEN
+
+
+class RequestTokens:
+    """Prompt and output of a request as a list of tokens that is not spelled out: a length, and tokens on demand.
+
+    A sequence takes it for its `token_ids`. Appending counts; which token it is follows from the position.
+    """
+
+    __slots__ = ("length", "request")
+
+    def __init__(self, request: TraceRequest, num_output: int = 0) -> None:
+        self.request = request
+        self.length = request.num_input_tokens + num_output
+
+    def as_list(self) -> list[int]:
+        """Returns itself as what schedulers take: they append, take lengths, the last token and slices."""
+        return cast(list[int], self)
+
+    def copy(self) -> RequestTokens:
+        return RequestTokens(self.request, self.length - self.request.num_input_tokens)
+
+    def first(self, count: int) -> RequestTokens:
+        """Returns the first tokens alone."""
+        head = self.copy()
+        head.length = count
+        return head
+
+    def append(self, token_id: int) -> None:
+        self.length += 1
+
+    def extend_by(self, count: int) -> None:
+        self.length += count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self.length)
+            assert step == 1, "no caller takes every other token"
+            return self._tokens(start, stop)
+        if not -self.length <= index < self.length:
+            raise IndexError(index)
+        return self._tokens(index % self.length, index % self.length + 1)[0]
+
+    def _tokens(self, start: int, stop: int) -> list[int]:
+        request, tokens = self.request, []
+        num_input, size = request.num_input_tokens, request.block_tokens
+        position, end = start, min(stop, num_input)
+        while position < end:
+            block_end = min((position // size + 1) * size, end)
+            tokens += [request.block_ids[position // size]] * (block_end - position)
+            position = block_end
+        return tokens + [request.output_token(each) for each in range(max(start, num_input), stop)]
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 
 from benchmarks.autoscale.baselines import (
@@ -49,11 +49,11 @@ from penstock.config import DecodeConfig
 from penstock.config.autoscaler import AutoscalerConfig, SloConfig
 from penstock.errors import InvalidInput
 from penstock.types import Role
+from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.fleet import FleetSpec
 from simulator.report import percentile
 from simulator.request import TraceRequest
 from simulator.traces import SharedPrefixMix, drop_longer, load_trace, scale_arrivals, vary_rate
-from simulator.world.costs import DecodeCosts, LinkCosts, PrefillCosts
 
 STARTS_S = (10.0, 60.0, 200.0)
 SLO = SloConfig(ttft_s=5.0, ttft_token_s=0.002, itl_s=0.1)
@@ -77,7 +77,6 @@ SPEC = FleetSpec(
     decode_costs=DecodeCosts(step_s=0.03, sequence_s=100e-6, kv_token_s=140e-9, chunk=_COMPUTE),
     link_costs=LinkCosts(token_bytes=327_680),
     decode=DecodeConfig(max_batch_sequences=128, max_batch_tokens=2048, max_local_tokens=32),
-    decode_stride=4,
     report_interval_s=0.25,
 )
 
@@ -163,7 +162,7 @@ def run_case(case: tuple[str, float, str, bool]) -> PolicyResult:
         sizes = plan(offered(requests, SPEC, SLO), SPEC, SLO, _LOADS[policy])
         scaler = Foresight(sizes, BOUNDS, start_s, _FORESIGHT_CHANGES)
     if detailed:  # several decode steps at once would make short answers late
-        return run(policy, requests, start_s, scaler, replace(SPEC, decode_stride=1), DetailedDeployment, WARM_S)
+        return run(policy, requests, start_s, scaler, SPEC, DetailedDeployment, WARM_S)
     return run(policy, requests, start_s, scaler, make=CoarseFleet, warm_s=WARM_S)
 
 

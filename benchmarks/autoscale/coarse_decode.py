@@ -1,7 +1,7 @@
 """Simulates a decode worker by the arithmetic of its steps: no pages, no tokens, an event for each change of batch.
 
-The costs are those of the detailed worker (`simulator.world.costs`); steps between two changes are summed in closed
-form.
+The costs are those of the detailed worker (`simulator.costs.step_costs`); steps between two changes are summed in
+closed form.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from cluster.lifecycle.migrate.migration_policy import MigratableSequence
 from penstock.config import DecodeConfig
 from penstock.types import RequestId, Role, StepTotals, WorkerId, WorkerLoad
+from simulator.costs.step_costs import DecodeCosts
 from simulator.request import Outcome
-from simulator.world.costs import DecodeCosts
 from simulator.world.virtual_time import Simulation, Timer
 
 _ALMOST = 1e-6  # of a step

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from benchmarks.autoscale.coarse_decode import Job
 from penstock.types import Role, StepTotals, WorkerId, WorkerLoad
 from prefill_worker.scheduler import HANDICAP_STEPS
-from simulator.world.costs import PrefillCosts
+from simulator.costs.step_costs import PrefillCosts
 from simulator.world.virtual_time import Simulation
 
 

@@ -68,7 +68,12 @@ GROUPS = (
     CommandGroup(
         "sizing",
         "measure and plan",
-        {"plan-memory": "show what a model and its KV pages take of a device, and how many requests fit"},
+        {
+            "bench": "send traffic to any OpenAI-compatible server, measure latencies and goodput, compare results",
+            "traffic": "describe a trace: lengths, bursts, reuse, and what caches of any size would hit",
+            "plan": "size both pools for traffic, latency targets and priced accelerators, and say why",
+            "plan-memory": "show what a model and its KV pages take of a device, and how many requests fit",
+        },
     ),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.types import StepTotals
 
 _SMOOTHING = 0.2  # weight of the newest measurement
@@ -33,6 +35,21 @@ class Pace:
         else:
             self.prefill_steps = self.prefill_steps.plus(num_tokens, contexts, elapsed_s)
             self.chunk_tokens_per_s = _smooth(self.chunk_tokens_per_s, num_tokens / max(elapsed_s, 1e-6))
+
+    def on_decode_steps(self, num_sequences: int, contexts: float, each_s: Sequence[float]) -> None:
+        """Does what `on_step` does for several steps of the same sequences, whose contexts grow by a token a step."""
+        totals, step_s = self.decode_steps, self.step_s
+        all_contexts, seconds = totals.contexts, totals.seconds
+        for elapsed_s in each_s:
+            all_contexts += contexts
+            seconds += elapsed_s
+            contexts += num_sequences
+            step_s = _smooth(step_s, elapsed_s)
+        num_steps = len(each_s)
+        self.decode_steps = StepTotals(
+            totals.steps + num_steps, totals.tokens + num_steps * num_sequences, all_contexts, seconds
+        )
+        self.step_s = step_s
 
 
 def _smooth(mean: float, value: float) -> float:

@@ -63,6 +63,7 @@ class DecodeScheduler:
         self._table = rows
         self._queues = RunQueues(rows)
         self._steps = StepsInFlight(pool, self._pages, rows)
+        self._has_preempted = False  # for the newest step
 
     @property
     def num_running(self) -> int:
@@ -183,6 +184,7 @@ class DecodeScheduler:
         """
         assert not self._steps, "a step is in flight"
         num_waiting = len(self._queues.waiting)
+        self._has_preempted = False
         self._queues.assign_rows([entry for entry in self._queues.rowless if entry.sequence.num_uncomputed_tokens == 1])
         # One token each first (decode), then chunks: a long prompt must not delay those already streaming.
         without_room = self._table.without_room()
@@ -298,10 +300,36 @@ class DecodeScheduler:
     def _preempt(self, entry: TrackedSequence) -> None:
         self._queues.stop(entry)
         self.metrics.add(PREEMPTIONS)
+        self._has_preempted = True
         self.metrics.add(PREEMPTED_TOKENS, entry.sequence.num_computed_tokens)
         self.drop_pages(entry.sequence)
         entry.num_preemptions += 1
         self._queues.wait(entry)
+
+    # Several steps at once.
+
+    def num_steps_alike(self, plan: StepPlan, limit: int) -> int:
+        """Returns how many steps, `plan` included, compute the same rows and nothing else, at most `limit`.
+
+        That is, until a row ends or pages run out, as long as nothing is asked of the scheduler.
+        """
+        if plan.chunks or self._queues.rowless or self._has_preempted:
+            return 1
+        rows = plan.rows
+        num_steps = min(limit, int((rows.members.last_R - rows.positions_R).min()) + 1)
+        while num_steps > 1 and int(self._table.num_missing_pages(num_steps - 1).sum()) > self._pool.num_available:
+            num_steps //= 2
+        return max(1, num_steps)
+
+    def advance(self, num_steps: int, *, goes_on: bool = False) -> None:
+        """Takes several steps at once that compute rows alone, with tokens that their sequences have already.
+
+        `goes_on` says that another such step has begun. No step may be in flight. Lets simulations skip what they know:
+        the state is that after as many calls of `schedule` and `record`.
+        """
+        assert not self._steps, "a step is in flight"
+        self._pages.extend_rows_by(num_steps + goes_on)
+        self._pages.share_filled(self._table.advance(num_steps))
 
     # Ends of steps.
 

@@ -85,6 +85,18 @@ class SequencePages:
                 sequence.pages.append(page)
             self._rows.add_pages(sequences, pages)
 
+    def extend_rows_by(self, num_steps: int) -> None:
+        """Allocates what every row lacks for that many more steps. Raises OutOfPages."""
+        missing = self._rows.num_missing_pages(num_steps)
+        lacking = missing.nonzero()[0].tolist()
+        pages = self._pool.allocate(int(missing.sum()))
+        for row in lacking:
+            sequence = self._rows.at(row)
+            for _ in range(int(missing[row])):
+                page = pages.pop()
+                sequence.pages.append(page)
+                self._rows.add_pages([sequence], [page])
+
     # Sharing.
 
     def share_full(self, sequence: Sequence) -> None:

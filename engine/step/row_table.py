@@ -209,6 +209,27 @@ class RowTable:
         self._awaited_step[waiting] = _KNOWN
         self._any_awaited = len(waiting) < count and bool(self._awaited_step[:count].any())
 
+    def num_missing_pages(self, num_steps: int) -> np.ndarray:
+        """Returns how many pages each row lacks to take that many more steps."""
+        count = len(self._items)
+        missing = self._position[:count] + (num_steps - 1 + self._page_size) - self._room[:count]
+        pages: np.ndarray = np.maximum(missing // self._page_size, 0)
+        return pages
+
+    def at(self, row: int) -> Sequence:
+        return self._items[row].sequence
+
+    def advance(self, num_steps: int) -> list[Sequence]:
+        """Moves every row by several tokens at once, which their sequences have already. No step may be in flight.
+
+        Returns the sequences that have filled a page, in the order in which steps would have filled them.
+        """
+        count, size = len(self._items), self._page_size
+        to_fill = size - self._position[:count] % size
+        self._position[:count] += num_steps
+        filled = (to_fill <= num_steps).nonzero()[0]
+        return [self._items[row].sequence for row in filled[np.argsort(to_fill[filled], kind="stable")].tolist()]
+
     def rewind(self) -> None:
         """Moves every row back to where its sequence stands, after launched steps were cancelled or failed."""
         for row, item in enumerate(self._items):

@@ -18,7 +18,7 @@ from router.routing.costs.inflight import InflightLedger, WorkKey
 from router.routing.costs.link_costs import LinkBook
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.policy.interface import PlacementPolicy, WorkerLimits
-from simulator.request import Outcome
+from simulator.request import Outcome, RequestTokens, TraceRequest
 from simulator.routers.follower_model import FollowerModel, RouterState, WorkerDirectory
 from simulator.routers.gate_model import GateModel, fleet_state
 from simulator.routers.placement_model import PlacementModel, PlacerModel
@@ -40,11 +40,10 @@ class _OpenRequest:
 
     outcome: Outcome
     deadline_s: float
-    prompt: list[int]
     hashes: list[PageHash]
     stream: int
     max_tokens: int
-    emitted: list[int] = field(default_factory=list)
+    num_emitted: int = 0
     refused_by: set[Epoch] = field(default_factory=set)
     at: FollowerModel | None = None
     worker: DecodeModel | None = None
@@ -136,12 +135,10 @@ class RouterModel:
 
     def submit(self, outcome: Outcome, timeout_s: float) -> None:
         request = outcome.request
-        prompt = request.token_ids()
         held = _OpenRequest(
             outcome,
             self._network.sim.now_s + timeout_s,
-            prompt,
-            hash_pages(prompt, self._page_size, SALT),
+            self._hashes(request),
             next(self._streams),
             request.num_output_tokens,
         )
@@ -158,12 +155,15 @@ class RouterModel:
                 request.number,
                 request.lane,
                 request.tenant,
-                len(prompt),
+                request.num_input_tokens,
                 request.num_output_tokens,
                 now_s,
                 held.deadline_s,
             )
         )
+
+    def _hashes(self, request: TraceRequest) -> list[PageHash]:
+        return hash_pages(request.token_ids(), self._page_size, SALT)
 
     def _enter(self, number: int, max_tokens: int) -> None:
         held = self._at_gate[number]
@@ -193,7 +193,8 @@ class RouterModel:
             self._end(held, cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S))
             return
         prefill = {follower.worker_id: follower for follower in ready if follower.role is Role.PREFILL}
-        num_tokens, left = len(held.prompt) + len(held.emitted), held.max_tokens - len(held.emitted)
+        num_input = held.outcome.request.num_input_tokens
+        num_tokens, left = num_input + held.num_emitted, held.max_tokens - held.num_emitted
         placed = self._placer.place(
             held.hashes, num_tokens, left, decode, list(prefill.values()), self._network.sim.now_s
         )
@@ -207,7 +208,7 @@ class RouterModel:
         )
 
     def _wait(self, held: _OpenRequest) -> None:
-        patience_s = _WAIT_TO_RESUME_S if held.emitted else _WAIT_TO_START_S
+        patience_s = _WAIT_TO_RESUME_S if held.num_emitted else _WAIT_TO_START_S
         nobody = Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
         self._waiting[held] = self.node.after(patience_s, lambda: self._end(held, nobody))
 
@@ -224,10 +225,11 @@ class RouterModel:
         request, link, worker = held.outcome.request, one.link, one.worker
         held.at, held.worker, held.epoch = one, worker, one.epoch
         held.outcome.decoded_by.append(one.worker_id)
+        tokens = RequestTokens(request, held.num_emitted)
         sequence = Sequence(
             request_id=RequestId(str(request.number)),
-            token_ids=held.prompt + held.emitted,
-            num_prompt_tokens=len(held.prompt),
+            token_ids=tokens.as_list(),
+            num_prompt_tokens=request.num_input_tokens,
             sampling=SamplingParams(max_tokens=held.max_tokens, ignore_eos=True),
             salt=SALT,
             page_hashes=list(held.hashes),
@@ -235,11 +237,12 @@ class RouterModel:
         submission = held.submission = Submission(
             held.stream,
             sequence,
+            tokens,
             deque(candidates),
-            request.output_token,
             _Frames(self, link, worker),
             held.deadline_s - self._network.sim.now_s,
             caller=link,
+            num_sent=len(tokens),
         )
         link.send(self.node, lambda: worker.submit(submission))
 
@@ -258,14 +261,14 @@ class RouterModel:
             self._redispatch(held, delta.error)
             return
         outcome = held.outcome
-        if delta.token_ids and held.credits:
+        if delta.num_tokens and held.credits:
             self.ledger.settle(held.credits)
             held.credits = []
-        for token_id in delta.token_ids:
-            position = len(held.prompt) + len(held.emitted)
-            outcome.num_wrong_tokens += token_id != outcome.request.output_token(position)
-            held.emitted.append(token_id)
-        outcome.num_tokens = len(held.emitted)
+        expected = (outcome.request.number, outcome.request.num_input_tokens + held.num_emitted)
+        if (delta.number, delta.position) != expected:
+            outcome.num_wrong_tokens += delta.num_tokens
+        held.num_emitted += delta.num_tokens
+        outcome.num_tokens = held.num_emitted
         if outcome.first_token_s is None:
             outcome.first_token_s = self._network.sim.now_s
             if self.gate is not None:

@@ -7,9 +7,12 @@ or locally, and sends one frame a step to each router.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
 
 from decode_worker.prefill.placement_policy import (
     PrefillDecision,
@@ -24,30 +27,35 @@ from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
+from engine.step.plan import DecodeRows, StepPlan
 from engine.step.row_table import RowTable
-from engine.step.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
+from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import DecodeConfig
 from penstock.errors import DeadlineExceeded, Overloaded, PenstockError
 from penstock.kv.events import KvEventLog
 from penstock.types import Role, WorkerId, WorkerLoad
+from simulator.costs.step_costs import DecodeCosts, LinkCosts
+from simulator.request import RequestTokens
 from simulator.workers.prefill_model import PrefillModel
 from simulator.workers.step_loop import VirtualStepLoop
 from simulator.workers.transfers import PrefillOption, TransferModel, TransferOwner
-from simulator.world.costs import DecodeCosts, LinkCosts
-from simulator.world.network import Network, Node
+from simulator.world.network import Network, Node, State
 from simulator.world.virtual_time import Timer
 
-_SMOOTHING = 0.2
 _RETRY_AFTER_S = 1.0
-_STRIDED_LOCAL_TOKENS = 32  # chunks between strided steps would come too late
 
 
 @dataclass(slots=True)
 class Delta:
-    """An update of one request for its router. `error` and `ended` are final."""
+    """An update of one request for its router. `error` and `ended` are final.
+
+    Its tokens are named by the request that they were computed for and by the first one's position.
+    """
 
     stream: int
-    token_ids: list[int]
+    number: int = 0  # of the request
+    position: int = 0
+    num_tokens: int = 0
     ended: bool = False
     error: PenstockError | None = None
     cached_tokens: int = 0
@@ -61,12 +69,13 @@ class Submission:
 
     stream: int
     sequence: Sequence
+    tokens: RequestTokens  # the sequence's
     candidates: deque[PrefillOption]
-    sample: Callable[[int], int]  # returns the token at a position
     send: Callable[[list[Delta]], None]
     timeout_s: float
     caller: object  # the link that it arrived on: the request's lease
     has_first: bool = False
+    num_sent: int = 0  # tokens, prompt included
     cached_tokens: int = 0
     computed_by: WorkerId | None = None
     first_token_s: float = 0.0
@@ -87,14 +96,6 @@ class Submission:
         return max(0.0, self.landed_s - computed_s) if self.landed_s is not None else 0.0
 
 
-def decode_config(config: DecodeConfig, stride: int) -> DecodeConfig:
-    """Returns the configuration of a worker whose decode steps are simulated `stride` at a time."""
-    if stride == 1:
-        return config
-    most = _STRIDED_LOCAL_TOKENS if config.max_local_tokens is None else config.max_local_tokens
-    return config.model_copy(update={"max_local_tokens": min(_STRIDED_LOCAL_TOKENS, most)})
-
-
 class DecodeModel(TransferOwner):
     """One decode worker."""
 
@@ -110,10 +111,12 @@ class DecodeModel(TransferOwner):
         page_size: int,
         num_pages: int,
         find_prefill: Callable[[str], PrefillModel | None],
-        stride: int = 1,
+        max_run: int = 1,
     ) -> None:
-        """`stride` decode steps are simulated as one of that many times the length: faster and coarser. Where there
-        are prefill workers, these then compute all but short prompts."""
+        """`max_run` is how many steps are simulated at once where nothing happens between them.
+
+        Above 1, routers receive a sequence's first token and its end, and what lies between only before a fault.
+        """
         self.node = node
         self.worker_id = WorkerId(node.name)
         self.page_size = page_size
@@ -122,21 +125,25 @@ class DecodeModel(TransferOwner):
         self.cache = PrefixCache(self.pool, page_size, self.events)
         self.scheduler = DecodeScheduler(self.pool, self.cache, page_size, config, RowTable(page_size))
         self.transfers = TransferModel(node, network, self.pool, self.scheduler, page_size, find_prefill, self)
-        self.loop = VirtualStepLoop(node, self._begin_step, self._end_step)
+        self.loop = VirtualStepLoop(node, self._begin_step, self._end_steps)
         self.on_change: Callable[[], None] = lambda: None
         self.num_computed_tokens = 0  # of prompts
         self.num_output_tokens = 0
         self._costs = costs
         self._link = link
         self._config = config
-        self._stride = stride
+        self._max_run = max_run
         self._submissions: dict[Sequence, Submission] = {}
+        self._computed_here: set[Sequence] = set()  # prompts without a first token
         self._outbox: dict[Callable[[list[Delta]], None], list[Delta]] = {}
-        self._work: Seq[ScheduledSequence] = ()
-        self._work_s = 0.0
-        self._contexts = 0.0
+        self._plan: StepPlan | None = None  # in flight, until it is committed
+        self._steps_s: list[float] = []  # of the run in flight; only those that are not committed
+        self._run_rows: DecodeRows | None = None  # of a run whose first steps are committed ...
+        self._num_run = 0  # ... and how many are
         self._pace = Pace()
-        self._policy = PrefillPlacement(decode_config(config, stride))
+        self._policy = PrefillPlacement(config)
+        if max_run > 1:
+            network.before_fault.append(self._send_all)
 
     @property
     def num_held(self) -> int:
@@ -144,6 +151,7 @@ class DecodeModel(TransferOwner):
         return len(self._submissions)
 
     def load(self) -> WorkerLoad:
+        self.catch_up()
         return WorkerLoad(
             num_running=self.scheduler.num_running,
             num_waiting=len(self._submissions) - self.scheduler.num_running,
@@ -176,12 +184,12 @@ class DecodeModel(TransferOwner):
         limit = self._config.max_batch_sequences + self._config.max_waiting
         if len(self._submissions) >= limit:
             refusal = Overloaded(f"{self.worker_id} holds {limit} requests, its limit; try again", _RETRY_AFTER_S)
-            self._emit(submission, Delta(submission.stream, [], error=refusal))
+            self._emit(submission, Delta(submission.stream, error=refusal))
             return
         num_tokens = len(submission.sequence.token_ids) + submission.sequence.sampling.max_tokens
         if -(-num_tokens // self.page_size) > self.pool.num_pages:
             refusal = Overloaded(f"{num_tokens} tokens do not fit into {self.worker_id}'s pool", None)
-            self._emit(submission, Delta(submission.stream, [], error=refusal))
+            self._emit(submission, Delta(submission.stream, error=refusal))
             return
         late = DeadlineExceeded(f"request {submission.sequence.request_id} did not end within {submission.timeout_s} s")
         submission.timer = self.node.after(submission.timeout_s, lambda: self.cancel(submission, late))
@@ -193,7 +201,7 @@ class DecodeModel(TransferOwner):
         if submission.sequence not in self._submissions:
             return
         if error is not None:
-            self._emit(submission, Delta(submission.stream, [], error=error))
+            self._emit(submission, Delta(submission.stream, error=error))
         self._release(submission)
 
     # Placement of prompts.
@@ -204,6 +212,7 @@ class DecodeModel(TransferOwner):
         submission.placed, submission.placed_s = placed, now_s
         if placed.option is None:
             submission.computed_by = self.worker_id
+            self._computed_here.add(submission.sequence)
             self.scheduler.compute_here(submission.sequence)
             return
         candidate = next(one for one in submission.candidates if one.worker_id == placed.option.worker_id)
@@ -238,9 +247,8 @@ class DecodeModel(TransferOwner):
             return
         if not submission.has_first:  # a retried prefill returns the next token
             submission.cached_tokens = cached_tokens
-        token = submission.sample(len(sequence.token_ids))
-        sequence.token_ids.append(token)
-        self._on_tokens(submission, [token])
+        submission.tokens.extend_by(1)
+        self._on_tokens(submission)
 
     def on_landed(self, sequence: Sequence, num_tokens: int) -> None:
         self.scheduler.join(sequence, num_tokens)
@@ -261,63 +269,135 @@ class DecodeModel(TransferOwner):
 
     # The step.
 
-    def _begin_step(self) -> float | None:
+    def _begin_step(self) -> list[float]:
         self.transfers.grant_reservations()
-        self._work = self.scheduler.schedule()
+        plan = self.scheduler.schedule()
         self._flush()
         self.on_change()
-        if not self._work:
-            return None
-        self._work_s = self._costs.work_s(self._work, self._stride)
-        self._contexts = sum(item.num_contexts for item in self._work)
-        return self._work_s
+        if not plan:
+            return []
+        self._plan, now_s, ends_s = plan, self.node.sim.now_s, []
+        num_steps = 1 if self._awaits_first_token(plan) else self.scheduler.num_steps_alike(plan, self._max_run)
+        if num_steps == 1:
+            self._steps_s = [self._costs.work_s(plan)]
+            return [now_s + self._steps_s[0]]
+        costs, num_rows, contexts = self._costs, len(plan.rows), int(plan.rows.positions_R.sum())
+        self._steps_s = costs.decode_each_s(num_rows, contexts, num_steps)
+        for step_s in self._steps_s:
+            now_s += step_s
+            ends_s.append(now_s)
+        return ends_s
 
-    def _end_step(self) -> None:
-        work, self._work = self._work, ()
-        self._measure(work)
-        tokens = [
-            SampledToken(self._submissions[item.sequence].sample(len(item.sequence.token_ids)))
-            if item.is_sampled
-            else None
-            for item in work
-        ]
-        for sequence, token in self.scheduler.commit(work, StepOutput(tuple(tokens))):
-            submission, token_ids = self._submissions[sequence], [token.token_id]
-            if submission.has_first:
-                self._sample_stride(submission, token_ids)
-            self._on_tokens(submission, token_ids)
+    def _awaits_first_token(self, plan: StepPlan) -> bool:
+        """Returns whether a row is a prompt of which all but the last token was cached: its first token goes out."""
+        firsts = self._computed_here
+        return bool(firsts) and any(item.sequence in firsts for item in plan.rows.items)
+
+    def catch_up(self) -> None:
+        """Commits the steps that have ended by now."""
+        if num_ended := self.loop.catch_up():
+            self._commit(num_ended, goes_on=True)
+
+    def _end_steps(self, num_ended: int) -> None:
+        self._commit(num_ended, goes_on=False)
+        self._steps_s = []
         self._flush()
         self.on_change()
 
-    def _learn_step(self, work: Seq[ScheduledSequence]) -> None:
-        chunks = [item for item in work if item.num_tokens > self._stride]
-        chunk_tokens = sum(item.num_tokens for item in chunks)
+    def _learn_step(self, plan: StepPlan, step_s: float) -> None:
+        num_rows = len(plan.rows)
+        chunk_tokens = plan.num_tokens - num_rows
         if self._policy.steps.skips(chunk_tokens):
             return
-        pairs, num_rows = sum(item.num_contexts for item in chunks), len(work) - len(chunks)
-        step_s = self._work_s if chunks else self._work_s / self._stride
-        self._policy.steps.on_step(StepWork(chunk_tokens, pairs, num_rows, self._contexts - pairs), step_s)
+        pairs = sum(item.num_contexts for item in plan.chunks)
+        self._policy.steps.on_step(StepWork(chunk_tokens, pairs, num_rows, plan.rows.num_contexts), step_s)
 
-    def _measure(self, work: Seq[ScheduledSequence]) -> None:
-        self._learn_step(work)
-        num_tokens = sum(item.num_tokens for item in work)
-        if num_tokens > len(work) * self._stride:
-            self.num_computed_tokens += sum(item.num_tokens for item in work if item.num_tokens > self._stride)
-            self._pace.on_step(len(work), num_tokens, self._contexts, self._work_s)
-        else:  # one of the steps simulated together stands for all
-            contexts = sum(item.sequence.num_computed_tokens for item in work)
-            self._pace.on_step(len(work), len(work), contexts, self._work_s / self._stride)
+    def _commit(self, num_ended: int, goes_on: bool) -> None:
+        """Commits the first steps of those in flight, of which only the last of a run can end a sequence."""
+        steps_s, self._steps_s = self._steps_s[:num_ended], self._steps_s[num_ended:]
+        plan, self._plan = self._plan, None
+        if plan is None:  # its first step is committed
+            self._advance(num_ended, goes_on, steps_s)
+            return
+        if plan.chunks:
+            self.num_computed_tokens += sum(item.num_tokens for item in plan.chunks if item.num_tokens > 1)
+        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, steps_s[0])
+        self._learn_step(plan, steps_s[0])
+        sampled = [item.sequence if item.is_sampled else None for item in plan.chunks]
+        chunk_tokens = [None if sequence is None else 0 for sequence in sampled]
+        rows = plan.rows
+        discarded = self.scheduler.record(plan, np.zeros(len(rows), np.int64), chunk_tokens)
+        if self._max_run == 1:
+            got: Iterable[Sequence | None] = (*(item.sequence for item in rows.items), *sampled)
+            self._on_step(sequence for sequence in got if sequence is not None and sequence not in discarded)
+            return
+        if num_ended > 1 or goes_on:
+            self._advance(num_ended - 1, goes_on, steps_s[1:], rows.items)
+        if not goes_on:
+            self._end_rows(rows, num_ended, discarded)
+        self._on_step(sequence for sequence in sampled if sequence is not None and sequence not in discarded)
+        self._run_rows = rows if goes_on else None
+        self._num_run = num_ended
 
-    def _on_tokens(self, submission: Submission, token_ids: list[int]) -> None:
-        """Emits tokens, the first of which has just been appended to the sequence."""
+    def _advance(
+        self,
+        num_steps: int,
+        goes_on: bool,
+        steps_s: Seq[float],
+        items: Seq[ScheduledSequence] | None = None,
+    ) -> None:
+        """Commits further steps of a run."""
+        rows = self._run_rows
+        if items is None:
+            assert rows is not None
+            items = rows.items
+        contexts = sum(len(item.sequence.token_ids) - 1 for item in items) + len(items) / 2
+        self._pace.on_decode_steps(len(items), contexts, steps_s)
+        for item in items:
+            cast(RequestTokens, item.sequence.token_ids).extend_by(num_steps)
+        self.scheduler.advance(num_steps, goes_on=goes_on)
+        if rows is not None:
+            self._num_run += num_steps
+            if not goes_on:
+                self._run_rows = None
+                self._end_rows(rows, self._num_run, ())
+
+    def _end_rows(self, rows: DecodeRows, num_steps: int, discarded: Collection[Sequence]) -> None:
+        """Emits the tokens of rows that end with the last of the run's steps, and first tokens."""
+        ended = (rows.positions_R + (num_steps - 1) >= rows.members.last_R).nonzero()[0].tolist()
+        items = rows.items
+        sequences = [items[row].sequence for row in ended]
+        if firsts := self._computed_here:
+            sequences = [item.sequence for item in items if item.sequence in firsts or item.sequence in sequences]
+        self._on_step(sequence for sequence in sequences if sequence not in discarded)
+
+    def _on_step(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in list(sequences):
+            self._on_tokens(self._submissions[sequence])
+
+    def _send_all(self) -> None:
+        """Sends every token that routers have not received, since a fault is about to happen."""
+        if self.node.state is not State.ALIVE:
+            return
+        self.catch_up()
+        self.loop.cut()
+        for submission in list(self._submissions.values()):
+            if submission.has_first and submission.num_sent < len(submission.tokens):
+                self._on_tokens(submission)
+        self._flush()
+
+    def _on_tokens(self, submission: Submission) -> None:
+        """Emits the tokens that the request's router has not received."""
         sequence = submission.sequence
         if not submission.has_first and submission.computed_by == self.worker_id:
             submission.cached_tokens = self.scheduler.num_cached_tokens(sequence)
         if not submission.has_first:
             submission.first_token_s = self.node.sim.now_s
+            self._computed_here.discard(sequence)
         submission.has_first = True
-        self.num_output_tokens += len(token_ids)
-        delta = Delta(submission.stream, token_ids)
+        first, submission.num_sent = submission.num_sent, len(submission.tokens)
+        delta = Delta(submission.stream, submission.tokens.request.number, first, submission.num_sent - first)
+        self.num_output_tokens += delta.num_tokens
         if sequence.num_output_tokens >= sequence.sampling.max_tokens:
             delta.ended, delta.computed_by = True, submission.computed_by
             delta.cached_tokens = min(submission.cached_tokens, sequence.num_prompt_tokens)
@@ -326,17 +406,9 @@ class DecodeModel(TransferOwner):
             self._release(submission)
         self._emit(submission, delta)
 
-    def _sample_stride(self, submission: Submission, token_ids: list[int]) -> None:
-        """Appends the tokens of the steps simulated together with this one; their KV follows with the next."""
-        sequence = submission.sequence
-        left = sequence.sampling.max_tokens - sequence.num_output_tokens
-        first = len(sequence.token_ids)
-        more = [submission.sample(position) for position in range(first, first + min(self._stride - 1, left))]
-        token_ids += more
-        self.scheduler.extend(sequence, more)
-
     def _release(self, submission: Submission) -> None:
         del self._submissions[submission.sequence]
+        self._computed_here.discard(submission.sequence)
         if submission.timer is not None:
             submission.timer.cancel()
         self.transfers.abandon(submission.sequence)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from penstock.kv.events import KvEventBatch, KvEventLog, split_snapshot
 from penstock.types import WorkerLoad
+from simulator.workers.step_loop import VirtualStepLoop
 from simulator.world.network import Call, Node
 from simulator.world.virtual_time import Timer
 
@@ -40,7 +41,9 @@ class EventFeed:
         deliver: Deliver,
         interval_s: float,
         faults: EventFaults,
+        loop: VirtualStepLoop,
     ) -> None:
+        """`loop` says when steps end that are simulated as a run, each of which changes the load."""
         self._node = node
         self._call = call
         self._events = events
@@ -49,6 +52,7 @@ class EventFeed:
         self._deliver = deliver
         self._interval_s = interval_s
         self._faults = faults
+        self._loop = loop
         self._changed = False
         self._resting = False
         self._heartbeat: Timer | None = None
@@ -91,7 +95,9 @@ class EventFeed:
 
     def _rested(self) -> None:
         self._resting = False
-        if self._changed:
+        if self._changed or self._loop.has_ended_steps():
             self._send()
+        elif (next_s := self._loop.next_end_s()) is not None:
+            self._heartbeat = self._node.at(next_s, self._send)
         else:
             self._heartbeat = self._node.after(_HEARTBEAT_S, self._send)

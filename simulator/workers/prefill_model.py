@@ -20,8 +20,8 @@ from penstock.errors import Cancelled, PenstockError, TransferError
 from penstock.kv.events import KvEventLog
 from penstock.types import Role, StepTotals, TransferKey, WorkerId, WorkerLoad
 from prefill_worker.scheduler import PrefillScheduler
+from simulator.costs.step_costs import PrefillCosts
 from simulator.workers.step_loop import VirtualStepLoop
-from simulator.world.costs import PrefillCosts
 from simulator.world.kv_links import KvLinks
 from simulator.world.network import Call, Node
 
@@ -158,18 +158,18 @@ class PrefillModel:
 
     # The step.
 
-    def _begin_step(self) -> float | None:
+    def _begin_step(self) -> list[float]:
         self._work = self.scheduler.schedule()
         self.on_change()
         if not self._work:
-            return None
+            return []
         for item in self._work:
             job = self._by_sequence[item.sequence]
             if not job.begun:
                 self._begin(job)
         self._step_s = self._costs.work_s(self._work)
         self._contexts = sum(item.num_contexts for item in self._work)
-        return self._step_s
+        return [self.node.sim.now_s + self._step_s]
 
     def _begin(self, job: _Job) -> None:
         """Asks for the destination, which arrives while the first chunk computes."""
@@ -177,7 +177,7 @@ class PrefillModel:
         job.cached_tokens = job.sequence.num_computed_tokens
         job.call.send(self.node, lambda: job.receiver.on_reserve(job.key))
 
-    def _end_step(self) -> None:
+    def _end_step(self, num_ended: int) -> None:
         work, self._work = self._work, []
         num_tokens = sum(item.num_tokens for item in work)
         self.num_computed_tokens += num_tokens

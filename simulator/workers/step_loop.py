@@ -1,27 +1,66 @@
-"""A worker's step loop in virtual time: like `engine.step.loop`, it runs posted calls in order between steps."""
+"""A worker's step loop in virtual time: like `engine.step.loop`, it runs posted calls in order between steps.
+
+`begin` may run several steps at once, as far as nothing is to be decided between them. A call that is posted meanwhile
+cuts such a run after the step in flight, so that it runs when it would have run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 
 from simulator.world.network import Node
-from simulator.world.virtual_time import Callback
+from simulator.world.virtual_time import Callback, Timer
 
 
 class VirtualStepLoop:
-    def __init__(self, node: Node, begin: Callable[[], float | None], end: Callback) -> None:
-        """`begin` schedules a step and returns its duration, or None without work; `end` commits it."""
+    def __init__(self, node: Node, begin: Callable[[], Sequence[float]], end: Callable[[int], None]) -> None:
+        """`begin` schedules steps and returns when each ends, or nothing without work; `end` commits that many."""
         self._node = node
         self._begin = begin
         self._end = end
         self._computing = False
         self._inbox: list[Callback] = []
+        self._ends_s: Sequence[float] = ()  # of the steps of this run
+        self._num_ended = 0  # of them, committed ahead of the run's end
+        self._since_s = 0.0
+        self._timer: Timer | None = None
         self.busy_s = 0.0
 
     def post(self, call: Callback) -> None:
         self._inbox.append(call)
         if not self._computing:
             self._turn()
+        elif self._timer is not None:
+            self.cut()
+
+    def cut(self) -> None:
+        """Ends the run with the step in flight."""
+        if self._timer is None or self._timer.time_s <= self._node.sim.now_s:
+            return
+        place = bisect_right(self._ends_s, self._node.sim.now_s)
+        if place + 1 < len(self._ends_s):
+            self._ends_s = self._ends_s[: place + 1]
+            self._timer.cancel()
+            self._timer = self._node.at(self._ends_s[-1], self._finish)
+
+    def catch_up(self) -> int:
+        """Returns how many steps of the run have ended since the last call, for the caller to commit them."""
+        if self._timer is None or len(self._ends_s) == 1:
+            return 0
+        place = min(bisect_right(self._ends_s, self._node.sim.now_s), len(self._ends_s) - 1)
+        num_ended, self._num_ended = place - self._num_ended, place
+        return num_ended
+
+    def next_end_s(self) -> float | None:
+        """Returns when the step in flight ends, or None without one or where `end` follows it anyway."""
+        if self._timer is None or len(self._ends_s) == 1:
+            return None
+        return self._ends_s[min(bisect_right(self._ends_s, self._node.sim.now_s), len(self._ends_s) - 1)]
+
+    def has_ended_steps(self) -> bool:
+        """Returns whether `catch_up` would return any."""
+        return self._timer is not None and self._num_ended < bisect_right(self._ends_s, self._node.sim.now_s)
 
     def _turn(self) -> None:
         self._computing = True  # calls posted by calls wait for the next turn of this loop
@@ -29,15 +68,17 @@ class VirtualStepLoop:
             inbox, self._inbox = self._inbox, []
             for call in inbox:
                 call()
-            duration_s = self._begin()
-            if duration_s is not None:
-                self.busy_s += duration_s
-                self._node.after(duration_s, self._finish)
+            self._since_s, self._num_ended = self._node.sim.now_s, 0
+            self._ends_s = self._begin()
+            if self._ends_s:
+                self._timer = self._node.at(self._ends_s[-1], self._finish)
                 return
             if not self._inbox:
                 self._computing = False
                 return
 
     def _finish(self) -> None:
-        self._end()
+        self._timer = None
+        self.busy_s += self._ends_s[-1] - self._since_s
+        self._end(len(self._ends_s) - self._num_ended)
         self._turn()

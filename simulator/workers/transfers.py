@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.cache.page_pool import PagePool
@@ -17,6 +18,7 @@ from kv_transfer.session.lease import Lease, heartbeat_s
 from kv_transfer.session.transfer_session import ENDED, Effect, Manifest, TransferSession
 from penstock.errors import PenstockError, TransferError, Unavailable
 from penstock.types import Epoch, TransferId, TransferKey, WorkerId
+from simulator.request import RequestTokens
 from simulator.workers.prefill_model import PrefillModel
 from simulator.world.network import Call, Network, Node, State
 
@@ -306,7 +308,7 @@ def _copy(sequence: Sequence, num_tokens: int, page_size: int) -> Sequence:
     """Returns what is sent to the prefill worker, with the page hashes as if it had computed them."""
     return Sequence(
         request_id=sequence.request_id,
-        token_ids=sequence.token_ids[:num_tokens],
+        token_ids=cast(RequestTokens, sequence.token_ids).first(num_tokens).as_list(),
         num_prompt_tokens=min(num_tokens, sequence.num_prompt_tokens),
         sampling=sequence.sampling,
         salt=sequence.salt,

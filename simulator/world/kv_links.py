@@ -6,7 +6,7 @@ adapter take turns.
 
 from __future__ import annotations
 
-from simulator.world.costs import LinkCosts
+from simulator.costs.step_costs import LinkCosts
 from simulator.world.network import Network, Node, State
 from simulator.world.virtual_time import Callback, Simulation
 

@@ -43,6 +43,9 @@ class Node:
     def after(self, delay_s: float, callback: Callback) -> Timer:
         return self.sim.after(delay_s, lambda: self.post(callback))
 
+    def at(self, time_s: float, callback: Callback) -> Timer:
+        return self.sim.at(time_s, lambda: self.post(callback))
+
     def set_state(self, state: State) -> None:
         self.state, self.state_since_s = state, self.sim.now_s
         waiting, self._waiting = self._waiting, []
@@ -103,6 +106,7 @@ class Network:
         self._rng = sim.rng("network")
         self._nodes: dict[str, Node] = {}
         self._calls: dict[Call, None] = {}
+        self.before_fault: list[Callback] = []  # lets processes that run ahead of their messages send what they owe
         self._cut_since_s: dict[frozenset[str], float] = {}
 
     def arrival_s(self) -> float:
@@ -136,7 +140,12 @@ class Network:
 
     # Faults.
 
+    def _announce_fault(self) -> None:
+        for callback in self.before_fault:
+            callback()
+
     def kill(self, node: Node) -> None:
+        self._announce_fault()
         node.set_state(State.DEAD)
         for call in self._calls_of(lambda call: node in call.ends):
             self.sim.after(_RESET_S, call.break_off)
@@ -144,6 +153,7 @@ class Network:
     def freeze(self, node: Node) -> None:
         if node.state is not State.ALIVE:
             return
+        self._announce_fault()
         node.set_state(State.FROZEN)
         for call in self._calls_of(lambda call: node in call.ends):
             self.sim.after(KEEPALIVE_S, lambda call=call: self._give_up(call))  # type: ignore[misc]
@@ -156,6 +166,7 @@ class Network:
         pair = frozenset((one, other))
         if pair in self._cut_since_s:
             return
+        self._announce_fault()
         self._cut_since_s[pair] = self.sim.now_s
         for call in self._calls_between(pair):
             self.sim.after(KEEPALIVE_S, lambda call=call: self._give_up(call))  # type: ignore[misc]

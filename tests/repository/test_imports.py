@@ -32,8 +32,21 @@ ARROWS: dict[str, set[str]] = {
         "router",
         "cluster",
     },
-    "cluster": {"penstock", "engine", "kv_transfer", "worker", "prefill_worker", "decode_worker", "router"},
+    # its command line alone imports the simulator: `test_only_the_command_line_imports_the_simulator`
+    "cluster": {
+        "penstock",
+        "engine",
+        "kv_transfer",
+        "worker",
+        "prefill_worker",
+        "decode_worker",
+        "router",
+        "simulator",
+    },
 }
+
+# commands that run decisions in virtual time: further folders that their modules may import
+COMMANDS: dict[str, set[str]] = {"cluster/cli/commands/sizing": {"simulator"}}
 
 # folder -> libraries that it must not import
 FORBIDDEN: dict[str, set[str]] = {
@@ -71,6 +84,8 @@ ROOMS: dict[str, set[str]] = {
     "cluster.health": {"controller", "pools"},
     "cluster.lifecycle": {"controller", "pools"},
     "penstock.kv": set(),
+    "penstock.traces": set(),
+    "penstock.bench": {"client", "traces"},
     "penstock.text": {"kv"},
     "penstock.config": set(),
 }
@@ -92,9 +107,10 @@ def imported_modules(path: Path) -> Iterator[str]:
 def test_a_folder_imports_only_what_the_plan_allows(folder: str) -> None:
     wrong = []
     for path in sorted((ROOT / folder).rglob("*.py")):
+        allowed = {folder, *ARROWS[folder], *COMMANDS.get(str(path.parent.relative_to(ROOT)), set())}
         for module in imported_modules(path):
             top = module.split(".")[0]
-            stray_folder = top in ARROWS and top != folder and top not in ARROWS[folder]
+            stray_folder = top in ARROWS and top not in allowed
             if stray_folder or top in FORBIDDEN[folder] or top in {"tests", "benchmarks"}:
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert not wrong
@@ -115,12 +131,36 @@ def test_only_cluster_imports_ray() -> None:
     assert users <= {"cluster"}
 
 
+def test_only_the_command_line_imports_the_simulator() -> None:
+    users = {
+        name
+        for name, path in sources().items()
+        if not name.startswith("simulator")
+        for module in imported_modules(path)
+        if module.split(".")[0] == "simulator"
+    }
+    assert all(name.startswith("cluster.cli.commands.sizing") for name in users)
+
+
 @pytest.mark.processes
 def test_the_simulator_runs_without_torch_and_ray() -> None:
     code = (
         "import sys, simulator.replay, simulator.check\n"
         "heavy = {'torch', 'ray', 'uvloop', 'tokenizers', 'fastapi'} & set(sys.modules)\n"
         "sys.exit(f'the simulator pulls in {sorted(heavy)}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.processes
+def test_sizing_commands_run_without_torch_and_ray() -> None:
+    code = (
+        "import sys; from cluster.cli.catalog import GROUPS, load_command\n"
+        "group = next(group for group in GROUPS if group.room == 'sizing')\n"
+        "[load_command(group, name) for name in group.help_lines]\n"
+        "heavy = {'torch', 'ray', 'uvloop', 'tokenizers', 'fastapi'} & set(sys.modules)\n"
+        "sys.exit(f'the commands pull in {sorted(heavy)}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

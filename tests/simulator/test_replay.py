@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import DecodeConfig
-from penstock.errors import InvalidInput
 from simulator.fleet import FleetSpec
 from simulator.replay import UNLIMITED, fit, main, replay, with_pages
 from simulator.report import Slo, offered_load, single_cache_hit_rate
 from simulator.request import TraceRequest
-from simulator.traces import FOLDER_VARIABLE, SharedPrefixMix, drop_longer, load_trace, scale_arrivals
+from simulator.traces import SharedPrefixMix, drop_longer, load_trace, scale_arrivals
 
 SPEC = FleetSpec(num_prefill=3, num_decode=3, prefill_pages=4000, decode_pages=4000)
 MIX = SharedPrefixMix(num_requests=120, requests_per_s=30.0, output_tokens=20, think_s=1.0)
@@ -40,31 +38,6 @@ def test_equal_block_hashes_give_equal_tokens_and_others_differ(tmp_path: Path, 
     assert not set(each.token_ids()[512:]) & set(other.token_ids())
     assert not set(alone.token_ids()) & {*each.token_ids(), *other.token_ids()}
     assert [each.arrival_s, other.arrival_s, alone.arrival_s] == [0.0, 0.01, 0.02]
-
-
-def test_requests_of_a_tick_are_spread_over_it_by_the_seed(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "ticks.jsonl", [row(3000 * (number // 10)) for number in range(100)])
-    times = [request.arrival_s for request in load_trace(path, seed=1)]
-    assert len(set(times)) == 100
-    assert times == sorted(times)
-    assert times == [request.arrival_s for request in load_trace(path, seed=1)]
-    assert times != [request.arrival_s for request in load_trace(path, seed=2)]
-
-
-def test_a_trace_is_found_in_the_folder_that_the_environment_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_trace(tmp_path / "here.jsonl", [row(0)])
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    assert len(load_trace("here.jsonl")) == 1
-    with pytest.raises(InvalidInput, match=r"no file gone\.jsonl, nor in PENSTOCK_TRACES"):
-        load_trace("gone.jsonl")
-
-
-def test_a_malformed_line_is_named(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "bad.jsonl", [row(0), {"timestamp": 1}])
-    with pytest.raises(InvalidInput, match=r"bad\.jsonl:2: KeyError\('input_length'\); expected numbers timestamp"):
-        load_trace(path)
 
 
 def test_scaling_and_dropping_keep_the_order() -> None:
@@ -106,17 +79,6 @@ def test_a_replay_completes_everything_and_counts_hits(num_prefill: int) -> None
     assert computed >= prompts * (1 - summary.hit_rate) * 0.98
     assert 0 < summary.ttft_p50_s <= summary.ttft_p90_s <= summary.ttft_p99_s
     assert summary.goodput == 1.0
-
-
-def test_striding_over_decode_steps_changes_little() -> None:
-    requests, _ = fit(MIX.make(0), SPEC, load=0.6)
-    mostly_remote = DecodeConfig(max_batch_sequences=256, max_batch_tokens=2048, max_local_tokens=32)
-    fine, fleet = replay(requests, replace(SPEC, decode=mostly_remote), 0, Slo())
-    coarse, strided = replay(requests, replace(SPEC, decode_stride=4), 0, Slo())
-    assert strided.sim.num_events < 0.85 * fleet.sim.num_events
-    assert [each.num_tokens for each in strided.outcomes] == [each.num_tokens for each in fleet.outcomes]
-    assert not any(each.num_wrong_tokens for each in strided.outcomes)
-    assert coarse.tpot_p50_s == pytest.approx(fine.tpot_p50_s, rel=0.25)
 
 
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:

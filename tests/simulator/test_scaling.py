@@ -19,7 +19,7 @@ from simulator.request import TraceRequest
 from simulator.traces import SharedPrefixMix, vary_rate
 from tests.support.balanced_fleet import BalancedFleet
 
-QUICK = replace(SPEC, num_prefill=2, num_decode=2, decode_stride=8)
+QUICK = replace(SPEC, num_prefill=2, num_decode=2)
 
 
 def traffic() -> list[TraceRequest]:
@@ -36,7 +36,7 @@ def test_it_misses_no_more_with_fewer_changes_and_workers() -> None:
 
 
 def test_the_coarse_picture_is_that_of_the_full_one() -> None:
-    every_step, scaler = replace(QUICK, decode_stride=1), QueueTargets(1.0, 4.0, 30.0)
+    every_step, scaler = QUICK, QueueTargets(1.0, 4.0, 30.0)
     full, coarse = (
         run("queues", traffic()[:250], 20.0, QueueScaler(scaler, BOUNDS), every_step, make)
         for make in (DetailedDeployment, CoarseFleet)

@@ -1,0 +1,96 @@
+"""Attacks by many requests at once, and by clients that leave as soon as they have cost something."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+
+import grpc
+import grpc.aio
+
+from benchmarks.attack.attacks.messages import GENERATE
+from benchmarks.attack.attacks.readers import NUM_VICTIMS
+from benchmarks.attack.sockets import connection, post
+from benchmarks.attack.target import AttackTarget, call_code, channel
+from benchmarks.attack.verdict import Breach
+from penstock.v1 import common_pb2, inference_pb2
+
+_NUM_CLIENTS = 200
+_NUM_REQUESTS = 1000
+_SERVED_OR_REFUSED = {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+def _request(max_tokens: int, text: str = "Once upon a time") -> bytes:
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return inference_pb2.GenerateRequest(text=text, sampling=sampling).SerializeToString()
+
+
+async def _must_be_released(target: AttackTarget) -> None:
+    if not await target.wait_until_idle(NUM_VICTIMS):
+        raise Breach(f"of requests whose clients have left, {await target.describe_held()}")
+
+
+async def one_token_and_leave(target: AttackTarget) -> None:
+    """Lets 200 clients at once read one token of a long answer and leave, three times over HTTP and gRPC."""
+    body = json.dumps({"prompt": "Once", "max_tokens": 1500, "stream": True, "ignore_eos": True}).encode()
+
+    async def over_http() -> None:
+        async with connection(target.http) as (reader, writer):
+            writer.write(post("/v1/completions", target.key) + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+                async with asyncio.timeout(10.0):
+                    await reader.readuntil(b"data: ")
+            writer.transport.abort()
+
+    async def over_grpc(made: grpc.aio.Channel) -> None:
+        call = made.unary_stream(GENERATE, request_serializer=bytes, response_deserializer=bytes)(
+            _request(1500), timeout=10.0, metadata=(("authorization", f"Bearer {target.key}"),)
+        )
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await call.read()
+        call.cancel()
+
+    async with channel(target.grpc) as made:
+        for _ in range(3):
+            clients = [over_http() if each % 2 else over_grpc(made) for each in range(_NUM_CLIENTS)]
+            await asyncio.gather(*clients, return_exceptions=True)
+    await _must_be_released(target)
+
+
+async def leave_before_the_first_token(target: AttackTarget) -> None:
+    """Cancels 600 calls between a moment and 50 ms after they were made."""
+    async with channel(target.grpc) as made:
+
+        async def one(rank: int) -> None:
+            call = made.unary_stream(GENERATE, request_serializer=bytes, response_deserializer=bytes)(
+                _request(500, f"{rank} children went to the river. " * 20),
+                timeout=10.0,
+                metadata=(("authorization", f"Bearer {target.key}"),),
+            )
+            reading = asyncio.create_task(call.read())
+            await asyncio.wait([reading], timeout=rank % 50 / 1000)
+            call.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+        for start in range(0, 600, 100):
+            await asyncio.gather(*(one(rank) for rank in range(start, start + 100)))
+    await _must_be_released(target)
+
+
+async def thousand_requests_at_once(target: AttackTarget) -> None:
+    """Sends 1000 requests at once: each is served whole or refused with a reason, and none is lost."""
+    async with channel(target.grpc) as made:
+        codes = await asyncio.gather(
+            *(call_code(made, GENERATE, _request(16), target.key) for _ in range(_NUM_REQUESTS))
+        )
+    found = collections.Counter(code for code, _ in codes)
+    if set(found) - _SERVED_OR_REFUSED:
+        raise Breach(f"1000 requests were answered { ({code.name: count for code, count in found.items()}) }")
+    if not found[grpc.StatusCode.OK]:
+        raise Breach("none of 1000 requests was served")
+    await _must_be_released(target)
+
+
+ATTACKS = (one_token_and_leave, leave_before_the_first_token, thousand_requests_at_once)

@@ -1,0 +1,14 @@
+"""What work costs, in seconds: by accelerator and model shape from published figures, or fitted from measured steps.
+
+The simulator, `penstock fit` and capacity planning take from here:
+
+* `accelerators`: `ACCELERATORS` and `find_accelerator(name)`, published peaks with efficiency factors;
+  `measured_cpu()` for the machine at hand.
+* `model_shape`: `MODEL_SHAPES` and `find_shape(name or checkpoint folder)`: parameters, bytes of KV a token, FLOPs.
+* `roofline`: `roofline_costs(shape, accelerator, tensor_parallel)`, a `CostProfile`; `ridge_batch`, `num_kv_tokens`.
+* `step_costs`: `PrefillCosts`, `DecodeCosts` and `LinkCosts`, all that a simulated worker knows of its hardware.
+* `cost_file`: `CostProfile`, with `read_costs(path)` and `write_costs(profile, path)`.
+* `fit`: `fit_steps(records)`, the costs that explain measured steps best, with their errors.
+
+Nothing here imports torch or ray, reads a clock (but for `measured_cpu`), or knows what a simulated worker is.
+"""

@@ -1,0 +1,75 @@
+"""Cost files: the costs of a worker as JSON, derived or fitted, for the simulator and for planning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import InvalidInput
+from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FrontCosts:
+    """What a request takes outside of workers' steps: at the router, and on its way to the client."""
+
+    request_s: float = 0.0  # before placement: reading, templates, tokenizing
+    token_s: float = 0.0  # from the worker's step to the client, for each message
+
+
+@dataclass(frozen=True, slots=True)
+class CostProfile:
+    """The costs of a worker with a model. `errors` are of a fit: relative, by kind of step."""
+
+    name: str
+    source: str  # how the figures came to be
+    prefill: PrefillCosts
+    decode: DecodeCosts
+    link: LinkCosts
+    front: FrontCosts = FrontCosts()
+    tensor_parallel: int = 1
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+
+def write_costs(profile: CostProfile, path: str | Path) -> None:
+    """Writes a cost file."""
+    Path(path).write_text(json.dumps({"format": _FORMAT, **asdict(profile)}, indent=2) + "\n")
+
+
+def read_costs(path: str | Path) -> CostProfile:
+    """Reads a cost file. Raises InvalidInput, which names the file and the field."""
+    try:
+        data = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidInput("costs", f"{path}: {error}; give a file that `penstock fit` wrote") from error
+    if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
+        raise InvalidInput("costs", f"{path}: not a cost file of format {_FORMAT}; write it with `penstock fit`")
+    try:
+        decode = dict(data.get("decode", {}))
+        chunk = PrefillCosts(**decode.pop("chunk", {}))
+        profile = CostProfile(
+            **{
+                **data,
+                "prefill": PrefillCosts(**data.get("prefill", {})),
+                "decode": DecodeCosts(**decode, chunk=chunk),
+                "link": LinkCosts(**data.get("link", {})),
+                "front": FrontCosts(**data.get("front", {})),
+            }
+        )
+        _check(asdict(profile), str(path))
+    except TypeError as error:
+        raise InvalidInput("costs", f"{path}: {error}; write it with `penstock fit`") from error
+    return profile
+
+
+def _check(data: Mapping[str, Any], where: str) -> None:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            _check(value, f"{where}: {key}")
+        elif key not in {"name", "source"} and not (isinstance(value, int | float) and 0 <= value < float("inf")):
+            raise InvalidInput("costs", f"{where}: {key} = {value!r}; give a number that is not negative")

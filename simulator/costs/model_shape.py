@@ -1,0 +1,235 @@
+"""The sizes of a model that decide its costs, from a `config.json` or by name. Needs no weights and no torch.
+
+Whether the engine can serve a checkpoint is for `engine.models.config` to say; this reads widths alone, and so takes
+any decoder that has the usual keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Widths and counts of a decoder; weights and KV in bytes a value."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    context_length: int
+    ties_embeddings: bool = False
+    num_experts: int = 0
+    num_chosen: int = 0  # experts of a token
+    expert_size: int = 0
+    shared_size: int = 0  # of the block that every token passes beside its experts
+    num_dense_layers: int = 0  # without experts, in a model that has them
+    latent_rank: int = 0  # above 0: latent attention (DeepSeek-V2, arXiv:2405.04434), all heads read one vector
+    rope_dim: int = 0
+    nope_dim: int = 0
+    v_dim: int = 0
+    q_rank: int = 0
+    window: int = 0  # tokens that layers with a window see
+    num_window_layers: int = 0
+    weight_bytes_per_value: float = 2.0
+    kv_bytes_per_value: float = 2.0
+
+    def quantized(self, weight_bits: int | None = None, kv_bits: int | None = None) -> ModelShape:
+        """Returns the shape with other widths of weights and of KV."""
+        return replace(
+            self,
+            weight_bytes_per_value=weight_bits / 8 if weight_bits else self.weight_bytes_per_value,
+            kv_bytes_per_value=kv_bits / 8 if kv_bits else self.kv_bytes_per_value,
+        )
+
+    # Parameters.
+
+    @property
+    def num_expert_layers(self) -> int:
+        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Returns the parameters of one layer's attention."""
+        hidden, heads = self.hidden_size, self.num_heads
+        if self.latent_rank:
+            query = heads * (self.nope_dim + self.rope_dim)
+            queries = (hidden + query) * self.q_rank if self.q_rank else hidden * query
+            latents = hidden * (self.latent_rank + self.rope_dim)
+            return (
+                queries
+                + latents
+                + heads * (self.nope_dim + self.v_dim) * self.latent_rank
+                + heads * self.v_dim * hidden
+            )
+        return hidden * self.head_dim * (2 * heads + 2 * self.num_kv_heads)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Returns the parameters of all experts of all layers."""
+        return self.num_expert_layers * self.num_experts * 3 * self.hidden_size * self.expert_size
+
+    @property
+    def always_read_parameters(self) -> int:
+        """Returns the parameters that every step reads: all but experts and the embedding, of which it takes rows."""
+        hidden = self.hidden_size
+        dense = (self.num_layers - self.num_expert_layers) * 3 * hidden * self.intermediate_size
+        shared = self.num_expert_layers * (3 * hidden * self.shared_size + hidden * self.num_experts)
+        return self.num_layers * self.attention_parameters + dense + shared + hidden * self.vocab_size
+
+    @property
+    def num_parameters(self) -> int:
+        embedding = 0 if self.ties_embeddings else self.hidden_size * self.vocab_size
+        return self.always_read_parameters + self.expert_parameters + embedding
+
+    @property
+    def active_parameters(self) -> int:
+        """Returns the parameters that one token is multiplied with."""
+        chosen = self.num_expert_layers * self.num_chosen * 3 * self.hidden_size * self.expert_size
+        return self.always_read_parameters + chosen
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.num_parameters * self.weight_bytes_per_value
+
+    # KV and attention.
+
+    @property
+    def layer_kv_bytes(self) -> float:
+        """Returns the KV of one token in one layer."""
+        values = self.latent_rank + self.rope_dim if self.latent_rank else 2 * self.num_kv_heads * self.head_dim
+        return values * self.kv_bytes_per_value
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """Returns the KV of one token in all layers, as pages hold it: layers with a window keep all of it, too."""
+        return self.num_layers * self.layer_kv_bytes
+
+    @property
+    def num_full_layers(self) -> int:
+        """Returns the number of layers that attend to the whole context."""
+        return self.num_layers - self.num_window_layers
+
+    def layer_attention_flops(self, *, of_prompts: bool) -> float:
+        """Returns what one token costs over one token of its context, in one layer.
+
+        Decode steps multiply with latents as they are stored; prompts expand them first, since that is cheaper there.
+        """
+        if not self.latent_rank:
+            return 4.0 * self.num_heads * self.head_dim
+        values = self.nope_dim + self.v_dim if of_prompts else 2 * self.latent_rank
+        return 2.0 * self.num_heads * (values + self.rope_dim)
+
+    @property
+    def token_flops(self) -> float:
+        """Returns what one token costs without attention over its context."""
+        return 2.0 * self.active_parameters
+
+
+def _named(*shapes: ModelShape) -> dict[str, ModelShape]:
+    return {shape.name: shape for shape in shapes}
+
+
+# Published configurations (Hugging Face `config.json` of the models of these names).
+MODEL_SHAPES = _named(
+    ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256, 131072),
+    ModelShape("llama-3.1-70b", 80, 8192, 64, 8, 128, 28672, 128256, 131072),
+    ModelShape("llama-3.1-405b", 126, 16384, 128, 8, 128, 53248, 128256, 131072),
+    ModelShape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936, 40960),
+    ModelShape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936, 40960),
+    ModelShape(
+        "qwen3-30b-a3b", 48, 2048, 32, 4, 128, 6144, 151936, 40960, num_experts=128, num_chosen=8, expert_size=768
+    ),
+    ModelShape(
+        "mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, 32768, num_experts=8, num_chosen=2, expert_size=14336
+    ),
+    ModelShape(
+        "deepseek-v3", 61, 7168, 128, 128, 128, 18432, 129280, 163840,
+        num_experts=256, num_chosen=8, expert_size=2048, shared_size=2048, num_dense_layers=3,
+        latent_rank=512, rope_dim=64, nope_dim=128, v_dim=128, q_rank=1536, weight_bytes_per_value=1.0,
+    ),
+)  # fmt: skip
+
+
+def find_shape(name: str) -> ModelShape:
+    """Returns the shape of that name, or of a checkpoint folder or `config.json`. Raises InvalidInput."""
+    if name.lower() in MODEL_SHAPES:
+        return MODEL_SHAPES[name.lower()]
+    path = Path(name)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        known = ", ".join(MODEL_SHAPES)
+        raise InvalidInput("model", f"{name!r} is no config.json and no known shape; give a folder, or one of {known}")
+    try:
+        data = json.loads(file.read_text())
+        return shape_from_config(data, path.name if path.is_dir() else path.parent.name)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidInput("model", f"{file}: {error!r}; expected a decoder's config.json") from error
+
+
+def shape_from_config(data: Mapping[str, Any], name: str) -> ModelShape:
+    """Returns the shape that a `config.json` describes. Raises KeyError for a missing width."""
+    heads, hidden, layers = int(data["num_attention_heads"]), int(data["hidden_size"]), int(data["num_hidden_layers"])
+    experts = next((int(data[key]) for key in _EXPERT_COUNTS if data.get(key)), 0)
+    expert_size = int(data.get("moe_intermediate_size") or data["intermediate_size"]) if experts else 0
+    window, num_window_layers = _windows(data, layers)
+    return ModelShape(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=int(data.get("num_key_value_heads") or heads),
+        head_dim=int(data.get("head_dim") or hidden // heads),
+        intermediate_size=int(data["intermediate_size"]),
+        vocab_size=int(data["vocab_size"]),
+        context_length=int(data["max_position_embeddings"]),
+        ties_embeddings=bool(data.get("tie_word_embeddings", False)),
+        num_experts=experts,
+        num_chosen=int(data.get("num_experts_per_tok") or 0) if experts else 0,
+        expert_size=expert_size,
+        shared_size=int(data.get("n_shared_experts") or 0) * expert_size,
+        num_dense_layers=int(data.get("first_k_dense_replace") or 0) if experts else 0,
+        latent_rank=int(data.get("kv_lora_rank") or 0),
+        rope_dim=int(data.get("qk_rope_head_dim") or 0),
+        nope_dim=int(data.get("qk_nope_head_dim") or 0),
+        v_dim=int(data.get("v_head_dim") or 0),
+        q_rank=int(data.get("q_lora_rank") or 0),
+        window=window,
+        num_window_layers=num_window_layers,
+        weight_bytes_per_value=_weight_bytes(data),
+        kv_bytes_per_value=float(_DTYPE_BYTES.get(str(data.get("torch_dtype") or data.get("dtype")), 2)),
+    )
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def _windows(data: Mapping[str, Any], num_layers: int) -> tuple[int, int]:
+    """Returns the window in tokens and the number of layers that have it."""
+    window = data.get("sliding_window")
+    if not window or data.get("use_sliding_window") is False:
+        return 0, 0
+    kinds = data.get("layer_types")
+    if isinstance(kinds, list):
+        return int(window), sum(kind == "sliding_attention" for kind in kinds)
+    return int(window), num_layers
+
+
+def _weight_bytes(data: Mapping[str, Any]) -> float:
+    scheme = data.get("quantization_config") or {}
+    if scheme.get("quant_method") == "fp8":
+        return 1.0
+    if bits := scheme.get("bits"):
+        return float(bits) / 8
+    return float(_DTYPE_BYTES.get(str(data.get("torch_dtype") or data.get("dtype")), 2))

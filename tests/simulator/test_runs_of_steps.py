@@ -1,0 +1,76 @@
+"""Tests that decode steps simulated at once give what the same steps give one by one, to the last bit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from simulator.check import random_requests, random_spec
+from simulator.costs.step_costs import LinkCosts
+from simulator.fleet import FleetSpec, SimulatedFleet
+from simulator.request import RequestTokens, TraceRequest
+
+EXACT = LinkCosts(bytes_per_s=1e9, jitter_s=0.0)  # messages take their delays from one random stream, and are fewer
+
+
+def history(spec: FleetSpec, seed: int, requests: list[TraceRequest], until_s: float | None = None) -> object:
+    """Runs a deployment, as far as clients and routers can see it."""
+    fleet = SimulatedFleet(spec, seed)
+    for request in requests:
+        fleet.submit(request)
+    if until_s is not None:
+        fleet.run(until_s=until_s)
+        fleet.sim.run(until_s=until_s)
+    else:
+        fleet.run()
+    router, workers = fleet.router, fleet.workers.values()
+    for worker in workers:
+        worker.load()
+        worker.cache.check_integrity()
+    return (
+        [(one.first_token_s, one.end_s, one.cached_tokens, one.computed_by, one.decoded_by) for one in fleet.outcomes],
+        [(worker.load(), worker.cache.num_cached, worker.num_computed_tokens) for worker in workers],
+        [follower.load for follower in router.followers],
+        [router.index.pages_of(worker.worker_id) for worker in workers],
+        fleet.links.bytes_moved,
+    )
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_runs_of_steps_are_the_steps_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    spec = replace(random_spec(rng), link_costs=EXACT, admission=None)
+    requests = random_requests(rng)
+    one_by_one = history(replace(spec, max_run=1), seed, requests)
+    for max_run in (2, 64, 1000):
+        assert history(replace(spec, max_run=max_run), seed, requests) == one_by_one
+
+
+def test_what_routers_know_in_the_middle_is_the_same() -> None:
+    rng = random.Random(3)
+    spec = replace(random_spec(rng), link_costs=EXACT, admission=None, num_prefill=2)
+    requests = random_requests(rng)
+    for until_s in (1.0, 2.5, 4.2):
+        assert _seen(replace(spec, max_run=1), requests, until_s) == _seen(replace(spec, max_run=64), requests, until_s)
+
+
+def _seen(spec: FleetSpec, requests: list[TraceRequest], until_s: float) -> object:
+    fleet = SimulatedFleet(spec, 0)
+    for request in requests:
+        fleet.submit(request)
+    fleet.sim.run(until_s=until_s)
+    return [(follower.worker_id, follower.load) for follower in fleet.router.followers]
+
+
+def test_tokens_that_are_not_spelled_out_are_those_of_the_request() -> None:
+    request = TraceRequest(3, 0.0, 10, 4, (7, 8, 9), 4)
+    tokens = RequestTokens(request, 2)
+    spelled = [*[7] * 4, *[8] * 4, *[9] * 2, request.output_token(10), request.output_token(11)]
+    assert (list(tokens), len(tokens), tokens[-1], tokens[3:9]) == (spelled, 12, spelled[-1], spelled[3:9])
+    tokens.append(0)
+    assert tokens[-1] == request.output_token(12)
+    assert tokens.copy()[:] == tokens[:]
+    with pytest.raises(IndexError):
+        tokens[13]

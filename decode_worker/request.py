@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from decode_worker.prefill.client import PrefillCandidate
+from decode_worker.prefill.placement_policy import PrefillDecision, PricedPlace
 from engine.step.prompt_scores import PromptScores
 from engine.step.sequence import SampledToken, Sequence
 from penstock import wire
@@ -70,16 +71,27 @@ def _encode_scores(scores: PromptScores) -> bytes:
     return message.SerializeToString()
 
 
+@dataclass(frozen=True, slots=True)
+class RemotePart:
+    """The first part of a prompt, computed by a prefill worker."""
+
+    computed_s: float  # moment at which this worker learned of it
+    queue_s: float
+    prefill_s: float
+
+
 @dataclass(slots=True)
 class StageTimes:
     """Moments are monotonic seconds, 0 until they come; `queue_s` and `prefill_s` are durations."""
 
     submitted_s: float = 0.0
+    placed_s: float = 0.0  # for the last time
     started_s: float = 0.0  # first chunk computed here
     first_token_s: float = 0.0
     landed_s: float = 0.0
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    part: RemotePart | None = None  # of a prompt that is split
 
     def on_sampled(self, now_s: float) -> None:
         """Notes a token that this worker sampled; only the first one counts."""
@@ -87,6 +99,15 @@ class StageTimes:
             self.first_token_s = now_s
             self.queue_s = self.started_s - self.submitted_s
             self.prefill_s = now_s - self.started_s
+            if self.part is not None:
+                self.queue_s = self.part.queue_s + self.started_s - self.landed_s
+                self.prefill_s += self.part.prefill_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Returns the time from the end of the prefill worker's computation until the last of its pages landed."""
+        computed_s = self.part.computed_s if self.part else self.first_token_s
+        return max(0.0, self.landed_s - computed_s) if self.landed_s else 0.0
 
     def on_remote_token(self, queue_s: float, prefill_s: float, now_s: float) -> None:
         """Notes a token that a prefill worker sampled; only the first one counts, since an attempt after a failed one
@@ -125,6 +146,9 @@ class DecodeRequest:
     times: StageTimes = field(default_factory=StageTimes)
     transfer: TransferKey | None = None  # the attempt in flight
     hedge: HedgeAttempt | None = None  # until one of the two attempts begins
+    must_be_remote: bool = False  # its prompt is computed by the first candidate, whatever that costs
+    placed: PricedPlace | None = None  # where its prompt is computed, for the last time
+    prices: list[common_pb2.PrefillPrice] = field(default_factory=list)  # what was predicted of that, and other ways
     prefilled_by: WorkerId | None = None
     cached_tokens: int = 0  # in the prefill worker's cache
     pages_moved: int = 0
@@ -146,6 +170,12 @@ class DecodeRequest:
         taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
         return taken
 
+    def place(self, decision: PrefillDecision, now_s: float) -> None:
+        """Notes where the prompt is computed from now on."""
+        self.placed, self.times.placed_s = decision.chosen, now_s
+        self.times.part, self.times.landed_s = None, 0.0
+        self.prices = [_price_to_wire(priced) for priced in (decision.chosen, *decision.others)]
+
     def end_pause(self, now_s: float) -> None:
         """Adds the migration's pause, if one is open, to the account: a token has been sampled."""
         if self.paused_since_s is not None:
@@ -154,7 +184,7 @@ class DecodeRequest:
 
     def inherit(self, other: DecodeRequest) -> None:
         """Continues the sequence of `other` under this request's stream and deadline."""
-        self.sequence, self.times = other.sequence, other.times
+        self.sequence, self.times, self.prices = other.sequence, other.times, other.prices
         self.prefilled_by, self.cached_tokens, self.pages_moved = (
             other.prefilled_by,
             other.cached_tokens,
@@ -171,8 +201,7 @@ class DecodeRequest:
         return common_pb2.Timing(
             queue_ms=times.queue_s * 1e3,
             prefill_ms=times.prefill_s * 1e3,
-            # From the first token to the last page landed: the exposed part of the transfer.
-            transfer_ms=max(0.0, times.landed_s - times.first_token_s) * 1e3 if times.landed_s else 0.0,
+            transfer_ms=times.exposed_s * 1e3,
             first_token_ms=(times.first_token_s - times.submitted_s) * 1e3,
             decode_ms=(now_s - times.first_token_s) * 1e3,
             prefill_worker=self.prefilled_by,
@@ -185,4 +214,16 @@ class DecodeRequest:
             migration_pause_ms=self.migration_pause_s * 1e3,
             prefill_cached_tokens=self.cached_tokens,
             decode_cached_tokens=cached_tokens,
+            prices=self.prices,
+            decode_first_token_ms=(times.first_token_s - times.placed_s) * 1e3 if times.first_token_s else 0.0,
         )
+
+
+def _price_to_wire(priced: PricedPlace) -> common_pb2.PrefillPrice:
+    return common_pb2.PrefillPrice(
+        place=priced.place,
+        prefill_worker=priced.option.worker_id if priced.option else "",
+        remote_tokens=priced.num_remote,
+        first_token_ms=priced.first_token_s * 1e3,
+        harm_ms=priced.harm_s * 1e3,
+    )

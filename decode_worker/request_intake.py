@@ -62,8 +62,15 @@ def _request(submit: worker_pb2.DecodeSubmit, stream: RouterStream, deadline_s: 
     sequence = sequence_from_wire(submit)
     candidates = deque(
         PrefillCandidate(
-            item.worker_id, Epoch(item.epoch), item.address, item.queue_s, item.prefill_s, item.num_ranks or 1
+            item.worker_id,
+            Epoch(item.epoch),
+            item.address,
+            item.queue_s,
+            item.prefill_s,
+            item.num_ranks or 1,
+            item.cached_tokens,
         )
         for item in submit.prefill_candidates
     )
-    return DecodeRequest(submit.stream_id, sequence, stream, candidates, deadline_s)
+    must_be_remote = submit.remote_prefill
+    return DecodeRequest(submit.stream_id, sequence, stream, candidates, deadline_s, must_be_remote=must_be_remote)

@@ -17,7 +17,7 @@ from decode_worker.delivery.token_delivery import TokenDelivery
 from decode_worker.prefill.client import RemoteFirstToken
 from decode_worker.prefill.prefill_attempts import PrefillAttempts
 from decode_worker.prefill.transfer_table import FailedTransfer, LandedTransfer, TransferTable
-from decode_worker.request import DecodeRequest, StageTimes, TokenDelta
+from decode_worker.request import DecodeRequest, RemotePart, StageTimes, TokenDelta
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.engine import Engine
@@ -187,10 +187,17 @@ class DecodeWorker:
         self._transfers.on_reserve(key)
 
     def on_first_token(self, key: TransferKey, first: RemoteFirstToken) -> None:
-        request = self._transfers.request_of(key)
-        if request is None or len(request.sequence.token_ids) != self._transfers.num_tokens(key):
+        request, now_s = self._transfers.request_of(key), time.monotonic()
+        if request is None:
+            return
+        self._prefills.on_computed(request, first, now_s)
+        if self._transfers.is_part(key):
+            request.times.part = RemotePart(now_s, first.queue_s, first.prefill_s)
+            request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
+            return
+        if len(request.sequence.token_ids) != self._transfers.num_tokens(key):
             return  # an earlier attempt brought it
-        request.times.on_remote_token(first.queue_s, first.prefill_s, time.monotonic())
+        request.times.on_remote_token(first.queue_s, first.prefill_s, now_s)
         request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
         request.sequence.token_ids.append(first.token.token_id)
         self._on_token(request, first.token)
@@ -220,7 +227,7 @@ class DecodeWorker:
             migration.confirm()
         else:
             request.times.landed_s = time.monotonic()
-            self._prefills.on_landed(request, outcome.key)
+            self._prefills.on_landed(request, outcome.key, outcome.num_pages)
 
     def on_heartbeat(self, key: TransferKey) -> None:
         self._transfers.on_heartbeat(key)
@@ -288,6 +295,7 @@ class DecodeWorker:
     def finish_step(self, plan: StepPlan, tokens: StepTokens, elapsed_s: float) -> None:
         """Records the oldest step in flight and delivers its tokens."""
         self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
+        self._prefills.on_step(plan, elapsed_s)
         for sequence, error in tokens.failed:
             self._fail(sequence, error)
         discarded = self.scheduler.record(plan, tokens.rows, tokens.chunks)

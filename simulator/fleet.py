@@ -49,7 +49,9 @@ class FleetSpec:
     @property
     def limits(self) -> dict[Role, WorkerLimits]:
         """The limits that workers report to routers."""
-        here = self.decode.max_local_tokens if self.num_prefill else None
+        here = self.decode.max_local_tokens
+        here = 0 if self.decode.placement in ("remote", "split") else here
+        here = here if self.num_prefill else None
         return {
             Role.PREFILL: WorkerLimits(self.prefill.max_batch_tokens or 2048, self.prefill.max_batch_sequences),
             Role.DECODE: WorkerLimits(self.decode.max_batch_tokens, self.decode.max_batch_sequences, here),

@@ -55,6 +55,12 @@ class RequestTokens:
     def copy(self) -> RequestTokens:
         return RequestTokens(self.request, self.length - self.request.num_input_tokens)
 
+    def first(self, count: int) -> RequestTokens:
+        """Returns the first tokens alone."""
+        head = self.copy()
+        head.length = count
+        return head
+
     def append(self, token_id: int) -> None:
         self.length += 1
 

@@ -76,7 +76,7 @@ SPEC = FleetSpec(
     prefill_costs=_COMPUTE,
     decode_costs=DecodeCosts(step_s=0.03, sequence_s=100e-6, kv_token_s=140e-9, chunk=_COMPUTE),
     link_costs=LinkCosts(token_bytes=327_680),
-    decode=DecodeConfig(max_batch_sequences=128, max_batch_tokens=2048),
+    decode=DecodeConfig(max_batch_sequences=128, max_batch_tokens=2048, max_local_tokens=32),
     report_interval_s=0.25,
 )
 

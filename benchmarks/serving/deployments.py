@@ -20,19 +20,21 @@ def serving_router(
     engine: Mapping[str, object],
     transport: str = "auto",
     is_colocated: bool = False,
+    num_threads: int = 2,
 ) -> Iterator[Process]:
-    """Yields the router before one prefill and one decode worker with a thread each, or one colocated with two."""
+    """Yields the router before one prefill and one decode worker with a thread each, or one colocated with
+    `num_threads`."""
 
     def worker(role: Role, num_threads: int) -> WorkerConfig:
         return WorkerConfig(
             worker_id=f"{role.value}-0",
             role=role,
-            engine=EngineConfig.model_validate({"model": str(model), "num_threads": num_threads, **engine}),
+            engine=EngineConfig.model_validate({**engine, "model": str(model), "num_threads": num_threads}),
             decode=decode,
             transfer=TransferConfig.model_validate({"transport": transport}),
         )
 
-    configs = [worker(Role.DECODE, 2)] if is_colocated else [worker(Role.PREFILL, 1), worker(Role.DECODE, 1)]
+    configs = [worker(Role.DECODE, num_threads)] if is_colocated else [worker(Role.PREFILL, 1), worker(Role.DECODE, 1)]
     with Deployment() as deployment:
         addresses = tuple(process.address for process in deployment.start_workers(configs))
         yield deployment.start_router(

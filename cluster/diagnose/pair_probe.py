@@ -161,6 +161,7 @@ def _submit(
         salt=os.urandom(16),
         timeout_ms=int(_TIMEOUT_S * 1e3),
         prefill_candidates=candidates,
+        remote_prefill=True,
         lane=common_pb2.LANE_INTERACTIVE,
     )
 

@@ -126,6 +126,7 @@ async def _ask(
         salt=secrets.token_bytes(16),
         timeout_ms=int(TIMEOUT_S * 1e3),
         prefill_candidates=prefill,
+        remote_prefill=True,
     )
     ended = asyncio.Event()
 

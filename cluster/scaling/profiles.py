@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from cluster.scaling.signals import PoolSignal, Signals, WorkerSignal
+from penstock.linear_cost import LinearCost
 from penstock.types import Role, StepTotals, WorkerId, WorkerLoad
-from router.routing.costs.cost_model import DECODE_PRIOR, CostBook, LinearCost, StepCost
+from router.routing.costs.cost_model import DECODE_PRIOR, CostBook, StepCost
 
 _PAGE_SIZE = 16  # used by the cost book only for workers that report no totals
 _SMOOTHING = 0.3

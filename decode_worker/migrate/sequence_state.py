@@ -60,6 +60,7 @@ def _set_times(request: DecodeRequest, state: worker_pb2.SequenceState, now_s: f
     request.deadline_s = now_s + state.timeout_ms / 1e3
     request.times = StageTimes(
         submitted_s=first_token_s - timing.first_token_ms / 1e3,
+        placed_s=first_token_s - timing.decode_first_token_ms / 1e3,
         started_s=first_token_s - timing.prefill_ms / 1e3,
         first_token_s=first_token_s,
         landed_s=first_token_s + timing.transfer_ms / 1e3,
@@ -69,6 +70,7 @@ def _set_times(request: DecodeRequest, state: worker_pb2.SequenceState, now_s: f
     request.prefilled_by = WorkerId(timing.prefill_worker)
     request.cached_tokens = timing.cached_tokens
     request.pages_moved = timing.pages_moved
+    request.prices = list(timing.prices)
     request.num_preemptions = timing.num_preemptions
     request.num_migrations = timing.num_migrations + 1
     request.migration_pause_s = timing.migration_pause_ms / 1e3

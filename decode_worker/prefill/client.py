@@ -15,13 +15,14 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from decode_worker.prefill.warm_calls import Commands, WarmCall, WarmCalls, open_call
 from engine.step.loop import StepLoop
 from engine.step.sequence import SampledToken
 from kv_transfer.session.transfer_session import Manifest
 from penstock import wire
 from penstock.errors import PenstockError, from_rpc_error, from_status
 from penstock.types import Epoch, Lane, PageHash, PageId, SamplingParams, TransferKey, WorkerId
-from penstock.v1 import worker_pb2, worker_pb2_grpc
+from penstock.v1 import worker_pb2
 from worker.channels import Channels
 from worker.fence_keeper import FenceKeeper
 
@@ -38,6 +39,7 @@ class PrefillCandidate:
     queue_s: float
     prefill_s: float
     num_ranks: int = 1  # processes that its pages are split between
+    cached_tokens: int = 0  # of the prompt, in its cache, as the router knows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class PrefillClient:
         self._running = asyncio.get_running_loop()
         self._channels = channels
         self._fences = fences
-        self._commands: dict[TransferKey, asyncio.Queue[worker_pb2.PrefillCommand | None]] = {}
+        self._commands: dict[TransferKey, Commands] = {}
+        self._warm = WarmCalls(channels)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, prefill: RemotePrefill, events: TransferEvents) -> None:
@@ -119,13 +122,23 @@ class PrefillClient:
         self._running.call_soon_threadsafe(self._send, key, command)
 
     async def close(self) -> None:
+        await self._warm.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _start(self, prefill: RemotePrefill, events: TransferEvents) -> None:
-        self._commands[prefill.key] = asyncio.Queue()
-        task = asyncio.create_task(self._follow(prefill, events))
+        candidate = prefill.candidate
+        try:
+            offer = self._make_offer(WorkerId(candidate.worker_id), candidate.epoch, candidate.num_ranks)
+        except PenstockError as error:
+            self._lose(prefill, events, error)
+            return
+        warm = self._warm.take(candidate.address)
+        commands: Commands = warm.commands if warm is not None else asyncio.Queue()
+        commands.put_nowait(_start_message(prefill, offer))
+        self._commands[prefill.key] = commands
+        task = asyncio.create_task(self._follow(prefill, events, commands, warm))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -133,20 +146,21 @@ class PrefillClient:
         if key in self._commands:
             self._commands[key].put_nowait(command)
 
-    async def _follow(self, prefill: RemotePrefill, events: TransferEvents) -> None:
-        """Makes one call; any end but `closed` is a loss."""
+    async def _follow(
+        self, prefill: RemotePrefill, events: TransferEvents, commands: Commands, warm: WarmCall | None
+    ) -> None:
+        """Makes one call, or goes on with an opened one; any end but `closed` is a loss."""
         key, candidate = prefill.key, prefill.candidate
-        commands = self._commands[key]
         slow = self._watch_start(prefill, events)
         try:
-            offer = self._make_offer(WorkerId(candidate.worker_id), candidate.epoch, candidate.num_ranks)
             async with self._channels.use(candidate.address) as channel:
-                stub = worker_pb2_grpc.PrefillWorkerStub(channel)
-                async for event in stub.Prefill(_requests(_start_message(prefill, offer), commands)):
+                call = warm.take_over() if warm is not None else open_call(channel, commands)
+                async for event in call:
                     if event.WhichOneof("event") != "heartbeat":
                         slow.cancel()  # the first other event shows that the prefill has begun
                     self._deliver(key, event, events)
                     if event.WhichOneof("event") == "closed":
+                        self._warm.keep(candidate.address)
                         return
             self._lose(prefill, events, PenstockError(f"prefill worker {candidate.worker_id} ended the call early"))
         except grpc.aio.AioRpcError as error:
@@ -183,12 +197,6 @@ class PrefillClient:
         log.warning("%s: lost prefill worker %s: %s", prefill.request_id, prefill.candidate.worker_id, error)
         self._loop.post(lambda: events.on_lost(prefill.key, error))
         self._fences.watch(prefill.key, prefill.candidate.address)
-
-
-async def _requests(start: worker_pb2.PrefillCommand, commands: asyncio.Queue[worker_pb2.PrefillCommand | None]):  # type: ignore[no-untyped-def]
-    yield start
-    while (command := await commands.get()) is not None:
-        yield command
 
 
 def _first_token(event: worker_pb2.PrefillFirstToken) -> RemoteFirstToken:

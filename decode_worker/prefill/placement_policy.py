@@ -1,53 +1,189 @@
-"""Decides where a prompt's missing KV is computed: here, in chunks beside decoding, or by a prefill worker. Pure.
+"""Decides where a prompt's missing KV is computed: here, at a prefill worker, or first there and then here. Pure.
 
-Both ways are priced in seconds. A local prefill costs the chunks' own time and delays every sequence that is streaming;
-a remote one costs the queue, the prefill and the transfer. Long suffixes always go to a prefill worker: decode workers
-are not sized to compute them.
+Every way is priced in seconds: the predicted time to the first token, and the predicted harm, which is by how much all
+others get their tokens later. Chunks computed here lengthen the steps of every sequence that decodes; a prefill worker
+that is busy makes the prompts behind this one wait. The way of the least sum is taken, after those that miss the fewest
+targets.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from enum import StrEnum
 
+from decode_worker.prefill.remote_costs import RemoteCosts
+from decode_worker.prefill.step_costs import ChunkCosts, StepCosts
 from penstock.config import DecodeConfig
 from penstock.v1 import worker_pb2
 
-_HAND_OFF_S = 0.004  # prior: two gRPC hops, reservation, notification; about 2 ms on idle loopback, more when busy
-_PRIOR_TOKENS_PER_S = 2000.0  # of a worker that has not computed a chunk yet
+_MAX_WAITING = 4.0  # prompts behind this one, beyond which prices rise no further: then admission has to act
+_SMOOTHING = 0.05  # weight of the newest prompt
+_NUM_SPLITS = 6  # tried for one prompt, each leaving twice as many tokens here as the one before
+
+
+class PrefillPlace(StrEnum):
+    """Names the workers that compute a prompt."""
+
+    LOCAL = "local"
+    REMOTE = "remote"
+    SPLIT = "split"  # the first part at a prefill worker, the rest here
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementCosts:
-    """Inputs of the choice, in tokens and seconds."""
+class RemoteOption:
+    """A prefill worker that may be asked, with the router's predictions."""
 
-    uncached_tokens: int  # to compute if the prefill is local
-    queued_tokens: int  # that already wait for a local prefill
-    num_running: int  # sequences that a local chunk would delay
-    tokens_per_s: float  # of local chunks; 0: not measured yet
-    remote_queue_s: float
-    remote_prefill_s: float
-    transfer_s: float
+    worker_id: str
+    queue_s: float
+    prefill_s: float
+    cached_tokens: int = 0  # of the prompt, in its cache
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDemand:
+    """A prompt, and the state of this worker."""
+
+    num_tokens: int  # to have KV for
+    cached_tokens: int  # of them, here
+    queued_tokens: int  # of other prompts that wait to be computed here
+    num_running: int  # sequences that decode here
+    step_tokens: int  # of prompts that one step computes at most
+    page_size: int  # tokens
+    token_bytes: float  # of KV
+
+
+@dataclass(frozen=True, slots=True)
+class PricedPlace:
+    """One way to compute a prompt, and its predicted costs in seconds."""
+
+    place: PrefillPlace
+    first_token_s: float
+    harm_s: float
+    option: RemoteOption | None = None
+    num_remote: int = 0  # leading tokens that the prefill worker computes, cached ones included
+
+    @property
+    def total_s(self) -> float:
+        return self.first_token_s + self.harm_s
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDecision:
+    """The chosen way, and the cheapest ones of the other kinds, cheapest first."""
+
+    chosen: PricedPlace
+    others: tuple[PricedPlace, ...] = ()
 
 
 def describe_limits(description: worker_pb2.WorkerDescription, config: DecodeConfig) -> None:
-    """Announces to routers what `prefill_here` will answer, as far as it is known in advance."""
+    """Announces to routers what `PrefillPlacement` will answer, as far as it is known in advance."""
     description.chunk_tokens = config.max_batch_tokens
     description.max_running = config.max_batch_sequences
-    limits = {"auto": config.max_local_tokens, "remote": 0, "local": description.context_length}
-    description.max_local_tokens = limits[config.placement]
+    limits = {"auto": config.max_local_tokens, "remote": 0, "split": 0, "local": description.context_length}
+    limit = limits[config.placement]
+    if limit is not None:
+        description.max_local_tokens = limit
 
 
-def prefill_here(
-    mode: Literal["auto", "remote", "local"], max_local_tokens: int, has_candidates: bool, costs: PlacementCosts
-) -> bool:
-    """Returns whether this worker computes the prompt itself."""
-    if mode == "local" or not has_candidates:
-        return True
-    if mode == "remote" or costs.uncached_tokens > max_local_tokens:
-        return False
-    rate = costs.tokens_per_s or _PRIOR_TOKENS_PER_S
-    own_s = (costs.queued_tokens + costs.uncached_tokens) / rate
-    delay_s = costs.num_running * costs.uncached_tokens / rate
-    remote_s = costs.remote_queue_s + costs.remote_prefill_s + _HAND_OFF_S + costs.transfer_s
-    return own_s + delay_s <= remote_s
+class PrefillPlacement:
+    """Owns what is learned for placement; called on the step loop, with the time passed in."""
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self._config = config
+        self.steps = StepCosts()
+        self.remote = RemoteCosts()
+        self._busy_share = 0.0  # of prompts that found their best prefill worker with a queue
+
+    def choose(
+        self, demand: PromptDemand, options: Sequence[RemoteOption], now_s: float, must_be_remote: bool = False
+    ) -> PrefillDecision:
+        """Returns where to compute a prompt. `options` are in the router's order; without any it is computed here."""
+        mode = self._config.placement
+        if mode == "local" or not options:
+            return _only(self._local(demand))
+        self._learn_from(demand, options[0])
+        if mode == "remote" or must_be_remote:
+            return _only(self._remote(demand, options[0], now_s))
+        if mode == "split":
+            middle = (demand.cached_tokens + demand.num_tokens) // 2 // demand.page_size * demand.page_size
+            if demand.cached_tokens < middle < demand.num_tokens:
+                return _only(self._split(demand, options[0], middle, now_s))
+            return _only(self._remote(demand, options[0], now_s))
+        return _cheapest(self._all(demand, options, now_s), self._config.ttft_target_s)
+
+    def _learn_from(self, demand: PromptDemand, best: RemoteOption) -> None:
+        self._busy_share += _SMOOTHING * ((best.queue_s > 0) - self._busy_share)
+        self.steps.assume(best.prefill_s / _num_computed(demand.num_tokens, best.cached_tokens))
+
+    def _all(self, demand: PromptDemand, options: Sequence[RemoteOption], now_s: float) -> Iterator[PricedPlace]:
+        limit = self._config.max_local_tokens
+        may_be_local = limit is None or demand.num_tokens - demand.cached_tokens <= limit
+        if may_be_local:
+            yield self._local(demand)
+        best = options[0]  # the router's order also counts sessions, replicas and links; the others are for failures
+        yield self._remote(demand, best, now_s)
+        size = demand.page_size
+        for doubling in range(_NUM_SPLITS):
+            num_here = demand.step_tokens << doubling
+            num_remote = (demand.num_tokens - num_here) // size * size
+            if num_remote - demand.cached_tokens < size or (limit is not None and num_here > limit):
+                return
+            yield self._split(demand, best, num_remote, now_s)
+
+    def _local(self, demand: PromptDemand) -> PricedPlace:
+        uncached = _num_computed(demand.num_tokens, demand.cached_tokens)
+        costs = self._chunks(demand, demand.num_tokens - uncached)
+        return PricedPlace(PrefillPlace.LOCAL, costs.total_s, demand.num_running * costs.added_s)
+
+    def _remote(self, demand: PromptDemand, option: RemoteOption, now_s: float) -> PricedPlace:
+        prefill_s = self.remote.prefill_s(option.worker_id, option.prefill_s, now_s)
+        first_s = option.queue_s + prefill_s + self.remote.hop_s(option.worker_id)
+        # The second token waits for the last page.
+        num_bytes = (demand.num_tokens - demand.cached_tokens) * demand.token_bytes
+        late_s = self.remote.landing_s(option.worker_id, num_bytes)
+        harm_s = self._num_behind * prefill_s + late_s
+        return PricedPlace(PrefillPlace.REMOTE, first_s, harm_s, option, demand.num_tokens)
+
+    def _split(self, demand: PromptDemand, option: RemoteOption, num_remote: int, now_s: float) -> PricedPlace:
+        whole_s = self.remote.prefill_s(option.worker_id, option.prefill_s, now_s)
+        whole = _num_computed(demand.num_tokens, option.cached_tokens)
+        there_s = whole_s * _num_computed(num_remote, option.cached_tokens) / whole
+        num_bytes = (num_remote - demand.cached_tokens) * demand.token_bytes
+        hand_off_s = self.remote.hop_s(option.worker_id) + self.remote.landing_s(option.worker_id, num_bytes)
+        here = self._chunks(demand, num_remote)
+        first_s = option.queue_s + there_s + hand_off_s + here.total_s
+        harm_s = self._num_behind * there_s + demand.num_running * here.added_s
+        return PricedPlace(PrefillPlace.SPLIT, first_s, harm_s, option, num_remote)
+
+    def _chunks(self, demand: PromptDemand, num_before: int) -> ChunkCosts:
+        return self.steps.chunks(
+            demand.num_tokens - num_before, num_before, demand.queued_tokens, demand.num_running, demand.step_tokens
+        )
+
+    @property
+    def _num_behind(self) -> float:
+        """Returns how many prompts wait behind one at a prefill worker, by the share of time that there is a queue."""
+        if self._busy_share >= 1.0:
+            return _MAX_WAITING
+        return min(_MAX_WAITING, self._busy_share / (1.0 - self._busy_share))
+
+
+def _num_computed(num_tokens: int, cached_tokens: int) -> int:
+    """Returns how many tokens are computed: the last one even if it is cached, since its logits are needed."""
+    return max(1, num_tokens - cached_tokens)
+
+
+def _only(place: PricedPlace) -> PrefillDecision:
+    return PrefillDecision(place)
+
+
+def _cheapest(places: Iterator[PricedPlace], target_s: float | None) -> PrefillDecision:
+    """Prefers places that meet the target for first tokens, and among them the least total."""
+
+    def rank(place: PricedPlace) -> tuple[bool, float]:
+        return target_s is not None and place.first_token_s > target_s, place.total_s
+
+    ranked = sorted(places, key=rank)
+    best = {place.place: place for place in reversed(ranked)}
+    return PrefillDecision(ranked[0], tuple(sorted(best.values(), key=rank))[1:])

@@ -8,23 +8,31 @@ destination first computes it, so that pages are reserved once and the other att
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
-from decode_worker.prefill.client import PrefillCandidate, TransferEvents
-from decode_worker.prefill.placement_policy import PlacementCosts, prefill_here
+from decode_worker.prefill.client import PrefillCandidate, RemoteFirstToken, TransferEvents
+from decode_worker.prefill.placement_policy import (
+    PrefillDecision,
+    PrefillPlace,
+    PrefillPlacement,
+    PromptDemand,
+    RemoteOption,
+)
+from decode_worker.prefill.remote_costs import RemoteTimes
+from decode_worker.prefill.step_costs import StepWork
 from decode_worker.prefill.transfer_table import TransferTable
 from decode_worker.request import DecodeRequest, HedgeAttempt
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.cache.kv_layout import KVLayout
+from engine.step.plan import StepPlan
 from penstock.config import DecodeConfig
 from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, PenstockError, TransferError
 from penstock.types import TransferKey, WorkerId
 from penstock.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
-
-_TRANSFER_BYTES_PER_S = 1e9  # prior, for the placement
 
 
 class PrefillAttempts:
@@ -50,35 +58,72 @@ class PrefillAttempts:
         self._pace = pace
         self._events = events
         self._report = report
+        self._policy = PrefillPlacement(config)
 
     def place(self, request: DecodeRequest) -> None:
-        """Starts the prefill of a request that holds no pages: with the next candidate, or here."""
+        """Starts the prefill of a request that holds no pages: here, or with one of its candidates."""
         request.transfer = None
-        if self._prefill_here(request):
+        now_s = time.monotonic()
+        decision = self._choose(request, now_s)
+        request.place(decision, now_s)
+        chosen = decision.chosen
+        if chosen.place is PrefillPlace.LOCAL:
             request.prefilled_by = self._worker_id
             self._scheduler.compute_here(request.sequence)
             return
-        candidate = request.candidates.popleft()
-        patience_s = self._config.hedge_after_s if self._config.hedge_after_s and request.candidates else None
+        assert chosen.option is not None
+        candidate = next(one for one in request.candidates if one.worker_id == chosen.option.worker_id)
+        request.candidates.remove(candidate)
+        may_hedge = bool(self._config.hedge_after_s and request.candidates)
         request.prefilled_by = WorkerId(candidate.worker_id)
-        request.transfer = self._transfers.begin(request, candidate, self._events, patience_s)
-
-    def _prefill_here(self, request: DecodeRequest) -> bool:
-        sequence = request.sequence
-        if sequence.scores_prompt:  # a prefill worker returns the first token alone
-            return True
-        uncached = len(sequence.token_ids) - self._scheduler.peek_cached_tokens(sequence)
-        best = request.candidates[0] if request.candidates else None
-        costs = PlacementCosts(
-            uncached_tokens=uncached,
-            queued_tokens=self._scheduler.num_uncomputed_tokens,
-            num_running=self._scheduler.num_running,
-            tokens_per_s=self._pace.chunk_tokens_per_s,
-            remote_queue_s=best.queue_s if best else 0.0,
-            remote_prefill_s=best.prefill_s if best else 0.0,
-            transfer_s=uncached / self._layout.page_size * self._layout.page_bytes / _TRANSFER_BYTES_PER_S,
+        request.transfer = self._transfers.begin(
+            request,
+            candidate,
+            self._events,
+            self._config.hedge_after_s if may_hedge else None,
+            chosen.num_remote if chosen.place is PrefillPlace.SPLIT else None,
         )
-        return prefill_here(self._config.placement, self._config.max_local_tokens, best is not None, costs)
+
+    def _choose(self, request: DecodeRequest, now_s: float) -> PrefillDecision:
+        sequence, layout, scheduler = request.sequence, self._layout, self._scheduler
+        room = self._config.max_batch_tokens - scheduler.num_running
+        within = self._pace.chunk_tokens_within(self._config.itl_target_s)
+        demand = PromptDemand(
+            num_tokens=len(sequence.token_ids),
+            cached_tokens=scheduler.peek_cached_tokens(sequence),
+            queued_tokens=scheduler.num_uncomputed_tokens,
+            num_running=scheduler.num_running,
+            step_tokens=max(1, room if within is None else min(room, within)),
+            page_size=layout.page_size,
+            token_bytes=layout.page_bytes / layout.page_size,
+        )
+        # A prefill worker returns the first token alone, without scores of the prompt.
+        options = [] if sequence.scores_prompt else [_option(candidate) for candidate in request.candidates]
+        return self._policy.choose(demand, options, now_s, request.must_be_remote)
+
+    def on_step(self, plan: StepPlan, elapsed_s: float) -> None:
+        """Learns what a step costs; call it before the step is recorded."""
+        steps, num_rows = self._policy.steps, len(plan.rows)
+        chunk_tokens = plan.num_tokens - num_rows
+        if steps.skips(chunk_tokens):
+            return
+        pairs = sum(chunk.num_contexts for chunk in plan.chunks)
+        steps.on_step(StepWork(chunk_tokens, pairs, num_rows, plan.rows.num_contexts), elapsed_s)
+
+    def on_computed(self, request: DecodeRequest, first: RemoteFirstToken, now_s: float) -> None:
+        """Learns from a prefill that a prefill worker has computed."""
+        placed = request.placed
+        if placed is None or placed.option is None or placed.option.worker_id != request.prefilled_by:
+            return  # a hedge: when it was asked is not known
+        option = placed.option
+        share = max(1, placed.num_remote - first.cached_tokens) / max(
+            1, len(request.sequence.token_ids) - option.cached_tokens
+        )
+        self._policy.remote.on_first_token(
+            option.worker_id,
+            RemoteTimes(now_s - request.times.placed_s, first.queue_s, first.prefill_s, option.prefill_s * share),
+            now_s,
+        )
 
     def on_slow(self, key: TransferKey) -> None:
         """Hedges a prefill that has not begun within its patience."""
@@ -92,7 +137,8 @@ class PrefillAttempts:
             request.prefilled_by,
             candidate.worker_id,
         )
-        key = self._transfers.begin(request, candidate, self._events)
+        part = self._transfers.num_tokens(key) if self._transfers.is_part(key) else None
+        key = self._transfers.begin(request, candidate, self._events, num_tokens=part)
         request.hedge = HedgeAttempt(key, WorkerId(candidate.worker_id))
 
     def on_begun(self, key: TransferKey) -> None:
@@ -101,9 +147,12 @@ class PrefillAttempts:
         if request is not None and request.hedge is not None:
             self._transfers.give_up(_keep_attempt(request, key))
 
-    def on_landed(self, request: DecodeRequest, key: TransferKey) -> None:
+    def on_landed(self, request: DecodeRequest, key: TransferKey, num_pages: int) -> None:
         request.transfer = None
         if request.prefilled_by is not None:
+            self._policy.remote.on_landed(
+                request.prefilled_by, num_pages * self._layout.page_bytes, request.times.exposed_s
+            )
             self._report(request, worker_pb2.PrefillOutcome(worker_id=request.prefilled_by, epoch=key.sender_epoch))
 
     def on_failed(self, request: DecodeRequest, key: TransferKey, error: PenstockError | None) -> None:
@@ -121,6 +170,10 @@ class PrefillAttempts:
             return
         self._scheduler.drop_pages(request.sequence)
         self.place(request)
+
+
+def _option(candidate: PrefillCandidate) -> RemoteOption:
+    return RemoteOption(candidate.worker_id, candidate.queue_s, candidate.prefill_s, candidate.cached_tokens)
 
 
 def _keep_attempt(request: DecodeRequest, key: TransferKey) -> TransferKey:

@@ -26,9 +26,11 @@ from kv_transfer.session.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.session.transfer_session import ENDED, Effect, Manifest, TransferSession
 from penstock.config import TransferConfig
 from penstock.errors import PenstockError, TransferError
-from penstock.types import Epoch, PageId, TransferId, TransferKey
+from penstock.types import Epoch, PageId, SamplingParams, TransferId, TransferKey
 
 log = logging.getLogger(__name__)
+
+_UNUSED_SAMPLE = SamplingParams(max_tokens=1, temperature=0.0)  # costs least
 
 
 class SenderCalls(Protocol):
@@ -69,6 +71,7 @@ class TransferAttempt:
     sender: SenderCalls
     num_tokens: int  # whose KV the transfer brings
     on_landed: Callable[[int], None] = lambda num_pages: None  # called with the number of pages that have landed
+    is_part: bool = False  # whether this worker computes the tokens that follow, and samples
     num_held: int = 0  # leading pages that were cached here already
     has_begun: bool = False  # whether the sender has asked for its destination
 
@@ -134,19 +137,25 @@ class TransferTable:
         candidate: PrefillCandidate,
         events: TransferEvents,
         patience_s: float | None = None,
+        num_tokens: int | None = None,
     ) -> TransferKey:
-        """Requests a remote prefill, which reserves nothing yet; `on_slow` follows if it has not begun in time."""
+        """Requests a remote prefill of the first `num_tokens`, by default all; reserves nothing yet.
+
+        `on_slow` follows if it has not begun in time. What is sampled after a part of the tokens means nothing.
+        """
         sequence = request.sequence
+        count = len(sequence.token_ids) if num_tokens is None else num_tokens
+        is_part = count < len(sequence.token_ids)
         key = TransferKey(TransferId(uuid.uuid4().hex), candidate.epoch, self._epoch)
-        self._transfers[key] = TransferAttempt(self._session(key), request, self._calls, len(sequence.token_ids))
+        self._transfers[key] = TransferAttempt(self._session(key), request, self._calls, count, is_part=is_part)
         self._calls.start(
             RemotePrefill(
                 key=key,
                 candidate=candidate,
                 request_id=sequence.request_id,
-                token_ids=tuple(sequence.token_ids),
-                num_prompt_tokens=sequence.num_prompt_tokens,
-                sampling=sequence.sampling,
+                token_ids=tuple(sequence.token_ids[:count]),
+                num_prompt_tokens=min(count, sequence.num_prompt_tokens),
+                sampling=_UNUSED_SAMPLE if is_part else sequence.sampling,
                 salt=sequence.salt,
                 lane=sequence.lane,
                 timeout_s=max(0.001, request.deadline_s - time.monotonic()),
@@ -194,6 +203,10 @@ class TransferTable:
         """Returns how many tokens' KV the transfer brings."""
         return self._transfers[key].num_tokens
 
+    def is_part(self, key: TransferKey) -> bool:
+        """Returns whether the transfer brings a part of the tokens that are there, so that no first token follows."""
+        return key in self._transfers and self._transfers[key].is_part
+
     def has_begun(self, key: TransferKey) -> bool:
         """Returns whether the sender has asked for its destination."""
         return key in self._transfers and self._transfers[key].has_begun
@@ -231,11 +244,14 @@ class TransferTable:
     def _grant(self, transfer: TransferAttempt, request: DecodeRequest, scheduler: DecodeScheduler) -> bool:
         """Fences the pages and sends them as the destination; returns False if there are too few now. Raises
         TransferError for an unknown sender, and then leaves the pages to the request, unfenced."""
-        reservation = scheduler.reserve(request.sequence, transfer.num_tokens)
+        # A part needs room for the rest, too: it would else preempt others, or be preempted, as soon as it runs.
+        num_total = len(request.sequence.token_ids) if transfer.is_part else transfer.num_tokens
+        reservation = scheduler.reserve(request.sequence, num_total, transfer.num_tokens)
         if reservation is None:
             return False
-        key, fresh = transfer.session.key, reservation.fresh
-        request.sequence.pages = [*reservation.held, *fresh]
+        request.sequence.pages = [*reservation.held, *reservation.fresh]
+        num_fresh = -(-transfer.num_tokens // self._page_size) - len(reservation.held)
+        key, fresh = transfer.session.key, reservation.fresh[:num_fresh]
         transfer.num_held = len(reservation.held)
         self._engine.pool.fence(fresh, key)
         try:

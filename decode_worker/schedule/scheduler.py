@@ -148,17 +148,18 @@ class DecodeScheduler:
         """Returns how many tokens at the start of the sequence need no computing here."""
         return self._pages.peek(sequence) * self._page_size
 
-    def reserve(self, sequence: Sequence, num_tokens: int) -> Reservation | None:
+    def reserve(self, sequence: Sequence, num_tokens: int, num_reused: int | None = None) -> Reservation | None:
         """Returns pages for a tracked sequence's first `num_tokens`, cached ones first; None if there are too few now.
 
         The sequence may have fewer tokens yet. The caller owns the references. Sequences that wait to be computed here
-        go first, or they would starve.
+        go first, or they would starve. Only pages before the last of the first `num_reused` tokens, by default of all,
+        are taken from the cache.
         """
         if self._queues.waiting and self._queues.waiting[0].rank < self._queues[sequence].rank:
             return None
         if self._is_full:
             return None
-        allocated = self._pages.allocate(sequence, num_tokens, self._num_kept_back)
+        allocated = self._pages.allocate(sequence, num_tokens, self._num_kept_back, num_reused)
         if allocated is None:
             return None
         num_held, pages = allocated

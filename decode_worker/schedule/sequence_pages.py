@@ -31,12 +31,15 @@ class SequencePages:
         """Returns how many leading pages need no computing here."""
         return self._cache.peek(self._reusable_hashes(sequence, len(sequence.token_ids)))
 
-    def allocate(self, sequence: Sequence, num_tokens: int, num_kept_back: int) -> tuple[int, list[PageId]] | None:
+    def allocate(
+        self, sequence: Sequence, num_tokens: int, num_kept_back: int, num_reused: int | None = None
+    ) -> tuple[int, list[PageId]] | None:
         """Returns the number of cached leading pages, and pages for `num_tokens`, each with a reference.
 
-        Returns None, and allocates nothing, if that would leave fewer than `num_kept_back` pages in the pool.
+        Cached pages are looked for within the first `num_reused` tokens, by default all. Returns None, and allocates
+        nothing, if that would leave fewer than `num_kept_back` pages in the pool.
         """
-        hashes = self._reusable_hashes(sequence, num_tokens)
+        hashes = self._reusable_hashes(sequence, num_tokens if num_reused is None else num_reused)
         cached = self._cache.match(hashes)
         num_fresh = -(-num_tokens // self._page_size) - len(cached)
         if self._pool.num_available - num_fresh >= num_kept_back:

@@ -55,6 +55,10 @@ class ArrivalTable:
     def __len__(self) -> int:
         return len(self._open)
 
+    def senders(self) -> set[Epoch]:
+        """Returns the epochs whose transfers are open."""
+        return {key.sender_epoch for key in self._open}
+
     def open(self, key: TransferKey, pages: Sequence[PageId], timeout_s: float, now_s: float) -> None:
         if key in self._open:
             raise TransferError(f"transfer {key.transfer_id}: already open")

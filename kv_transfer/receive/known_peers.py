@@ -54,6 +54,7 @@ class KnownPeers:
         self._incarnations = Incarnations()
         self._heads: dict[Epoch, range | None] = {}  # that a peer sends; None: all heads in our pages
         self._awaited: dict[Epoch, float] = {}  # peers that may be connecting, and until when
+        self._announcing: set[Epoch] = set()  # peers whose pages are reported without polling
         self._cut_off: OrderedDict[Epoch, None] = OrderedDict()  # in the order of their cutting
 
     def admit(self, peer: Peer, heads: range | None) -> Peer | None:
@@ -69,6 +70,7 @@ class KnownPeers:
 
     def forget(self, peer: Peer) -> None:
         self._awaited.pop(peer.epoch, None)
+        self._announcing.discard(peer.epoch)
         self._heads.pop(peer.epoch, None)
         self._incarnations.forget(peer.epoch)
 
@@ -90,12 +92,29 @@ class KnownPeers:
         return epoch in self._cut_off
 
     def expect(self, epoch: Epoch, until_s: float) -> None:
-        """Expects the peer to connect until then."""
-        self._awaited[epoch] = until_s
+        """Expects the peer to connect until then, unless it has come by a transport that needs no polling."""
+        if epoch not in self._announcing:
+            self._awaited[epoch] = until_s
 
     def has_come(self, epoch: Epoch) -> None:
         """Stops expecting a peer that has connected."""
         self._awaited.pop(epoch, None)
+
+    def announces(self, epoch: Epoch) -> bool:
+        """Returns whether the peer's pages are reported without polling, as far as is known."""
+        return epoch in self._announcing
+
+    def has_announced(self, epoch: Epoch) -> None:
+        """Notes that pages of the peer were reported without polling; those that follow will be."""
+        if epoch in self._heads:
+            self._awaited.pop(epoch, None)
+            self._announcing.add(epoch)
+
+    def has_left(self, epoch: Epoch, until_s: float) -> None:
+        """Notes the end of a peer's connection: until then it may come back by any transport."""
+        self._announcing.discard(epoch)
+        if epoch in self._heads:
+            self._awaited[epoch] = until_s
 
     def any_expected(self, now_s: float) -> bool:
         """Returns whether any peer may still be connecting."""

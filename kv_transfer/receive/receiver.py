@@ -231,6 +231,7 @@ class TransferReceiver:
             self._pages.settle()  # the engine's stream may read the pages as soon as they are reported
             with self._lock:
                 transfer.land(fresh, time.monotonic())
+                self._peers.has_announced(arrival.key.sender_epoch)
         if not fresh:
             self._ignore(arrival)
             return True
@@ -243,12 +244,17 @@ class TransferReceiver:
         return WHOLE_PAGE if heads is None else page_rows(self._layout, heads)
 
     def landed(self, arrival: Arrival) -> None:
+        with self._lock:
+            self._peers.has_announced(arrival.key.sender_epoch)
         guarded(lambda: self._arrived(arrival))
 
     def lost(self, peer: Peer, error: TransferError) -> None:
         log.info("%s", error)  # transfers that fail by it carry the error
         with self._lock:
             self.stats.num_lost_peers += 1
+            if self._polled:
+                self._peers.has_left(peer.epoch, time.monotonic() + self._config.connect_timeout_s)
+                self._lock.notify()
         self._fail_all(peer, error)
 
     # The receiver's thread.
@@ -283,7 +289,9 @@ class TransferReceiver:
         if not self._polled:
             return False
         # A transfer counts until the caller closes it: a sender cannot finish its last push if nobody polls here.
-        return self._peers.any_expected(now_s) or len(self._open) > 0 or bool(self._settling)
+        # Nor does one whose pages another transport reports.
+        is_open = any(not self._peers.announces(epoch) for epoch in self._open.senders())
+        return self._peers.any_expected(now_s) or is_open or bool(self._settling)
 
     def _pause_s(self, now_s: float) -> float | None:
         """Returns how long the thread may sleep unless it is woken; None for ever."""

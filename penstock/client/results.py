@@ -6,7 +6,7 @@ Shared by the blocking and the asyncio client. No I/O, no clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from penstock.client.chat import Chat, ChatMessage, checked_text, set_chat
@@ -23,6 +23,17 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # part of prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPrice:
+    """One way to compute a prompt, with the times in milliseconds that its decode worker predicted."""
+
+    place: str  # local: at the decode worker; remote: at a prefill worker; split: the first part there
+    prefill_worker: str  # empty for local
+    remote_tokens: int  # leading tokens computed there
+    first_token_ms: float
+    harm_ms: float  # by which others get tokens later, in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,8 @@ class Timing:
     migration_pause_ms: float = 0.0  # sum over all migrations
     prefill_cached_tokens: int = 0  # prompt tokens in the prefill worker's own cache
     decode_cached_tokens: int = 0  # prompt tokens in the decode worker's cache
+    prices: tuple[PrefillPrice, ...] = ()  # the chosen way to compute the prompt, then other ways
+    decode_first_token_ms: float = 0.0  # what these predict: placed at the decode worker to first token there
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +266,7 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> Chunk:
         index=message.index,
         finish_reason=finish_reason_from_wire(message.finish_reason),
         usage=_fields(Usage, message.usage) if message.HasField("usage") else None,
-        timing=_fields(Timing, message.timing) if message.HasField("timing") else None,
+        timing=_timing(message.timing) if message.HasField("timing") else None,
         logprobs=tuple(_logprob_from_wire(logprob) for logprob in message.logprobs),
         request_id=message.request_id,
         model=message.model,
@@ -262,10 +275,14 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> Chunk:
     )
 
 
-DataT = TypeVar("DataT", Usage, Timing)
+DataT = TypeVar("DataT", Usage, Timing, PrefillPrice)
 
 
-def _fields(kind: type[DataT], message: common_pb2.Usage | common_pb2.Timing) -> DataT:
+def _timing(message: common_pb2.Timing) -> Timing:
+    return replace(_fields(Timing, message), prices=tuple(_fields(PrefillPrice, price) for price in message.prices))
+
+
+def _fields(kind: type[DataT], message: common_pb2.Usage | common_pb2.Timing | common_pb2.PrefillPrice) -> DataT:
     return kind(**{item.name: getattr(message, item.name) for item in fields(kind)})
 
 

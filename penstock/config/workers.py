@@ -43,10 +43,13 @@ class DecodeConfig(FrozenConfig):
     """Longest step, in seconds, that chunks of prompts may cause; by default unlimited."""
     max_waiting: int = Field(1024, ge=1)
     """Requests held by a worker; further ones are refused with RESOURCE_EXHAUSTED."""
-    placement: Literal["auto", "remote", "local"] = "auto"
-    """Where prompts are computed: at prefill workers, here, or wherever the estimate is lower."""
-    max_local_tokens: int = Field(32, ge=0)
-    """Longest uncached suffix, in tokens, that `placement = "auto"` computes here."""
+    ttft_target_s: float | None = Field(None, gt=0)
+    """Time to first token, in seconds, that `placement = "auto"` keeps to where it can; by default none."""
+    placement: Literal["auto", "remote", "local", "split"] = "auto"
+    """Where prompts are computed: at prefill workers, here, half of each there and half here, or by the least predicted
+    time to first token and delay of others."""
+    max_local_tokens: int | None = Field(None, ge=0)
+    """Longest part of a prompt, in tokens, that `placement = "auto"` computes here; by default any."""
     watermark: float = Field(0.02, ge=0, lt=1)
     """Share of the pages kept free for running sequences."""
     hedge_after_s: float = Field(0, ge=0)

@@ -432,23 +432,25 @@ class PrefillEvent(_message.Message):
     def __init__(self, reserve: _Optional[_Union[PrefillReserve, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., pushed: _Optional[_Union[PrefillPushed, _Mapping]] = ..., closed: _Optional[_Union[PrefillClosed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class PrefillCandidate(_message.Message):
-    __slots__ = ("worker_id", "epoch", "address", "queue_s", "prefill_s", "num_ranks")
+    __slots__ = ("worker_id", "epoch", "address", "queue_s", "prefill_s", "num_ranks", "cached_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     address: str
     queue_s: float
     prefill_s: float
     num_ranks: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_ranks: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_ranks: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class DecodeSubmit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "prefill_candidates", "ticket", "lane")
+    __slots__ = ("stream_id", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "prefill_candidates", "ticket", "lane", "remote_prefill")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -459,6 +461,7 @@ class DecodeSubmit(_message.Message):
     PREFILL_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_PREFILL_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -469,7 +472,8 @@ class DecodeSubmit(_message.Message):
     prefill_candidates: _containers.RepeatedCompositeFieldContainer[PrefillCandidate]
     ticket: str
     lane: _common_pb2.Lane
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., ticket: _Optional[str] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ...) -> None: ...
+    remote_prefill: bool
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., ticket: _Optional[str] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., remote_prefill: _Optional[bool] = ...) -> None: ...
 
 class DecodeCancel(_message.Message):
     __slots__ = ("stream_id",)

@@ -167,7 +167,7 @@ class Placer:
         choice = self._policy.choose(demand, views(decode, sent_to), views(prefill, sent_to), self._rng)
         chosen = next(worker for worker in decode if worker.worker_id == choice.decode)
         candidates = self._reaching(chosen, _candidates(choice, group), now_s)
-        first = Epoch(candidates[0].epoch) if candidates else None
+        first = Epoch(candidates[0].epoch) if candidates and choice.prefill else None
         self._note_silent((chosen, *(worker for worker in prefill if worker.epoch == first)), pages, now_s)
         self._fleet.health.on_sent(chosen.epoch, first, now_s)
         commitment = self._core.commit(choice, demand, chosen.description.page_size, now_s)
@@ -176,7 +176,7 @@ class Placer:
     def on_end(self, placement: Placement, timing: common_pb2.Timing, num_output_tokens: int) -> None:
         """Learns from a completion that has ended where it was placed."""
         self._core.on_end(num_output_tokens)
-        if timing.pages_moved and timing.prefill_worker == placement.choice.score.prefill:
+        if timing.pages_moved and timing.prefill_worker == placement.choice.score.prefill and not _is_split(timing):
             self._core.on_transfer(placement.choice, placement.commitment, timing.transfer_ms / 1e3)
         self._compare_times(placement, timing, num_output_tokens)
         self._compare_caches(placement, timing)
@@ -187,7 +187,7 @@ class Placer:
             step_s = timing.decode_ms / 1e3 / (num_output_tokens - 1)
             self.predictions.on_time(decode, placement.commitment.step_s, step_s)
         computed_by = score.prefill or decode
-        if timing.prefill_worker != computed_by:
+        if timing.prefill_worker != computed_by or _is_split(timing):
             return
         actual_s = (timing.queue_ms + timing.prefill_ms) / 1e3
         self.predictions.on_time(computed_by, score.first_token_s, actual_s)
@@ -206,7 +206,7 @@ class Placer:
         if score.prefill is not None:
             checks.append((decode, promised.promised_decode_tokens, timing.decode_cached_tokens))
         computed_by = score.prefill or decode
-        if timing.prefill_worker == computed_by:
+        if timing.prefill_worker == computed_by and not _is_split(timing):
             cached = timing.decode_cached_tokens if score.prefill is None else timing.prefill_cached_tokens
             checks.append((computed_by, promised.promised_prefill_tokens, cached))
         for worker_id, promised_tokens, cached in checks:
@@ -234,6 +234,11 @@ class Placer:
         return [worker for worker in candidates if not health.link_is_open(Epoch(worker.epoch), decode.epoch, now_s)]
 
 
+def _is_split(timing: common_pb2.Timing) -> bool:
+    """Whether the decode worker has computed the last part of the prompt, so that its stages are those of both."""
+    return bool(timing.prices) and timing.prices[0].place == "split"
+
+
 def _candidates(choice: PairChoice, group: WorkerGroup) -> list[worker_pb2.PrefillCandidate]:
     members = {worker.worker_id: worker for worker in group.prefill}
     return [
@@ -244,6 +249,7 @@ def _candidates(choice: PairChoice, group: WorkerGroup) -> list[worker_pb2.Prefi
             queue_s=estimate.queue_s,
             prefill_s=estimate.prefill_s,
             num_ranks=members[estimate.worker_id].description.num_ranks,
+            cached_tokens=estimate.cached_tokens,
         )
-        for estimate in choice.prefill
+        for estimate in choice.candidates
     ]

@@ -88,7 +88,11 @@ class RequestMetrics:
         cached = min(timing.cached_tokens, num_prompt_tokens)
         remote = timing.prefill_worker not in ("", timing.decode_worker)
         self._tokens["cached"].inc(cached)
-        self._tokens["prefill worker" if remote else "decode worker"].inc(num_prompt_tokens - cached)
+        is_split = bool(timing.prices) and timing.prices[0].place == "split"
+        computed = num_prompt_tokens - cached
+        there = min(computed, max(0, timing.prices[0].remote_tokens - cached)) if is_split else remote * computed
+        self._tokens["prefill worker"].inc(there)
+        self._tokens["decode worker"].inc(computed - there)
 
     def request(self, lane: Lane, num_tokens: int, token_s: float | None, met: bool) -> None:
         """Counts a request that ended with an answer.

@@ -30,6 +30,8 @@ def completion_record(index: int, choices: Sequence[PairChoice], timing: common_
     for name in ("prefill_worker", "decode_worker", "prefill_cached_tokens", "decode_cached_tokens"):
         actual[name] = getattr(timing, name)
     actual |= {"pages_moved": timing.pages_moved, "migrations": timing.num_migrations}
+    if timing.prices:
+        actual["placement"] = _placement(timing)
     return {**sent, "actual": actual}
 
 
@@ -55,6 +57,23 @@ def decision_record(request_id: str, policy: str, completions: Sequence[Decision
 def to_json(record: DecisionRecord) -> str:
     """Returns ASCII, as metadata requires."""
     return json.dumps(record, separators=(",", ":"))
+
+
+def _placement(timing: common_pb2.Timing) -> DecisionRecord:
+    """Describes where the decode worker had the prompt computed, and what it predicted of that and of other ways."""
+    return {
+        "first_token_ms": round(timing.decode_first_token_ms, 3),
+        "predicted": [
+            {
+                "place": price.place,
+                "prefill": price.prefill_worker,
+                "remote_tokens": price.remote_tokens,
+                "first_token_ms": round(price.first_token_ms, 3),
+                "harm_ms": round(price.harm_ms, 3),
+            }
+            for price in timing.prices
+        ],
+    }
 
 
 def _attempt(choice: PairChoice) -> DecisionRecord:

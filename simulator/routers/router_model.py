@@ -200,8 +200,8 @@ class RouterModel:
         )
         held.placement, held.credits = placed, placed.commitment.credits
         candidates = [
-            PrefillOption(one.worker_id, prefill[one.worker_id].epoch, one.queue_s, one.prefill_s)
-            for one in placed.choice.prefill
+            PrefillOption(one.worker_id, prefill[one.worker_id].epoch, one.queue_s, one.prefill_s, one.cached_tokens)
+            for one in placed.choice.candidates
         ]
         self._send(
             held, next(follower for follower in decode if follower.worker_id == placed.choice.decode), candidates

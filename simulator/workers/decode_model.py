@@ -14,7 +14,15 @@ from typing import cast
 
 import numpy as np
 
-from decode_worker.prefill.placement_policy import PlacementCosts, prefill_here
+from decode_worker.prefill.placement_policy import (
+    PrefillDecision,
+    PrefillPlace,
+    PrefillPlacement,
+    PricedPlace,
+    PromptDemand,
+    RemoteOption,
+)
+from decode_worker.prefill.step_costs import StepWork
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.cache.page_pool import PagePool
@@ -73,6 +81,19 @@ class Submission:
     first_token_s: float = 0.0
     landed_s: float | None = None
     timer: Timer | None = None
+    placed: PricedPlace | None = None
+    placed_s: float = 0.0
+    computed_s: float = 0.0  # when a prefill worker had computed the first part of a split prompt
+
+    @property
+    def is_split(self) -> bool:
+        return self.placed is not None and self.placed.place is PrefillPlace.SPLIT
+
+    @property
+    def exposed_s(self) -> float:
+        """Returns the part of the transfer that followed the prefill worker's computation."""
+        computed_s = self.computed_s if self.is_split else self.first_token_s
+        return max(0.0, self.landed_s - computed_s) if self.landed_s is not None else 0.0
 
 
 class DecodeModel(TransferOwner):
@@ -120,6 +141,7 @@ class DecodeModel(TransferOwner):
         self._run_rows: DecodeRows | None = None  # of a run whose first steps are committed ...
         self._num_run = 0  # ... and how many are
         self._pace = Pace()
+        self._policy = PrefillPlacement(config)
         if max_run > 1:
             network.before_fault.append(self._send_all)
 
@@ -185,35 +207,43 @@ class DecodeModel(TransferOwner):
     # Placement of prompts.
 
     def _place(self, submission: Submission) -> None:
-        if self._prefill_here(submission):
+        now_s = self.node.sim.now_s
+        placed = self._choose(submission, now_s).chosen
+        submission.placed, submission.placed_s = placed, now_s
+        if placed.option is None:
             submission.computed_by = self.worker_id
             self._computed_here.add(submission.sequence)
             self.scheduler.compute_here(submission.sequence)
             return
-        candidate = submission.candidates.popleft()
+        candidate = next(one for one in submission.candidates if one.worker_id == placed.option.worker_id)
+        submission.candidates.remove(candidate)
         submission.computed_by = candidate.worker_id
-        self.transfers.begin(submission.sequence, candidate)
+        self.transfers.begin(submission.sequence, candidate, placed.num_remote)
 
-    def _prefill_here(self, submission: Submission) -> bool:
-        sequence = submission.sequence
-        uncached = len(sequence.token_ids) - self.scheduler.peek_cached_tokens(sequence)
-        best = submission.candidates[0] if submission.candidates else None
-        costs = PlacementCosts(
-            uncached_tokens=uncached,
-            queued_tokens=self.scheduler.num_uncomputed_tokens,
-            num_running=self.scheduler.num_running,
-            tokens_per_s=self._pace.chunk_tokens_per_s,
-            remote_queue_s=best.queue_s if best else 0.0,
-            remote_prefill_s=best.prefill_s if best else 0.0,
-            transfer_s=uncached * self._link.token_bytes / self._link.bytes_per_s,
+    def _choose(self, submission: Submission, now_s: float) -> PrefillDecision:
+        sequence, scheduler = submission.sequence, self.scheduler
+        demand = PromptDemand(
+            num_tokens=len(sequence.token_ids),
+            cached_tokens=scheduler.peek_cached_tokens(sequence),
+            queued_tokens=scheduler.num_uncomputed_tokens,
+            num_running=scheduler.num_running,
+            step_tokens=max(1, self._config.max_batch_tokens - scheduler.num_running),
+            page_size=self.page_size,
+            token_bytes=self._link.token_bytes,
         )
-        return prefill_here(self._config.placement, self._config.max_local_tokens, best is not None, costs)
+        options = [
+            RemoteOption(one.worker_id, one.queue_s, one.prefill_s, one.cached_tokens) for one in submission.candidates
+        ]
+        return self._policy.choose(demand, options, now_s)
 
     # `TransferOwner`
 
     def on_first_token(self, sequence: Sequence, cached_tokens: int) -> None:
         submission = self._submissions.get(sequence)
         if submission is None:
+            return
+        if submission.is_split:
+            submission.computed_s, submission.cached_tokens = self.node.sim.now_s, cached_tokens
             return
         if not submission.has_first:  # a retried prefill returns the next token
             submission.cached_tokens = cached_tokens
@@ -225,6 +255,10 @@ class DecodeModel(TransferOwner):
         submission = self._submissions.get(sequence)
         if submission is not None:
             submission.landed_s = self.node.sim.now_s
+            placed = submission.placed
+            if placed is not None and placed.option is not None:
+                num_bytes = (num_tokens - self.scheduler.num_cached_tokens(sequence)) * self._link.token_bytes
+                self._policy.remote.on_landed(placed.option.worker_id, num_bytes, submission.exposed_s)
 
     def on_failed(self, sequence: Sequence, error: PenstockError | None) -> None:
         """Places the prompt again: a failed prefill costs only time."""
@@ -270,6 +304,14 @@ class DecodeModel(TransferOwner):
         self._flush()
         self.on_change()
 
+    def _learn_step(self, plan: StepPlan, step_s: float) -> None:
+        num_rows = len(plan.rows)
+        chunk_tokens = plan.num_tokens - num_rows
+        if self._policy.steps.skips(chunk_tokens):
+            return
+        pairs = sum(item.num_contexts for item in plan.chunks)
+        self._policy.steps.on_step(StepWork(chunk_tokens, pairs, num_rows, plan.rows.num_contexts), step_s)
+
     def _commit(self, num_ended: int, goes_on: bool) -> None:
         """Commits the first steps of those in flight, of which only the last of a run can end a sequence."""
         steps_s, self._steps_s = self._steps_s[:num_ended], self._steps_s[num_ended:]
@@ -280,6 +322,7 @@ class DecodeModel(TransferOwner):
         if plan.chunks:
             self.num_computed_tokens += sum(item.num_tokens for item in plan.chunks if item.num_tokens > 1)
         self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, steps_s[0])
+        self._learn_step(plan, steps_s[0])
         sampled = [item.sequence if item.is_sampled else None for item in plan.chunks]
         chunk_tokens = [None if sequence is None else 0 for sequence in sampled]
         rows = plan.rows
@@ -359,7 +402,7 @@ class DecodeModel(TransferOwner):
             delta.ended, delta.computed_by = True, submission.computed_by
             delta.cached_tokens = min(submission.cached_tokens, sequence.num_prompt_tokens)
             if submission.landed_s is not None:
-                delta.transfer_s = max(0.0, submission.landed_s - submission.first_token_s)
+                delta.transfer_s = submission.exposed_s
             self._release(submission)
         self._emit(submission, delta)
 

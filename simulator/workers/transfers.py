@@ -36,6 +36,7 @@ class PrefillOption:
     epoch: Epoch
     queue_s: float
     prefill_s: float
+    cached_tokens: int = 0  # of the prompt, in its cache
 
 
 class TransferOwner:
@@ -62,6 +63,7 @@ class _Transfer:
     worker_id: WorkerId
     sequence: Sequence | None
     num_tokens: int
+    is_part: bool  # whether the owner computes the tokens that follow
     call: Call | None = None
     requested: bool = False  # the sender has asked for pages
     answered: bool = False  # its first token has arrived
@@ -96,13 +98,13 @@ class TransferModel:
     def num_open(self) -> int:
         return len(self._transfers)
 
-    def begin(self, sequence: Sequence, candidate: PrefillOption) -> None:
-        """Calls a prefill worker; nothing is reserved yet."""
+    def begin(self, sequence: Sequence, candidate: PrefillOption, num_tokens: int) -> None:
+        """Calls a prefill worker for the first `num_tokens`; nothing is reserved yet."""
         self._number += 1
         transfer_id = TransferId(f"{self.node.name}-{self._number}")
         key = TransferKey(transfer_id, candidate.epoch, self.node.epoch)
         session = TransferSession(key, Lease(_LEASE_S, self._network.sim.now_s))
-        transfer = _Transfer(session, candidate.worker_id, sequence, len(sequence.token_ids))
+        transfer = _Transfer(session, candidate.worker_id, sequence, num_tokens, num_tokens < len(sequence.token_ids))
         self._transfers[key] = transfer
         callee = self._network.node(candidate.worker_id)
         if callee is not None and callee.epoch != candidate.epoch:
@@ -119,7 +121,7 @@ class TransferModel:
         transfer.call = self._network.call(self.node, callee, lost, lost_there)
         if transfer.call is not None:
             assert model is not None
-            call, copy = transfer.call, _copy(sequence)
+            call, copy = transfer.call, _copy(sequence, num_tokens, self._page_size)
             call.send(self.node, lambda: model.submit(key, copy, self, call))
         self._expire_later(key)
 
@@ -149,13 +151,15 @@ class TransferModel:
             self._requesting.popleft()
 
     def _grant(self, transfer: _Transfer, sequence: Sequence) -> bool:
-        reservation = self._scheduler.reserve(sequence, transfer.num_tokens)
+        num_total = len(sequence.token_ids) if transfer.is_part else transfer.num_tokens
+        reservation = self._scheduler.reserve(sequence, num_total, transfer.num_tokens)
         if reservation is None:
             return False
         key, num_held = transfer.session.key, len(reservation.held)
         sequence.pages = [*reservation.held, *reservation.fresh]
-        self._pool.fence(reservation.fresh, key)
-        transfer.session.on_reserved(reservation.fresh, self._network.sim.now_s)
+        fresh = reservation.fresh[: -(-transfer.num_tokens // self._page_size) - num_held]
+        self._pool.fence(fresh, key)
+        transfer.session.on_reserved(fresh, self._network.sim.now_s)
         model = self._find_prefill(transfer.worker_id)
         if transfer.call is not None and model is not None:
             transfer.call.send(self.node, lambda: model.set_destination(key, num_held))
@@ -300,13 +304,13 @@ class TransferModel:
             self._verify(transfer)
 
 
-def _copy(sequence: Sequence) -> Sequence:
+def _copy(sequence: Sequence, num_tokens: int, page_size: int) -> Sequence:
     """Returns what is sent to the prefill worker, with the page hashes as if it had computed them."""
     return Sequence(
         request_id=sequence.request_id,
-        token_ids=cast(RequestTokens, sequence.token_ids).copy().as_list(),
-        num_prompt_tokens=sequence.num_prompt_tokens,
+        token_ids=cast(RequestTokens, sequence.token_ids).first(num_tokens).as_list(),
+        num_prompt_tokens=min(num_tokens, sequence.num_prompt_tokens),
         sampling=sequence.sampling,
         salt=sequence.salt,
-        page_hashes=list(sequence.page_hashes),
+        page_hashes=sequence.page_hashes[: num_tokens // page_size],
     )

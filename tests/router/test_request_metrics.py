@@ -92,6 +92,13 @@ def test_prompt_tokens_are_counted_where_they_were_computed(prefill_worker: str,
         assert f'penstock:prompt_tokens_by_place_total{{model_name="m",place="{name}"}} {value}' in text
 
 
+def test_the_tokens_of_a_split_prompt_are_counted_at_both_workers() -> None:
+    split = common_pb2.PrefillPrice(place="split", prefill_worker="prefill-0", remote_tokens=64)
+    text = count(timing(prefill_worker="prefill-0", prices=[split]))
+    for name, value in {"cached": 32.0, "prefill worker": 32.0, "decode worker": 36.0}.items():
+        assert f'penstock:prompt_tokens_by_place_total{{model_name="m",place="{name}"}} {value}' in text
+
+
 def test_prompt_classes_meet_at_their_bounds() -> None:
     sizes = (1, 1023, 1024, 8191, 8192, 32767, 32768, 1 << 20)
     assert [prompt_class(size) for size in sizes] == [

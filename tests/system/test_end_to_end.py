@@ -49,7 +49,7 @@ class Service:
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
     with Deployment() as deployment:
-        configs = [worker_config(role, MODEL, decode={"placement": "auto"}) for role in (Role.PREFILL, Role.DECODE)]
+        configs = [worker_config(role, MODEL, decode={"placement": "remote"}) for role in (Role.PREFILL, Role.DECODE)]
         # New Pythons: most other tests fork theirs, in which a missing import would not show.
         workers = deployment.start_workers(configs, fresh=True)
         addresses = tuple(worker.address for worker in workers)

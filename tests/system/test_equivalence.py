@@ -20,6 +20,7 @@ from engine.engine import Engine
 from engine.generate import generate
 from penstock.config import EngineConfig
 from penstock.types import Role, SamplingParams
+from penstock.v1 import worker_pb2
 from tests.support.engine.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.support.serving import GREEDY, SALT, Caller, caller, wait_until_empty, worker_config, workers
 
@@ -89,10 +90,11 @@ async def test_every_way_to_serve_gives_the_same_tokens(family: str, checkpoints
     prompts = make_prompts(VOCAB_SIZE)
     wanted = by_transformers(model, prompts, GREEDY.max_tokens)
     assert [single_process(model, prompt, GREEDY) for prompt in prompts] == wanted
-    fp32 = {"dtype": "float32"}
+    fp32: dict[str, object] = {"dtype": "float32"}
+    verified: dict[str, object] = {"checksums": True}
     async with workers(
-        worker_config(Role.PREFILL, model, engine=fp32, prefill={"max_batch_tokens": 40}),
-        worker_config(Role.DECODE, model, engine=fp32, transfer={"checksums": True}),
+        worker_config(Role.PREFILL, model, engine=fp32, prefill={"max_batch_tokens": 40}, transfer=verified),
+        worker_config(Role.DECODE, model, engine=fp32, transfer=verified),
     ) as (prefill, decode):
         async with caller(decode) as router:
             assert await ask_all(router, prompts, GREEDY, [prefill]) == wanted
@@ -101,6 +103,52 @@ async def test_every_way_to_serve_gives_the_same_tokens(family: str, checkpoints
             # Without a prefill worker to ask, the same worker prefills by itself.
             assert await ask_all(router, prompts, GREEDY, []) == wanted
         await wait_until_empty(prefill, decode)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, PENALIZED], ids=["greedy", "penalized"])
+async def test_a_split_prompt_gives_the_same_tokens(sampling: SamplingParams, checkpoints: dict[str, Path]) -> None:
+    """A prefill worker computes the first half of each prompt and the decode worker the rest, both in small chunks,
+    with pages of the same and of different sizes, cold and with cached pages at both ends."""
+    model = checkpoints["llama"]
+    prompts = make_prompts(VOCAB_SIZE, seed=3)
+    wanted = [single_process(model, prompt, sampling) for prompt in prompts]
+    small = {"placement": "split", "max_batch_tokens": 24, "max_batch_sequences": 8}
+    verified: dict[str, object] = {"checksums": True}
+    for page_size in (16, 8):
+        fp32: dict[str, object] = {"dtype": "float32"}
+        async with workers(
+            worker_config(
+                Role.PREFILL,
+                model,
+                engine=fp32 | {"page_size": page_size},
+                prefill={"max_batch_tokens": 24},
+                transfer=verified,
+            ),
+            worker_config(Role.DECODE, model, engine=fp32, decode=small, transfer=verified),
+        ) as (prefill, decode):
+            async with caller(decode) as router:
+                assert await ask_all(router, prompts, sampling, [prefill]) == wanted
+                assert await ask_all(router, prompts, sampling, [prefill]) == wanted
+                answer = await router.answer(router.submit([9] * 100, sampling, [prefill]))
+                assert answer.timing is not None
+                chosen = answer.timing.prices[0]
+                assert (chosen.place, chosen.remote_tokens, answer.timing.pages_moved) == ("split", 48, 3)
+                assert answer.timing.prefill_worker == "prefill"
+            await wait_until_empty(prefill, decode)
+
+
+async def test_a_split_prompt_whose_prefill_worker_is_lost_is_computed_here(checkpoints: dict[str, Path]) -> None:
+    model = checkpoints["llama"]
+    prompt = make_prompts(VOCAB_SIZE, seed=3)[6]
+    wanted = single_process(model, prompt, SEEDED)
+    gone = worker_pb2.PrefillCandidate(worker_id="gone", epoch=1, address="127.0.0.1:9")
+    async with workers(worker_config(Role.DECODE, model, decode={"placement": "split"})) as (decode,):
+        async with caller(decode) as router:
+            answer = await router.answer(router.submit(prompt, SEEDED, [gone]))
+            assert answer.token_ids == wanted
+            assert answer.timing is not None
+            assert (answer.timing.prices[0].place, answer.timing.prefill_worker) == ("local", "decode")
+        await wait_until_empty(decode)
 
 
 @pytest.mark.parametrize("sampling", [SEEDED, PENALIZED], ids=["seeded", "penalized"])

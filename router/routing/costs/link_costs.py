@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
+from penstock.linear_cost import LinearCost, positive
 from penstock.types import Labels, WorkerId
-from router.routing.costs.cost_model import LinearCost, positive
 
 _REFRESH = 256  # transfers after which the lower bound on all links is recomputed: until then it only falls
 _MAX_LINKS = 65536  # with a model of their own

@@ -127,6 +127,7 @@ class PrefillEstimate(NamedTuple):
     worker_id: WorkerId
     queue_s: float
     prefill_s: float
+    cached_tokens: int = 0  # of the prompt, there
 
     @property
     def total_s(self) -> float:
@@ -163,6 +164,12 @@ class PairChoice:
     uncached_tokens: int  # on the first of them
     score: PairScore  # of the chosen pair
     considered: tuple[PairScore, ...] = ()  # with `explain`: the cheapest pairs, cheapest first
+    instead: tuple[PrefillEstimate, ...] = ()  # where `prefill` is empty: workers that the decode worker may ask yet
+
+    @property
+    def candidates(self) -> tuple[PrefillEstimate, ...]:
+        """The prefill workers that the decode worker learns of, best first. It knows best what runs there."""
+        return self.prefill or self.instead
 
 
 class PlacementPolicy(Protocol):

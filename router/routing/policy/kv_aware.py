@@ -113,20 +113,28 @@ def _choice(demand: PlacementDemand, chosen: _Pair, senders: list[End], pairs: l
     considered: tuple[PairScore, ...] = ()
     if demand.explain:
         considered = tuple(_score(demand, pair) for pair in sorted(pairs, key=itemgetter(0))[:_NUM_CONSIDERED])
-    view = chosen.decode[2]
+    view, score = chosen.decode[2], _score(demand, chosen)
+    ranked = _ranked(demand, chosen, senders)
+    estimates = tuple(
+        PrefillEstimate(sender.worker_id, sender.queue_s, compute_s, demand.cached_tokens.get(sender.worker_id, 0))
+        for _, _, sender, _, compute_s in ranked
+    )
     if chosen.prefill is None:
-        return PairChoice(view.worker_id, (), demand.uncached_on(view.worker_id), _score(demand, chosen), considered)
+        uncached = demand.uncached_on(view.worker_id)
+        return PairChoice(view.worker_id, (), uncached, score, considered, instead=estimates)
+    uncached = demand.uncached_on(chosen.prefill[2].worker_id)
+    return PairChoice(view.worker_id, estimates, uncached, score, considered)
+
+
+def _ranked(demand: PlacementDemand, chosen: _Pair, senders: list[End]) -> list[End]:
+    """Returns the chosen prefill worker, if any, and then the others that are cheapest for its decode worker."""
+    view, first = chosen.decode[2], [chosen.prefill] if chosen.prefill is not None else []
     others = [
         (end[0] + prices.transfer_between_s(demand, end[2].worker_id, view), end[1], end)
         for end in senders[:_NUM_FALLBACKS]
         if end is not chosen.prefill
     ]
-    ranked = [chosen.prefill, *(end for _, _, end in sorted(others)[: MAX_CANDIDATES - 1])]
-    estimates = tuple(
-        PrefillEstimate(sender.worker_id, sender.queue_s, compute_s) for _, _, sender, _, compute_s in ranked
-    )
-    uncached = demand.uncached_on(chosen.prefill[2].worker_id)
-    return PairChoice(view.worker_id, estimates, uncached, _score(demand, chosen), considered)
+    return [*first, *(end for _, _, end in sorted(others))][:MAX_CANDIDATES]
 
 
 def _score(demand: PlacementDemand, pair: _Pair) -> PairScore:

@@ -92,7 +92,12 @@ def _choice(demand: PlacementDemand, decode: WorkerView, ranked: Sequence[Worker
     return PairChoice(
         decode.worker_id,
         tuple(
-            PrefillEstimate(view.worker_id, view.queue_s, prices.prefill_s(demand, view))
+            PrefillEstimate(
+                view.worker_id,
+                view.queue_s,
+                prices.prefill_s(demand, view),
+                demand.cached_tokens.get(view.worker_id, 0),
+            )
             for view in ranked[:MAX_CANDIDATES]
         ),
         demand.uncached_on((first or decode).worker_id),

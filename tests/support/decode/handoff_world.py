@@ -59,7 +59,7 @@ class World:
         config = DecodeConfig(
             max_batch_sequences=4,
             max_batch_tokens=8,
-            placement="remote",
+            placement=self.rng.choice(["remote", "split", "auto"]),
             watermark=0.0,
             hedge_after_s=1.0 if self.hedging else 0,  # which comes when `grow_impatient` says so
         )

@@ -95,6 +95,19 @@ async def disaggregated() -> Results:
     return results
 
 
+async def split() -> Results:
+    """Half of each prompt is computed by the prefill worker, the rest in chunks by the decode worker."""
+    small = {"placement": "split", "max_batch_tokens": 40, "max_batch_sequences": 24}
+    results = await _served(_config(Role.PREFILL), _config(Role.DECODE, decode=small))
+    for stream, timing in _timings(results):
+        # A second completion that begins later finds more than half of the prompt cached.
+        places = {"local"} if stream.feature.scores_prompt else {"split", "remote"}
+        assert timing.prices[0].place in places, (stream.feature.name, timing.prices)
+        assert (timing.pages_moved > 0) != stream.feature.scores_prompt
+    assert sum(timing.prices[0].place == "split" for _, timing in _timings(results)) > len(results) / 2
+    return results
+
+
 async def chunked() -> Results:
     return await _served(_config(Role.DECODE, decode=_LOCAL | {"max_batch_tokens": 40, "max_batch_sequences": 24}))
 
@@ -231,6 +244,7 @@ async def router_killed(processes: _Processes) -> Results:
 ALONE: dict[str, Callable[[], Awaitable[Results]]] = {
     "colocated": colocated,
     "disaggregated": disaggregated,
+    "split": split,
     "chunked prefill": chunked,
     "prefix hit": prefix_hit,
     "preempted": preempted,

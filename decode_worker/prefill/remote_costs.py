@@ -1,0 +1,83 @@
+"""What prefills by other workers cost beyond what routers predict of them, learned from those that ended here. Pure.
+
+Routers follow the load reports of all prefill workers and send their predictions with each request, so a worker that is
+never asked has an estimate, too. A decode worker learns by what factor a worker's prefills differ from the prediction,
+and what the hand-off takes: the calls there and back until the first token is here, and the pages' way until the last
+one has landed. What is learned fades while it is not confirmed, so that a worker that was slow once is asked again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from penstock.linear_cost import LinearCost
+
+_HOP_S = 0.003  # prior: two gRPC messages and a few threads' wake-ups
+_LANDING_S, _BYTE_S = 0.003, 1e-9  # prior, from the first token to the last page
+_HALF_LIFE_S = 30.0  # of a factor that no prefill confirms
+_MAX_FACTOR = 16.0
+_MAX_WORKERS = 4096  # with a model of their own
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTimes:
+    """What a prefill by another worker took, in seconds."""
+
+    total_s: float  # from the call to the first token here
+    queue_s: float  # as the prefill worker reports it
+    prefill_s: float
+    predicted_prefill_s: float
+
+
+@dataclass(slots=True)
+class _WorkerModel:
+    factor: LinearCost = field(default_factory=lambda: LinearCost((1.0,)))  # of a prefill to its prediction
+    hop: LinearCost = field(default_factory=lambda: LinearCost((_HOP_S,)))
+    landing: LinearCost = field(default_factory=lambda: LinearCost((_LANDING_S, _BYTE_S)))
+    seen_s: float = -math.inf
+
+
+class RemoteCosts:
+    """Owns the models, one for each prefill worker that has computed a prompt for this worker."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, _WorkerModel] = {}
+        self._anyone = _WorkerModel()  # learns from all of them
+
+    def on_first_token(self, worker_id: str, times: RemoteTimes, now_s: float) -> None:
+        """Learns from a prefill that has ended."""
+        for model in (self._anyone, self._model(worker_id)):
+            model.seen_s = now_s
+            model.hop.observe((1.0,), max(0.0, times.total_s - times.queue_s - times.prefill_s))
+            if times.predicted_prefill_s > 0:
+                model.factor.observe((times.predicted_prefill_s,), times.prefill_s)
+
+    def on_landed(self, worker_id: str, num_bytes: int, exposed_s: float) -> None:
+        """Learns how long after the first token the last of the pages landed."""
+        for model in (self._anyone, self._model(worker_id)):
+            model.landing.observe((1.0, num_bytes), max(0.0, exposed_s))
+
+    def hop_s(self, worker_id: str) -> float:
+        """Returns the predicted time of the calls there and back."""
+        return self._known(worker_id).hop.predict((1.0,))
+
+    def landing_s(self, worker_id: str, num_bytes: float) -> float:
+        """Returns the predicted time from the end of the prefill to the landing of the last page."""
+        return self._known(worker_id).landing.predict((1.0, num_bytes))
+
+    def prefill_s(self, worker_id: str, predicted_s: float, now_s: float) -> float:
+        """Returns the router's prediction of a prefill, corrected by what earlier ones took."""
+        model = self._models.get(worker_id)
+        if model is None:
+            return predicted_s
+        factor = min(max(model.factor.predict((1.0,)), 1 / _MAX_FACTOR), _MAX_FACTOR)
+        return predicted_s * factor ** (0.5 ** (max(0.0, now_s - model.seen_s) / _HALF_LIFE_S))
+
+    def _known(self, worker_id: str) -> _WorkerModel:
+        return self._models.get(worker_id, self._anyone)
+
+    def _model(self, worker_id: str) -> _WorkerModel:
+        if worker_id not in self._models and len(self._models) >= _MAX_WORKERS:
+            self._models.clear()
+        return self._models.setdefault(worker_id, _WorkerModel())

@@ -1,0 +1,98 @@
+"""What this worker's own steps cost, learned from every step with a chunk and a few of the others. Pure.
+
+A step takes a fixed time, a time more if it computes chunks of prompts, a time for each token of these and for each
+pair of such a token and one before it, and a time for each row that decodes and for each token of its context.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from penstock.linear_cost import LinearCost, positive
+
+# Orders of magnitude, of a small model on a few cores; a GPU's are learned within a few steps.
+_FIXED_S, _CHUNKED_S, _TOKEN_S, _PAIR_S, _ROW_S, _CONTEXT_S = 2e-3, 1e-3, 3e-4, 1e-8, 1e-4, 1e-8
+_DECODE_STRIDE = 8  # one of so many steps without a chunk is learned from: they are alike, and learning takes 50 us
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step computes."""
+
+    chunk_tokens: int  # of prompts
+    chunk_pairs: float  # of one of these tokens and a token before it
+    num_rows: int  # sequences that get one token
+    row_contexts: float  # tokens before these, in all
+
+    @property
+    def quantities(self) -> tuple[float, ...]:
+        return (
+            1.0,
+            float(self.chunk_tokens > 0),
+            self.chunk_tokens,
+            self.chunk_pairs,
+            self.num_rows,
+            self.row_contexts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCosts:
+    """The predicted costs of computing a part of a prompt beside what decodes now, in seconds."""
+
+    total_s: float  # until its last token is computed, waiting chunks before it included
+    added_s: float  # by which its chunks lengthen the steps of each sequence that decodes
+
+
+class StepCosts:
+    """Owns the model of one worker's steps."""
+
+    def __init__(self) -> None:
+        self._linear = LinearCost((_FIXED_S, _CHUNKED_S, _TOKEN_S, _PAIR_S, _ROW_S, _CONTEXT_S))
+        self._num_decode_steps = 0
+        self.num_chunk_steps = 0  # learned from
+        self._row_contexts = 0.0  # of the newest step, for each row
+
+    def skips(self, chunk_tokens: int) -> bool:
+        """Counts a step and returns whether `on_step` is not to be called for it."""
+        if chunk_tokens:
+            self.num_chunk_steps += 1
+            return False
+        self._num_decode_steps += 1
+        return self._num_decode_steps % _DECODE_STRIDE != 1
+
+    def on_step(self, work: StepWork, elapsed_s: float) -> None:
+        """Learns from a step."""
+        if work.num_rows:
+            self._row_contexts = work.row_contexts / work.num_rows
+        self._linear.observe(work.quantities, elapsed_s)
+
+    def assume(self, token_s: float) -> None:
+        """Starts from what a peer takes for each token of a prompt, as long as no chunk has been computed here."""
+        if self.num_chunk_steps or not 0 < token_s < math.inf:
+            return
+        prior = (_FIXED_S, _CHUNKED_S, token_s, _PAIR_S, _ROW_S, _CONTEXT_S)
+        learned = self._linear.coefficients if self._num_decode_steps else prior
+        # What decode steps have taught is kept; the rest comes from the peer.
+        self._linear = LinearCost(positive((learned[0], _CHUNKED_S, token_s, _PAIR_S, *learned[4:]), prior))
+
+    def step_s(self, num_rows: int) -> float:
+        """Returns the predicted time of a step that decodes `num_rows` sequences."""
+        return self._linear.predict(StepWork(0, 0.0, num_rows, num_rows * self._row_contexts).quantities)
+
+    def chunks(self, num_tokens: int, num_before: int, num_queued: int, num_rows: int, step_tokens: int) -> ChunkCosts:
+        """Predicts the computation of `num_tokens` that follow `num_before` tokens of the same prompt.
+
+        `num_queued` tokens of other prompts are computed before them, `num_rows` sequences decode beside them, and a
+        step computes `step_tokens` of prompts at most.
+        """
+        pairs = num_tokens * (num_before + num_tokens / 2)
+        first, last = num_queued // step_tokens, -(-(num_queued + num_tokens) // step_tokens)
+        num_steps = max(1, last)
+        _, chunked_s, token_s, pair_s, *_ = self._linear.coefficients
+        own_s = num_tokens * token_s + pairs * pair_s
+        queued_s = num_queued * token_s + num_queued * step_tokens / 2 * pair_s
+        waiting_s = self.step_s(num_rows) / 2 if num_rows or num_queued else 0.0  # for the step in flight
+        total_s = waiting_s + num_steps * (self.step_s(num_rows) + chunked_s) + queued_s + own_s
+        return ChunkCosts(total_s, max(1, last - first) * chunked_s + own_s)

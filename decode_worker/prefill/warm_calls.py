@@ -1,0 +1,101 @@
+"""Keeps a call to each lately used prefill worker open in advance, so that the next prefill starts with one message.
+
+Opening a call takes several round trips between the threads of gRPC and of the event loops at both ends, which is a
+good part of what a remote prefill takes on an idle system. An opened call means nothing to either end until its start
+command is sent, and is cancelled where that does not come soon. On the server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc.aio
+
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from worker.channels import Channels
+
+_WARM_S = 5.0  # less than a prefill worker waits for the start command
+_MAX_WARM = 64  # prefill workers with an opened call
+
+Commands = asyncio.Queue[worker_pb2.PrefillCommand | None]  # None ends the caller's side
+
+
+class PrefillCall(Protocol):
+    """A gRPC call to a prefill worker (`grpc.aio.StreamStreamCall`)."""
+
+    def __aiter__(self) -> AsyncIterator[worker_pb2.PrefillEvent]: ...
+
+    def done(self) -> bool: ...
+
+    def cancel(self) -> bool: ...
+
+
+def open_call(channel: grpc.aio.Channel, commands: Commands) -> PrefillCall:
+    """Opens a call that sends `commands` as they come."""
+    call: PrefillCall = worker_pb2_grpc.PrefillWorkerStub(channel).Prefill(_requests(commands))
+    return call
+
+
+async def _requests(commands: Commands) -> AsyncIterator[worker_pb2.PrefillCommand]:
+    while (command := await commands.get()) is not None:
+        yield command
+
+
+class WarmCall:
+    """An opened call without a start command, until `take_over`; a keeper's task holds its channel till then."""
+
+    def __init__(self) -> None:
+        self.commands: Commands = asyncio.Queue()
+        self.taken = asyncio.Event()
+        self.call: PrefillCall | None = None
+
+    def take_over(self) -> PrefillCall:
+        """Returns the call to its new owner, which holds the channel itself from now on."""
+        self.taken.set()
+        assert self.call is not None
+        return self.call
+
+
+class WarmCalls:
+    """Owns the opened calls by address, and a task for each."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+        self._ready: dict[str, WarmCall] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def take(self, address: str) -> WarmCall | None:
+        """Returns the opened call to a worker, if there is one that works, for the caller's own use."""
+        warm = self._ready.pop(address, None)
+        if warm is None or warm.call is None or warm.call.done():
+            return None
+        return warm
+
+    def keep(self, address: str) -> None:
+        """Opens a call to a worker that is likely to be called again soon, unless there is one."""
+        if address not in self._ready and len(self._ready) < _MAX_WARM:
+            warm = self._ready[address] = WarmCall()
+            task = asyncio.create_task(self._hold(address, warm))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _hold(self, address: str, warm: WarmCall) -> None:
+        async with self._channels.use(address) as channel:
+            warm.call = open_call(channel, warm.commands)
+            try:
+                async with asyncio.timeout(_WARM_S):
+                    await warm.taken.wait()
+            except TimeoutError:
+                pass
+            finally:
+                if self._ready.get(address) is warm:
+                    del self._ready[address]
+                    warm.commands.put_nowait(None)
+                    warm.call.cancel()

@@ -1,7 +1,7 @@
 """Decides which prompts a prefill step computes and how much of each. Bookkeeping over the page pool; no I/O, no clock.
 
 Interactive prompts go before standard ones before bulk, and within a lane the shortest remaining prompt goes first. A
-prompt's rank is fixed when it arrives, and later arrivals start further back (`penstock.lane_order`), so none starves:
+prompt's rank is fixed when it arrives, and later arrivals start further back (`penstock.scheduling.lane_order`), so none starves:
 once its lane's handicap and its own length have been computed since it arrived, no newcomer goes ahead of it.
 
 A lane may have a share of each step reserved. Its prompts get that share before ranks count, so that prompts of other
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.cache.prefix_cache import PrefixCache
 from engine.step.sequence import ScheduledSequence, Sequence
-from penstock.lane_order import LaneOrder
+from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane
 
 # Full steps of later arrivals that may be computed before a prompt of the lane.

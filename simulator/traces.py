@@ -1,4 +1,4 @@
-"""Recorded traffic (`penstock.traces`) and synthetic traffic, as `TraceRequest`s."""
+"""Recorded traffic (`penstock.bench.traces`) and synthetic traffic, as `TraceRequest`s."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.traces.read import read_trace
+from penstock.bench.traces.read import read_trace
 from penstock.types import Lane
 from simulator.request import TraceRequest
 

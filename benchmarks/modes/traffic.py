@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from benchmarks.serving.rounds import uniform_source
+from penstock.bench.traces.read import FOLDER_VARIABLE
 from penstock.bench.workloads.plan import Source
 from penstock.bench.workloads.recorded import trace_source
-from penstock.traces.read import FOLDER_VARIABLE
 
 TRACE = "mooncake_conversation_first3000.jsonl.gz"
 _TRACE_INPUTS, _TRACE_OUTPUTS, _TRACE_CONTEXT = 1 / 32, 1 / 16, 2048  # 16 tokens a block

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from cluster.scaling.signals import PoolSignal, Signals, WorkerSignal
-from penstock.linear_cost import LinearCost
+from penstock.scheduling.linear_cost import LinearCost
 from penstock.types import Role, StepTotals, WorkerId, WorkerLoad
 from router.routing.costs.cost_model import DECODE_PRIOR, CostBook, StepCost
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from penstock.linear_cost import LinearCost
+from penstock.scheduling.linear_cost import LinearCost
 
 _HOP_S = 0.003  # prior: two gRPC messages and a few threads' wake-ups
 _LANDING_S, _BYTE_S = 0.003, 1e-9  # prior, from the first token to the last page

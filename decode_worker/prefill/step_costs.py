@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from penstock.linear_cost import LinearCost, positive
+from penstock.scheduling.linear_cost import LinearCost, positive
 
 # Orders of magnitude, of a small model on a few cores; a GPU's are learned within a few steps.
 _FIXED_S, _CHUNKED_S, _TOKEN_S, _PAIR_S, _ROW_S, _CONTEXT_S = 2e-3, 1e-3, 3e-4, 1e-8, 1e-4, 1e-8

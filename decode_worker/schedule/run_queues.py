@@ -1,7 +1,7 @@
 """Keeps the running and the waiting sequences of a decode worker by rank, and which running ones have a row. Pure.
 
 Owned by the decode scheduler, which decides who changes queues. A sequence has its rank for its whole life: by arrival,
-interactive ones with a head start before standard ones before bulk (`penstock.lane_order`). Neither queue holds a
+interactive ones with a head start before standard ones before bulk (`penstock.scheduling.lane_order`). Neither queue holds a
 sequence that is tracked while its pages come from elsewhere, or that is paused.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engine.step.row_table import RowTable
 from engine.step.sequence import Sequence
-from penstock.lane_order import LaneOrder
+from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane
 
 # Later arrivals that may go first.

@@ -1,7 +1,7 @@
 """Queues the pushes to one receiver incarnation, keeps those in flight, and decides when each transfer is over.
 
 Pages of interactive requests go before standard ones and bulk goes last; waiting pushes age in bytes sent
-(penstock/lane_order.py), so no lane starves another. Bulk fills only a part of the link, because a posted push cannot
+(penstock/scheduling/lane_order.py), so no lane starves another. Bulk fills only a part of the link, because a posted push cannot
 be overtaken.
 
 The sender's thread alone uses it. It owns no thread, no lock and no clock. Invariant: a transfer is `over` exactly
@@ -19,7 +19,7 @@ from typing import Protocol, cast
 from kv_transfer.layout.staging import PageSlices, Staging
 from kv_transfer.transports.transport import ALL_LAYERS, MAX_PUSH_BYTES, Arrival, LayerGroup, PushHandle, TransportLink
 from penstock.errors import TransferError
-from penstock.lane_order import LaneOrder
+from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane, PageId, TransferKey
 
 MAX_INFLIGHT_BYTES = 64 << 20  # in flight on a link of common speed; the rest waits here, as page numbers only

@@ -7,9 +7,9 @@ import random
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 
+from penstock.bench.traces.record import Trace, TraceRecord
+from penstock.bench.traces.shape import scale_rate
 from penstock.errors import InvalidInput
-from penstock.traces.record import Trace, TraceRecord
-from penstock.traces.shape import scale_rate
 from simulator.traffic.reuse import ReuseReport, measure_reuse
 
 _SAMPLED_BLOCK_TOKENS = 64

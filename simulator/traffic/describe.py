@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.traces.record import Trace
+from penstock.bench.traces.record import Trace
 from simulator.traffic.arrivals import ArrivalReport, describe_arrivals
 from simulator.traffic.reuse import ReuseReport, measure_reuse
 from simulator.traffic.sessions import SessionReport, describe_sessions

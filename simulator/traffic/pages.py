@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from penstock.bench.traces.record import Trace
 from penstock.charts.page import Page, PageSection, PageTable
 from penstock.charts.svg import Axis, Chart, Series
-from penstock.traces.record import Trace
 from simulator.traffic.arrivals import count_by_window
 from simulator.traffic.describe import TrafficReport
 

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.traces.record import TraceRecord
+from penstock.bench.traces.record import TraceRecord
 
 _ROOT = -1  # in place of a node before the first block
 

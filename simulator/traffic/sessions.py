@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.traces.record import Trace, TraceRecord
+from penstock.bench.traces.record import Trace, TraceRecord
 from simulator.traffic.reuse import ReuseReport
 from simulator.traffic.statistics import Distribution, summarize_values
 

@@ -84,7 +84,7 @@ ROOMS: dict[str, set[str]] = {
     "cluster.health": {"controller", "pools"},
     "cluster.lifecycle": {"controller", "pools"},
     "penstock.kv": set(),
-    "penstock.traces": set(),
+    "penstock.bench.traces": set(),
     "penstock.bench": {"client", "traces"},
     "penstock.text": {"kv"},
     "penstock.config": set(),

@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from penstock.bench.traces.record import BlockRuns
 from penstock.bench.workloads.plan import Draft, PromptBlocks, Source
 from penstock.errors import InvalidInput
-from penstock.traces.record import BlockRuns
 from penstock.types import Lane
 
 BLOCK_TOKENS = 16

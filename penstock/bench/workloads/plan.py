@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.traces.record import BlockRuns, TraceRecord
+from penstock.bench.traces.record import BlockRuns, TraceRecord
 from penstock.types import Lane
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.bench.traces.read import read_trace
+from penstock.bench.traces.shape import scale_lengths, split_longer
 from penstock.bench.workloads.plan import Source, draft_of
 from penstock.errors import InvalidInput
-from penstock.traces.read import read_trace
-from penstock.traces.shape import scale_lengths, split_longer
 
 
 def trace_source(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from penstock.linear_cost import LinearCost, positive
+from penstock.scheduling.linear_cost import LinearCost, positive
 from penstock.types import StepTotals, WorkerId, WorkerLoad
 
 _SMOOTHING = 0.1

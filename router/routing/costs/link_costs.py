@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
-from penstock.linear_cost import LinearCost, positive
+from penstock.scheduling.linear_cost import LinearCost, positive
 from penstock.types import Labels, WorkerId
 
 _REFRESH = 256  # transfers after which the lower bound on all links is recomputed: until then it only falls

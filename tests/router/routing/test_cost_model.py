@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.linear_cost import LinearCost
+from penstock.scheduling.linear_cost import LinearCost
 from penstock.types import Labels, StepTotals, WorkerId, WorkerLoad
 from router.routing.costs.cost_model import DECODE_PRIOR, PREFILL_PRIOR, PRIOR_COSTS, CostBook, StepCost
 from router.routing.costs.link_costs import PRIORS, Distance, LinkBook, LinkCost, distance

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.bench.traces.record import Trace, TraceRecord, to_runs
 from penstock.config import SloConfig
 from penstock.errors import InvalidInput
-from penstock.traces.record import Trace, TraceRecord, to_runs
 from simulator.costs.accelerators import find_accelerator
 from simulator.costs.model_shape import find_shape
 from simulator.planning import arithmetic

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from penstock.bench.traces.record import Trace, TraceRecord, to_runs
 from penstock.charts.page import render_page
-from penstock.traces.record import Trace, TraceRecord, to_runs
 from simulator.traffic.arrivals import count_by_window, describe_arrivals, most_within
 from simulator.traffic.describe import as_json, describe_trace
 from simulator.traffic.pages import make_page

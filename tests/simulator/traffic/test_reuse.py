@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.traces.record import TraceRecord, to_runs
+from penstock.bench.traces.record import TraceRecord, to_runs
 from simulator.report import single_cache_hit_rate
 from simulator.request import TraceRequest
 from simulator.traffic.reuse import measure_reuse

@@ -7,10 +7,10 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from cluster.cli.table import format_table
+from penstock.bench.traces.read import read_trace
 from penstock.charts.page import PageTable, render_page
 from penstock.config import ServeConfig, SloConfig, parse
 from penstock.errors import InvalidInput
-from penstock.traces.read import read_trace
 from simulator.costs.accelerators import ACCELERATORS, find_accelerator
 from simulator.costs.model_shape import MODEL_SHAPES, ModelShape, find_shape
 from simulator.planning.arithmetic import quantize_kv

@@ -7,10 +7,10 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from cluster.cli.table import format_table
+from penstock.bench.traces.read import read_trace
 from penstock.charts.page import render_page
 from penstock.charts.svg import render_svg
 from penstock.errors import InvalidInput
-from penstock.traces.read import read_trace
 from simulator.traffic.describe import SHARES_OF_CEILING, TrafficReport, as_json, describe_trace
 from simulator.traffic.pages import draw_reuse, make_page
 from simulator.traffic.statistics import Distribution

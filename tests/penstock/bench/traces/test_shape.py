@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.bench.traces.record import TraceRecord, cover, to_runs
+from penstock.bench.traces.shape import in_order, scale_lengths, scale_rate, split_longer
 from penstock.errors import InvalidInput
-from penstock.traces.record import TraceRecord, cover, to_runs
-from penstock.traces.shape import in_order, scale_lengths, scale_rate, split_longer
 
 
 @st.composite

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from penstock.bench.traces.record import FIRST_UNSHARED, BlockRuns, to_runs
 from penstock.errors import InvalidInput
-from penstock.traces.record import FIRST_UNSHARED, BlockRuns, to_runs
 from penstock.types import Lane
 
 _HASH_ID_TOKENS, _HASH_RUN_TOKENS = 512, 64

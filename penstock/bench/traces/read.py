@@ -24,10 +24,10 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import TextIO
 
+from penstock.bench.traces.record import FIRST_UNSHARED, Trace, TraceRecord, cover
+from penstock.bench.traces.rows import TraceRow, read_csv, read_jsonl
+from penstock.bench.traces.shape import in_order
 from penstock.errors import InvalidInput
-from penstock.traces.record import FIRST_UNSHARED, Trace, TraceRecord, cover
-from penstock.traces.rows import TraceRow, read_csv, read_jsonl
-from penstock.traces.shape import in_order
 
 FOLDER_VARIABLE = "PENSTOCK_TRACES"
 _TICK_GAP_S = 1.0  # recorded times at least this far apart, with several requests each, are ticks

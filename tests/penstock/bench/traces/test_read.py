@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.bench.traces.read import FOLDER_VARIABLE, read_trace
+from penstock.bench.traces.record import FIRST_UNSHARED
 from penstock.errors import InvalidInput
-from penstock.traces.read import FOLDER_VARIABLE, read_trace
-from penstock.traces.record import FIRST_UNSHARED
 from penstock.types import Lane
 
 

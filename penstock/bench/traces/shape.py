@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from penstock.bench.traces.record import TraceRecord
 from penstock.errors import InvalidInput
-from penstock.traces.record import TraceRecord
 
 
 def in_order(records: Iterable[TraceRecord]) -> tuple[TraceRecord, ...]:

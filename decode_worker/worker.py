@@ -35,6 +35,7 @@ from penstock.config import DecodeConfig
 from penstock.errors import Cancelled, InvalidInput, Overloaded, PenstockError
 from penstock.types import TransferKey, WorkerId, WorkerLoad
 from penstock.v1 import common_pb2, worker_pb2
+from penstock.worker_metrics import HANDOFF_MISMATCHES
 from worker.sequence_message import check_token_ids
 
 log = logging.getLogger(__name__)
@@ -411,5 +412,5 @@ class DecodeWorker:
             decode_steps=self._pace.decode_steps,
             num_open=len(self._requests),
             requests=self._delivery.totals,
-            metrics=self.scheduler.metrics.values(),
+            metrics={**self.scheduler.metrics.values(), HANDOFF_MISMATCHES.name: float(self._transfers.num_mismatches)},
         )

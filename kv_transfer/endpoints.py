@@ -14,6 +14,7 @@ from kv_transfer.layout.reshard import ReshardPlan
 from kv_transfer.ranks.ranked_receiver import RankedReceiver
 from kv_transfer.ranks.ranked_sender import RankedSender
 from kv_transfer.receive.receiver import OnArrival, OnFailure
+from kv_transfer.send.receiver_links import SenderStats
 from kv_transfer.send.sender import OnDone
 from kv_transfer.transports.transport import ALL_LAYERS, LayerGroup
 from penstock.config import TransferConfig
@@ -25,6 +26,9 @@ class KvSender(Protocol):
 
     @property
     def transports(self) -> list[str]: ...
+
+    @property
+    def stats(self) -> SenderStats: ...
 
     def open(self, key: TransferKey, offer: bytes, lane: Lane = Lane.STANDARD) -> ReshardPlan: ...
 

@@ -25,7 +25,27 @@ OLDEST_FENCE_SECONDS = WorkerMetric(
     "oldest_fence_seconds", "Age of the oldest fence: since when a transfer may write pages here", is_counter=False
 )
 
-METRICS = {metric.name: metric for metric in (PREEMPTIONS, PREEMPTED_TOKENS, OLDEST_FENCE_SECONDS)}
+PAGES_SENT = WorkerMetric("pages_sent", "KV pages sent to other workers")
+BYTES_SENT = WorkerMetric("bytes_sent", "Bytes of the KV pages sent to other workers")
+TRANSFER_FAILURES = WorkerMetric("transfer_failures", "Transfers to other workers that failed")
+TRANSPORT_FALLBACKS = WorkerMetric("transport_fallbacks", "Transports that did not connect, so that the next was tried")
+HANDOFF_MISMATCHES = WorkerMetric(
+    "handoff_mismatches", "Transfers that contradicted their manifest: recomputed, never decoded"
+)
+
+METRICS = {
+    metric.name: metric
+    for metric in (
+        PREEMPTIONS,
+        PREEMPTED_TOKENS,
+        OLDEST_FENCE_SECONDS,
+        PAGES_SENT,
+        BYTES_SENT,
+        TRANSFER_FAILURES,
+        TRANSPORT_FALLBACKS,
+        HANDOFF_MISMATCHES,
+    )
+}
 
 
 class WorkerMetrics:

@@ -38,6 +38,7 @@ from router.fair_threads import FairThreads
 from router.fleet.worker_fleet import WorkerFleet, follow_admin
 from router.metrics.demand_report import report_demand
 from router.metrics.metrics import RouterMetrics
+from router.metrics.scrape_targets import ScrapeTarget
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
 
@@ -175,7 +176,9 @@ class RouterServer:
         )
         self._https = [self._serve_http(app, http_socket, self.connections, asks_for_certificate=True)]
         if metrics_socket is not None:
-            operations = make_operations_app(self.preparer, self._metrics, self._metrics_token)
+            operations = make_operations_app(
+                self.preparer, self._metrics, self._metrics_token, targets=self._scrape_targets
+            )
             counts = ConnectionCounts(self._config.limits, self._max_connections, self._metrics)
             self._https.append(self._serve_http(operations, metrics_socket, counts, asks_for_certificate=False))
         http_port, *metrics_port = [server.port for server in self._https]
@@ -249,6 +252,14 @@ class RouterServer:
         while True:
             await self._grpc.set_serving(self.preparer.ready)
             await self.fleet.wait_change()
+
+    def _scrape_targets(self) -> list[ScrapeTarget]:
+        described = [(worker.worker_id, worker.description) for worker in self.fleet.followers]
+        return [
+            ScrapeTarget(description.metrics_address, worker_id, description.role)
+            for worker_id, description in described
+            if description.metrics_address
+        ]
 
     def _watch_metrics(self) -> None:
         fleet, gate = self.fleet, self.context.gate

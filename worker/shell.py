@@ -33,7 +33,13 @@ from penstock.rpc.server import GrpcServer
 from penstock.rpc.trust import Trust
 from penstock.types import Epoch, Labels, Role, TransferKey, WorkerId, WorkerLoad, new_epoch
 from penstock.v1 import worker_pb2, worker_pb2_grpc
-from penstock.worker_metrics import OLDEST_FENCE_SECONDS
+from penstock.worker_metrics import (
+    BYTES_SENT,
+    OLDEST_FENCE_SECONDS,
+    PAGES_SENT,
+    TRANSFER_FAILURES,
+    TRANSPORT_FALLBACKS,
+)
 from worker.channels import Channels
 from worker.checkup import check_up
 from worker.fence_keeper import FenceKeeper
@@ -41,6 +47,8 @@ from worker.handover.client import HandoverClient
 from worker.handover.intake import PageIntake
 from worker.handover.service import HandoverService
 from worker.handover.source import PageSource
+from worker.metrics.collector import WorkerCollector
+from worker.metrics.port import MetricsPort
 from worker.service import WorkerService
 from worker.start_progress import StartReporter
 from worker.ticket_log import TicketLog
@@ -109,6 +117,7 @@ class WorkerShell:
         self._core: RoleCore
         self._fenced_s: float | None = None  # when the oldest fence came, monotonic
         self._receiver: KvReceiver | None = None
+        self._metrics: MetricsPort | None = None
         self._opening_receiver = threading.Lock()
 
     async def load(self, progress: StartReporter) -> Engine:
@@ -179,7 +188,12 @@ class WorkerShell:
         return HandoverService(client, self.intake, post, self.fences, self.epoch, lambda: self.address)
 
     async def serve(self) -> None:
-        """Starts the step loop and listens. Raises ConfigError where the port is taken."""
+        """Starts the step loop and listens. Raises ConfigError where a port is taken."""
+        config = self.config
+        if config.metrics_port is not None:
+            collector = WorkerCollector(self.description, self._load)
+            self._metrics = MetricsPort(config.host, config.metrics_port, collector)
+            self.description.metrics_address = f"{config.host}:{self._metrics.port}"
         self.loop.start()
         self._engine.when_lost(self._on_fatal)
         port = await self.rpc.start(self.config.host, self.config.port)
@@ -202,7 +216,15 @@ class WorkerShell:
         """From any thread. A fence ages while the step loop waits."""
         load, fenced_s = self._core.load(), self._fenced_s
         age_s = 0.0 if fenced_s is None else time.monotonic() - fenced_s
-        return replace(load, metrics={**load.metrics, OLDEST_FENCE_SECONDS.name: age_s})
+        stats = self.sender.stats
+        own = {
+            OLDEST_FENCE_SECONDS.name: age_s,
+            PAGES_SENT.name: float(stats.num_pages),
+            BYTES_SENT.name: float(stats.num_bytes),
+            TRANSFER_FAILURES.name: float(stats.num_failures),
+            TRANSPORT_FALLBACKS.name: float(stats.num_fallbacks),
+        }
+        return replace(load, metrics={**load.metrics, **own})
 
     def _sweep(self, now_s: float) -> float | None:
         self._fenced_s = self._engine.pool.oldest_fence_s
@@ -242,6 +264,8 @@ class WorkerShell:
         """Ends every request while the step loop still runs. Closes the port only once nothing of this worker's is
         written into another pool, since receivers take a refused connection as leave to reuse their pages."""
         await self.rpc.set_serving(False)
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
         self.service.close()
         await asyncio.to_thread(self.sender.shutdown)
         await self.rpc.stop()

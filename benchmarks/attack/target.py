@@ -26,8 +26,7 @@ from benchmarks.attack.sockets import OWN, http_request
 from benchmarks.attack.verdict import Window
 from benchmarks.common.process_group import ROOT, PipedProcess, ProcessGroup
 from benchmarks.common.shapes import BUNDLED
-from penstock.rpc.secret import ClusterSecret, digest_of, make_api_key
-from penstock.rpc.trust import ADMIN
+from penstock.rpc.secret import ADMIN, ClusterSecret, digest_of, make_api_key
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 START_TIMEOUT_S = 180.0

@@ -24,8 +24,7 @@ from penstock.errors import (
     Unavailable,
     from_rpc_error,
 )
-from penstock.rpc.secret import ClusterSecrets
-from penstock.rpc.trust import ADMIN
+from penstock.rpc.secret import ADMIN, ClusterSecrets
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentParser, Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.client.auth import ClientTls
-from penstock.client.retry import RetryPolicy
-from penstock.client.sync_client import Client
 from penstock.errors import InvalidInput
 from penstock.types import Lane
 
+if TYPE_CHECKING:
+    from penstock.client.sync_client import Client
+
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
-_RETRY = RetryPolicy(connect_s=5.0)  # a person waits, perhaps at a wrong address
+_CONNECT_S = 5.0  # a person waits, perhaps at a wrong address
 
 
 def add_admin_options(parser: ArgumentParser) -> None:
@@ -68,10 +69,13 @@ def client_tls(arguments: Namespace) -> ClientTls | None:
 
 def make_client(arguments: Namespace) -> Client:
     """Returns a client for the flags of `add_client_options`."""
+    from penstock.client.retry import RetryPolicy
+    from penstock.client.sync_client import Client  # most commands call the Admin service and need no client
+
     return Client(
         arguments.server,
         timeout_s=arguments.timeout,
-        retry=_RETRY,
+        retry=RetryPolicy(connect_s=_CONNECT_S),
         api_key=arguments.api_key,
         tls=client_tls(arguments),
         lookaside=arguments.lookaside,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from penstock.client.results import Timing
-from penstock.v1 import admin_pb2
+if TYPE_CHECKING:
+    from penstock.client.results import Timing
+    from penstock.v1 import admin_pb2
 
 TIMING_HEADER = (
     "queue ms",

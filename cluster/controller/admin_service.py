@@ -22,8 +22,9 @@ from cluster.lifecycle.upgrade.rolling_upgrade import UpgradePlan
 from cluster.scaling.runner import record_to_wire
 from penstock.errors import InvalidInput, Unavailable
 from penstock.rpc.addresses import LOOPBACK, needs_loopback_too
+from penstock.rpc.secret import ADMIN, PEER
 from penstock.rpc.server import GrpcServer, typed_errors
-from penstock.rpc.trust import ADMIN, PEER, Trust
+from penstock.rpc.trust import Trust
 from penstock.types import Role
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 

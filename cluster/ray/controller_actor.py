@@ -48,8 +48,9 @@ from penstock.errors import PenstockError, Unavailable, to_status
 from penstock.process import set_up_logging
 from penstock.rpc.addresses import LOOPBACK
 from penstock.rpc.reload import WatchedFiles
+from penstock.rpc.secret import ADMIN
 from penstock.rpc.server import GrpcServer
-from penstock.rpc.trust import ADMIN, Trust
+from penstock.rpc.trust import Trust
 from penstock.types import Role, WorkerId
 from router.api.identity import CANARY
 

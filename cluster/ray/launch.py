@@ -37,8 +37,7 @@ from engine.models.config import ModelConfig
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError, Unavailable, from_status
 from penstock.rpc.addresses import LOOPBACK, callable_host
-from penstock.rpc.secret import ClusterSecrets
-from penstock.rpc.trust import ADMIN
+from penstock.rpc.secret import ADMIN, ClusterSecrets
 from penstock.v1 import admin_pb2
 
 CONTROLLER = "controller"

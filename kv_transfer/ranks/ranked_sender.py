@@ -19,6 +19,7 @@ from kv_transfer.layout.checksum import join_checksums
 from kv_transfer.layout.reshard import ReshardPlan, plan_reshard
 from kv_transfer.ranks.head_routes import check_ranks, plan_head_routes, rank_epoch, split_offer
 from kv_transfer.ranks.remote_ends import RemoteEnds, RemoteSender, key_from_plain
+from kv_transfer.send.receiver_links import SenderStats
 from kv_transfer.send.sender import OnDone, OnFailure, TransferSender
 from kv_transfer.session.handshake import parse_offer
 from kv_transfer.transports.transport import ALL_LAYERS, LayerGroup
@@ -74,6 +75,11 @@ class RankedSender:
     @property
     def transports(self) -> list[str]:
         return self._local.transports
+
+    @property
+    def stats(self) -> SenderStats:
+        """What rank 0 has sent since the start; its own part of each page where the ranks share the model."""
+        return self._local.stats
 
     def open(self, key: TransferKey, offer: bytes, lane: Lane = Lane.STANDARD) -> ReshardPlan:
         """Opens a transfer as `TransferSender.open` does, on every rank that has a route. Returns the plan of one

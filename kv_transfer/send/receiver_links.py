@@ -40,6 +40,7 @@ class SenderStats:
     """Counters since the start, kept by the sender's thread; `num_groups_ahead` by callers, under the sender's lock."""
 
     num_pages: int = 0
+    num_bytes: int = 0
     num_groups_ahead: int = 0  # pushes of a layer group before the last one
     num_connects: int = 0
     num_fallbacks: int = 0  # transports that failed to connect, so that the next one was tried
@@ -231,6 +232,7 @@ class ReceiverLinks:
     def _report(self, queue: SendQueue) -> None:
         """Reports to the owner which transfers failed, and which are over."""
         self._stats.num_pages += queue.num_pages_sent
+        self._stats.num_bytes += queue.num_pages_sent * queue.page_bytes
         queue.num_pages_sent = 0
         for transfer in queue.transfers.values():
             if transfer.error is not None and not transfer.aborted and transfer.key not in self._reported:

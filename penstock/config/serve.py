@@ -100,6 +100,8 @@ class ServeConfig(FrozenConfig):
     """Lets decode workers stream to clients that ask for it, at ports of their own."""
     lookaside_port: int = Field(0, ge=0, le=65535)
     """Port of the decode workers' lookaside service, if no machine has two of them; 0 takes any free one."""
+    worker_metrics: bool = True
+    """Gives each worker an HTTP port of its own for /metrics; routers list these at /metrics/targets."""
     address: str = ""
     """Ray cluster to join; empty starts one here."""
     prefill_pool: PoolConfig = PoolConfig()
@@ -210,4 +212,5 @@ class ServeConfig(FrozenConfig):
             drain_s=self.drain_s,
             labels=self.pool(role).labels,
             lookaside=lookaside,
+            metrics_port=0 if self.worker_metrics else None,
         )

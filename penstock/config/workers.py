@@ -115,6 +115,8 @@ class WorkerConfig(FrozenConfig):
     """Address to listen on."""
     port: int = Field(0, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
+    metrics_port: int | None = Field(None, ge=0, le=65535)
+    """HTTP port of this worker's own /metrics, on `host`; 0 takes any free one; by default none."""
     served_model: str = ""
     """Name that requests call the model by; by default the name of its folder."""
     engine: EngineConfig

@@ -13,11 +13,16 @@ import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from penstock.config.security import SecurityConfig
 from penstock.errors import ConfigError
 
+if TYPE_CHECKING:
+    from penstock.config.security import SecurityConfig  # building its validators takes a command line 0.3 s
+
 SECRET_BYTES = 32
+PEER = "peer token"  # use of the secret between routers, workers and the controller
+ADMIN = "admin token"  # its use between an operator and the Admin service
 
 
 class ClusterSecret:

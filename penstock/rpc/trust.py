@@ -20,12 +20,10 @@ from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.errors import Unauthenticated
 from penstock.rpc.reload import FileWatcher, WatchedFiles
 from penstock.rpc.renewed_channel import RenewedChannel
-from penstock.rpc.secret import ClusterSecrets
+from penstock.rpc.secret import PEER, ClusterSecrets
 from penstock.rpc.server import GrpcServer, abort, make_channel
 from penstock.rpc.tls import CertificateFiles, ClientTls, ServerCertificate
 
-PEER = "peer token"  # use of the cluster secret between routers, workers and the controller
-ADMIN = "admin token"  # its use between an operator and the Admin service
 _OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
 _REFUSAL = "authorization: this port takes the deployment's own tokens alone; models are called at the router's ports"
 

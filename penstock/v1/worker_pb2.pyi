@@ -49,7 +49,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens", "lookaside_address", "num_ranks")
+    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens", "lookaside_address", "num_ranks", "metrics_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class WorkerDescription(_message.Message):
     MAX_LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOOKASIDE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: str
@@ -88,7 +89,8 @@ class WorkerDescription(_message.Message):
     max_local_tokens: int
     lookaside_address: str
     num_ranks: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ..., lookaside_address: _Optional[str] = ..., num_ranks: _Optional[int] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ..., lookaside_address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class Labels(_message.Message):
     __slots__ = ("host", "rack", "zone")

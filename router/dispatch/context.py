@@ -56,7 +56,7 @@ def make_context(
     placer = Placer(fleet, policy, random.Random(), config.max_replicas, metrics.mispredicted)
     gate = AdmissionGate(config, fleet, metrics.admission, random.Random(), limits_of)
     demand = DemandCounter(config.slo)
-    counts = CompletionCounts(metrics, gate.retries, demand)
+    counts = CompletionCounts(metrics, gate.retries, demand, config.slo)
 
     def current_predictions() -> Mapping[WorkerId, WorkerPredictionErrors]:
         placer.predictions.keep({worker.worker_id for worker in fleet.followers})

@@ -96,18 +96,18 @@ class _OutputRun:
             num_tokens = len(delta.token_ids)
             self._context.metrics.inter_token_s.observe((now_s - before_s) / num_tokens, num_tokens)
         else:
-            self._context.counts.first_token(len(self._request.token_ids), now_s - self._request.accepted_s)
+            self._context.counts.first_token(self._request, now_s - self._request.accepted_s)
 
     def _observe_end(self, output: Output) -> None:
         """Counts an ended completion; the last one of all gets the usage."""
         timing, usage = output.timing, self._usage
         assert output.finish_reason is not None
         assert timing is not None
-        self._context.counts.completion(output.finish_reason, timing)
+        self._context.counts.completion(self._request, output.finish_reason, timing)
         if output.index == 0:
             usage.cached_tokens = timing.cached_tokens
         if not all(text.ended for text in self._texts):
             return
         usage.completion_tokens = sum(text.num_tokens for text in self._texts)
         output.usage = usage
-        self._context.counts.request(usage, self._request.accepted_s, timing.decode_ms)
+        self._context.counts.request(self._request, usage, timing)

@@ -237,8 +237,8 @@ class HeldRequest:
                 completion_tokens=state.num_tokens,
                 cached_tokens=self._cached_tokens,
             )
-            decode_ms = state.ended[-1].timing.decode_ms if state.ended else 0.0
-            self._leave(self._counts.request(usage, self.request.accepted_s, decode_ms))
+            last = state.ended[-1].timing if state.ended else None
+            self._leave(self._counts.request(self.request, usage, last))
             return
         error = from_status(state.error)
         if not isinstance(error, SequenceMoved):
@@ -272,9 +272,9 @@ class HeldRequest:
         timing = end.timing
         reason = wire.finish_reason_from_wire(end.finish_reason)
         assert reason is not None  # it has ended
-        self._counts.completion(reason, timing)
+        self._counts.completion(self.request, reason, timing)
         before = self.request.emitted.get(end.index)
-        self._counts.first_token(len(self.request.token_ids), timing.first_token_ms / 1e3)
+        self._counts.first_token(self.request, timing.first_token_ms / 1e3)
         num_later = end.num_tokens - (len(before.token_ids) if before else 0) - 1
         if num_later > 0:
             self._metrics.inter_token_s.observe(timing.decode_ms / 1e3 / num_later, num_later)

@@ -5,43 +5,58 @@ from __future__ import annotations
 import time
 
 from penstock.client.retry import RetryBudget
+from penstock.config.autoscaler import SloConfig
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2
 from router.admission.interface import RequestUsage
 from router.metrics.demand_report import DemandCounter
 from router.metrics.metrics import RouterMetrics
+from router.prepared_request import PreparedRequest
 
 
 class CompletionCounts:
     """Records each event in every place that counts it: metrics, the retry budget, the autoscaler's demand."""
 
-    def __init__(self, metrics: RouterMetrics, retries: RetryBudget, demand: DemandCounter) -> None:
+    def __init__(self, metrics: RouterMetrics, retries: RetryBudget, demand: DemandCounter, slo: SloConfig) -> None:
         self.metrics = metrics
         self._demand = demand
         self._retries = retries
+        self._slo = slo
 
-    def first_token(self, num_prompt_tokens: int, ttft_s: float) -> None:
+    def first_token(self, request: PreparedRequest, ttft_s: float) -> None:
+        num_prompt_tokens = len(request.token_ids)
         self.metrics.first_token_s.observe(ttft_s)
+        self.metrics.requests.first_token(request.lane, num_prompt_tokens, ttft_s)
         self._demand.begin(num_prompt_tokens, ttft_s)
 
-    def completion(self, reason: FinishReason, timing: common_pb2.Timing) -> None:
+    def completion(self, request: PreparedRequest, reason: FinishReason, timing: common_pb2.Timing) -> None:
         """Counts a completion that has ended."""
         metrics = self.metrics
         metrics.succeeded(reason.value)
+        metrics.requests.completion(request.lane, len(request.token_ids), timing)
         metrics.preemptions.inc(timing.num_preemptions)
         metrics.migrations.inc(timing.num_migrations)
         metrics.redispatches.inc(timing.num_redispatches)
         metrics.queue_s.observe(timing.queue_ms / 1e3)
 
-    def request(self, usage: common_pb2.Usage, accepted_s: float, decode_ms: float) -> RequestUsage:
-        """Counts a request all of whose completions have ended; `decode_ms` is the decode time of the last one."""
+    def request(
+        self, request: PreparedRequest, usage: common_pb2.Usage, last: common_pb2.Timing | None
+    ) -> RequestUsage:
+        """Counts a request all of whose completions have ended; `last` is the timing of the one that ended last."""
         metrics, now_s = self.metrics, time.monotonic()
+        timing = last if last is not None else common_pb2.Timing()
+        decode_s, num_later = timing.decode_ms / 1e3, usage.completion_tokens - 1
+        token_s = decode_s / num_later if num_later > 0 else None
         self._retries.succeed(now_s)
-        self._demand.end(usage, decode_ms / 1e3)
-        metrics.request_s.observe(now_s - accepted_s)
+        self._demand.end(usage, decode_s)
+        in_time = timing.first_token_ms / 1e3 <= self._slo.first_token_s(usage.prompt_tokens)
+        steady = token_s is None or token_s <= self._slo.itl_s
+        metrics.requests.request(request.lane, usage.completion_tokens, token_s, in_time and steady)
+        metrics.request_s.observe(now_s - request.accepted_s)
         metrics.prompt_size.observe(usage.prompt_tokens)
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.generation_tokens.inc(usage.completion_tokens)
+        metrics.cached_tokens.inc(usage.cached_tokens)
         metrics.cache_queries.inc(usage.prompt_tokens)
         metrics.cache_hits.inc(usage.cached_tokens)
-        return RequestUsage(usage.completion_tokens, usage.cached_tokens, decode_ms / 1e3)
+        return RequestUsage(usage.completion_tokens, usage.cached_tokens, decode_s)

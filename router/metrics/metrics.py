@@ -16,6 +16,7 @@ from router.metrics.credential_metrics import CredentialCollector, LoadedFiles
 from router.metrics.index_metrics import IndexCollector
 from router.metrics.loop_lag import LoopLag
 from router.metrics.prediction_metrics import PredictionCollector
+from router.metrics.request_metrics import RequestMetrics
 from router.metrics.worker_metrics import WorkerMetricsCollector
 from router.routing.costs.predictions import WorkerPredictionErrors
 from router.routing.index.prefix_index import PrefixIndex
@@ -41,6 +42,7 @@ class RouterMetrics:
         self.prompt_size = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens served")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens whose pages a prefix cache held")
         self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in prefix caches")
         self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in prefix caches")
         self.preemptions = self._counter("num_preemptions", "Sequences preempted")
@@ -56,6 +58,7 @@ class RouterMetrics:
             [*_LABELS, "limit"],
             registry=registry,
         )
+        self.requests = RequestMetrics(registry, model)
         self.admission = AdmissionMetrics(registry, model)
         self.loop_lag = LoopLag(registry, model)
         self._mispredicted = Histogram(

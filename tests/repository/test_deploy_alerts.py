@@ -21,7 +21,7 @@ from tests.support.repository.helm_render import CHART
 
 RULES = CHART / "files" / "prometheus-rules.yaml"
 PROMTOOL = shutil.which("promtool")
-EVERY_ROUTER = "vllm:num_requests_running"  # what a router exports from its first moment on
+EVERY_ROUTER = "vllm:num_requests_running"  # what a router exports from its first moment on, without the label worker
 NAMES = [alert["alert"] for alert in ALERTS]
 # On total absence. All other alerts watch routers' series, whose absence these report.
 ABSENCE = ("PenstockNoRouter", "PenstockRouterLost", "PenstockRouterUnreachable")
@@ -67,6 +67,10 @@ SYMPTOMS: dict[str, tuple[Series, int]] = {
     ),
     "PenstockOverloaded": ({f"penstock:saturation{R1}": "0.9x100"}, 20),
     "PenstockFenceIsStuck": ({f'penstock:worker_oldest_fence_seconds{{{M}, worker="decode-0"}}': "0+60x100"}, 20),
+    "PenstockPagesMismatched": (
+        {f'penstock:worker_handoff_mismatches_total{{{M}, worker="decode-0"}}': "0x5 2x100"},
+        8,
+    ),
     "PenstockKeysRefused": ({f'penstock:credentials_refused{{{M}, setting="tls", instance="r1"}}': "1x100"}, 20),
     "PenstockPoolsOutOfBalance": (
         {**histogram("vllm:request_queue_time_seconds", fast=1, slow=9), f"vllm:kv_cache_usage_perc{R1}": "0.1x600"},
@@ -86,8 +90,9 @@ SYMPTOMS: dict[str, tuple[Series, int]] = {
 def test_every_alert_has_its_symptom_and_none_says_something_of_missing_series_by_accident() -> None:
     assert sorted(SYMPTOMS) == sorted(NAMES)
     expressions = {alert["alert"]: alert["expr"] for alert in ALERTS}
-    assert re.fullmatch(rf"absent\({EVERY_ROUTER}\)", expressions["PenstockNoRouter"].strip())
-    assert re.search(rf"or 0 \* .*\({EVERY_ROUTER}\[1d\]\)\)\s+unless count", expressions["PenstockRouterLost"])
+    of_routers = re.escape(f'{EVERY_ROUTER}{{worker=""}}')
+    assert re.fullmatch(rf"absent\({of_routers}\)", expressions["PenstockNoRouter"].strip())
+    assert re.search(rf"or 0 \* .*\({of_routers}\[1d\]\)\)\s+unless count", expressions["PenstockRouterLost"])
     assert expressions["PenstockRouterUnreachable"].startswith("up == 0 and on (job, instance)")
     for name, expression in expressions.items():
         assert ("absent(" in expression or "unless" in expression or "up ==" in expression) is (name in ABSENCE), name
@@ -153,5 +158,7 @@ def healthy(minutes: int, then: str) -> Series:
 @needs_promtool
 def test_what_each_alert_says_when_nothing_is_exported_any_more(tmp_path: Path) -> None:
     gone = healthy(60, "stale") | {f'up{{job="penstock", instance="{each}"}}': "1x60 0x200" for each in ("r1", "r2")}
+    # Workers that are scraped themselves do not stand for a router.
+    gone |= {f'{EVERY_ROUTER}{{{M}, worker="decode-0", instance="w1", job="workers"}}': "1x300"}
     # Nothing was ever exported, or Prometheus lost its targets.
     promtool_test(tmp_path, [firing(gone, {50: (), 70: ABSENCE, 200: ABSENCE}), firing({}, {10: ["PenstockNoRouter"]})])

@@ -17,11 +17,11 @@ DASHBOARD = json.loads((CHART / "files" / "grafana-dashboard.json").read_text())
 RULES = yaml.safe_load((CHART / "files" / "prometheus-rules.yaml").read_text())
 PANELS: list[dict[str, Any]] = [each for each in DASHBOARD["panels"] if each["type"] != "row"]
 ALERTS: list[dict[str, Any]] = [rule for group in RULES["groups"] for rule in group["rules"]]
-ROWS = ["Requests", "TTFT", "ITL", "Pages", "Transfers", "Hit rate", "Admission", "Pools"]
+ROWS = ["Requests", "TTFT", "ITL", "Pages", "Transfers", "Hit rate", "Admission", "Pools", "Stages", "Workers"]
 
 
 def check(expression: str) -> None:
-    """Fails unless brackets match and a router exports every named metric."""
+    """Fails unless brackets match and a router or a worker exports every named metric."""
     for left, right in ("()", "[]", "{}"):
         assert expression.count(left) == expression.count(right), expression
     used = {re.sub(r"_bucket$", "", each) for each in re.findall(r"(?:vllm|penstock):\w+", expression)}
@@ -47,7 +47,7 @@ def test_every_metric_but_a_few_is_on_the_dashboard() -> None:
     shown = " ".join(target["expr"] for panel in PANELS for target in panel["targets"])
     unseen = {each for each in metric_names() if each not in shown and not each.endswith("_created")}
     by_worker = {"penstock:worker_preemptions_total", "penstock:worker_preempted_tokens_total"}  # shown in all
-    assert unseen == {"penstock:prefix_index_pages", "vllm:request_prompt_tokens", *by_worker}
+    assert unseen == {"penstock:prefix_index_pages", "vllm:request_prompt_tokens", "vllm:cache_config_info", *by_worker}
 
 
 def test_panels_do_not_overlap_and_stay_on_the_page() -> None:

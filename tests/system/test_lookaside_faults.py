@@ -16,9 +16,8 @@ from penstock import AsyncClient
 from penstock.client.results import Chunk
 from penstock.config import EngineConfig, LookasideConfig, RouterConfig
 from penstock.config.security import SecurityConfig
-from penstock.rpc.secret import ClusterSecret
+from penstock.rpc.secret import PEER, ClusterSecret
 from penstock.rpc.server import make_channel
-from penstock.rpc.trust import PEER
 from penstock.types import Role, SamplingParams
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.plain_processes import Deployment, Process

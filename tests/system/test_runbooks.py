@@ -27,6 +27,7 @@ from penstock.config import PoolConfig, RouterConfig, ServeConfig
 from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.rpc.secret import ClusterSecret, digest_of, make_api_key
 from penstock.types import Role, WorkerId, WorkerLoad
+from penstock.v1 import worker_pb2
 from penstock.worker_metrics import METRICS
 from router.metrics.credential_metrics import CredentialCollector
 from router.metrics.index_metrics import IndexCollector
@@ -37,6 +38,7 @@ from router.routing.index.prefix_index import PrefixIndex
 from tests.support.key_files import Authority, write_secret
 from tests.support.plain_processes import Deployment
 from tests.support.serving import worker_config
+from worker.metrics.collector import WorkerCollector
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -139,8 +141,10 @@ def metric_names() -> set[str]:
         CredentialCollector("m", lambda: []),
         IndexCollector("m", PrefixIndex(), lambda: 0),
         PredictionCollector("m", lambda: {"w": WorkerPredictionErrors()}),  # type: ignore[dict-item]
+        WorkerCollector(worker_pb2.WorkerDescription(), lambda: load),
     ):
-        names |= {family.name + "_total" * (family.type == "counter") for family in collector.collect()}
+        suffix = {"counter": "_total", "info": "_info"}
+        names |= {family.name + suffix.get(family.type, "") for family in collector.collect()}
     return names
 
 

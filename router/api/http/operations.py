@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from fastapi import FastAPI, Request
@@ -16,6 +16,7 @@ from router.api.http.error_answers import ErrorAnswers
 from router.api.http.request_ids import RequestIdMiddleware
 from router.api.prepare import RequestPreparer
 from router.metrics.metrics import RouterMetrics
+from router.metrics.scrape_targets import ScrapeTarget
 
 _PROBES = answers(200, 503, error=False)
 
@@ -25,11 +26,12 @@ def make_operations_app(
     metrics: RouterMetrics,
     metrics_token: Callable[[], str] = lambda: "",
     shapes: Mapping[str, ErrorShape] = MappingProxyType({}),
+    targets: Callable[[], Sequence[ScrapeTarget]] | None = None,
 ) -> FastAPI:
     """Returns an app that says how this router is, and serves no model: for a port that only operators reach.
 
     With a `metrics_token` that is not "", /metrics and /load demand it. `shapes` are those of errors, as `ErrorAnswers`
-    takes them.
+    takes them. `targets` are the metrics ports of the workers; without it the app lists none.
     """
     app = FastAPI(title="Penstock", version=_version(), docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -65,6 +67,14 @@ def make_operations_app(
         """Returns the router's metrics in Prometheus' format."""
         preparer.tenants.check_scraper(http.headers.get("authorization"), metrics_token())
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    if targets is not None:
+
+        @app.get("/metrics/targets", responses=answers(401))
+        async def scrape_targets(http: Request) -> Response:
+            """Lists the workers' metrics ports, as Prometheus' HTTP service discovery reads them."""
+            preparer.tenants.check_scraper(http.headers.get("authorization"), metrics_token())
+            return JSONResponse([target.to_json() for target in targets()])
 
     app.add_middleware(RequestIdMiddleware)
     ErrorAnswers(shapes).add_to(app)

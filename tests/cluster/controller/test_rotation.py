@@ -16,9 +16,9 @@ import pytest
 from penstock.client.async_client import AsyncClient
 from penstock.config import LookasideConfig
 from penstock.config.security import SecurityConfig
-from penstock.rpc.secret import ClusterSecret
+from penstock.rpc.secret import PEER, ClusterSecret
 from penstock.rpc.server import make_channel
-from penstock.rpc.trust import PEER, Trust
+from penstock.rpc.trust import Trust
 from penstock.types import Role
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.key_files import Authority, replace, write_secret

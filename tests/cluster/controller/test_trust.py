@@ -18,9 +18,9 @@ from penstock.client.auth import ClientTls
 from penstock.config import RouterConfig, load_process
 from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.errors import ConfigError, PermissionDenied, Unauthenticated, Unavailable
-from penstock.rpc.secret import ClusterSecret, ClusterSecrets, digest_of, make_api_key
+from penstock.rpc.secret import ADMIN, PEER, ClusterSecret, ClusterSecrets, digest_of, make_api_key
 from penstock.rpc.server import make_channel
-from penstock.rpc.trust import ADMIN, PEER, Trust
+from penstock.rpc.trust import Trust
 from penstock.types import Role
 from penstock.v1 import admin_pb2, admin_pb2_grpc, peer_pb2, worker_pb2, worker_pb2_grpc
 from router.api.identity import CANARY

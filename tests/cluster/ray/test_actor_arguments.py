@@ -18,8 +18,7 @@ from cluster.pools.pool import Incarnation
 from cluster.pools.resources import divide_resources
 from cluster.ray.controller_actor import ControllerActor
 from penstock.config import RouterConfig, ServeConfig, WorkerConfig, parse
-from penstock.rpc.secret import ClusterSecret
-from penstock.rpc.trust import ADMIN, PEER
+from penstock.rpc.secret import ADMIN, PEER, ClusterSecret
 from penstock.types import WorkerId
 from tests.support.key_files import replace, write_secret
 

@@ -23,8 +23,7 @@ from cluster.ray.launch import RayDeployment, launch
 from penstock import Client
 from penstock.client.results import GenerateResult, ResultBuilder
 from penstock.config import DecodeConfig, PoolConfig, ServeConfig
-from penstock.rpc.secret import ClusterSecrets
-from penstock.rpc.trust import PEER
+from penstock.rpc.secret import PEER, ClusterSecrets
 from penstock.types import FinishReason
 from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 

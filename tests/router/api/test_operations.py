@@ -40,6 +40,25 @@ async def test_load_counts_the_requests_in_flight(http):
     assert (await http.get("/load")).json()["server_load"] == 0
 
 
+async def test_the_metrics_port_lists_the_workers_that_have_one_of_their_own() -> None:
+    workers = [
+        await FakeWorker("decode-0", metrics_address="10.0.0.1:9100").start(),
+        await FakeWorker("prefill-0", role="prefill", epoch=2, metrics_address="10.0.0.2:9100").start(),
+        await FakeWorker("decode-1", epoch=3).start(),
+    ]
+    async with running_router(*workers, metrics_port=0) as router, httpx.AsyncClient(timeout=60) as http:
+        port = router.server.ports.metrics
+        answer = await http.get(f"http://127.0.0.1:{port}/metrics/targets")
+        assert sorted(answer.json(), key=str) == [
+            {"targets": [address], "labels": {"penstock_worker": name, "penstock_role": role}}
+            for name, role, address in (
+                ("decode-0", "decode", "10.0.0.1:9100"),
+                ("prefill-0", "prefill", "10.0.0.2:9100"),
+            )
+        ]
+        assert (await http.get(f"{router.http_url}/metrics/targets")).status_code == 404  # not for callers of the model
+
+
 async def test_the_document_describes_every_call(http, router):
     document = (await http.get("/openapi.json")).json()
     assert document["openapi"].startswith("3.1")

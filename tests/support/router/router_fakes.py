@@ -64,6 +64,7 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
         revision: str = "r1",
         page_size: int = PAGE_SIZE,
         dies_of: int | None = None,
+        metrics_address: str = "",
     ) -> None:
         self.worker_id = worker_id
         self.epoch = epoch
@@ -95,6 +96,7 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
             kv_digest=f"kv-{revision}",
             context_length=context_length,
             page_bytes=65536,
+            metrics_address=metrics_address,
         )
 
     async def start(self, port: int = 0) -> FakeWorker:

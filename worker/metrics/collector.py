@@ -1,0 +1,96 @@
+"""Turns a worker's load report into metrics, under vLLM's names where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.types import WorkerLoad
+from penstock.v1 import worker_pb2
+from penstock.worker_metrics import METRICS
+
+
+class WorkerCollector(Collector):
+    """Reads the worker's latest report at each scrape. It keeps no state."""
+
+    def __init__(self, description: worker_pb2.WorkerDescription, load: Callable[[], WorkerLoad]) -> None:
+        self._description = description
+        self._load = load
+        self._labels = {"model_name": description.model, "worker": description.worker_id, "role": description.role}
+
+    def describe(self) -> list[Metric]:
+        return []  # registering must not read the worker
+
+    def collect(self) -> Iterator[Metric]:
+        load, described = self._load(), self._description
+        tokens = {"prefill": load.prefill_steps, "decode": load.decode_steps}
+        steps = {kind: float(totals.steps) for kind, totals in tokens.items()}
+        computed = {kind: float(totals.tokens) for kind, totals in tokens.items()}
+        seconds = {kind: totals.seconds for kind, totals in tokens.items()}
+        cache, requests = load.cache, load.requests
+        used = 1 - load.free_pages / load.total_pages if load.total_pages else 0.0
+        hits = {"device": cache.device_hits, "host": cache.host_hits, "disk": cache.disk_hits}
+        held = {"host": cache.host_pages, "disk": cache.disk_pages}
+
+        yield self._gauge("vllm:num_requests_running", "Sequences in the batch", load.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for the batch", load.num_waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pages in use, 0 to 1", used)
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up", cache.queries * described.page_size)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found", cache.num_hits * described.page_size)
+        yield self._info(
+            "vllm:cache_config",
+            "Pages of this worker, by vLLM's words",
+            {
+                "block_size": str(described.page_size),
+                "num_gpu_blocks": str(described.num_pages),
+                "cache_dtype": "auto",
+            },
+        )
+        yield self._counters("penstock:worker_steps", "Steps, by what they computed", "kind", steps)
+        yield self._counters("penstock:worker_step_tokens", "Tokens computed in steps", "kind", computed)
+        yield self._counters("penstock:worker_step_seconds", "Seconds in steps", "kind", seconds)
+        yield self._counters("penstock:worker_cache_hits", "Pages found in the prefix cache", "tier", hits)
+        yield self._gauges("penstock:worker_tier_pages", "Pages held below the device", "tier", held)
+        yield self._counter("penstock:worker_evictions", "Cached pages evicted from the device", cache.evictions)
+        yield self._counter("penstock:worker_spoiled_pages", "Pages that had changed on disk", cache.spoiled_pages)
+        yield self._gauge("penstock:worker_open_requests", "Requests held, in any state", load.num_open)
+        yield self._gauge(
+            "penstock:worker_queued_prefill_tokens",
+            "Prompt tokens not computed yet",
+            load.queued_prefill_tokens,
+        )
+        yield self._counter("penstock:worker_requests_ended", "Requests that ended here", requests.ended)
+        yield self._counter("penstock:worker_requests_failed", "Requests that failed by this worker", requests.failed)
+        for metric in METRICS.values():
+            if metric.name in load.metrics:
+                make = self._counter if metric.is_counter else self._gauge
+                yield make(f"penstock:worker_{metric.name}", metric.help_text, load.metrics[metric.name])
+
+    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, help_text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counter(self, name: str, help_text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _counters(self, name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=[*self._labels, label])
+        for value, amount in values.items():
+            family.add_metric([*self._labels.values(), value], amount)
+        return family
+
+    def _gauges(self, name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(name, help_text, labels=[*self._labels, label])
+        for value, amount in values.items():
+            family.add_metric([*self._labels.values(), value], amount)
+        return family
+
+    def _info(self, name: str, help_text: str, values: dict[str, str]) -> Metric:
+        family = InfoMetricFamily(name, help_text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), values)
+        return family

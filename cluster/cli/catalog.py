@@ -68,7 +68,10 @@ GROUPS = (
     CommandGroup(
         "sizing",
         "measure and plan",
-        {"plan-memory": "show what a model and its KV pages take of a device, and how many requests fit"},
+        {
+            "plan-memory": "show what a model and its KV pages take of a device, and how many requests fit",
+            "fit": "write what steps cost on a running deployment, for the simulator and for planning",
+        },
     ),
 )
 

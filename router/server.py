@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import socket
 import time
@@ -19,6 +20,7 @@ from penstock.config import RouterConfig
 from penstock.errors import ConfigError
 from penstock.process import raise_file_limit
 from penstock.rpc.addresses import is_every_interface
+from penstock.rpc.secret import ADMIN
 from penstock.rpc.server import GrpcServer
 from penstock.rpc.tls import ServerCertificate
 from penstock.rpc.trust import Trust
@@ -36,6 +38,9 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lookaside import Lookaside
 from router.fair_threads import FairThreads
 from router.fleet.worker_fleet import WorkerFleet, follow_admin
+from router.live.controller_reader import ControllerReader
+from router.live.routes import add_live_page
+from router.live.view import LiveView
 from router.metrics.demand_report import report_demand
 from router.metrics.metrics import RouterMetrics
 from router.metrics.scrape_targets import ScrapeTarget
@@ -44,6 +49,7 @@ from router.text.tokenizer import Tokenizer
 
 _HTTP_STOP_S = 1.0
 _LISTEN_BACKLOG = 2048
+_UVICORN_TICKS = 10  # in a second; it renews the Date header at every tenth
 _NUM_PARSING = 2  # large bodies parsed at a time; the others wait as bytes
 _LOOPBACK = "127.0.0.1"
 _MAX_MS = (1 << 31) - 2  # 2^31 - 1 turns gRPC's limits off
@@ -62,6 +68,7 @@ class _HttpServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(config)
+        self._leaving = asyncio.Event()
         self.port: int = listener.getsockname()[1]
         self.task = asyncio.create_task(self.serve(sockets=[listener]), name="http")
 
@@ -69,7 +76,18 @@ class _HttpServer(uvicorn.Server):
         """Takes no new connections; returns once the open ones have ended, after `timeout_s` at the latest."""
         self.config.timeout_graceful_shutdown = math.ceil(drain_s)
         self.should_exit = True
+        self._leaving.set()
         await asyncio.wait([self.task], timeout=timeout_s)
+
+    async def main_loop(self) -> None:
+        """Returns as soon as `leave` is called. Uvicorn's own loop looks for that ten times a second, whether or not
+        there is anything to do; only the Date header of answers has to be renewed, each second."""
+        tick = 0
+        while not await self.on_tick(tick):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._leaving.wait()
+            tick += _UVICORN_TICKS
 
     def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         return contextlib.nullcontext()
@@ -108,6 +126,10 @@ class RouterServer:
         self._metrics_token = watch_metrics_token(config, watcher)
         self._certificate = ServerCertificate(config.tls, "tls", watcher) if config.tls else None
         self._watch_metrics()
+        controller = ControllerReader(config.admin, functools.partial(self._trust.channel, use=ADMIN))
+        self._live = LiveView(
+            card.name, config.slo, self.fleet, self.context.gate, self.context.counts.recent, controller
+        )
         self.ports = Ports(0, 0, 0)
 
     async def start(self) -> None:
@@ -174,11 +196,13 @@ class RouterServer:
             self._config.cors_origins,
             self._config.store,
         )
+        add_live_page(app, self._live, self._check_scraper)
         self._https = [self._serve_http(app, http_socket, self.connections, asks_for_certificate=True)]
         if metrics_socket is not None:
             operations = make_operations_app(
                 self.preparer, self._metrics, self._metrics_token, targets=self._scrape_targets
             )
+            add_live_page(operations, self._live, self._check_scraper)
             counts = ConnectionCounts(self._config.limits, self._max_connections, self._metrics)
             self._https.append(self._serve_http(operations, metrics_socket, counts, asks_for_certificate=False))
         http_port, *metrics_port = [server.port for server in self._https]
@@ -252,6 +276,9 @@ class RouterServer:
         while True:
             await self._grpc.set_serving(self.preparer.ready)
             await self.fleet.wait_change()
+
+    def _check_scraper(self, authorization: str | None) -> None:
+        self.preparer.tenants.check_scraper(authorization, self._metrics_token())
 
     def _scrape_targets(self) -> list[ScrapeTarget]:
         described = [(worker.worker_id, worker.description) for worker in self.fleet.followers]

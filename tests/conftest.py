@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.prefork import module_process
 from tests.support.suite import costs, own_processes
 
 if not Path("/dev/nvidiactl").exists():
@@ -29,11 +30,22 @@ with contextlib.suppress(ImportError):  # a GPU machine may lack it
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(costs.OPTION, action="store_true", help="record what each test file costs")
+    parser.addoption("--fresh-processes", action="store_true", help="start each worker and router in a new Python")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--fresh-processes"):
+        module_process.use_forks()
     if config.getoption(costs.OPTION) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(costs.CostRecorder())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spares the import of files whose tests would all be deselected."""
+    if collection_path.suffix != ".py" or not collection_path.is_relative_to(config.rootpath):
+        return None
+    file = collection_path.relative_to(config.rootpath).as_posix()
+    return costs.may_skip(file, config.option.markexpr, costs.recorded()) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

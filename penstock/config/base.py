@@ -1,7 +1,8 @@
 """The base of every configuration model.
 
 The docstring under a field is its description: docs/configuration.md is generated from them
-(`python -m tests.support.repository.configuration --write`).
+(`python -m tests.support.repository.configuration --write`). Pydantic does not read them (`use_attribute_docstrings`):
+it would parse the source of every model whenever a process starts.
 """
 
 from __future__ import annotations
@@ -12,4 +13,4 @@ from pydantic import BaseModel, ConfigDict
 class FrozenConfig(BaseModel):
     """Is immutable and refuses unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")

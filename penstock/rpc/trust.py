@@ -64,11 +64,11 @@ class Trust:
         """Returns the accepted tokens of one use of the cluster secret, none without a secret."""
         return self.secrets.tokens(use) if self.secrets is not None else ()
 
-    def channel(self, address: str) -> grpc.aio.Channel:
-        """Opens a channel to another process of the deployment."""
+    def channel(self, address: str, use: str = PEER) -> grpc.aio.Channel:
+        """Opens a channel to another process of the deployment, whose calls show the token of this use."""
         channel = self._connect(address)
         secrets = self._secrets
-        return TokenChannel(channel, lambda: secrets.value.current.token(PEER)) if secrets is not None else channel
+        return TokenChannel(channel, lambda: secrets.value.current.token(use)) if secrets is not None else channel
 
     def _connect(self, address: str) -> grpc.aio.Channel:
         if self._tls is None or self._channel_credentials is None:

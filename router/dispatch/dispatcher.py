@@ -103,7 +103,9 @@ class _OutputRun:
         timing, usage = output.timing, self._usage
         assert output.finish_reason is not None
         assert timing is not None
-        self._context.counts.completion(self._request, output.finish_reason, timing)
+        self._context.counts.completion(
+            self._request, output.finish_reason, timing, self._texts[output.index].num_tokens
+        )
         if output.index == 0:
             usage.cached_tokens = timing.cached_tokens
         if not all(text.ended for text in self._texts):

@@ -272,7 +272,7 @@ class HeldRequest:
         timing = end.timing
         reason = wire.finish_reason_from_wire(end.finish_reason)
         assert reason is not None  # it has ended
-        self._counts.completion(self.request, reason, timing)
+        self._counts.completion(self.request, reason, timing, end.num_tokens)
         before = self.request.emitted.get(end.index)
         self._counts.first_token(self.request, timing.first_token_ms / 1e3)
         num_later = end.num_tokens - (len(before.token_ids) if before else 0) - 1

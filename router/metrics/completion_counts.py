@@ -11,17 +11,20 @@ from penstock.v1 import common_pb2
 from router.admission.interface import RequestUsage
 from router.metrics.demand_report import DemandCounter
 from router.metrics.metrics import RouterMetrics
+from router.metrics.recent_requests import RecentRequests
 from router.prepared_request import PreparedRequest
 
 
 class CompletionCounts:
-    """Records each event in every place that counts it: metrics, the retry budget, the autoscaler's demand."""
+    """Records each event in every place that counts it: metrics, the retry budget, the autoscaler's demand, and the
+    list of recent requests."""
 
     def __init__(self, metrics: RouterMetrics, retries: RetryBudget, demand: DemandCounter, slo: SloConfig) -> None:
         self.metrics = metrics
         self._demand = demand
         self._retries = retries
         self._slo = slo
+        self.recent = RecentRequests()
 
     def first_token(self, request: PreparedRequest, ttft_s: float) -> None:
         num_prompt_tokens = len(request.token_ids)
@@ -29,8 +32,11 @@ class CompletionCounts:
         self.metrics.requests.first_token(request.lane, num_prompt_tokens, ttft_s)
         self._demand.begin(num_prompt_tokens, ttft_s)
 
-    def completion(self, request: PreparedRequest, reason: FinishReason, timing: common_pb2.Timing) -> None:
-        """Counts a completion that has ended."""
+    def completion(
+        self, request: PreparedRequest, reason: FinishReason, timing: common_pb2.Timing, num_tokens: int
+    ) -> None:
+        """Counts a completion of `num_tokens` that has ended."""
+        self.recent.add(request, reason, timing, num_tokens, time.time())
         metrics = self.metrics
         metrics.succeeded(reason.value)
         metrics.requests.completion(request.lane, len(request.token_ids), timing)

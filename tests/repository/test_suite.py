@@ -1,22 +1,27 @@
-"""Tests the suite's own rules: who may start processes, and in which order files are handed out."""
+"""Tests the suite's own rules: who may start processes, what a forked one is, and how files are handed out."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from tests.support.prefork.module_process import ModuleProcess, start_module
 from tests.support.repository.house import ROOT, tracked_files
 from tests.support.suite import costs
 from tests.support.suite.one_ray import RAY_FILES, OneRayScheduling
 from tests.support.suite.own_processes import ProcessStarted, is_own
 
 NOTHING = [sys.executable, "-c", ""]
+TIMEOUT_S = 240.0
 
 
 def test_a_test_without_the_marker_starts_no_process() -> None:
@@ -30,6 +35,54 @@ def test_a_test_without_the_marker_starts_no_process() -> None:
 @pytest.mark.processes
 def test_a_test_with_the_marker_starts_processes() -> None:
     subprocess.run(NOTHING, check=True, timeout=60)
+
+
+def mirror(tmp_path: Path, *arguments: str, fresh: bool = False) -> ModuleProcess:
+    with (tmp_path / "log").open("wb") as log:
+        return start_module(
+            "tests.support.prefork.mirror", arguments, log, environment={"ONLY_HERE": "yes"}, fresh=fresh
+        )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_process_has_its_own_arguments_environment_and_files(tmp_path: Path, fresh: bool) -> None:
+    process = mirror(tmp_path, "3", fresh=fresh)
+    with process.stdout:
+        assert json.loads(process.stdout.readline()) == {
+            "pid": process.pid,
+            "arguments": ["3"],
+            "environment": "yes",
+            "folder": str(ROOT),
+            "num_threads": 1,
+        }
+        assert process.stdout.read() == b""
+    assert process.wait(TIMEOUT_S) == process.poll() == 3
+    assert (tmp_path / "log").read_text() == "to the log\n"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_forked_process_gets_its_own_signals(tmp_path: Path, number: signal.Signals) -> None:
+    victim, other = mirror(tmp_path), mirror(tmp_path)
+    for process in (victim, other):
+        assert process.stdout.readline()
+    with pytest.raises(subprocess.TimeoutExpired):
+        victim.wait(0.01)
+    victim.send_signal(number)
+    assert victim.wait(TIMEOUT_S) == -number
+    victim.send_signal(signal.SIGTERM)  # it is gone, which is no error
+    assert other.poll() is None
+    other.kill()
+    assert other.wait(TIMEOUT_S) == -signal.SIGKILL
+    for process in (victim, other):
+        process.stdout.close()
+
+
+def test_a_test_without_the_marker_forks_no_process(tmp_path: Path) -> None:
+    for fresh in (False, True):
+        with pytest.raises(ProcessStarted, match="mark it with"):
+            mirror(tmp_path, "0", fresh=fresh)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +132,23 @@ def test_tests_of_dear_files_are_marked_slow() -> None:
     ]
     costs.mark_slow(items, {"dear.py": costs.SLOW_S + 0.1, "cheap.py": costs.SLOW_S})
     assert marked == ["dear.py::1", "dear.py::2"]
+
+
+@pytest.mark.parametrize(
+    ("file", "markers", "skipped"),
+    [
+        ("dear.py", "not processes and not slow", True),
+        ("dear.py", "not slow", True),
+        ("cheap.py", "not processes and not slow", False),
+        ("new.py", "not processes and not slow", False),
+        ("dear.py", "not processes", False),
+        ("dear.py", "not slow or gpu", False),
+        ("dear.py", "slow", False),
+        ("dear.py", "", False),
+    ],
+)
+def test_files_without_a_selected_test_are_not_imported(file: str, markers: str, skipped: bool) -> None:
+    assert costs.may_skip(file, markers, {"dear.py": costs.SLOW_S + 0.1, "cheap.py": costs.SLOW_S}) is skipped
 
 
 def test_the_recorded_costs_are_of_files_that_exist() -> None:

@@ -34,7 +34,7 @@ def count(timing: common_pb2.Timing, *, num_prompt: int = 100, num_tokens: int =
     )
     usage = common_pb2.Usage(prompt_tokens=num_prompt, completion_tokens=num_tokens, cached_tokens=timing.cached_tokens)
     counts.first_token(request, timing.first_token_ms / 1e3)
-    counts.completion(request, FinishReason.LENGTH, timing)
+    counts.completion(request, FinishReason.LENGTH, timing, num_tokens)
     counts.request(request, usage, timing)
     return metrics.render().decode()
 

@@ -11,7 +11,6 @@ import re
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -25,8 +24,8 @@ from pydantic import BaseModel
 from penstock.config import RouterConfig, WorkerConfig
 from penstock.errors import Unavailable
 from penstock.types import Role
+from tests.support.prefork.module_process import ModuleProcess, start_module
 
-ROOT = Path(__file__).resolve().parents[2]
 _STOP_TIMEOUT_S = 20.0
 _LOG_TAIL_BYTES = 2000
 
@@ -35,7 +34,7 @@ _LOG_TAIL_BYTES = 2000
 class Process:
     """A running process and the ready line that it printed."""
 
-    popen: subprocess.Popen[bytes]
+    popen: ModuleProcess
     ready: Mapping[str, object]
     log: Path
 
@@ -65,38 +64,37 @@ class Deployment:
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
         self._processes: list[Process] = []
 
-    def start_workers(self, configs: Sequence[WorkerConfig], cpus: Sequence[int | None] = ()) -> list[Process]:
-        """Starts workers side by side and returns once all are ready. `cpus[i]`, if given, is worker i's only core."""
+    def start_workers(
+        self, configs: Sequence[WorkerConfig], cpus: Sequence[int | None] = (), *, fresh: bool = False
+    ) -> list[Process]:
+        """Starts workers side by side and returns once all are ready. `cpus[i]`, if given, is worker i's only core.
+
+        Each is a new Python if it is to be `fresh`, and else possibly a fork (tests.support.prefork).
+        """
         modules = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
         started = []
         for index, config in enumerate(configs):
             cpu = cpus[index] if index < len(cpus) else None
-            started.append(self._spawn(modules[config.role], config, config.engine.num_threads, cpu))
+            started.append(self._spawn(modules[config.role], config, config.engine.num_threads, cpu, fresh))
         return [self._wait(popen, log) for popen, log in started]
 
-    def start_router(self, config: RouterConfig, cpu: int | None = None) -> Process:
+    def start_router(self, config: RouterConfig, cpu: int | None = None, *, fresh: bool = False) -> Process:
         """Starts a router and returns once it is ready. `cpu`, if given, is its only core."""
-        return self._wait(*self._spawn("router", config, None, cpu))
+        return self._wait(*self._spawn("router", config, None, cpu, fresh))
 
     def _spawn(
-        self, module: str, config: BaseModel, num_threads: int | None, cpu: int | None
-    ) -> tuple[subprocess.Popen[bytes], Path]:
+        self, module: str, config: BaseModel, num_threads: int | None, cpu: int | None, fresh: bool
+    ) -> tuple[ModuleProcess, Path]:
         name = f"{module}-{len(os.listdir(self._folder.name))}"
         path, log = Path(self._folder.name, f"{name}.json"), Path(self._folder.name, f"{name}.log")
         path.write_text(config.model_dump_json())
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        if num_threads is not None:
-            environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(num_threads)
-        command = [sys.executable, "-m", module, "--config", str(path)]
-        if cpu is not None:
-            command = ["taskset", "-c", str(cpu), *command]
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(num_threads)) if num_threads else {}
         with log.open("wb") as stderr:
-            popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, cwd=ROOT, env=environment)
+            popen = start_module(module, ["--config", str(path)], stderr, environment=threads, cpu=cpu, fresh=fresh)
         return popen, log
 
-    def _wait(self, popen: subprocess.Popen[bytes], log: Path) -> Process:
+    def _wait(self, popen: ModuleProcess, log: Path) -> Process:
         """Returns the process once it has printed its ready line. Raises Unavailable with the end of its log."""
-        assert popen.stdout is not None
         deadline_s = time.monotonic() + self._start_timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(popen.stdout, selectors.EVENT_READ)
@@ -123,8 +121,7 @@ class Deployment:
                 process.popen.wait(_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-            if process.popen.stdout is not None:
-                process.popen.stdout.close()
+            process.popen.stdout.close()
         self._processes.clear()
         self._folder.cleanup()
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -34,7 +32,8 @@ from penstock.errors import Unavailable, from_rpc_error
 from penstock.rpc.server import Dial, GrpcServer, make_channel
 from penstock.types import Epoch, Role
 from penstock.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.plain_processes import ROOT, log_tail
+from tests.support.plain_processes import log_tail
+from tests.support.prefork.module_process import ModuleProcess, start_module
 
 _FIRST_REQUEST_RETRY = RetryPolicy(max_attempts=1000, initial_s=0.05, max_s=0.5)
 _FLIP_TIMEOUT_S = 120.0
@@ -131,7 +130,8 @@ class PlainProcess:
         self._is_router = isinstance(config, RouterConfig)
         self._path, self._log = folder / f"{name}.json", folder / f"{name}.log"
         self._dial = dial
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ModuleProcess | None = None
+        self._stdout: asyncio.ReadTransport | None = None
         self._host = ""  # host:port of the service that changes its role
         self._started: Started | None = None
 
@@ -141,21 +141,16 @@ class PlainProcess:
     async def start(self) -> Started:
         self._path.write_text(self._config.model_dump_json())
         module = "router" if self._is_router else "cluster.local.worker"
-        command = [sys.executable, "-m", module, "--config", str(self._path)]
-        if self._is_spare:
-            command.append("--spare")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        arguments = ["--config", str(self._path), *(["--spare"] if self._is_spare else [])]
+        environment: dict[str, str] = {}
         if isinstance(self._config, WorkerConfig) and self._config.engine.num_threads is not None:
             threads = str(self._config.engine.num_threads)
             environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         with self._log.open("wb") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command, stdout=asyncio.subprocess.PIPE, stderr=log, cwd=ROOT, env=environment
-            )
-        assert self._process.stdout is not None
-        line = await self._process.stdout.readline()  # the supervisor bounds the start
+            self._process = start_module(module, arguments, log, environment=environment)
+        line = await self._first_line(self._process)  # the supervisor bounds the start
         if not line:
-            raise Unavailable(f"it ended with status {await self._process.wait()}: {log_tail(self._log)}")
+            raise Unavailable(f"it ended with status {await _end_of(self._process)}: {log_tail(self._log)}")
         ready = json.loads(line)
         self._host = ready.get("host", "")
         if self._is_router:
@@ -170,6 +165,13 @@ class PlainProcess:
         else:
             self._started = Started(Epoch(ready["epoch"]), ready["address"], ready["pid"])
         return self._started
+
+    async def _first_line(self, process: ModuleProcess) -> bytes:
+        reader = asyncio.StreamReader()
+        self._stdout, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), process.stdout
+        )
+        return await reader.readline()
 
     async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
         assert self._process is not None
@@ -192,7 +194,7 @@ class PlainProcess:
 
     async def _outlive(self) -> str:
         assert self._process is not None
-        return f"its process ended with status {await self._process.wait()}"
+        return f"its process ended with status {await _end_of(self._process)}"
 
     async def flip(self, incarnation: Incarnation) -> Started:
         assert self._started is not None
@@ -213,8 +215,13 @@ class PlainProcess:
         await self._end(signal.SIGKILL)
 
     async def _end(self, number: signal.Signals, grace_s: float = 0.0) -> None:
-        if self._process is None or self._process.returncode is not None:
+        if self._process is None or self._process.poll() is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
-        await asyncio.wait_for(self._process.wait(), grace_s + _END_TIMEOUT_S)
+        self._process.send_signal(number)
+        await asyncio.wait_for(_end_of(self._process), grace_s + _END_TIMEOUT_S)
+        if self._stdout is not None:
+            self._stdout.close()
+
+
+async def _end_of(process: ModuleProcess) -> int:
+    return await asyncio.wrap_future(process.ended)

@@ -48,9 +48,11 @@ class Service:
 def service() -> Iterator[Service]:
     with Deployment() as deployment:
         configs = [worker_config(role, MODEL, decode={"placement": "auto"}) for role in (Role.PREFILL, Role.DECODE)]
-        workers = deployment.start_workers(configs)
+        # New Pythons: most other tests fork theirs, in which a missing import would not show.
+        workers = deployment.start_workers(configs, fresh=True)
         addresses = tuple(worker.address for worker in workers)
-        router = deployment.start_router(RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses))
+        settings = RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses)
+        router = deployment.start_router(settings, fresh=True)
         wait_until_followed(router, len(workers))
         yield Service(router.address, router.http)
 

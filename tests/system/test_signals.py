@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from penstock.v1 import admin_pb2, worker_pb2, worker_pb2_grpc
 from tests.cluster.lifecycle.test_flips import config as flips_config
 from tests.support.hosted import hosted
 from tests.support.plain_processes import Deployment, Process
+from tests.support.prefork.module_process import start_module
 from tests.support.serving import worker_config
 from tests.system.test_faults import MODEL, TIMEOUT_S, client, load_of
 
@@ -139,10 +138,10 @@ async def test_a_plain_process_changes_its_role(
 ) -> None:
     path = tmp_path_factory.mktemp("host") / "worker.json"
     path.write_text(worker_config(Role.PREFILL, MODEL, "prefill-0", engine=ENGINE).model_dump_json())
-    command = [sys.executable, "-m", "cluster.local.worker", "--config", str(path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)  # noqa: ASYNC220 - as `Process` holds one
+    log = path.with_suffix(".log")
+    with log.open("wb") as stderr:
+        process = start_module("cluster.local.worker", ["--config", str(path)], stderr)
     try:
-        assert process.stdout is not None
         ready = json.loads(await asyncio.to_thread(process.stdout.readline))
         assert ready["role"] == "prefill"
         async with make_channel(ready["host"]) as channel:
@@ -153,7 +152,7 @@ async def test_a_plain_process_changes_its_role(
             with pytest.raises(grpc.aio.AioRpcError, match="give prefill or decode"):
                 await host.Flip(worker_pb2.HostFlipRequest(worker_id="decode-0", role="router"), timeout=TIMEOUT_S)
         assert flipped.epoch != ready["epoch"]
-        worker = Process(process, {"address": flipped.address}, path)
+        worker = Process(process, {"address": flipped.address}, log)
         result = await ask(start_router(deployment, worker), max_tokens=5)
         assert result.timing.decode_worker == "decode-0"
     finally:

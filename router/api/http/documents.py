@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ def described_call(
     `body` is a model, or the schema of the object called `name`; `more` are statuses beyond those of every call. With
     `streams` the answer is JSON or an event stream.
     """
+    schemas: Mapping[str, Any]
     if isinstance(body, Mapping):
         schemas = {name: dict(body)}
     else:
@@ -113,7 +115,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
     return document
 
 
-def _schemas_of(body: type[BaseModel]) -> dict[str, Any]:
+@functools.cache
+def _schemas_of(body: type[BaseModel]) -> Mapping[str, Any]:
     """Returns the schema of a body and those that it refers to, by name, without the titles that pydantic derives."""
     schema = body.model_json_schema(ref_template=_SCHEMAS)
     found = {**schema.pop("$defs", {}), body.__name__: schema}

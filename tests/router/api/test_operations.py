@@ -6,6 +6,7 @@ import httpx
 import jsonschema
 import pytest
 
+from penstock.rpc.secret import digest_of
 from tests.support.router.router_fakes import FakeWorker, running_router
 
 
@@ -132,3 +133,20 @@ async def test_without_origins_no_page_may_call():
     async with running_router(await FakeWorker().start()) as router, httpx.AsyncClient() as client:
         answer = await client.get(f"{router.http_url}/v1/models", headers={"origin": "https://chat.example"})
         assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("path", ["/ui/state", "/ui/controller"])
+async def test_the_live_page_wants_the_metrics_token_where_there_are_tenants(path, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("t" * 40)
+    token.chmod(0o600)
+    tenants = {"a": {"keys": [digest_of("k" * 40)]}}
+    settings = {"tenants": tenants, "metrics_token_file": str(token)}
+    async with running_router(await FakeWorker().start(), **settings) as router:
+        async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
+            assert (await http.get("/ui/")).status_code == 200
+            for key in ("k" * 40, "x" * 40):
+                assert (await http.get(path, headers={"authorization": f"Bearer {key}"})).status_code == 401
+            answer = await http.get(path, headers={"authorization": f"Bearer {'t' * 40}"})
+            assert answer.status_code == 200
+            assert '"a"' not in answer.text

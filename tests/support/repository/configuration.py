@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import sys
+import textwrap
 import types
 import typing
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from penstock import config
 from penstock.config.admission import LaneConfig, OverloadConfig, TenantLimits
+from penstock.config.base import FrozenConfig
 
 FILE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
 SECTIONS: tuple[tuple[type[BaseModel], str], ...] = (
@@ -62,13 +67,28 @@ def render() -> str:
 
 def _section(model: type[BaseModel], place: str) -> str:
     about = " ".join((model.__doc__ or "").split())
-    rows = [_row(model, key, field) for key, field in model.model_fields.items()]
+    meanings = meanings_of(model)
+    rows = [_row(model, key, field, meanings.get(key, "")) for key, field in model.model_fields.items()]
     head = ["| key | type | default | meaning |", "|---|---|---|---|"]
     return "\n".join([f"## {model.__name__}", "", f"In {place}. {about}", "", *head, *rows, ""])
 
 
-def _row(model: type[BaseModel], key: str, field: FieldInfo) -> str:
-    meaning = " ".join((field.description or "").split())
+def meanings_of(model: type[BaseModel]) -> dict[str, str]:
+    """Returns the docstring under each field of a model, those of its bases included."""
+    found: dict[str, str] = {}
+    for each in reversed(model.__mro__):
+        if not issubclass(each, FrozenConfig):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, docstring in pairwise(definition.body):
+            match field, docstring:
+                case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[key] = " ".join(text.split())
+    return found
+
+
+def _row(model: type[BaseModel], key: str, field: FieldInfo, meaning: str) -> str:
     cells = (f"`{key}`", _type(field.annotation) + _bounds(field), _default(field), _own_defaults(model, key) + meaning)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

@@ -50,6 +50,12 @@ def is_own(command: str | bytes | os.PathLike[str] | Sequence[str | bytes | os.P
     return os.path.basename(names[0]).startswith("python") or names[0] == sys.executable or "/ray/" in names[0]
 
 
+def check(command: str | bytes | os.PathLike[str] | Sequence[str | bytes | os.PathLike[str]]) -> None:
+    """Raises ProcessStarted if the present test may not start this process."""
+    if _running and is_own(command):
+        _refuse(str(command)[:80])
+
+
 def _refuse(what: str) -> None:
     raise ProcessStarted(
         f"{_running[0].nodeid} starts a process ({what}); mark it with @pytest.mark.{MARKER}, or its file with "
@@ -59,8 +65,7 @@ def _refuse(what: str) -> None:
 
 def _guarded(begin: Callable[..., None]) -> Callable[..., None]:
     def guarded(self: subprocess.Popen[Any], args: Any, *rest: Any, **options: Any) -> None:
-        if _running and is_own(args):
-            _refuse(str(args)[:80])
+        check(args)
         begin(self, args, *rest, **options)
 
     return guarded

@@ -59,6 +59,13 @@ def mixed(sampling: SamplingParams) -> list[tuple[list[int], SamplingParams]]:
     return requests
 
 
+@functools.cache
+def asked(way: str) -> tuple[list[tuple[list[int], SamplingParams]], list[list[int]]]:
+    """Returns the requests of one way to sample, and what a single process answers to each."""
+    requests = mixed(WAYS[way])
+    return requests, [single_process(*request) for request in requests]
+
+
 async def ask_all(router: Caller, requests: list[tuple[list[int], SamplingParams]], prefill: list) -> list[list[int]]:
     streams = [router.submit(prompt, sampling, prefill) for prompt, sampling in requests]
     answers = [await router.answer(stream) for stream in streams]
@@ -68,8 +75,7 @@ async def ask_all(router: Caller, requests: list[tuple[list[int], SamplingParams
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_every_way_to_serve_gives_the_same_tokens(way: str) -> None:
-    requests = mixed(WAYS[way])
-    wanted = [single_process(*request) for request in requests]
+    requests, wanted = asked(way)
     async with workers(
         worker_config(Role.PREFILL, MODEL, engine=FP32, prefill={"max_batch_tokens": 24}),
         worker_config(Role.DECODE, MODEL, engine=FP32, transfer={"checksums": True}),
@@ -82,8 +88,7 @@ async def test_every_way_to_serve_gives_the_same_tokens(way: str) -> None:
 
 
 async def test_run_ahead_and_chunks_change_nothing() -> None:
-    requests = mixed(SEEDED)
-    wanted = [single_process(*request) for request in requests]
+    requests, wanted = asked("seeded")
     ahead = FP32 | {"run_ahead": True}
     async with workers(
         worker_config(Role.PREFILL, MODEL, engine=ahead, prefill={"max_batch_tokens": 8}),
@@ -95,8 +100,7 @@ async def test_run_ahead_and_chunks_change_nothing() -> None:
 
 
 async def test_preempted_sequences_go_on_in_their_grammars() -> None:
-    requests = mixed(SEEDED)
-    wanted = [single_process(*request) for request in requests]
+    requests, wanted = asked("seeded")
     small = FP32 | {"num_pages": 16}
     async with workers(worker_config(Role.DECODE, MODEL, engine=small, decode={"watermark": 0.0})) as (decode,):
         async with caller(decode) as router:
@@ -111,15 +115,20 @@ async def test_preempted_sequences_go_on_in_their_grammars() -> None:
 async def test_an_output_that_another_worker_began_goes_on_alike_wherever_it_was_cut(name: str) -> None:
     prompt, sampling = PROMPTS[1], replace(SEEDED, grammar=GRAMMARS[name])
     wanted = single_process(prompt, sampling)
+    roomy = FP32 | {"num_pages": 512}
     async with workers(
-        worker_config(Role.PREFILL, MODEL, engine=FP32), worker_config(Role.DECODE, MODEL, engine=FP32)
+        worker_config(Role.PREFILL, MODEL, engine=roomy), worker_config(Role.DECODE, MODEL, engine=roomy)
     ) as (prefill, decode):
         async with caller(decode) as router:
-            for cut in range(1, len(wanted)):
-                so_far = prompt + wanted[:cut]
-                stream = router.submit(so_far, sampling, [prefill] if cut % 2 else [], num_prompt_tokens=len(prompt))
-                answer = await router.answer(stream)
-                assert (answer.error, wanted[:cut] + answer.token_ids) == (None, wanted)
+            for half in range(2):  # the second half finds pages of the first in the caches
+                cuts = [cut for cut in range(1, len(wanted)) if cut // 2 % 2 == half]
+                streams = []
+                for cut in cuts:
+                    so_far, candidates = prompt + wanted[:cut], [prefill] if cut % 2 else []
+                    streams.append(router.submit(so_far, sampling, candidates, num_prompt_tokens=len(prompt)))
+                for cut, stream in zip(cuts, streams, strict=True):
+                    answer = await router.answer(stream)
+                    assert (answer.error, wanted[:cut] + answer.token_ids) == (None, wanted)
         await wait_until_empty(prefill, decode)
 
 

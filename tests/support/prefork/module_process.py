@@ -1,0 +1,169 @@
+"""Starts `python -m MODULE`: forked from a server that has imported everything, or as a new Python."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any
+
+from tests.support.prefork.server import MAX_REQUEST_BYTES
+from tests.support.suite import own_processes
+
+ROOT = Path(__file__).resolve().parents[3]
+_FORK_TIMEOUT_S = 240.0  # of the first one, which waits for the server's imports
+
+
+class ModuleProcess:
+    """A running process whose stdout is a pipe to this one. `ended` gets its exit status, as `subprocess` counts it."""
+
+    def __init__(self, pid: int, stdout: IO[bytes], ended: Future[int]) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self.ended = ended
+
+    def poll(self) -> int | None:
+        """Returns the exit status, or None while the process runs."""
+        return self.ended.result() if self.ended.done() else None
+
+    def wait(self, timeout_s: float) -> int:
+        """Returns the exit status. Raises subprocess.TimeoutExpired."""
+        try:
+            return self.ended.result(timeout_s)
+        except FutureTimeoutError as error:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s) from error
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends the signal, unless the process has ended."""
+        if self.poll() is None:
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                return  # its end is about to be reported
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _ForkServer:
+    """A server process and the processes that it has forked."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "tests.support.prefork.server", str(theirs.fileno())]
+        # A thread of a numerical library would not be there in the forked processes.
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+        with theirs:
+            self._server = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()]
+            )
+        self._starting = threading.Lock()  # one at a time, so that answers need no numbers
+        self._answers: SimpleQueue[int | None] = SimpleQueue()  # ids of started processes; None: the server is gone
+        self._exits: dict[int, Future[int]] = {}
+        threading.Thread(target=self._read, name="prefork", daemon=True).start()
+
+    def is_alive(self) -> bool:
+        return self._server.poll() is None
+
+    def fork(self, request: Mapping[str, Any], stderr: int) -> ModuleProcess:
+        """Returns a process that has been forked for this request. Raises OSError if the server is gone."""
+        message = json.dumps(request).encode()
+        assert len(message) <= MAX_REQUEST_BYTES
+        reader, writer = os.pipe()
+        stdout = os.fdopen(reader, "rb", buffering=0)
+        with self._starting:
+            try:
+                socket.send_fds(self._control, [message], [writer, stderr])
+            finally:
+                os.close(writer)
+            pid = self._answers.get(timeout=_FORK_TIMEOUT_S)
+        if pid is None:
+            raise OSError("the fork server was killed")
+        return ModuleProcess(pid, stdout, self._exits[pid])
+
+    def _read(self) -> None:
+        while message := self._control.recv(MAX_REQUEST_BYTES):
+            match json.loads(message):
+                case {"started": pid}:
+                    self._exits[pid] = _new_exit()
+                    self._answers.put(pid)
+                case {"ended": pid, "status": status}:
+                    self._exits[pid].set_result(status)
+        self._answers.put(None)
+        for pid, ended in self._exits.items():  # they have lost their parent, and nobody else would end them
+            if not ended.done():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                ended.set_result(-signal.SIGKILL)
+
+
+def _new_exit() -> Future[int]:
+    ended: Future[int] = Future()
+    ended.set_running_or_notify_cancel()  # whoever waits may give up, for itself alone
+    return ended
+
+
+class _Starter:
+    """Holds this process's server, once there is one."""
+
+    def __init__(self) -> None:
+        self.forks = False
+        self._server: _ForkServer | None = None
+        self._making = threading.Lock()
+
+    def server(self) -> _ForkServer:
+        with self._making:
+            if self._server is None or not self._server.is_alive():
+                self._server = _ForkServer()
+            return self._server
+
+
+_starter = _Starter()
+
+
+def use_forks() -> None:
+    """Makes `start_module` fork from now on. The server is started with the first process."""
+    _starter.forks = True
+
+
+def start_module(
+    module: str,
+    arguments: Sequence[str],
+    stderr: IO[bytes],
+    *,
+    environment: Mapping[str, str] | None = None,
+    cpu: int | None = None,
+    fresh: bool = False,
+) -> ModuleProcess:
+    """Returns `python -m MODULE ARGUMENTS`, started with this process's environment and what `environment` adds.
+
+    It is a Python of its own instead of a fork if it is to be `fresh`, or to run on the core `cpu` alone.
+    """
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+    if _starter.forks and not fresh and cpu is None:
+        own_processes.check([sys.executable, "-m", module])
+        request = {
+            "module": module,
+            "arguments": list(arguments),
+            "environment": variables,
+            "folder": str(ROOT),
+        }
+        return _starter.server().fork(request, stderr.fileno())
+    command = [sys.executable, "-m", module, *arguments]
+    if cpu is not None:
+        command = ["taskset", "-c", str(cpu), *command]
+    popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, cwd=ROOT, env=variables, bufsize=0)
+    assert popen.stdout is not None
+    ended = _new_exit()
+    threading.Thread(target=lambda: ended.set_result(popen.wait()), name="wait", daemon=True).start()
+    return ModuleProcess(popen.pid, popen.stdout, ended)

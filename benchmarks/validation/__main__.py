@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.common.report import RESULTS, hardware, percentile, versions
 from benchmarks.validation import measured, predicted
 from benchmarks.validation.measured import Latencies, RealSystem, real_system
-from benchmarks.validation.plot import draw_pairs
+from benchmarks.validation.plot import plot_pairs
 from benchmarks.validation.workloads import WORKLOADS, make_calibration, make_workload, sequential
 from simulator.costs.cost_file import CostProfile, write_costs
 from simulator.costs.model_shape import find_shape
@@ -169,7 +169,7 @@ def publish(rows: list[dict[str, object]], folder: Path) -> None:
         )
         for row in rows
     ]
-    (folder / "validation.svg").write_text(draw_pairs("Measured and predicted (ms, tokens/s)", pairs))
+    (folder / "validation.svg").write_text(plot_pairs("Measured and predicted (ms, tokens/s)", pairs))
     print(f"{within} of {len(rows)} figures within their bounds")
 
 

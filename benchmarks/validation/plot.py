@@ -1,4 +1,4 @@
-"""Draws predicted beside measured figures as an SVG without any library."""
+"""Plots predicted beside measured figures as an SVG without any library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 _WIDTH, _ROW, _LEFT, _BAR = 820, 34, 300, 400
 
 
-def draw_pairs(title: str, rows: Sequence[tuple[str, float, float]]) -> str:
+def plot_pairs(title: str, rows: Sequence[tuple[str, float, float]]) -> str:
     """Returns bars of (label, measured, predicted), each pair scaled to its larger one."""
     height = 60 + _ROW * len(rows)
     parts = [

@@ -1,6 +1,6 @@
 """The state machine of one completion on its way through workers: what it holds, and whether it goes on after a loss.
 
-Pure: the token stream tells it what happened and does what it answers, and the simulator's router runs the same code in
+Pure: the token stream reports to it what happened and does what it answers, and the simulator's router runs the same code in
 virtual time. It owns the completion's entries in the in-flight ledger and knows whether a worker still has it; it knows
 neither links nor messages.
 """
@@ -110,7 +110,7 @@ class CompletionCore:
         self.num_redispatches += 1
 
     def release(self) -> bool:
-        """Ends it, for whatever reason. Returns whether a worker still has it, which must then be told to cancel."""
+        """Ends it, for whatever reason. Returns whether a worker still has it, where it must then be cancelled."""
         is_at_worker, self._is_at_worker = self._is_at_worker, False
         self._settle()
         self.over = True

@@ -29,7 +29,7 @@ def place(core: CompletionCore, ledger: InflightLedger, epoch: int = 1) -> None:
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=20))
-def test_whatever_happens_nothing_stays_booked_and_a_worker_that_has_it_is_told(events: list[str]) -> None:
+def test_whatever_happens_nothing_stays_booked_and_a_worker_that_has_it_is_cancelled(events: list[str]) -> None:
     ledger = InflightLedger()
     core = make(ledger)
     at_worker = False

@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check tune clean
+.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench-engine   one engine beside the bare-torch floor, eager torch, transformers and, where named, vLLM"
 	@echo "make bench-vllm     bench-engine and bench-serving beside vLLM, installed into .venv-vllm from pinned wheels"
 	@echo "make bench-quantized   products with int8, int4 and fp8 weights on a CPU beside bf16; what quantization does to answers"
+	@echo "make bench-modes    disaggregated against colocated at equal cores over loads and SLOs; writes docs/modes.md"
 	@echo "make bench-replay   every policy on every trace in virtual time   (PENSTOCK_TRACES=DIR for recorded ones)"
 	@echo "make bench-faults   workers, routers, a node and the controller killed or frozen: noticed when, replaced when"
 	@echo "make bench-startup  a worker cold, from a spare, after a kill and a freeze; weights loaded first and shared"
@@ -42,7 +43,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[serve,nixl,test]"
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[serve,bench,nixl,test]"
 	touch $@
 
 serve: setup
@@ -122,6 +123,10 @@ bench-vllm: setup $(VLLM)/.installed
 
 bench-serving: setup
 	$(PY) -m benchmarks.serving
+
+# Most of an hour. With vLLM beside it: make bench-modes MODES="--vllm-python .venv-vllm/bin/python"
+bench-modes: setup
+	$(PY) -m benchmarks.modes $(MODES)
 
 bench-replay: setup
 	$(PY) -m benchmarks.replay

@@ -235,11 +235,13 @@ class Engine:
             capture_on_all_ranks(self._graphs, self.ranks, on_progress, max_sequences)
 
     def warm_up(self) -> None:
-        """Computes one step of each kind that kernels are compiled for, so that no request waits for a compiler.
+        """Computes one step of each kind that kernels are compiled for, so that no request waits for a compiler, and
+        builds what the first grammar needs.
 
         Blocks; for half a minute if kernels have to be compiled and no cache has them.
         """
         started_s = time.monotonic()
+        self.grammars.prepare()
         [page] = self.pool.allocate(1)
         try:
             most_tokens = self.saturating_tokens if self.runner.compiles else 0

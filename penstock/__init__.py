@@ -1,4 +1,4 @@
-"""Penstock: the shared vocabulary and the public client. `from penstock import Client, AsyncClient`."""
+"""Penstock: the shared vocabulary and the public client. `from penstock import AsyncClient, Chat, Client`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from penstock.client.async_client import AsyncClient
+    from penstock.client.chat import Chat
     from penstock.client.sync_client import Client
 
-__all__ = ["AsyncClient", "Client"]
+__all__ = ["AsyncClient", "Chat", "Client"]
 
 
 def __getattr__(name: str) -> object:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> object:
         from penstock.client.async_client import AsyncClient
 
         return AsyncClient
+    if name == "Chat":
+        from penstock.client.chat import Chat
+
+        return Chat
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

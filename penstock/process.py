@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -12,6 +14,9 @@ import sys
 
 log = logging.getLogger(__name__)
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_LARGE_BYTES = 256 << 10
+_SWITCH_S = 0.0005
 _FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
@@ -34,6 +39,24 @@ def raise_file_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         log.info("open files: raised the limit from %d to %d", soft, hard)
     return hard
+
+
+def return_freed_memory() -> None:
+    """Has large blocks returned to the system as soon as they are freed. Without glibc it has no effect.
+
+    glibc raises the size from which it does so to that of the largest block freed yet, up to 32 MiB. Messages of
+    megabytes would stay with the process that way, for each of its threads.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+def favour_event_loop() -> None:
+    """Has threads of this process give way to its event loop after half a millisecond of Python each, not after five.
+
+    The loop gives up the interpreter's lock whenever it waits, and gets it back after every other thread's turn.
+    """
+    sys.setswitchinterval(_SWITCH_S)
 
 
 def freeze_heap() -> None:

@@ -119,13 +119,12 @@ class SamplingParams:
     @property
     def edits_every_token(self) -> bool:
         """Whether the logits of every token are edited before it is sampled."""
-        return bool(
-            self.has_penalties
-            or self.logit_bias
-            or self.allowed_token_ids
-            or self.bad_sequences
-            or self.grammar is not None
-        )
+        return self.grammar is not None or self.edits_beside_grammar
+
+    @property
+    def edits_beside_grammar(self) -> bool:
+        """Whether they are edited by more than a grammar."""
+        return bool(self.has_penalties or self.logit_bias or self.allowed_token_ids or self.bad_sequences)
 
 
 class SamplingOptions(TypedDict, total=False):

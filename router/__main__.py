@@ -17,7 +17,7 @@ import uvloop
 
 from penstock.config import RouterConfig, load_process
 from penstock.errors import PenstockError
-from penstock.process import Shutdown, freeze_heap, set_up_logging
+from penstock.process import Shutdown, favour_event_loop, freeze_heap, return_freed_memory, set_up_logging
 from penstock.rpc.addresses import LOOPBACK
 from router.server import RouterServer
 
@@ -42,8 +42,11 @@ def main() -> int:
 
 async def _serve(config: RouterConfig) -> None:
     shutdown = Shutdown()
+    return_freed_memory()
+    favour_event_loop()
     server = RouterServer(config)
     await server.start()
+    server.warm_up()
     freeze_heap()
     try:
         if await _until_ready(server, shutdown.requested):

@@ -33,6 +33,7 @@ from router.api.http.tls import tls_settings
 from router.api.identity import Tenants
 from router.api.key_files import watch_metrics_token, watch_tenants
 from router.api.prepare import RequestPreparer
+from router.connection_guard import ConnectionGuard
 from router.dispatch.context import make_context
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lookaside import Lookaside
@@ -50,7 +51,7 @@ from router.text.tokenizer import Tokenizer
 _HTTP_STOP_S = 1.0
 _LISTEN_BACKLOG = 2048
 _UVICORN_TICKS = 10  # in a second; it renews the Date header at every tenth
-_NUM_PARSING = 2  # large bodies parsed at a time; the others wait as bytes
+_NUM_PARSING = 1  # large bodies and messages read at a time, in Python for the most part; the others wait as bytes
 _LOOPBACK = "127.0.0.1"
 _MAX_MS = (1 << 31) - 2  # 2^31 - 1 turns gRPC's limits off
 
@@ -181,12 +182,14 @@ class RouterServer:
 
     async def _start(self, http_socket: socket.socket, metrics_socket: socket.socket | None = None) -> None:
         tls = self._config.tls
+        guard = ConnectionGuard(self._config.limits, self._metrics)
         service = InferenceService(
-            self.preparer, self._dispatcher, self.fleet, self._metrics, wants_tls=tls is not None
+            self.preparer, self._dispatcher, self.fleet, self._metrics, self._parsing, guard, wants_tls=tls is not None
         )
         service.add_to(self._grpc.server)
         control = self._grpc.add_control_port(_LOOPBACK) if self._needs_control_port else 0
         grpc_port = await self._grpc.start(self._config.host, self._config.grpc_port, "grpc_port")
+        self._tasks.append(asyncio.create_task(guard.watch(grpc_port), name="connections"))
         app = make_app(
             self.preparer,
             self._dispatcher,
@@ -247,6 +250,10 @@ class RouterServer:
     def _demand(self) -> admin_pb2.DemandReport:
         admission, peers = self.context.gate.admission, self.fleet.peers
         return self.context.demand.report(peers.address, peers.epoch, admission.num_waiting, admission.waiting_tokens)
+
+    def warm_up(self) -> None:
+        """Prepares for the first grammar, off the event loop. Not part of `start`, since it takes a process."""
+        self.preparer.warm_up()
 
     async def wait_ready(self, timeout_s: float | None = None) -> bool:
         """Returns whether a request would be served, as soon as it would or once time is up."""

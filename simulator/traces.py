@@ -1,91 +1,33 @@
-"""Reads recorded traffic and generates synthetic traffic, as `TraceRequest`s.
-
-A trace file has a JSON object a line: `timestamp` (ms), `input_length`, `output_length`, and where known `hash_ids`
-(one id for each 512-token block of the input; equal ids are equal prefixes) and `tenant`. In this form Mooncake
-published its traces (https://github.com/kvcache-ai/Mooncake, FAST'25); the Azure LLM inference traces
-(https://github.com/Azure/AzurePublicDataset) and ServeGen workloads (https://github.com/alibaba/ServeGen) convert to it
-with a line of code each. `.gz` files are decompressed.
-"""
+"""Recorded traffic (`penstock.traces`) and synthetic traffic, as `TraceRequest`s."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
-import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
 from pathlib import Path
 
-from penstock.errors import InvalidInput
+from penstock.traces.read import read_trace
+from penstock.types import Lane
 from simulator.request import TraceRequest
-
-FOLDER_VARIABLE = "PENSTOCK_TRACES"
-_BLOCK_TOKENS = 512
-_UNIQUE = 1 << 30  # ids of blocks without sharers
-_TICK_GAP_S = 1.0  # recorded times at least this far apart, with several requests each, are ticks
 
 
 def load_trace(file: str | Path, seed: int = 0, limit: int | None = None) -> list[TraceRequest]:
-    """Returns requests by arrival, the first at 0. Raises InvalidInput that names the line.
-
-    A recorder that rounds times to ticks creates artificial bursts, so requests of one tick are spread over it.
-    """
-    path = find_trace(file)
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        rows = [_read_row(line, f"{path}:{number}") for number, line in enumerate(islice(lines, limit), 1)]
-    times_s = _spread_ticks([float(row["timestamp"]) / 1e3 for row in rows], random.Random(f"{seed}/ticks"))  # type: ignore[arg-type]
-    requests = [_request(number, time_s, row) for number, (time_s, row) in enumerate(zip(times_s, rows, strict=True))]
-    return in_order(requests)
-
-
-def find_trace(file: str | Path) -> Path:
-    """Returns the path as given, else inside the folder that PENSTOCK_TRACES names."""
-    path = Path(file)
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if not path.exists() and folder and (Path(folder) / path).exists():
-        return Path(folder) / path
-    if not path.exists():
-        raise InvalidInput("trace", f"no file {file}, nor in {FOLDER_VARIABLE} = {folder or '(not set)'}; name one")
-    return path
-
-
-def _read_row(line: str, where: str) -> dict[str, object]:
-    try:
-        row = json.loads(line)
-        for key in ("timestamp", "input_length", "output_length"):
-            float(row[key])
-    except (ValueError, TypeError, KeyError) as error:
-        raise InvalidInput(
-            "trace", f"{where}: {error!r}; expected numbers timestamp, input_length, output_length"
-        ) from error
-    assert isinstance(row, dict)
-    return row
-
-
-def _request(number: int, arrival_s: float, row: dict[str, object]) -> TraceRequest:
-    num_input = max(1, int(row["input_length"]))  # type: ignore[call-overload]
-    blocks: tuple[int, ...] = tuple(row.get("hash_ids") or ())  # type: ignore[arg-type]
-    return TraceRequest(
-        number=number,
-        arrival_s=arrival_s,
-        num_input_tokens=num_input,
-        num_output_tokens=max(1, int(row["output_length"])),  # type: ignore[call-overload]
-        block_ids=blocks or (_UNIQUE + number,),
-        block_tokens=_BLOCK_TOKENS if blocks else num_input,
-        tenant=str(row.get("tenant", "")),
-    )
-
-
-def _spread_ticks(times_s: Sequence[float], rng: random.Random) -> list[float]:
-    """Returns the times with those of one tick spread evenly over the time to the next."""
-    distinct = sorted(set(times_s))
-    gaps = sorted(later - earlier for earlier, later in pairwise(distinct))
-    if not gaps or gaps[len(gaps) // 2] < _TICK_GAP_S or len(times_s) < 2 * len(distinct):
-        return list(times_s)
-    return [time_s + rng.random() * gaps[len(gaps) // 2] for time_s in times_s]
+    """Returns the requests of a trace file by arrival, the first at 0. Raises InvalidInput that names the line."""
+    return [
+        TraceRequest(
+            number=number,
+            arrival_s=record.arrival_s,
+            num_input_tokens=record.num_input_tokens,
+            num_output_tokens=record.num_output_tokens,
+            block_ids=tuple(record.block_ids()),
+            block_tokens=record.block_tokens,
+            lane=record.lane or Lane.STANDARD,
+            tenant=record.tenant,
+        )
+        for number, record in enumerate(read_trace(file, seed, limit).records)
+    ]
 
 
 def in_order(requests: Iterable[TraceRequest]) -> list[TraceRequest]:

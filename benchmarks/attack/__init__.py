@@ -6,7 +6,8 @@ hour and looks for growth. `docs/security.md` names each attack of the table, an
 
 | module | what it holds |
 |---|---|
-| `messages`, `connections`, `readers`, `quotas`, `storms`, `operators` | the attacks, by what they abuse |
+| `attacks` | the attacks, by what they abuse |
+| `table` | all of them by name |
 | `target` | the deployment: its processes, ports, keys |
 | `witness` | a process of its own: streams that suffer, and probes of the router |
 | `sockets`, `http2_frames` | connections that misbehave, which no client library does |

@@ -1,14 +1,16 @@
 """`make attack`: runs every attack of the table against a running deployment and says which were held.
 
 For each attack: the router's longest pause (a probe every 5 ms, answered on its event loop), the ITL of streams beside
-it against the moments before, the router's memory, and the attack's own finding. The attacker runs at a lower
-priority, since it would have a machine of its own. Ends with status 1 if an attack was not held.
+it against the moments before, the router's memory, and the attack's own finding. An idle server beside them, and the
+cores that other work leaves, show what the machine itself does. The attacker runs at a lower priority, since it would
+have a machine of its own. Ends with status 1 if an attack was not held.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
@@ -19,6 +21,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.attack.machine import CoresLeft
 from benchmarks.attack.table import ATTACKS, AttackFunction, describe
 from benchmarks.attack.target import AttackTarget, WitnessProcess, attacked_deployment, becomes, started_witness
 from benchmarks.attack.verdict import MIB, AttackOutcome, Bounds, Breach, Memory, is_held
@@ -63,11 +66,13 @@ class PeakMemory(threading.Thread):
 
 async def run_attack(target: AttackTarget, witness: WitnessProcess, attack: AttackFunction) -> AttackOutcome:
     pids = await target.pids()
+    cores = CoresLeft(lambda: [*target.processes(), *witness.processes(), psutil.Process()])
     await witness.window()
     await asyncio.sleep(_BEFORE_S)
-    before = await witness.window()
+    before, cores_before = await witness.window(), cores.end()
     memory = PeakMemory(pids["router-0"])
     memory.start()
+    cores.begin()
     began_s, breach = time.monotonic(), ""
     try:
         async with asyncio.timeout(_ATTACK_TIMEOUT_S):
@@ -82,8 +87,17 @@ async def run_attack(target: AttackTarget, witness: WitnessProcess, attack: Atta
         breach = f"{type(error).__name__}: {error}"[:300]
     took_s = time.monotonic() - began_s
     await asyncio.sleep(_AFTER_S)
-    during = await witness.window()
-    found = AttackOutcome(attack.__name__, took_s, before, during, memory.stop(), breach)
+    during, cores_during = await witness.window(), cores.end()
+    found = AttackOutcome(
+        attack.__name__,
+        took_s,
+        before,
+        during,
+        memory.stop(),
+        breach,
+        cores_before=cores_before,
+        cores_during=cores_during,
+    )
     return await _settle(target, found, pids)
 
 
@@ -97,8 +111,7 @@ async def _settle(target: AttackTarget, outcome: AttackOutcome, pids: dict[str, 
         raise RuntimeError(f"after {outcome.name} the deployment is not ready: {await target.status()}")
     now = await target.pids()
     replaced = tuple(name for name, pid in pids.items() if now.get(name) != pid)
-    values = {name: getattr(outcome, name) for name in ("name", "took_s", "before", "during", "memory", "breach")}
-    return AttackOutcome(**values, replaced=replaced)
+    return dataclasses.replace(outcome, replaced=replaced)
 
 
 async def run_all(
@@ -119,8 +132,10 @@ async def run_all(
 def _figures(each: AttackOutcome) -> str:
     memory = "/".join(f"{value / MIB:.0f}" for value in (each.memory.before, each.memory.peak, each.memory.after))
     pause = f"pause {each.before.pause_s * 1e3:.0f} -> {each.during.pause_s * 1e3:.0f} ms"
+    pause += f" (idle server {each.before.idle_pause_s * 1e3:.0f} -> {each.during.idle_pause_s * 1e3:.0f} ms)"
     itl = f"ITL {each.before.itl_s * 1e3:.1f} -> {each.during.itl_s * 1e3:.1f} ms"
-    return f"{each.took_s:.1f} s, {pause}, {itl}, router {memory} MiB"
+    cores = f"cores left {each.cores_before:.1f} -> {each.cores_during:.1f}"
+    return f"{each.took_s:.1f} s, {pause}, {itl}, {cores}, router {memory} MiB"
 
 
 def show(outcomes: list[AttackOutcome], bounds: Bounds) -> None:

@@ -26,9 +26,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.attack import messages
+from benchmarks.attack.attacks import messages
+from benchmarks.attack.attacks.readers import slow_readers_grpc, slow_readers_http
 from benchmarks.attack.growth import Readings, find_growth
-from benchmarks.attack.readers import slow_readers_grpc, slow_readers_http
 from benchmarks.attack.sockets import http_request, post
 from benchmarks.attack.target import OUT, AttackTarget, attacked_deployment, becomes, call_code, channel
 from benchmarks.attack.verdict import Breach

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from benchmarks.attack import connections, messages, operators, quotas, readers, storms
+from benchmarks.attack.attacks import connections, grammars, messages, operators, quotas, readers, storms
 from benchmarks.attack.target import AttackTarget
 
 AttackFunction = Callable[[AttackTarget], Awaitable[None]]
 
-ROOMS = (operators, messages, quotas, connections, readers, storms)
+ROOMS = (operators, messages, grammars, quotas, connections, readers, storms)
 ATTACKS: Mapping[str, AttackFunction] = {attack.__name__: attack for room in ROOMS for attack in room.ATTACKS}
 
 

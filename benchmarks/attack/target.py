@@ -152,6 +152,11 @@ class WitnessProcess(PipedProcess):
         raw = json.loads(await asyncio.to_thread(self.read_line, 90.0))
         return Window(**{**raw, "failures": tuple(raw["failures"])})
 
+    def processes(self) -> list[psutil.Process]:
+        """Returns the witness and the idle server that it asks too."""
+        witness = psutil.Process(self._popen.pid)
+        return [witness, *witness.children()]
+
 
 @contextlib.contextmanager
 def attacked_deployment(changes: Mapping[str, Any] | None = None) -> Iterator[AttackTarget]:

@@ -1,7 +1,9 @@
 """`python -m benchmarks.attack.witness ADDRESS`: what other callers see of an attack, in a process of its own.
 
 Two streams run one answer after the other, and the health service is asked every 5 ms, on the event loop that serves
-all requests of the router. Prints `ready` with the first token; for each line that it reads, prints a `Window` as JSON.
+all requests of the router. So is that of a server that does nothing else (this module without an address), which shows
+how slow the machine itself makes a server. Prints `ready` with the first token; for each line that it reads, prints a
+`Window` as JSON.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import time
 
@@ -20,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from benchmarks.attack.verdict import StreamGaps, WindowSums
 from penstock import AsyncClient
 from penstock.errors import PenstockError
+from penstock.rpc.server import LIVE, GrpcServer
 from penstock.types import Lane
 
 _NUM_STREAMS = 2
@@ -34,15 +38,21 @@ class Witness:
     def __init__(self, address: str) -> None:
         self._address = address
         self._sums = WindowSums([StreamGaps() for _ in range(_NUM_STREAMS)])
-        self._held_up_s = 0.0  # the longest of this process itself, during the probe in flight
-        self._probe_began_s: float | None = None
+        self._probes = [_Probe(), _Probe()]  # of the router and of the idle server
         self._first = asyncio.Event()
 
     async def run(self) -> None:
         """Runs until the input ends."""
+        idle = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "benchmarks.attack.witness", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert idle.stdout is not None
+        idle_address = (await idle.stdout.readline()).decode().strip()
         async with AsyncClient(self._address, timeout_s=120.0) as client:
             streams = [self._stream(client, gaps, number) for number, gaps in enumerate(self._sums.gaps)]
-            tasks = [asyncio.create_task(each) for each in (*streams, self._probe(), self._tick())]
+            addresses = zip((self._address, idle_address), self._probes, strict=True)
+            probes = [self._probe(address, probe) for address, probe in addresses]
+            tasks = [asyncio.create_task(each) for each in (*streams, *probes, self._tick())]
             await self._first.wait()
             print("ready", flush=True)
             while await asyncio.to_thread(sys.stdin.readline):
@@ -50,11 +60,12 @@ class Witness:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
+        idle.terminate()
+        await idle.wait()
 
     def _close(self) -> object:
         now_s = time.monotonic()
-        if self._probe_began_s is not None:
-            self._sums.pause_s = max(self._sums.pause_s, now_s - self._probe_began_s - self._held_up_s)
+        self._sums.pause_s, self._sums.idle_pause_s = [probe.close(now_s) for probe in self._probes]
         return self._sums.close(now_s)
 
     async def _stream(self, client: AsyncClient, gaps: StreamGaps, number: int) -> None:
@@ -71,18 +82,16 @@ class Witness:
                 self._sums.failures.append(f"stream: {type(error).__name__}: {error.message}")
                 await asyncio.sleep(_AGAIN_S)
 
-    async def _probe(self) -> None:
-        async with grpc.aio.insecure_channel(self._address) as channel:
+    async def _probe(self, address: str, probe: _Probe) -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while True:
-                self._held_up_s, self._probe_began_s = 0.0, time.monotonic()
+                probe.begin(time.monotonic())
                 try:
-                    await stub.Check(health_pb2.HealthCheckRequest(service="live"), timeout=_PROBE_TIMEOUT_S)
+                    await stub.Check(health_pb2.HealthCheckRequest(service=LIVE), timeout=_PROBE_TIMEOUT_S)
                 except grpc.aio.AioRpcError as error:
                     self._sums.failures.append(f"probe: {error.code().name}: {error.details()}")
-                took_s = time.monotonic() - self._probe_began_s - self._held_up_s
-                self._probe_began_s = None
-                self._sums.pause_s = max(self._sums.pause_s, took_s)
+                probe.end(time.monotonic())
                 self._sums.num_probes += 1
                 await asyncio.sleep(_PROBE_EVERY_S)
 
@@ -91,9 +100,46 @@ class Witness:
         while True:
             due_s = time.monotonic() + _TICK_S
             await asyncio.sleep(_TICK_S)
-            self._held_up_s = max(self._held_up_s, time.monotonic() - due_s)
+            for probe in self._probes:
+                probe.held_up_s = max(probe.held_up_s, time.monotonic() - due_s)
+
+
+class _Probe:
+    """The longest time that one server took to answer."""
+
+    def __init__(self) -> None:
+        self.held_up_s = 0.0  # the longest of this process itself, during the call in flight
+        self._began_s: float | None = None
+        self._pause_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        self.held_up_s, self._began_s = 0.0, now_s
+
+    def end(self, now_s: float) -> None:
+        self._count(now_s)
+        self._began_s = None
+
+    def close(self, now_s: float) -> float:
+        """Returns the longest pause, a call in flight included, and counts from zero again."""
+        self._count(now_s)
+        pause_s, self._pause_s = self._pause_s, 0.0
+        return pause_s
+
+    def _count(self, now_s: float) -> None:
+        if self._began_s is not None:
+            self._pause_s = max(self._pause_s, now_s - self._began_s - self.held_up_s)
+
+
+async def _serve_idly() -> None:
+    server = GrpcServer([], keepalive=False)
+    print(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop()
 
 
 if __name__ == "__main__":
-    assert os.environ.get("PENSTOCK_API_KEY"), "the witness's key is handed over in PENSTOCK_API_KEY"
-    asyncio.run(Witness(sys.argv[1]).run())
+    if sys.argv[1:]:
+        assert os.environ.get("PENSTOCK_API_KEY"), "the witness's key is handed over in PENSTOCK_API_KEY"
+        asyncio.run(Witness(sys.argv[1]).run())
+    else:
+        asyncio.run(_serve_idly())

@@ -6,7 +6,7 @@ in the same two arrangements if its interpreter is named (`benchmarks/common/vll
 64 requests arrive as a Poisson process; prompts are 64 to 1024 random tokens, outputs 16 to 96 with end-of-sequence
 ignored, greedy, on the 135M shape in bf16, as streams of OpenAI's HTTP API. The client, the router and the workers
 share the machine's two cores. The deployments run one after the other with the same prompts at the same times; each
-first answers three requests that do not count.
+point of each is preceded by three requests that do not count.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from benchmarks.common.report import Row, publish
 from benchmarks.common.shapes import LLAMA_135M, random_llama
 from benchmarks.common.vllm_process import Vllm, own_cores, parse_with_vllm
-from benchmarks.serving.deployments import SERVED_MODEL, serving_router
-from benchmarks.serving.load import ServingLatencies, make_plans, run_http
+from benchmarks.serving.deployments import serving_router
+from benchmarks.serving.rounds import latency, measure_http, uniform_source
 from benchmarks.serving.vllm_server import VllmServer
+from penstock.bench.results.figures import RunFigures
+from penstock.bench.workloads.schedule import Arrivals
 from penstock.config import DecodeConfig
 
 NUM_REQUESTS = 64
@@ -71,17 +73,20 @@ def measure(
 ) -> dict[float, tuple[float, ...]]:
     """Starts a deployment, measures each rate with prompts of its own, which are never cached, and stops it."""
 
-    def load(server: Server, rate: float, count: int, seed: int) -> ServingLatencies:
-        plans = make_plans(rate, count, LLAMA_135M["vocab_size"], seed)
-        return asyncio.run(run_http(server.address, SERVED_MODEL, plans, server.vllm_prefill))
-
+    source = uniform_source(num_requests, (64, 1024), (16, 96))
+    points = [Arrivals(rate=rate) for rate in rates]
     with serving as server:
-        load(server, 1e9, 3, seed=1000)
-        figures: dict[float, tuple[float, ...]] = {
-            rate: load(server, rate, num_requests, seed).figures() for seed, rate in enumerate(rates)
-        }
+        sweep = measure_http(server.address, source, points, LLAMA_135M["vocab_size"], server.vllm_prefill)
+        figures = {rate: metrics_of(point.figures) for rate, point in zip(rates, asyncio.run(sweep), strict=True)}
     print(name, {rate: [round(figure, 1) for figure in of_rate] for rate, of_rate in figures.items()}, flush=True)
     return figures
+
+
+def metrics_of(figures: RunFigures) -> tuple[float, ...]:
+    """Returns the figures of METRICS."""
+    ttft, itl = latency(figures, "TTFT"), latency(figures, "ITL")
+    found_s = (ttft.p50_s, ttft.p99_s, itl.p50_s, itl.p99_s)
+    return (*(value_s * 1e3 for value_s in found_s), figures.output_tokens_per_s)
 
 
 def peers(vllm: Vllm | None) -> dict[str, AbstractContextManager[Server]]:

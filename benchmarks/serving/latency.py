@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +16,18 @@ from pathlib import Path
 import torch
 
 from benchmarks.common.floor import step_floor_s
-from benchmarks.common.report import Row, percentile, publish
+from benchmarks.common.report import Row, publish
 from benchmarks.common.shapes import BUNDLED, random_llama
 from benchmarks.serving.deployments import serving_router
-from benchmarks.serving.load import RequestPlan, ServingLatencies, run
+from benchmarks.serving.rounds import latency, measure_at, uniform_source
 from engine.models.config import ModelConfig
+from penstock.bench.driver.deployment_grpc import GrpcEndpoint
+from penstock.bench.results.figures import RunFigures
+from penstock.bench.workloads.schedule import Arrivals
 from penstock.config import DecodeConfig
 
 CONCURRENCY = (1, 16, 64)
+_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +40,21 @@ class LatencyCase:
     output_tokens: int
 
 
-def measure(case: LatencyCase, vocab_size: int) -> dict[int, ServingLatencies]:
+def measure(case: LatencyCase, vocab_size: int) -> dict[int, RunFigures]:
     """Returns the latencies at each concurrency, all measured on one deployment."""
-    rng = random.Random(0)
 
-    def burst(count: int) -> list[RequestPlan]:
-        prompts = (rng.choices(range(3, vocab_size), k=case.prompt_tokens) for _ in range(count))
-        return [RequestPlan(0.0, prompt, case.output_tokens) for prompt in prompts]
+    async def bursts(address: str) -> dict[int, RunFigures]:
+        endpoint, found = GrpcEndpoint(address, timeout_s=_TIMEOUT_S), {}
+        for count in CONCURRENCY:
+            lengths = (case.prompt_tokens,) * 2, (case.output_tokens,) * 2
+            source, at_once = uniform_source(count, *lengths), Arrivals(speed=1.0)  # every request has the time 0
+            (point,) = await measure_at(endpoint, source, [at_once], vocab_size, seed=count)
+            found[count] = point.figures
+        await endpoint.close()
+        return found
 
     with serving_router(case.model, DecodeConfig(max_batch_sequences=64), {"num_pages": 2048}) as router:
-        asyncio.run(run(router.address, burst(3)))
-        return {count: asyncio.run(run(router.address, burst(count))) for count in CONCURRENCY}
+        return asyncio.run(bursts(router.address))
 
 
 def rows_of(case: LatencyCase) -> list[Row]:
@@ -62,11 +69,12 @@ def rows_of(case: LatencyCase) -> list[Row]:
         step_s = step_floor_s(config, count, count, count * context, dtype)
         at = f"{case.name}, {count} at once"
         queue_s = prefill_s * (count + 1) / 2  # a burst's median prompt waits for half of the others
+        ttft, itl = latency(found, "TTFT"), latency(found, "ITL")
         rows += [
-            Row(f"TTFT p50, {at}", percentile(found.ttft, 0.5) * 1e3, "ms", "bare-torch prefill", queue_s * 1e3),
-            Row(f"ITL p50, {at}", percentile(found.itl, 0.5) * 1e3, "ms", "bare-torch step", step_s * 1e3),
-            Row(f"ITL p99, {at}", percentile(found.itl, 0.99) * 1e3, "ms", "bare-torch step", step_s * 1e3),
-            Row(f"output, {at}", found.num_tokens / found.elapsed_s, "tokens/s", "bare-torch step", count / step_s),
+            Row(f"TTFT p50, {at}", ttft.p50_s * 1e3, "ms", "bare-torch prefill", queue_s * 1e3),
+            Row(f"ITL p50, {at}", itl.p50_s * 1e3, "ms", "bare-torch step", step_s * 1e3),
+            Row(f"ITL p99, {at}", itl.p99_s * 1e3, "ms", "bare-torch step", step_s * 1e3),
+            Row(f"output, {at}", found.output_tokens_per_s, "tokens/s", "bare-torch step", count / step_s),
         ]
     return rows
 

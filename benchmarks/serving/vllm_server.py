@@ -13,7 +13,9 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import aiohttp
 
 from benchmarks.common.process_group import ProcessGroup
 from benchmarks.common.vllm_process import Vllm
@@ -78,6 +80,26 @@ class VllmServer(ProcessGroup):
                 return bool(response.status == 200)
         except OSError:
             return False  # it does not listen yet
+
+
+class VllmPrefill:
+    """Has prompts computed by the prefill server of a pair before their requests go to the decode server."""
+
+    def __init__(self, address: str) -> None:
+        self._url = f"http://{address}/v1/completions"
+        self._session = aiohttp.ClientSession()
+
+    async def prepare(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns the body with vLLM's description of where the prompt's pages are."""
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+        unknown = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+        asked = {name: body[name] for name in ("model", "prompt")}
+        asked |= {"max_tokens": 1, "kv_transfer_params": wanted | unknown}
+        async with self._session.post(self._url, json=asked, raise_for_status=True) as response:
+            return body | {"kv_transfer_params": (await response.json())["kv_transfer_params"]}
+
+    async def close(self) -> None:
+        await self._session.close()
 
 
 def _free_ports(count: int) -> list[int]:

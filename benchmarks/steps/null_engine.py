@@ -55,6 +55,8 @@ class NullEngine:
 class NullTransfers:
     """Stands in for `decode_worker.prefill.transfer_table.TransferTable`: no request waits for pages."""
 
+    num_mismatches = 0
+
     def grant_reservations(self, scheduler: object) -> list[object]:
         return []
 

@@ -23,7 +23,7 @@ def add_admin_options(parser: ArgumentParser) -> None:
     admin = os.environ.get("PENSTOCK_ADMIN", "localhost:50052")
     add("--admin", default=admin, metavar="HOST:PORT", help="default: $PENSTOCK_ADMIN, else port 50052")
     add("--secret-file", metavar="FILE", help="the deployment's secret, if another account runs it")
-    _add_tls_options(parser, "PENSTOCK_ADMIN_")
+    add_tls_options(parser, "PENSTOCK_ADMIN_")
 
 
 def add_client_options(parser: ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_client_options(parser: ArgumentParser) -> None:
     server = os.environ.get("PENSTOCK_SERVER", "localhost:50051")
     add("--server", default=server, metavar="HOST:PORT", help="or $PENSTOCK_SERVER; default: %(default)s")
     add("--api-key", metavar="KEY", help="default: $PENSTOCK_API_KEY, which other users of the machine cannot read")
-    _add_tls_options(parser)
+    add_tls_options(parser)
     add("--lookaside", action="store_true", help="stream from the decode worker itself, if the deployment allows it")
     add("--timeout", type=float, metavar="SECONDS", help="deadline of each answer")
     add("--lane", choices=[lane.value for lane in Lane], help="priority class; default: the caller's own")
@@ -44,7 +44,7 @@ def add_client_options(parser: ArgumentParser) -> None:
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
 
 
-def _add_tls_options(parser: ArgumentParser, variables: str = "") -> None:
+def add_tls_options(parser: ArgumentParser, variables: str = "") -> None:
     """Adds the flags of TLS, which default to variables of the environment that begin with `variables`."""
     add = parser.add_argument
     found = {name: os.environ.get(f"{variables}{name}") for name in ("CA", "CERT", "CERT_KEY")} if variables else {}

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 import ray
+import ray._private.ray_constants as ray_constants
 from ray.exceptions import RayError
 
 from cluster.pools.resources import ResourceShare, divide_resources, num_cpus_needed
@@ -143,25 +144,43 @@ def _init_embedded(config: ServeConfig, wait_s: int) -> dict[str, ResourceShare]
     os.environ["RAY_gcs_server_port_wait_time_s"] = str(wait_s)  # noqa: SIM112 - the name is Ray's
     verbose = "PENSTOCK_LOG" in os.environ
     _become_subreaper()
-    ray.init(
-        address="local",  # even where RAY_ADDRESS is set
-        num_cpus=_CPU_HEADROOM * max(num_cores, math.ceil(num_cpus_needed(config, shares))),
-        num_gpus=num_gpus,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        namespace=NAMESPACE,
-        log_to_driver=verbose,
-        logging_level=logging.INFO if verbose else logging.ERROR,
-        _node_ip_address=LOOPBACK,
-        _system_config=_daemon_settings(),
-    )
+    with _on_loopback_alone():
+        ray.init(
+            address="local",  # even where RAY_ADDRESS is set
+            num_cpus=_CPU_HEADROOM * max(num_cores, math.ceil(num_cpus_needed(config, shares))),
+            num_gpus=num_gpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            namespace=NAMESPACE,
+            log_to_driver=verbose,
+            logging_level=logging.INFO if verbose else logging.ERROR,
+            _node_ip_address=LOOPBACK,
+            _system_config=_daemon_settings(),
+        )
     return shares
+
+
+@contextlib.contextmanager
+def _on_loopback_alone() -> Iterator[None]:
+    """Has Ray keep the loopback address that it is given, and listen there alone.
+
+    Where it may be part of a cluster, it replaces that address by the machine's and listens on every interface.
+    """
+    may_be_cluster = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = may_be_cluster
 
 
 def _daemon_settings() -> dict[str, object]:
     """Returns settings of Ray's own that make the loss of one daemon harmless to the other processes."""
     # The control store would declare the only node dead, and every process of it would end: `DaemonWatch` decides that.
     settings: dict[str, object] = {"health_check_failure_threshold": 1000}
+    # Ray runs actors at niceness 15. Beside any other work that keeps the cores busy, a router would be silent and
+    # workers would stand still.
+    settings["worker_niceness"] = 0
     if keeps_state():
         folder = tempfile.mkdtemp(prefix="penstock-ray-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

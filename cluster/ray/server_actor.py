@@ -24,7 +24,7 @@ from cluster.ray.rank_actors import launch_actors
 from cluster.ray.sigterm import on_sigterm
 from penstock.config import RouterConfig, WorkerConfig, parse
 from penstock.errors import InternalError, InvalidInput, PenstockError, to_status
-from penstock.process import freeze_heap, set_up_logging
+from penstock.process import favour_event_loop, freeze_heap, return_freed_memory, set_up_logging
 from penstock.rpc.addresses import LOOPBACK, callable_host
 from penstock.types import Epoch, Role, WorkerId
 from worker.main import drain_server
@@ -93,11 +93,14 @@ class HostedRouter:
     def __init__(self, config: RouterConfig) -> None:
         from router.server import RouterServer
 
+        return_freed_memory()
+        favour_event_loop()
         self._config = config
         self._server = RouterServer(config)
 
     async def start(self, stages: StartReporter) -> Started:
         await self._server.start()
+        self._server.warm_up()
         freeze_heap()
         host = callable_host(self._config.host)
         ports = self._server.ports

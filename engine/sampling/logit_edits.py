@@ -45,6 +45,8 @@ def edit_logits(
     bias, repetition, additive, banned = _Cells(), _Cells(), _Cells(), _Cells()
     for row, sequence in enumerate(sequences):
         sampling = sequence.sampling
+        if sampling.grammar is not None and not sampling.edits_beside_grammar:
+            continue
         if sampling.logit_bias:
             known = {token: value for token, value in sampling.logit_bias.items() if 0 <= token < vocab_size}
             bias.add(row, known, known.values())

@@ -125,28 +125,39 @@ def sample_each(
             group_RV = group_RV.to(torch.float32, copy=True)
             edit_logits(group_RV, members, eos_token_ids, masks)
         sampled_R, valid_R = sample_rows(group_RV, SamplingRows.of(members))
-        found = torch.stack((sampled_R, valid_R.long())).tolist()  # one copy to the host
-        for index, token_id, valid in zip(group, *found, strict=True):
+        sampled, valid = torch.stack((sampled_R, valid_R.long())).tolist()  # one copy to the host
+        for index, token_id in zip(group, sampled, strict=True):
             token_ids[index] = token_id
-            error = _error_of(sequences[index], token_id, bool(valid), masks)
-            if error is not None:
-                failed[index] = error
+        if group is edited:
+            failed |= _grammar_errors(group, members, sampled, masks)
+        for index, is_valid in zip(group, valid, strict=True):
+            if not is_valid:
+                failed.setdefault(index, no_distribution(sequences[index]))
     logprobs = _logprobs(logits_BV, sequences, token_ids)
     return [SampledToken(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)], failed
 
 
-def _error_of(sequence: Sequence, token_id: int, is_valid: bool, masks: TokenMasks | None) -> PenstockError | None:
-    """Returns why the sampled token means nothing, or None."""
-    if sequence.sampling.grammar is not None:
-        if masks is None:
-            return InternalError(f"request {sequence.request_id}: its grammar's mask was not computed")
-        if sequence in masks.failed:
-            return masks.failed[sequence]
-        if not masks.allows(sequence, token_id):  # every token is at minus infinity, and an argmax takes the first
-            return InvalidInput(
+def _grammar_errors(
+    group: list[int], members: list[Sequence], token_ids: list[int], masks: TokenMasks | None
+) -> dict[int, PenstockError]:
+    """Returns, by its index in `group`, why the token of a row with a grammar means nothing."""
+    if masks is None:
+        return {
+            index: InternalError(f"request {sequence.request_id}: its grammar's mask was not computed")
+            for index, sequence in zip(group, members, strict=True)
+            if sequence.sampling.grammar is not None
+        }
+    ruled = [place for place, sequence in enumerate(members) if sequence.sampling.grammar is not None]
+    allowed = masks.allows([members[place] for place in ruled], [token_ids[place] for place in ruled])
+    failed: dict[int, PenstockError] = {}
+    for place, is_allowed in zip(ruled, allowed, strict=True):
+        if members[place] in masks.failed:
+            failed[group[place]] = masks.failed[members[place]]
+        elif not is_allowed:  # every token is at minus infinity, and an argmax takes the first
+            failed[group[place]] = InvalidInput(
                 "sampling", "leaves no token that its grammar allows; relax the bans beside the grammar"
             )
-    return None if is_valid else no_distribution(sequence)
+    return failed
 
 
 def _kernel_for(logits_RV: torch.Tensor) -> SampleKernel | None:

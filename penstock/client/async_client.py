@@ -23,8 +23,8 @@ from penstock.client import async_io as io
 from penstock.client.async_stream import AsyncGenerateStream, AsyncRoutedCall, Start
 from penstock.client.auth import ClientTls, auth_metadata
 from penstock.client.channels import CHANNEL_OPTIONS, WorkerChannels, failure_of, worker_options
+from penstock.client.chat import Chat, ChatMessage
 from penstock.client.results import (
-    ChatMessage,
     GenerateResult,
     ModelInfo,
     Prompt,
@@ -98,10 +98,11 @@ class AsyncClient:
     ) -> AsyncGenerateStream:
         """Starts to generate; iterate over the stream for chunks, or use its `complete()` for the whole answer.
 
-        `prompt` is text, token ids, or chat messages. `timeout_s` bounds the whole call, retries included. `lane` is
-        interactive, standard or bulk, by default the tenant's own. Requests of one `session` go to the same workers if
-        that costs little; with `explain`, the stream's `decision` says why they were chosen. Raises InvalidInput at
-        once for a prompt or an option that no server could read; every other error comes from the stream.
+        `prompt` is text, token ids, chat messages, or a `Chat` of them. `timeout_s` bounds the whole call, retries
+        included. `lane` is interactive, standard or bulk, by default the tenant's own. Requests of one `session` go to
+        the same workers if that costs little; with `explain`, the stream's `decision` says why they were chosen. Raises
+        InvalidInput at once for a prompt or an option that no server could read; every other error comes from the
+        stream.
         """
         request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane)
         attempts = self._attempts(timeout_s, self._timeout_s)
@@ -135,7 +136,7 @@ class AsyncClient:
             return await stream.complete()
 
     async def tokenize(
-        self, prompt: str | Sequence[ChatMessage], *, model: str = "", timeout_s: float | None = None
+        self, prompt: str | Sequence[ChatMessage] | Chat, *, model: str = "", timeout_s: float | None = None
     ) -> Tokens:
         """Returns the token ids of a text, or of messages as the model's chat template renders them."""
         request = build_tokenize_request(prompt, model)

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from penstock.client.chat import Chat, ChatMessage, checked_text, set_chat
 from penstock.errors import InvalidInput
 from penstock.types import FinishReason, Grammar, Lane, SamplingOptions
 from penstock.v1 import common_pb2, inference_pb2
 from penstock.wire import finish_reason_from_wire, grammar_to_wire, lane_from_name, lane_to_wire
 
-ChatMessage = Mapping[str, str]  # {"role": "user", "content": "..."}
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
+Prompt = str | Sequence[int] | Sequence[ChatMessage] | Chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,9 @@ def build_request(
     return request
 
 
-def build_tokenize_request(prompt: str | Sequence[ChatMessage], model: str = "") -> inference_pb2.TokenizeRequest:
+def build_tokenize_request(
+    prompt: str | Sequence[ChatMessage] | Chat, model: str = ""
+) -> inference_pb2.TokenizeRequest:
     request = inference_pb2.TokenizeRequest(model=model)
     _set_prompt(request, prompt)
     return request
@@ -204,13 +206,16 @@ def build_tokenize_request(prompt: str | Sequence[ChatMessage], model: str = "")
 
 def _set_prompt(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
-        request.text = _text("prompt", prompt)
+        request.text = checked_text("prompt", prompt)
+        return
+    if isinstance(prompt, Chat):
+        set_chat(request, prompt)
         return
     items = list(prompt)
     if not items:
         raise InvalidInput("prompt", "is empty; give text, token ids or chat messages")
     if all(isinstance(item, Mapping) for item in items):
-        request.messages.extend(_message(number, item) for number, item in enumerate(items))  # type: ignore[arg-type]
+        set_chat(request, Chat(items))  # type: ignore[arg-type]
         return
     if not isinstance(request, inference_pb2.GenerateRequest):
         raise InvalidInput("prompt", f"holds {items[0]!r}; give text or chat messages")
@@ -220,23 +225,6 @@ def _set_prompt(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeR
         raise InvalidInput(
             "prompt", f"{error}; give text, token ids below 2^32, or {{'role', 'content'}} messages"
         ) from error
-
-
-def _message(number: int, message: Mapping[str, str]) -> inference_pb2.ChatMessage:
-    if set(message) != {"role", "content"}:
-        raise InvalidInput(f"messages[{number}]", f"has the keys {sorted(message)}; give 'role' and 'content'")
-    role = _text(f"messages[{number}].role", message["role"])
-    return inference_pb2.ChatMessage(role=role, content=_text(f"messages[{number}].content", message["content"]))
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise InvalidInput(name, f"is {value!r}; give a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInput(name, f"is not valid Unicode text ({error.reason}); remove lone surrogates") from error
-    return value
 
 
 def _sampling_to_wire(options: Mapping[str, object]) -> common_pb2.SamplingParams:

@@ -155,6 +155,9 @@ class LimitsConfig(_SecretiveConfig):
     on to their end."""
     ping_strikes: int = Field(16, ge=1)
     """gRPC pings sent faster than two a second, without data in between, after which a connection is closed."""
+    control_bytes_per_s: int = Field(64 * 1024, ge=1024)
+    """Bytes that a gRPC connection may send each second beyond its calls, such as pings; one that sends more is
+    closed."""
     body_timeout_s: float = Field(30.0, gt=0)
     """Seconds in which the message of a gRPC call or the body of an HTTP request must arrive."""
     bodies_bytes: int = Field(1 << 30, ge=1024)

@@ -51,7 +51,8 @@ _KEEPALIVE: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-_PING_POLICY: list[tuple[str, int]] = [
+# Of every server: how often callers may ping it.
+PING_POLICY: list[tuple[str, int]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
 ]
@@ -95,7 +96,7 @@ class GrpcServer:
         turn TLS on. `limits` are gRPC options that override the common ones. Of more calls than `max_calls` at
         once, the later ones are refused with RESOURCE_EXHAUSTED. With `shares_port` other servers may listen at the
         same port; the system gives each new connection to one of those that live."""
-        options = dict([*_OPTIONS, *_PING_POLICY, *(_KEEPALIVE if keepalive else [])]) | dict(limits)
+        options = dict([*_OPTIONS, *PING_POLICY, *(_KEEPALIVE if keepalive else [])]) | dict(limits)
         options["grpc.so_reuseport"] = int(shares_port)
         self.server = grpc.aio.server(
             interceptors=interceptors, options=list(options.items()), maximum_concurrent_rpcs=max_calls

@@ -1,7 +1,7 @@
 """Compiles grammars for one checkpoint's tokens, for routers that check them and for workers that obey them.
 
-It stands on llguidance, which reads tokenizer.json itself. Whatever a grammar says, compiling it and masking tokens
-with it is bounded: by `MAX_SOURCE_BYTES`, and by the fuel, the states and the items that `_LIMITS` grants.
+It stands on llguidance, which reads tokenizer.json itself. Masking tokens with a grammar is bounded by the fuel, the
+states and the items that `_LIMITS` grants for each step; compiling it by those and by `MAX_SOURCE_BYTES`, mostly.
 """
 
 from __future__ import annotations
@@ -13,29 +13,33 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.errors import CheckpointError, InvalidInput
+from penstock.text.schema_keywords import in_known_keywords
 from penstock.text.schemas import closed
 from penstock.types import Grammar, GrammarKind
 
 FIELD = "sampling.grammar"
 MAX_SOURCE_BYTES = 128 << 10
 _CACHE_BYTES = 16 << 20
+_MAX_CHOICES = 1_900  # each takes an item of the grammar's first row, which has `max_items_in_row`
 _ENTRY_BYTES = 64 << 10  # of a compiled grammar besides its source, about
 _MAX_PROBLEM = 400  # characters of llguidance's message
 # White space between two tokens of JSON: one space, or a new line with its indentation. A model that likes white space
 # would otherwise write nothing else.
 _JSON_SPACE = r" |\r?\n[ \t]{0,32}"
-# Measured 2026-11 on a busy core: real schemas of 100 kB compile in 20 ms. The worst found, a Lark intersection of ten
-# regexes that each double the states, runs out of this fuel after 0.6 s, of twice as much after 2.6 s.
+# Measured 2026-11: a real schema of 130 kB compiles in 20 ms within these limits, 500 random ones in 2 ms each at most.
+# Fuel does not bound all: a `multipleOf` of large numbers and a regex of many optional classes take seconds. Hence
+# routers compile each grammar first in a process that ends with its processor time (`router.text.grammar_sandbox`).
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=100_000,
-    step_lexer_fuel=100_000,
+    initial_lexer_fuel=30_000,
+    step_lexer_fuel=30_000,
     step_max_items=50_000,
     max_items_in_row=2_000,
     max_lexer_states=20_000,
-    max_grammar_size=100_000,
+    max_grammar_size=20_000,
     verbose_errors=False,
 )
 
@@ -59,14 +63,13 @@ class GrammarCompiler:
         """The size of the cached grammars, about; never more than the cache's bound."""
         return self._num_bytes
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether the tokens' trie is built."""
-        return self._tokenizer is not None
-
     def prepare(self) -> None:
-        """Builds the tokens' trie: a second for a large vocabulary. Blocks; raises CheckpointError."""
-        self._load_tokenizer()
+        """Builds the tokens' trie, a second for a large vocabulary; does nothing where the checkpoint has no tokens.
+
+        Blocks; raises CheckpointError.
+        """
+        if self._path.is_file():
+            self._load_tokenizer()
 
     def cached(self, grammar: Grammar) -> LLMatcher | None:
         """Returns a matcher at the grammar's start, or None if the grammar was not compiled lately. Takes microseconds.
@@ -85,19 +88,28 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> LLMatcher:
         """Returns a matcher at the grammar's start. Blocks without the interpreter's lock, for milliseconds.
 
-        Raises InvalidInput for a grammar that cannot be obeyed, CheckpointError where the tokens are unknown.
+        Raises InvalidInput for a grammar that cannot be obeyed, even if only its first step shows that, and
+        CheckpointError where the tokens are unknown.
         """
         known = self.cached(grammar)
         if known is not None:
             return known
-        tokenizer, source = self._load_tokenizer(), to_llguidance(grammar)
-        matcher = LLMatcher(tokenizer, source, limits=_LIMITS, log_level=0)
-        if matcher.is_error():
-            problem = InvalidInput(FIELD, f"cannot be obeyed: {_first_lines(matcher.get_error())}")
+        tokenizer = self._load_tokenizer()
+        try:
+            matcher = self._compile(tokenizer, grammar)
+        except InvalidInput as problem:
             self._keep(grammar, problem)  # whoever sends it again is refused at once
-            raise problem
+            raise
         self._keep(grammar, matcher)
         return matcher.deep_copy()
+
+    def _compile(self, tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+        matcher = LLMatcher(tokenizer, to_llguidance(grammar), limits=_LIMITS, log_level=0)
+        if not matcher.is_error():
+            _compute_mask(matcher, self._vocab_size)
+        if matcher.is_error():
+            raise InvalidInput(FIELD, f"cannot be obeyed: {_first_lines(matcher.get_error())}")
+        return matcher
 
     def _keep(self, grammar: Grammar, outcome: LLMatcher | InvalidInput) -> None:
         with self._changing:
@@ -147,7 +159,7 @@ def _schema_to_llguidance(source: str) -> str:
     own = schema.get("x-guidance") if isinstance(schema, dict) else None
     chooses_space = isinstance(own, dict) and "whitespace_flexible" in own
     options: Any = {} if chooses_space else {"whitespace_pattern": _JSON_SPACE}
-    text = json.dumps(closed(schema)) if isinstance(schema, dict) else "{}"
+    text = json.dumps(closed(in_known_keywords(schema))) if isinstance(schema, dict) else "{}"
     try:
         return str(LLMatcher.grammar_from_json_schema(text, defaults=options))
     except ValueError as error:
@@ -158,6 +170,8 @@ def _choice_to_lark(source: str) -> str:
     texts = _read_json(source)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise InvalidInput(FIELD, f"is {source[:100]!r}; a choice is a JSON list of texts")
+    if len(texts) > _MAX_CHOICES:
+        raise InvalidInput(FIELD, f"cannot be obeyed: it has {len(texts)} texts; give {_MAX_CHOICES} or fewer")
     return "start: " + " | ".join(json.dumps(text) for text in texts)
 
 
@@ -166,6 +180,12 @@ def _read_json(source: str) -> object:
         return json.loads(source)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(FIELD, f"is no JSON: {str(error)[:100]}") from None
+
+
+def _compute_mask(matcher: LLMatcher, vocab_size: int) -> None:
+    """Computes the first mask, whose lexer states the matcher keeps; afterwards it may be in error."""
+    words_W = np.zeros(-(-vocab_size // 32), np.int32)
+    matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
 
 
 def _size(grammar: Grammar) -> int:

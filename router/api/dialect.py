@@ -99,6 +99,7 @@ class ChoiceDelta:
     events: Sequence[ParserEvent]  # the output's text, parsed; what it leaves open comes with a later delta
     output: Output  # tokens, log-probabilities, the finish reason
     called_tools: bool = False  # a tool call has begun, in this delta or before
+    reasoning_tokens: int = 0  # those of the output's tokens that are reasoning, whether or not the client gets it
 
     @property
     def text(self) -> str:
@@ -113,10 +114,13 @@ class CallTotals:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
     decisions: list[Json] = field(default_factory=list)  # why its workers were chosen, if it asks
 
-    def add(self, output: Output) -> None:
+    def add(self, delta: ChoiceDelta) -> None:
+        output = delta.output
         self.completion_tokens += len(output.token_ids)
+        self.reasoning_tokens += delta.reasoning_tokens
         if output.usage is not None:
             self.cached_tokens += output.usage.cached_tokens
         if output.decision is not None:

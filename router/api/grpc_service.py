@@ -20,9 +20,11 @@ from penstock.v1 import inference_pb2
 from router.api.identity import Tenant
 from router.api.prepare import RequestPreparer
 from router.api.reader_watch import ReaderWatch
-from router.api.request_decoding import tolerant
+from router.api.request_decoding import Undecoded, deserializer
+from router.connection_guard import ConnectionGuard
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lookaside import Route
+from router.fair_threads import FairThreads
 from router.fleet.worker_fleet import WorkerFleet
 from router.metrics.metrics import RouterMetrics
 from router.prepared_request import PreparedRequest
@@ -31,9 +33,10 @@ from router.routing.decision_record import to_json
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 
 GRANTED_TOKENS = "penstock-max-tokens"  # trailer: the max_tokens that overload has allowed
+_MOST_BYTES = 4  # of a character in UTF-8
 
 MessageT = TypeVar("MessageT", bound=Message)
-Messages = AsyncIterable[MessageT | InvalidInput]  # of a call: one, as `router.api.request_decoding` decodes it
+Messages = AsyncIterable[MessageT | InvalidInput | Undecoded]  # of a call: one
 
 
 class InferenceService:
@@ -49,10 +52,15 @@ class InferenceService:
         dispatcher: Dispatcher,
         fleet: WorkerFleet,
         metrics: RouterMetrics,
+        threads: FairThreads,
+        guard: ConnectionGuard,
         *,
         wants_tls: bool = False,
     ) -> None:
-        """With `wants_tls`, only the process that supervises this router may call without TLS."""
+        """`threads` decode large messages; `guard` counts calls. With `wants_tls`, only the process that
+        supervises this router may call without TLS."""
+        self._threads = threads
+        self._guard = guard
         self._wants_tls = wants_tls
         self._preparer = preparer
         self._dispatcher = dispatcher
@@ -73,7 +81,7 @@ class InferenceService:
         return {
             name: make_handler(
                 method,
-                request_deserializer=tolerant(
+                request_deserializer=deserializer(
                     GetMessageClass(SERVICE.methods_by_name[name].input_type), self._preparer.limits
                 ),
                 response_serializer=GetMessageClass(SERVICE.methods_by_name[name].output_type).SerializeToString,
@@ -122,16 +130,20 @@ class InferenceService:
         self, messages: Messages[inference_pb2.GenerateRequest], context: grpc.aio.ServicerContext
     ) -> PreparedRequest:
         tenant = self._identify(context)
-        message = await self._read(messages)
+        message = await self._read(messages, tenant)
         hints = read_hints(dict(context.invocation_metadata() or ()))
         return await self._preparer.prepare(message, tenant, context.time_remaining(), hints=hints)
 
-    async def _read(self, messages: Messages[MessageT]) -> MessageT:
-        """Returns the call's message. Raises InvalidInput, or DeadlineExceeded if it does not arrive."""
+    async def _read(self, messages: Messages[MessageT], tenant: Tenant) -> MessageT:
+        """Returns the call's message. Raises InvalidInput, Overloaded, or DeadlineExceeded if it does not arrive."""
         timeout_s = self._preparer.limits.body_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 message = await anext(aiter(messages))
+                if isinstance(message, Undecoded):
+                    data, decode = message
+                    max_text_bytes = _MOST_BYTES * self._preparer.limits_within(1).prompt_characters
+                    message = await self._threads.run(tenant.name, len(data), decode, data, max_text_bytes)
         except StopAsyncIteration:
             raise InvalidInput("request", "is missing; send one message") from None
         except TimeoutError:
@@ -140,6 +152,7 @@ class InferenceService:
             raise DeadlineExceeded(problem) from None
         if isinstance(message, InvalidInput):
             raise message
+        assert not isinstance(message, Undecoded)
         return message
 
     def _set_trailers(self, output: Output | Route, context: grpc.aio.ServicerContext) -> None:
@@ -152,6 +165,7 @@ class InferenceService:
 
     def _identify(self, context: grpc.aio.ServicerContext) -> Tenant:
         """Raises Unauthenticated or PermissionDenied."""
+        self._guard.on_call(context.peer())
         tenants = self._preparer.tenants
         if not (self._wants_tls or tenants.are_configured):
             return tenants.open
@@ -165,7 +179,7 @@ class InferenceService:
     ) -> inference_pb2.TokenizeResponse:
         async with typed_errors(context):
             tenant = self._identify(context)
-            request = await self._read(messages)
+            request = await self._read(messages, tenant)
             token_ids, tokens = await self._preparer.tokenize(request, tenant, context.time_remaining())
             return inference_pb2.TokenizeResponse(token_ids=token_ids, tokens=tokens)
 
@@ -173,8 +187,7 @@ class InferenceService:
         self, messages: Messages[inference_pb2.ListModelsRequest], context: grpc.aio.ServicerContext
     ) -> inference_pb2.ListModelsResponse:
         async with typed_errors(context):
-            self._identify(context)
-            await self._read(messages)
+            await self._read(messages, self._identify(context))
             group = self._fleet.group()
             model = inference_pb2.Model(
                 id=self._preparer.card.name,

@@ -71,6 +71,18 @@ class OutputParsing:
             return None
         return choice.make(self._tools, starts_in_reasoning=self._opens_reasoning(token_ids))
 
+    def pieces(self, output: Output) -> list[tuple[str, int]]:
+        """Returns the output's text in pieces with their numbers of tokens; by tokens if those of reasoning count."""
+        token_ids, text = output.token_ids, output.text
+        if len(token_ids) <= 1 or self._choice.reasoning_format is None:
+            return [(text, len(token_ids))]
+        found, start = [], 0
+        for token_id in token_ids[:-1]:
+            end = start + len(self._spelling.token_text(token_id))
+            found.append((text[start:end], 1))
+            start = end
+        return [*found, (text[start:], 1)]
+
     def keeps(self, event: ParserEvent) -> bool:
         """Whether the client gets the event."""
         if isinstance(event, ReasoningDelta):
@@ -94,17 +106,24 @@ class ParsedOutputs:
         self._parsing = parsing
         self._parsers = [parsing.parser(token_ids) for token_ids in prompts for _ in range(completions)]
         self._called: set[int] = set()
+        self._reasoning: set[int] = set()  # choices whose last text was reasoning
 
     def delta(self, choice: int, output: Output) -> ChoiceDelta:
         """Returns what the output adds to the choice. A choice's outputs come in order."""
-        parser = self._parsers[choice]
+        parser, reasoning_tokens = self._parsers[choice], 0
         if parser is None:
             events: list[ParserEvent] = [TextDelta(output.text)] if output.text else []
         else:
-            events = parser.feed(output.text) if output.text else []
+            events = []
+            for text, num_tokens in self._parsing.pieces(output):
+                found = parser.feed(text) if text else []
+                if found:
+                    (self._reasoning.add if isinstance(found[-1], ReasoningDelta) else self._reasoning.discard)(choice)
+                reasoning_tokens += num_tokens if choice in self._reasoning else 0
+                events += found
             if output.finish_reason is not None:
-                events = [*events, *parser.finish()]
+                events += parser.finish()
             events = [event for event in events if self._parsing.keeps(event)]
             if any(isinstance(event, ToolCallStart) for event in events):
                 self._called.add(choice)
-        return ChoiceDelta(choice, events, output, choice in self._called)
+        return ChoiceDelta(choice, events, output, choice in self._called, reasoning_tokens)

@@ -12,6 +12,8 @@ import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from penstock.config.security import LimitsConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overloaded, Quarantined, Unavailable
@@ -25,6 +27,7 @@ from router.api.conversations import read_conversation
 from router.api.dialect import OutputFormat
 from router.api.identity import Tenant, Tenants, salted_scope
 from router.api.limits import (
+    PromptRequest,
     check_count,
     check_prompt,
     check_request,
@@ -37,15 +40,21 @@ from router.dispatch.context import DispatchContext
 from router.fleet.worker_groups import WorkerGroup
 from router.parsers.choice import choose_parsers
 from router.prepared_request import PreparedRequest
+from router.text.conversation import Conversation
 from router.text.grammar_check import GrammarCheck
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
 
 _WAIT_FOR_WORKER_S = 5.0
 _MANY_TOKENS = 1 << 16  # or characters
+_INLINE_MESSAGES = 128  # read in half a millisecond
+_CHARACTERS_PER_MESSAGE = 16  # of the size of work that counts for each message
 _CHARACTERS_PER_TOKEN = 64  # beyond any prompt's average, so that a text that cannot fit is refused untokenized
 _BYTES_PER_TOKEN = 4  # of a text that is not tokenized yet, about
 _RETRY_AFTER_S = 1.0
+
+
+ResultT = TypeVar("ResultT")
 
 
 class RequestPreparer:
@@ -83,8 +92,12 @@ class RequestPreparer:
         """Returns how the outputs of a call are parsed. Raises InvalidInput for tools that the model cannot call."""
         return OutputParsing(form, self._parsers, self.tokenizer.spelling, self.tokenizer.special_tokens)
 
+    def warm_up(self) -> None:
+        """Starts the process that compiles grammars, off the event loop; otherwise the first grammar would wait."""
+        self._grammars.start()
+
     def close(self) -> None:
-        """Ends the threads that compile grammars."""
+        """Ends the process that compiles grammars."""
         self._grammars.close()
 
     async def prepare(
@@ -99,7 +112,8 @@ class RequestPreparer:
     ) -> PreparedRequest:
         """Waits a while if no worker takes requests. `accepted_s` (monotonic) is now, unless it is given.
 
-        `complete` sets what a sampling has to obey beyond what the request says, once the prompt's tokens are known.
+        `complete` sets what a sampling has to obey beyond what the request says, once the prompt's tokens are known. It
+        may run on a thread.
 
         Raises InvalidInput, PermissionDenied, ModelNotFound, Quarantined, Overloaded, DeadlineExceeded, or Unavailable
         if no worker appears.
@@ -108,10 +122,11 @@ class RequestPreparer:
         with self._context.counting_errors():
             if self.leaving:
                 raise Unavailable("this router is shutting down; ask another", _RETRY_AFTER_S)
-            check_request(wire, self.limits_of(wire))
+            deadline_s = accepted_s + self._limit_s(timeout_s)
+            async with self.until(deadline_s):
+                await self._inspect(wire, tenant, lambda: check_request(wire, self.limits_of(wire)))
             self.check_model(wire.model)
             lane = tenant.lane(wire.lane)
-            deadline_s = accepted_s + self._limit_s(timeout_s)
             async with self.until(deadline_s):
                 token_ids, prepaid_tokens = await self._prompt(wire, tenant, lane)
             if wire.HasField("truncate_prompt_tokens"):
@@ -128,7 +143,9 @@ class RequestPreparer:
                 wire.sampling, lane, group.context_length - len(token_ids), default_max_tokens
             )
             if complete is not None:
-                complete(params, token_ids)
+                num_characters = sum(len(tool.parameters) for tool in wire.chat.tools)
+                async with self.until(deadline_s):
+                    await self._grammars.write(tenant.name, num_characters, partial(complete, params, token_ids))
             if params.HasField("grammar"):
                 async with self.until(deadline_s):
                     await self._grammars.check(grammar_from_wire(params.grammar), tenant.name)
@@ -261,11 +278,13 @@ class RequestPreparer:
 
         Raises InvalidInput, ModelNotFound, Overloaded or DeadlineExceeded.
         """
-        check_prompt(wire, self.limits_of(wire))
+        deadline_s = self.deadline_s(timeout_s)
+        async with self.until(deadline_s):
+            await self._inspect(wire, tenant, lambda: check_prompt(wire, self.limits_of(wire)))
         self.check_model(wire.model)
         if wire.HasField("text") == bool(wire.messages):
             raise InvalidInput("text", "give exactly one of text and messages")
-        async with self.until(self.deadline_s(timeout_s)):
+        async with self.until(deadline_s):
             token_ids, prepaid_tokens = await self._encode(wire, tenant, tenant.config.lane)
             self._context.gate.repay(tenant.name, prepaid_tokens - len(token_ids))
             check_tokens(len(token_ids), self.limits)
@@ -289,6 +308,17 @@ class RequestPreparer:
             gate.repay(tenant.name, price)
             raise
 
+    async def _inspect(self, wire: PromptRequest, tenant: Tenant, work: Callable[[], ResultT]) -> ResultT:
+        """Does work that reads all messages or the text, off the event loop if they are long.
+
+        Raises Overloaded, or what `work` raises.
+        """
+        num_messages, num_characters = len(wire.messages), len(wire.text)  # each look at the text copies it
+        if num_messages <= _INLINE_MESSAGES and num_characters <= _MANY_TOKENS:
+            return work()
+        size = _CHARACTERS_PER_MESSAGE * num_messages + num_characters // _CHARACTERS_PER_TOKEN
+        return await self.tokenizer.off_loop(tenant.name, size, work)
+
     async def _encode(
         self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, tenant: Tenant, lane: Lane
     ) -> tuple[list[int], int]:
@@ -299,9 +329,9 @@ class RequestPreparer:
         """
         salt = wire.cache_salt if isinstance(wire, inference_pb2.GenerateRequest) else ""
         scope, caller, gate = salted_scope(tenant.cache_scope, salt), tenant.name, self._context.gate
-        conversation = read_conversation(wire) if wire.messages else None
+        conversation, num_bytes = await self._inspect(wire, tenant, lambda: _texts_of(wire))
         added = wire.add_special_tokens if wire.HasField("add_special_tokens") else conversation is None
-        prepaid_tokens = 1 + sum(len(text.encode()) for text in prompt_texts(wire)) // _BYTES_PER_TOKEN
+        prepaid_tokens = 1 + num_bytes // _BYTES_PER_TOKEN
         gate.prepay(tenant.name, lane, prepaid_tokens)
         try:
             if conversation is not None:
@@ -312,6 +342,12 @@ class RequestPreparer:
         except Overloaded:
             gate.repay(tenant.name, prepaid_tokens)
             raise
+
+
+def _texts_of(wire: PromptRequest) -> tuple[Conversation | None, int]:
+    """Returns the conversation, if there is one, and the bytes of all texts of the prompt. Raises InvalidInput."""
+    conversation = read_conversation(wire) if wire.messages else None
+    return conversation, sum(len(text.encode()) for text in prompt_texts(wire))
 
 
 def _fraction_of(session: str) -> float:

@@ -1,13 +1,14 @@
 """Decodes a client's message, or names the field at fault: gRPC itself would answer INTERNAL and name nothing.
 
-It runs on the event loop. A message of many fields is therefore refused before protobuf
-makes an object of each, and no more fields are examined for an explanation than a message may have.
+A message of many fields is refused before protobuf makes an object of each, and no more fields are examined for an
+explanation than a message may have. The library decodes on the event loop; it leaves large messages to the handler,
+which has threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
@@ -17,11 +18,15 @@ from penstock.errors import InvalidInput
 from router.api.limits import check_count
 
 MessageT = TypeVar("MessageT", bound=Message)
+DecodedT = TypeVar("DecodedT", bound=Message, covariant=True)
+
+_TEXT = "text"  # the field of a prompt
 
 # Wire types: https://protobuf.dev/programming-guides/encoding/
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _GROUP_START, _GROUP_END, _FIXED32 = range(6)
 _MAX_VARINT_BYTES = 10
-_SMALL_MESSAGE_BYTES = 64 * 1024  # decoded in a few milliseconds, however many fields it has
+_UNCOUNTED_BYTES = 64 * 1024  # decoded in a few milliseconds, however many fields it has
+_INLINE_BYTES = 8 * 1024  # decoded in a fraction of a millisecond
 _MAX_EXPLAINED_FIELDS = 4096  # read in a few milliseconds
 _CONTINUED = bytes(range(128, 256))  # the bytes of varints but the last of each
 
@@ -85,8 +90,32 @@ class _FieldReader:
         raise DecodeError("a number does not end")
 
 
-def tolerant(kind: type[MessageT], limits: LimitsConfig) -> Callable[[bytes], MessageT | InvalidInput]:
-    """Returns a deserializer that returns the problem instead of raising it; the handler raises it as a status."""
+class _Decode(Protocol[DecodedT]):
+    def __call__(self, data: bytes, max_text_bytes: int = ..., /) -> DecodedT | InvalidInput: ...
+
+
+class Undecoded(NamedTuple):
+    """A large message, to be decoded off the event loop."""
+
+    data: bytes
+    decode: Callable[[bytes, int], Any]  # returns the message or what is wrong with it, given `tolerant`'s bound
+
+
+def deserializer(kind: type[MessageT], limits: LimitsConfig) -> Callable[[bytes], MessageT | InvalidInput | Undecoded]:
+    """Returns what decodes a message as `tolerant` does, but for large ones."""
+    decode = tolerant(kind, limits)
+
+    def read(data: bytes) -> MessageT | InvalidInput | Undecoded:
+        return decode(data) if len(data) <= _INLINE_BYTES else Undecoded(data, decode)
+
+    return read
+
+
+def tolerant(kind: type[MessageT], limits: LimitsConfig) -> _Decode[MessageT]:
+    """Returns a deserializer that returns the problem instead of raising it; the handler raises it as a status.
+
+    Its second argument is how many bytes the prompt's text may have at most; longer ones are not even decoded.
+    """
     descriptor: Descriptor = kind.DESCRIPTOR  # type: ignore[assignment]
     # A message of text has three fields, one with a tool call seven, and one that answers it four; a bias or a tool has
     # up to four.
@@ -94,10 +123,10 @@ def tolerant(kind: type[MessageT], limits: LimitsConfig) -> Callable[[bytes], Me
     # Of the prompt, emitted by an earlier call, and of the sampling parameters.
     max_numbers = 2 * limits.prompt_tokens + limits.stop_token_ids + limits.allowed_token_ids
 
-    def read(data: bytes) -> MessageT | InvalidInput:
+    def read(data: bytes, max_text_bytes: int = limits.request_bytes) -> MessageT | InvalidInput:
         try:
-            if len(data) > _SMALL_MESSAGE_BYTES:
-                _check_counts(data, descriptor, max_fields, max_numbers)
+            if len(data) > _UNCOUNTED_BYTES:
+                _check_counts(data, descriptor, max_fields, max_numbers, max_text_bytes)
             return kind.FromString(data)
         except DecodeError:
             return explain(data, descriptor)
@@ -111,8 +140,11 @@ def tolerant(kind: type[MessageT], limits: LimitsConfig) -> Callable[[bytes], Me
     return read
 
 
-def _check_counts(data: bytes, descriptor: Descriptor, max_fields: int, max_numbers: int) -> None:
-    """Counts fields, and numbers in packed fields. Raises InvalidInput, DecodeError or _TooManyFields."""
+def _check_counts(data: bytes, descriptor: Descriptor, max_fields: int, max_numbers: int, max_text_bytes: int) -> None:
+    """Counts fields, numbers in packed fields, and bytes of the text.
+
+    Raises InvalidInput, DecodeError or _TooManyFields.
+    """
     reader = _FieldReader(data, max_fields)
     num_numbers = 0
 
@@ -122,7 +154,9 @@ def _check_counts(data: bytes, descriptor: Descriptor, max_fields: int, max_numb
             field = kind.fields_by_number.get(number)
             if field is None:
                 continue
-            if field.message_type is not None:
+            if not path and field.name == _TEXT:
+                check_count(_TEXT, finish - begin, max_text_bytes, "bytes")
+            elif field.message_type is not None:
                 check(field.message_type, begin, finish, f"{path}{field.name}.")
             elif field.is_repeated and field.type != FieldDescriptor.TYPE_STRING:
                 num_numbers += len(data[begin:finish].translate(None, _CONTINUED))

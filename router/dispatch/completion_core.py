@@ -1,8 +1,8 @@
 """The state machine of one completion on its way through workers: what it holds, and whether it goes on after a loss.
 
 Pure: the token stream reports to it what happened and does what it answers, and the simulator's router runs the same
-code in virtual time. It owns the completion's entries in the in-flight ledger and knows whether a worker still has it; it knows
-neither links nor messages.
+code in virtual time. It owns the completion's entries in the in-flight ledger and knows whether a worker still has it;
+it knows neither links nor messages.
 """
 
 from __future__ import annotations

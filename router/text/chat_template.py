@@ -22,15 +22,8 @@ import msgpack
 
 from penstock.errors import CheckpointError, InternalError, InvalidInput
 from router.text.conversation import Conversation
-from router.text.template_sandbox import (
-    INVALID,
-    RENDERED,
-    TOOL_TEMPLATE,
-    compile_template,
-    read_frame,
-    template_environment,
-    write_frame,
-)
+from router.text.frames import read_frame, write_frame
+from router.text.template_sandbox import INVALID, RENDERED, TOOL_TEMPLATE, compile_template, template_environment
 
 _ROOT = Path(__file__).resolve().parents[2]
 _STOP_TIMEOUT_S = 5.0

@@ -12,12 +12,12 @@ Whatever this module imports is in the untrusted process too; hence neither grpc
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
-import struct
 import sys
 from datetime import datetime
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import msgpack
@@ -26,13 +26,13 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from router.text.frames import NICENESS, read_frame, used_bytes, write_frame
+
 # The first byte of an answer. After INVALID come a field's name, a line feed and what is wrong with the field.
 RENDERED, REFUSED, INVALID = b"+", b"-", b"!"
 TOOL_TEMPLATE = "tool_source"  # of the first frame: the template of conversations with tools, if there is one
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # ends with a space, which shows whether the template trims contents
-
-_LENGTH = struct.Struct(">I")
 
 
 class _GenerationBlocks(Extension):
@@ -66,30 +66,16 @@ def template_environment() -> jinja2.Environment:
     return environment
 
 
-def write_frame(stream: IO[bytes], data: bytes) -> None:
-    stream.write(_LENGTH.pack(len(data)) + data)
-    stream.flush()
-
-
-def read_frame(stream: IO[bytes]) -> bytes | None:
-    """Returns None at the end of the stream."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    data = stream.read(length)
-    return data if len(data) == length else None
-
-
 def main() -> None:
     """Renders until stdin ends, or until the timer ends a rendering and the process with it."""
     first = read_frame(sys.stdin.buffer)
     if first is None:
         return
     given = msgpack.unpackb(first)
-    memory_bytes = _used_bytes() + given["max_memory_bytes"]
+    memory_bytes = used_bytes() + given["max_memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(NICENESS)
     templates = {name: compile_template(given[name]) for name in ("source", TOOL_TEMPLATE) if given.get(name)}
     while (frame := read_frame(sys.stdin.buffer)) is not None:
         # The default action of SIGALRM ends the process wherever it is, even after its router has gone.
@@ -178,12 +164,6 @@ def _json_object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _used_bytes() -> int:
-    """Returns the bytes of address space in use."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _raise_exception(message: str) -> NoReturn:

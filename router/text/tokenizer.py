@@ -7,9 +7,9 @@ in turns by caller (a tenant).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
@@ -25,6 +25,8 @@ _INLINE_TOKENS = 1024  # spelt in about a millisecond
 _INLINE_CHARACTERS = 4096  # encoded in about a millisecond; longer texts would delay every other stream
 _NUM_THREADS = 2
 _CACHE_BYTES = 64 << 20  # about ten million characters of conversations
+
+ResultT = TypeVar("ResultT")
 
 
 class Tokenizer:
@@ -97,9 +99,12 @@ class Tokenizer:
         if self.template is None:
             raise InvalidInput("messages", "the model has no chat template; send the prompt as text")
         conversation = chat if isinstance(chat, Conversation) else Conversation(chat)
-        self._check_template(self.template, conversation)
-        rendered = await self._template_thread.run(caller, conversation.size, self.template.render, conversation)
+        rendered = await self._template_thread.run(caller, conversation.size, self._render, self.template, conversation)
         return await self.encode(rendered, add_special_tokens=add_special_tokens, scope=scope, caller=caller)
+
+    def _render(self, template: ChatTemplate, conversation: Conversation) -> str:
+        self._check_template(template, conversation)
+        return template.render(conversation)
 
     def _check_template(self, template: ChatTemplate, conversation: Conversation) -> None:
         """Checks that the template shows what the conversation has. Raises InvalidInput."""
@@ -115,6 +120,11 @@ class Tokenizer:
                 raise InvalidInput(
                     f"messages[{number}].tool_calls", "are not possible: the model's chat template has none"
                 )
+
+    async def off_loop(self, caller: str, size: int, work: Callable[[], ResultT]) -> ResultT:
+        """Does other work on a prompt of that many characters, off the event loop. Raises Overloaded, or what it
+        raises."""
+        return await self._threads.run(caller, size, work)
 
     async def encode_each(self, texts: Sequence[str], caller: str = "") -> list[list[int]]:
         """Returns the ids of each text, without special tokens around it. Raises Overloaded."""

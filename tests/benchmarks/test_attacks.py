@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.attack import connections, http2_frames
+from benchmarks.attack import http2_frames
+from benchmarks.attack.attacks import connections
 from benchmarks.attack.growth import find_growth
 from benchmarks.attack.sockets import Http2
 from benchmarks.attack.table import ATTACKS, ROOMS, describe
@@ -107,6 +108,21 @@ def test_each_cost_is_named(change: dict[str, object], fault: str) -> None:
 def test_a_machine_that_is_slow_by_itself_is_not_blamed_on_the_attack() -> None:
     slow = replace(WINDOW, pause_s=0.4)
     assert replace(CALM, before=slow, during=replace(slow, pause_s=0.7)).faults(Bounds()) == []
+
+
+def test_what_the_machine_does_to_an_idle_server_too_is_not_the_attacks() -> None:
+    paused = replace(WINDOW, pause_s=0.7, idle_pause_s=0.4)
+    assert replace(CALM, during=paused).faults(Bounds()) == []
+    assert replace(CALM, during=replace(paused, idle_pause_s=0.3)).faults(Bounds()) == ["router silent for 0.70 s"]
+
+
+def test_streams_may_slow_down_with_the_cores_that_other_work_leaves() -> None:
+    slow = replace(CALM, during=replace(WINDOW, itl_s=0.012), cores_before=2.0)
+    assert replace(slow, cores_during=1.0).faults(Bounds()) == []
+    assert replace(slow, cores_during=2.0).faults(Bounds()) == [
+        "ITL beside it 3.0 times (2.0 cores before, 2.0 beside it)"
+    ]
+    assert len(replace(slow, cores_before=0.5, cores_during=2.0).faults(Bounds())) == 1  # more of them excuse nothing
 
 
 def test_a_stream_that_stands_still_counts_up_to_now() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import select
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from aiohttp import web
 
 from benchmarks.common.process_group import PipedProcess
 from benchmarks.common.vllm_process import NoVllm, find_vllm, preloads
@@ -22,7 +22,7 @@ from benchmarks.engine.workload import REQUESTS_NAME, VOCAB_SIZE, Ask, LoopWorkl
 from benchmarks.serving.__main__ import COLOCATED, METRICS, SPLIT
 from benchmarks.serving.__main__ import VLLM as VLLM_SERVER
 from benchmarks.serving.__main__ import rows_of as serving_rows
-from benchmarks.serving.load import ServingLatencies, StreamTimer, stream_completion
+from benchmarks.serving.vllm_server import VllmPrefill
 from benchmarks.steps.null_engine import NullEngine
 from engine.step.compute import PreparedStep, prepare_step
 from engine.step.sequence import ScheduledSequence
@@ -192,30 +192,31 @@ def test_prompts_of_different_lengths_begin_differently() -> None:
     assert all(len(kinds) == 1 for kinds in beginnings.values())
 
 
-@pytest.mark.parametrize("ending", ["data: [DONE]\n\n", 'data: {"error": "lost"}\n\n', ""])
-async def test_a_chunked_stream_is_read_piece_by_piece(ending: str) -> None:
-    pieces = [{"text": "t5"}, {"text": ""}, {"text": " t6", "finish_reason": "length"}]
-    events = [f"data: {json.dumps({'choices': [piece]})}\n\n" for piece in pieces]
-    events.append(f"data: {json.dumps({'choices': [], 'usage': {'completion_tokens': 2}})}\n\n")
+async def test_a_prompt_is_computed_by_vllms_prefill_server_first() -> None:
+    asked: list[dict[str, Any]] = []
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-        for event in [*events, ending]:
-            writer.write(b"%x\r\n" % len(event) + event.encode() + b"\r\n")
-        writer.close()
+    async def prefill(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response({"kv_transfer_params": {"remote_block_ids": [3]}})
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        latencies = ServingLatencies()
-        reading = stream_completion(address, b"{}", StreamTimer(latencies))
-        if "DONE" in ending:
-            assert await reading == 2
-            assert (len(latencies.ttft), len(latencies.itl)) == (1, 1), "a piece without text does not count"
-        else:
-            with pytest.raises(RuntimeError, match="lost" if ending else r"without \[DONE\]"):
-                await reading
+    app = web.Application()
+    app.router.add_post("/v1/completions", prefill)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    client = VllmPrefill(f"127.0.0.1:{runner.addresses[0][1]}")
+    body = await client.prepare({"model": "it", "prompt": [1, 2], "max_tokens": 9, "stream": True})
+    await client.close()
+    await runner.cleanup()
+    assert body == {
+        "model": "it",
+        "prompt": [1, 2],
+        "max_tokens": 9,
+        "stream": True,
+        "kv_transfer_params": {"remote_block_ids": [3]},
+    }
+    assert (asked[0]["prompt"], asked[0]["max_tokens"], "stream" in asked[0]) == ([1, 2], 1, False)
+    assert asked[0]["kv_transfer_params"]["do_remote_decode"] is True
 
 
 def test_deployments_are_compared_with_each_other_and_with_vllm() -> None:

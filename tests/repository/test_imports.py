@@ -45,6 +45,9 @@ ARROWS: dict[str, set[str]] = {
     },
 }
 
+# commands that run decisions in virtual time: further folders that their modules may import
+COMMANDS: dict[str, set[str]] = {"cluster/cli/commands/sizing": {"simulator"}}
+
 # folder -> libraries that it must not import
 FORBIDDEN: dict[str, set[str]] = {
     "penstock": {"torch", "ray", "numpy", "fastapi", "uvloop", "tokenizers"},
@@ -81,6 +84,8 @@ ROOMS: dict[str, set[str]] = {
     "cluster.health": {"controller", "pools"},
     "cluster.lifecycle": {"controller", "pools"},
     "penstock.kv": set(),
+    "penstock.traces": set(),
+    "penstock.bench": {"client", "traces"},
     "penstock.text": {"kv"},
     "penstock.config": set(),
 }
@@ -102,9 +107,10 @@ def imported_modules(path: Path) -> Iterator[str]:
 def test_a_folder_imports_only_what_the_plan_allows(folder: str) -> None:
     wrong = []
     for path in sorted((ROOT / folder).rglob("*.py")):
+        allowed = {folder, *ARROWS[folder], *COMMANDS.get(str(path.parent.relative_to(ROOT)), set())}
         for module in imported_modules(path):
             top = module.split(".")[0]
-            stray_folder = top in ARROWS and top != folder and top not in ARROWS[folder]
+            stray_folder = top in ARROWS and top not in allowed
             if stray_folder or top in FORBIDDEN[folder] or top in {"tests", "benchmarks"}:
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert not wrong
@@ -142,6 +148,19 @@ def test_the_simulator_runs_without_torch_and_ray() -> None:
         "import sys, simulator.replay, simulator.check\n"
         "heavy = {'torch', 'ray', 'uvloop', 'tokenizers', 'fastapi'} & set(sys.modules)\n"
         "sys.exit(f'the simulator pulls in {sorted(heavy)}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.processes
+def test_sizing_commands_run_without_torch_and_ray() -> None:
+    code = (
+        "import sys; from cluster.cli.catalog import GROUPS, load_command\n"
+        "group = next(group for group in GROUPS if group.room == 'sizing')\n"
+        "[load_command(group, name) for name in group.help_lines]\n"
+        "heavy = {'torch', 'ray', 'uvloop', 'tokenizers', 'fastapi'} & set(sys.modules)\n"
+        "sys.exit(f'the commands pull in {sorted(heavy)}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

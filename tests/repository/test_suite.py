@@ -92,6 +92,7 @@ def test_a_test_without_the_marker_forks_no_process(tmp_path: Path) -> None:
         (["/usr/bin/g++", "-shared"], False),
         ([sys.executable, "-m", "ruff", "check"], False),
         ([sys.executable, "-m", "router.text.template_sandbox"], False),
+        ([sys.executable, "-m", "router.text.grammar_sandbox"], False),
         ([sys.executable, "-m", "router", "--config", "file"], True),
         (["python3", "script.py"], True),
         (["/venv/ray/core/src/ray/gcs/gcs_server", "--port=0"], True),

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import InvalidInput
 from simulator.fleet import FleetSpec
 from simulator.replay import UNLIMITED, fit, main, replay, with_pages
 from simulator.report import Slo, offered_load, single_cache_hit_rate
 from simulator.request import TraceRequest
-from simulator.traces import FOLDER_VARIABLE, SharedPrefixMix, drop_longer, load_trace, scale_arrivals
+from simulator.traces import SharedPrefixMix, drop_longer, load_trace, scale_arrivals
 
 SPEC = FleetSpec(num_prefill=3, num_decode=3, prefill_pages=4000, decode_pages=4000)
 MIX = SharedPrefixMix(num_requests=120, requests_per_s=30.0, output_tokens=20, think_s=1.0)
@@ -39,31 +38,6 @@ def test_equal_block_hashes_give_equal_tokens_and_others_differ(tmp_path: Path, 
     assert not set(each.token_ids()[512:]) & set(other.token_ids())
     assert not set(alone.token_ids()) & {*each.token_ids(), *other.token_ids()}
     assert [each.arrival_s, other.arrival_s, alone.arrival_s] == [0.0, 0.01, 0.02]
-
-
-def test_requests_of_a_tick_are_spread_over_it_by_the_seed(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "ticks.jsonl", [row(3000 * (number // 10)) for number in range(100)])
-    times = [request.arrival_s for request in load_trace(path, seed=1)]
-    assert len(set(times)) == 100
-    assert times == sorted(times)
-    assert times == [request.arrival_s for request in load_trace(path, seed=1)]
-    assert times != [request.arrival_s for request in load_trace(path, seed=2)]
-
-
-def test_a_trace_is_found_in_the_folder_that_the_environment_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_trace(tmp_path / "here.jsonl", [row(0)])
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    assert len(load_trace("here.jsonl")) == 1
-    with pytest.raises(InvalidInput, match=r"no file gone\.jsonl, nor in PENSTOCK_TRACES"):
-        load_trace("gone.jsonl")
-
-
-def test_a_malformed_line_is_named(tmp_path: Path) -> None:
-    path = write_trace(tmp_path / "bad.jsonl", [row(0), {"timestamp": 1}])
-    with pytest.raises(InvalidInput, match=r"bad\.jsonl:2: KeyError\('input_length'\); expected numbers timestamp"):
-        load_trace(path)
 
 
 def test_scaling_and_dropping_keep_the_order() -> None:

@@ -22,7 +22,9 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from cluster.cli.main import main
 from penstock import Client
+from penstock.bench.results.result_file import read_result
 from penstock.config import RouterConfig
 from penstock.errors import InvalidInput, ModelNotFound
 from penstock.types import Grammar, GrammarKind, Role
@@ -198,6 +200,22 @@ def test_outputs_match_their_schema_over_both_apis(client: Client, openai_client
     assert "".join(pieces) == by_grpc.text
     with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be obeyed: Invalid type: strin"):
         client.complete(PROMPT, grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"type": "strin"}'))
+
+
+@pytest.mark.parametrize("target", ["--url", "--grpc"])
+def test_the_load_generator_finds_every_stream_whole(
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    address = service.http if target == "--url" else service.grpc
+    load = ["--mix", "chat", "--requests", "8", "--input-tokens", "150", "--output-tokens", "6", "--max-context", "600"]
+    pace = ["--think", "0", "--concurrency", "3", "--slo", "e2e=300", "--out", str(tmp_path), "--quiet"]
+    assert main(["bench", "run", target, address, *load, *pace]) == 0
+    assert "SLO e2e=300: 8 of 8 met it (100.0%)" in capsys.readouterr().out
+    (point,) = read_result(tmp_path).points
+    assert point.figures.endings == {"complete": 8}
+    assert point.figures.hit_rate is not None
+    assert all(each.prompt_tokens == each.planned_input_tokens for each in point.run.requests)
+    assert all(each.output_tokens == each.planned_output_tokens for each in point.run.requests)
 
 
 def test_stop_strings_end_the_text_before_them(client: Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from operator import itemgetter
 from pathlib import Path
@@ -53,6 +54,14 @@ class Deployment:
             answer = await client.post(f"{self.http}/{path}", json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    async def stream(self, path: str, **body: Any) -> list[Any]:
+        """Returns the chunks of a streamed answer."""
+        async with httpx.AsyncClient(timeout=60) as client:
+            answer = await client.post(f"{self.http}/{path}", json=body | {"stream": True})
+        assert answer.status_code == 200, answer.text
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture
@@ -148,6 +157,27 @@ async def test_prompt_logprobs_have_the_form_of_vllm(deployment: Deployment, mod
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "prompt_logprobs": 0}
     answer = await deployment.post("chat/completions", **chat)
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
+async def test_streams_have_them_in_their_first_chunk(deployment: Deployment) -> None:
+    for path, body in (
+        ("completions", {"prompt": [LONG, LONG[:5]], "n": 2}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "n": 2}),
+    ):
+        body |= {"max_tokens": 3, "temperature": 0, "prompt_logprobs": 1, "ignore_eos": True}
+        whole = await deployment.post(path, **body)
+        chunks = await deployment.stream(path, **body)
+        if path == "completions":
+            choices = [choice for chunk in chunks for choice in chunk["choices"] if "prompt_logprobs" in choice]
+            streamed = {choice["index"]: choice["prompt_logprobs"] for choice in choices}
+            at_once = {choice["index"]: choice["prompt_logprobs"] for choice in whole["choices"]}
+            assert len(choices) == 4
+        else:
+            streamed, at_once = {}, {0: whole["prompt_logprobs"]}
+            [streamed[0]] = [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk]
+        for index, scores in streamed.items():
+            assert scores[0] is None
+            assert [entry and list(entry) for entry in scores] == [entry and list(entry) for entry in at_once[index]]
 
 
 async def test_clients_get_them_with_the_first_tokens(deployment: Deployment, model: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from llguidance import LLMatcher
 
-from penstock.errors import InternalError, InvalidInput, PenstockError
+from penstock.errors import InvalidInput, PenstockError
 from penstock.text.grammars import FIELD
 from penstock.types import SamplingParams
 
@@ -64,8 +64,6 @@ class GrammarMatcher:
             _clear_bits(others, ending)
             if others.any():
                 words[:] = others
-        if not words.any():
-            raise InternalError(f"{FIELD}: llguidance allows no token after {num_output_tokens} tokens")
 
     def forced(self, token_ids: Seq[int], num_prompt_tokens: int) -> list[int]:
         """Returns the tokens that must follow the output tokens; the last may be the one that ends the sequence.

@@ -5,10 +5,11 @@ A route calls `GenerationCalls.answer` with its `Dialect`. Thin over `router.dis
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from fastapi import Request
@@ -26,7 +27,7 @@ from router.api.http.request_ids import name_request
 from router.api.http.running_calls import RunningCalls
 from router.api.http.streams import (
     EventStream,
-    collect_response,
+    collect_outputs,
     event_bytes,
     granted_header,
     merged_outputs,
@@ -44,6 +45,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
 from router.metrics.metrics import RouterMetrics
 
+_INLINE_TOKENS = 64  # of an answer that is written in a few milliseconds, each with 20 alternatives
 API_KEY = "x-api-key"  # the header of Anthropic's clients; `authorization` takes precedence
 
 ResultT = TypeVar("ResultT")
@@ -117,6 +119,7 @@ class GenerationCalls:
             )
             try:
                 requests.append(await preparing)
+                await asyncio.sleep(0)  # a call may have many prompts
             except InvalidInput as error:
                 if error.field != GRAMMAR_FIELD:
                     raise
@@ -129,8 +132,10 @@ class GenerationCalls:
             outputs = running.guarded((tenant.name, response.id), outputs)
         if not body.streams:
             async with contextlib.aclosing(outputs):
-                whole, headers = await collect_response(outputs, parsed, response, totals)
-                return JSONResponse(whole, headers=headers)
+                headers = await collect_outputs(outputs, parsed, response, totals)
+                # Off the event loop, as many tokens with their alternatives make an answer of megabytes.
+                write = functools.partial(_write_whole, response, totals, headers)
+                return write() if totals.completion_tokens <= _INLINE_TOKENS else await asyncio.to_thread(write)
         try:
             first = await anext(outputs)
         except BaseException:
@@ -163,6 +168,10 @@ class GenerationCalls:
         body = dialect.read(raw, limits, tenant.name)
         response = dialect.respond(body)
         return body, response, self._preparer.parsing(body.output_format), body.requests(response.id)
+
+
+def _write_whole(response: CallResponse, totals: CallTotals, headers: Mapping[str, str]) -> Response:
+    return JSONResponse(response.whole(totals), headers=headers)
 
 
 def identify(http: Request, preparer: RequestPreparer) -> Tenant:

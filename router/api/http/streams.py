@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock.completions import Output
 from penstock.errors import Cancelled, InternalError, PenstockError
-from router.api.dialect import CallResponse, CallTotals, Json, ServerEvent
+from router.api.dialect import CallResponse, CallTotals, ServerEvent
 from router.api.parsed_outputs import ParsedOutputs
 from router.api.reader_watch import ReaderWatch
 from router.dispatch.dispatcher import Dispatcher
@@ -28,6 +28,7 @@ HEARTBEAT_S = 10.0  # without an event
 
 ResultT = TypeVar("ResultT")
 Outputs = AsyncGenerator[tuple[int, Output], None]  # index of the choice, and its new output
+_OUTPUTS_AT_A_TIME = 32
 
 
 async def merged_outputs(dispatcher: Dispatcher, requests: Sequence[PreparedRequest]) -> Outputs:
@@ -65,16 +66,20 @@ async def merged_outputs(dispatcher: Dispatcher, requests: Sequence[PreparedRequ
         await asyncio.wait(tasks)
 
 
-async def collect_response(
+async def collect_outputs(
     outputs: Outputs, parsed: ParsedOutputs, response: CallResponse, totals: CallTotals
-) -> tuple[Json, dict[str, str]]:
-    """Returns the whole response and its headers."""
-    headers = {}
+) -> dict[str, str]:
+    """Collects the outputs for the whole response; returns its headers."""
+    headers, num_outputs = {}, 0
     async for choice, output in outputs:
-        totals.add(output)
-        response.add(parsed.delta(choice, output))
+        delta = parsed.delta(choice, output)
+        totals.add(delta)
+        response.add(delta)
         headers.update(granted_header(output))
-    return response.whole(totals), headers
+        num_outputs += 1
+        if num_outputs % _OUTPUTS_AT_A_TIME == 0:  # those of many choices may be there at once
+            await asyncio.sleep(0)
+    return headers
 
 
 def granted_header(output: Output) -> dict[str, str]:
@@ -92,8 +97,9 @@ async def event_bytes(
                 yield _event(event)
             choice, output = first
             while True:
-                totals.add(output)
-                for event in response.events(parsed.delta(choice, output), totals):
+                delta = parsed.delta(choice, output)
+                totals.add(delta)
+                for event in response.events(delta, totals):
                     yield _event(event)
                 choice, output = await anext(outputs)
         except StopAsyncIteration:

@@ -14,7 +14,8 @@ from pydantic_core import from_json
 from penstock.config.security import LimitsConfig
 from penstock.errors import InvalidInput
 
-SMALL_BODY_BYTES = 64 * 1024  # parsed and validated in a few milliseconds, whatever it holds
+SMALL_BODY_BYTES = 16 * 1024  # parsed and validated in a millisecond or two, whatever it holds
+_UNCOUNTED_BYTES = 64 * 1024  # too few to hold more values than a large body may have
 _VALUES_PER_MESSAGE = 32  # a chat message with one part takes eight strings, two objects and a list
 
 _REPR = reprlib.Repr()
@@ -28,7 +29,7 @@ def read_json(raw: bytes, limits: LimitsConfig) -> Any:
         raw.decode()
     except UnicodeDecodeError as error:
         raise InvalidInput("body", f"is not valid UTF-8 ({error.reason} at byte {error.start}); send UTF-8") from error
-    if len(raw) > SMALL_BODY_BYTES:
+    if len(raw) > _UNCOUNTED_BYTES:
         _check_structure(raw, limits)
     try:
         return from_json(raw)
@@ -41,9 +42,7 @@ def _check_structure(raw: bytes, limits: LimitsConfig) -> None:
 
     Raises InvalidInput.
     """
-    limit = (
-        _VALUES_PER_MESSAGE * limits.messages + SMALL_BODY_BYTES // 2
-    )  # a small body cannot hold more than the latter
+    limit = _VALUES_PER_MESSAGE * limits.messages + _UNCOUNTED_BYTES // 2
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quote begins or ends a string
     num_strings = plain.count(b'"') // 2
     if num_strings > limit:

@@ -184,8 +184,6 @@ class _CommonFields(StructuredFields):
         grammar = self.grammar()
         if grammar is not None:
             wire.grammar.CopyFrom(grammar_to_wire(grammar))
-        if self.stream and wire.HasField("prompt_logprobs"):
-            raise InvalidInput("prompt_logprobs", "is given with stream, which has no place for them; leave one out")
         return wire
 
 

@@ -84,19 +84,21 @@ class OpenAiResponse(CallResponse):
             }
             for index, choice in sorted(self._choices.items())
         ]
-        whole = {**self._head, "object": self._whole_object, "choices": choices, "usage": usage_json(totals)}
+        whole = {**self._head, "object": self._whole_object, "choices": choices, "usage": self._usage(totals)}
         whole |= self._call_prompt()
         return whole | ({"penstock": {"decisions": totals.decisions}} if totals.decisions else {})
 
     def events(self, delta: ChoiceDelta, totals: CallTotals) -> list[ServerEvent]:
+        choice = self._choice(delta.choice)
+        choice.prompt_logprobs = choice.prompt_logprobs or delta.output.prompt_logprobs
         # How much of the prompt was cached is known at the end only.
-        usage = {"usage": usage_json(totals)} if self._usage_in_chunks else {}
-        return [ServerEvent(chunk | usage) for chunk in self._chunks(self._choice(delta.choice), delta)]
+        usage = {"usage": self._usage(totals)} if self._usage_in_chunks else {}
+        return [ServerEvent(chunk | usage) for chunk in self._chunks(choice, delta)]
 
     def closing(self, totals: CallTotals) -> list[ServerEvent]:
         events = []
         if self._usage_at_end:
-            events.append(self._last_chunk(usage=usage_json(totals)))
+            events.append(self._last_chunk(usage=self._usage(totals)))
         if totals.decisions:
             events.append(self._last_chunk(penstock={"decisions": totals.decisions}))
         return [*events, ServerEvent("[DONE]")]
@@ -104,6 +106,9 @@ class OpenAiResponse(CallResponse):
     def failure(self, error: PenstockError) -> list[ServerEvent]:
         """There is no `[DONE]` after a failure."""
         return [ServerEvent(error_json(error), "error")]
+
+    def _usage(self, totals: CallTotals) -> Json:
+        return usage_json(totals)
 
     def _last_chunk(self, **fields: object) -> ServerEvent:
         """Returns a chunk without choices, like OpenAI's own last chunk with the usage."""
@@ -128,6 +133,12 @@ class OpenAiResponse(CallResponse):
     def _ids_json(self, token_ids: Sequence[int]) -> Json:
         """Returns the tokens of a choice, or new ones of it, if the call asks for them."""
         return {"token_ids": list(token_ids)} if self._wants_token_ids else {}
+
+    def _prompt_logprobs(self, choice: _Choice) -> Json:
+        """Returns those of the choice's prompt in vLLM's form, if the call asks for them."""
+        if not self._wants_prompt_logprobs:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs_json(choice.prompt_logprobs)}
 
     def _choice_prompt(self, choice: int) -> Json:
         """Returns the prompt's tokens where each choice has a prompt of its own."""
@@ -197,10 +208,7 @@ class CompletionResponse(OpenAiResponse):
         choice.text.append(delta.text)
 
     def _content(self, choice: _Choice) -> Json:
-        content: Json = {"text": "".join(choice.text)}
-        if self._wants_prompt_logprobs:
-            content["prompt_logprobs"] = prompt_logprobs_json(choice.prompt_logprobs)
-        return content
+        return {"text": "".join(choice.text), **self._prompt_logprobs(choice)}
 
     def _chunks(self, choice: _Choice, delta: ChoiceDelta) -> Iterator[Json]:
         output = delta.output
@@ -208,7 +216,7 @@ class CompletionResponse(OpenAiResponse):
             content: Json = {"text": output.text}
             if not choice.has_begun:
                 choice.has_begun = True
-                content |= self._choice_prompt(delta.choice)
+                content |= self._choice_prompt(delta.choice) | self._prompt_logprobs(choice)
             yield self._chunk(delta, content, self._logprobs(choice, output.logprobs), is_last=True)
 
     def _choice_prompt(self, choice: int) -> Json:
@@ -234,10 +242,11 @@ class ChatResponse(OpenAiResponse):
         super().__init__("chatcmpl", model, tokenizer, body)
 
     def whole(self, totals: CallTotals) -> Json:
-        whole = super().whole(totals)
-        if self._wants_prompt_logprobs:  # one prompt, hence one list, as vLLM has it
-            whole["prompt_logprobs"] = prompt_logprobs_json(self._choice(0).prompt_logprobs)
-        return whole
+        return super().whole(totals) | self._prompt_logprobs(self._choice(0))  # one prompt, hence one list
+
+    def _usage(self, totals: CallTotals) -> Json:
+        details = {"reasoning_tokens": totals.reasoning_tokens}
+        return super()._usage(totals) | {"completion_tokens_details": details}
 
     def _collect(self, choice: _Choice, delta: ChoiceDelta) -> None:
         choice.message.add(delta.events)
@@ -249,7 +258,8 @@ class ChatResponse(OpenAiResponse):
         output = delta.output
         if not choice.has_begun:
             choice.has_begun = True
-            yield self._chunk(delta, {"delta": {"role": "assistant", "content": ""}}) | self._call_prompt()
+            first = self._chunk(delta, {"delta": {"role": "assistant", "content": ""}}) | self._call_prompt()
+            yield first | (self._prompt_logprobs(choice) if delta.choice == 0 else {})
         contents = message_deltas(delta.events)
         if not contents and self._is_worth_sending(output):
             contents = [{}]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.errors import InvalidInput
+from penstock.text.schema_keywords import in_known_keywords
 
 ANY_TEXT = r"(.|\n)*"
 MAX_GRAMMAR = 1 << 20
@@ -46,7 +47,7 @@ class LarkWriter:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Returns an expression that matches JSON of a schema."""
-        return "%json " + json.dumps({**schema, "x-guidance": _JSON_FORM})
+        return "%json " + json.dumps({**in_known_keywords(schema), "x-guidance": _JSON_FORM})
 
     def until(self, mark: str) -> str:
         """Returns an expression that matches any text up to the first `mark`, and the mark."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from ray._private import services
 
 from cluster.diagnose import ray_checks
 from cluster.diagnose.findings import Severity
@@ -30,8 +31,10 @@ class RayDouble:
         self.errors = list(errors)
         self.children: list[psutil.Process] = []
         self.waits: list[str] = []
+        self.addresses: list[str] = []
 
-    def init(self, **_: object) -> None:
+    def init(self, **given: object) -> None:
+        self.addresses.append(services.resolve_ip_for_localhost(str(given["_node_ip_address"])))
         self.waits.append(os.environ["RAY_gcs_server_port_wait_time_s"])  # noqa: SIM112 - the name is Ray's
         self.children.append(psutil.Process(subprocess.Popen(["sleep", "600"]).pid))
         if self.errors:
@@ -69,6 +72,7 @@ def test_a_ray_that_does_not_come_up_is_ended_and_started_once_more(
         assert daemons == [second]
         assert shares
         assert double.waits == ["30", "60"]
+        assert double.addresses == ["127.0.0.1"] * 2  # as Ray reads them: it listens beyond loopback otherwise
     finally:
         second.kill()
 

@@ -25,6 +25,8 @@ from tests.support.serving import SALT
 class NoTransfers:
     """Stands in for `decode_worker.prefill.transfer_table.TransferTable`: everything is computed here."""
 
+    num_mismatches = 0
+
     def grant_reservations(self, scheduler: object) -> list[object]:
         return []
 

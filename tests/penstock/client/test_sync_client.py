@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock import Client
+from penstock import Chat, Client
 from penstock.client.channels import failure_of
 from penstock.client.results import Usage
 from penstock.client.retry import Attempts, Failure, RetryBudget, RetryPolicy
@@ -29,7 +30,7 @@ from penstock.errors import (
     Overloaded,
     Unavailable,
 )
-from penstock.types import FinishReason, Lane
+from penstock.types import FinishReason, Grammar, GrammarKind, Lane
 from penstock.v1 import common_pb2
 from tests.support.router.fake_inference import FakeInference, FakeServer, say
 
@@ -72,9 +73,47 @@ def test_only_the_options_given_are_sent() -> None:
     assert (chat.model, chat.request_id) == ("m", "mine")
 
 
+def test_a_chat_is_sent_with_its_tools_and_what_its_template_takes() -> None:
+    function = {"name": "now", "description": "Returns the time.", "parameters": {"type": "object"}}
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "What time is it?", "name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "A tool knows."},
+        {"role": "tool", "content": "noon", "tool_call_id": "c1"},
+    ]
+    chat = Chat(messages, [{"type": "function", "function": function}], template_arguments={"enable_thinking": False})
+    service = FakeInference(say("x"), say("x"))
+    with FakeServer(service) as server, Client(server.address) as client:
+        client.complete(chat, grammar=Grammar(GrammarKind.REGEX, "[a-z]+"))
+        client.complete(Chat(messages[:1], continue_final_message=True))
+    whole, continued = service.requests
+    user, assistant, tool = whole.messages
+    assert (user.name, tool.content, tool.tool_call_id) == ("Ann", "noon", "c1")
+    assert (assistant.content, assistant.reasoning) == ("", "A tool knows.")
+    [sent] = assistant.tool_calls
+    assert (sent.id, sent.name, sent.arguments) == ("c1", "now", "{}")
+    [offered] = whole.chat.tools
+    assert (offered.name, offered.description) == ("now", "Returns the time.")
+    assert json.loads(offered.parameters) == {"type": "object"}
+    assert json.loads(whole.chat.template_arguments) == {"enable_thinking": False}
+    assert not whole.chat.HasField("add_generation_prompt")
+    assert whole.sampling.grammar.source == "[a-z]+"
+    assert continued.chat.continue_final_message
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
+        (Chat([]), {}, "messages: is empty"),
+        (Chat([{"role": "user", "content": None}]), {}, r"messages\[0\].content: is None"),
+        (Chat([{"role": "user", "content": "a", "tool": 1}]), {}, r"messages\[0\]: has the keys .*'tool'"),
+        (
+            Chat([{"role": "assistant", "tool_calls": [{"id": "a"}]}]),
+            {},
+            r"messages\[0\].tool_calls\[0\]: is {'id': 'a'}; give {'type': 'function'",
+        ),
+        (Chat([{"role": "user", "content": "a"}], [{"name": "f"}]), {}, r"tools\[0\]: is {'name': 'f'}; give"),
+        (Chat([{"role": "user", "content": "a"}], template_arguments={"a": {1}}), {}, "template_arguments: cannot be"),
         ([], {}, "prompt: is empty"),
         ([-1], {}, "prompt: .*-1"),
         (["a", "b"], {}, "prompt: "),

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
-from penstock.errors import InvalidInput
+from benchmarks.attack.attacks.grammars import CHEAP, HOSTILE
+from penstock.errors import CheckpointError, InvalidInput
 from penstock.text import grammars
 from penstock.text.grammars import MAX_SOURCE_BYTES, GrammarCompiler, to_llguidance
 from penstock.types import Grammar, GrammarKind
-from tests.support.engine.grammars import EOS, MODEL, VOCAB_SIZE, regex, schema
+from tests.support.engine.grammars import EOS, MODEL, VOCAB_SIZE, encode, hostile, regex, schema
 
 
 @pytest.fixture(name="compiler")
@@ -61,22 +63,31 @@ def test_every_kind_compiles(compiler: GrammarCompiler) -> None:
         assert not compiler.compile(grammar).is_error()
 
 
-# Each took seconds, or memory without end, under the library's own limits.
-_DOUBLING = "start: A\nA: " + " & ".join(f"/(.*x.*){{{count}}}/" for count in range(1, 10))
-_NEGATIONS = "start: A\nA: " + " & ".join(f"~/(.*{letter}.{{{gap}}})/" for gap, letter in enumerate("abcdefghij", 3))
-HOSTILE = {
-    "doubling": Grammar(GrammarKind.LARK, _DOUBLING),
-    "negations": Grammar(GrammarKind.LARK, _NEGATIONS),
-    "product": schema({"allOf": [{"anyOf": [{"properties": {f"p{a}_{b}": {}}} for b in range(6)]} for a in range(8)]}),
-}
+UNBOUNDED = {"multiples", "many multiples", "optional classes"}  # which only the router's processes bound
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", sorted(HOSTILE.keys() - UNBOUNDED - CHEAP))
 def test_a_hostile_grammar_is_refused_and_remembered(compiler: GrammarCompiler, name: str) -> None:
     with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be obeyed"):
-        compiler.compile(HOSTILE[name])
+        compiler.compile(hostile(name))
     with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be obeyed"):
-        compiler.cached(HOSTILE[name])  # without compiling
+        compiler.cached(hostile(name))  # without compiling
+
+
+def test_as_many_choices_as_one_row_holds_are_obeyed(compiler: GrammarCompiler) -> None:
+    texts = [f"number {rank}" for rank in range(1900)]
+    matcher = compiler.compile(Grammar(GrammarKind.CHOICE, json.dumps(texts)))
+    assert matcher.consume_tokens(encode(texts[-1])), matcher.get_error()
+    assert matcher.is_accepting()
+    with pytest.raises(InvalidInput, match=r"it has 1901 texts; give 1900 or fewer"):
+        compiler.compile(Grammar(GrammarKind.CHOICE, json.dumps([*texts, "another"])))
+
+
+def test_a_checkpoint_without_a_tokenizer_has_nothing_to_prepare(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(tmp_path, VOCAB_SIZE, EOS)
+    compiler.prepare()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: is missing, and grammars need it"):
+        compiler.compile(regex("a"))
 
 
 def test_the_cache_is_bounded_by_bytes(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

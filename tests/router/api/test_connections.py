@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import resource
 import socket
 
@@ -18,6 +19,7 @@ from penstock.errors import DeadlineExceeded, Overloaded, from_rpc_error
 from penstock.process import raise_file_limit
 from penstock.v1 import inference_pb2
 from router.api.http.connections import connections_for, peer_of
+from router.connection_guard import ConnectionAccounts, Traffic
 from tests.router.api.test_grpc_service import failure
 from tests.support.router.router_fakes import FakeWorker, running_router, until
 from tests.support.router.small_sockets import connect_small, shrink_sent_buffers
@@ -218,3 +220,41 @@ def test_the_limit_of_open_files_is_raised_and_logged(caplog):
         assert caplog.messages == [f"open files: raised the limit from {before[1] // 2} to {before[1]}"]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_a_flood_of_pings_without_a_pause_ends_its_connection():
+    """The library ends a connection between two writes only, and this one leaves no such moment."""
+    async with router_with() as router:
+        num_files = len(os.listdir("/proc/self/fd"))
+        async with connected(router, "grpc") as (reader, writer), asyncio.timeout(60.0):
+            writer.write(PREFACE)
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(500 * PING)
+                    await asyncio.gather(writer.drain(), reader.read(500 * len(PING)))
+        async with asyncio.timeout(60.0):
+            while len(os.listdir("/proc/self/fd")) > num_files:  # noqa: ASYNC110  the server's end is closed too
+                await asyncio.sleep(0.05)
+
+
+def test_a_connection_may_send_what_its_calls_need():
+    limits = LimitsConfig(request_bytes=1 << 20, header_bytes=1024, control_bytes_per_s=1024)
+    accounts = ConnectionAccounts(limits)
+
+    def after_looks(open_now: dict[int, Traffic], now_s: float) -> list[int]:
+        """Returns what is found at the fourth look, and checks that nothing is before."""
+        accounts.find_excessive(dict.fromkeys(open_now, Traffic(0, 0)), now_s)
+        assert not any(accounts.find_excessive(open_now, now_s) for _ in range(3))
+        return accounts.find_excessive(open_now, now_s)
+
+    assert after_looks({7: Traffic(128 << 10, 0), 8: Traffic(0, 0)}, 0.0) == []
+    assert after_looks({7: Traffic(130 << 10, 0), 8: Traffic(129 << 10, 0)}, 1.0) == [7]
+    assert after_looks({7: Traffic(130 << 10, 4096), 8: Traffic(129 << 10, 0)}, 1.0) == []  # answers
+    accounts.on_call("ipv4:127.0.0.1:7", 1.0)
+    accounts.on_call("ipv6:%5B::1%5D:9", 1.0)
+    accounts.on_call("unix:/tmp/socket", 1.0)
+    assert after_looks({7: Traffic(1 << 20, 0), 8: Traffic(1 << 20, 0)}, 1.0) == [8]
+    assert after_looks({7: Traffic(3 << 20, 0)}, 1.0) == [7]
+    for _ in range(2):
+        assert accounts.find_excessive({}, 2.0) == []
+    assert after_looks({7: Traffic(1 << 20, 0)}, 3.0) == [7]  # another connection of the same port

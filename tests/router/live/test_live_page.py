@@ -9,8 +9,8 @@ import pytest
 
 from penstock.config import RouterConfig
 from penstock.types import Role
-from tests.support.browser import CHROMIUM, Page, browser_page
 from tests.support.plain_processes import Deployment, Process, wait_until_followed
+from tests.support.router.browser import CHROMIUM, Page, browser_page
 from tests.support.serving import worker_config
 from tests.system.test_faults import MODEL
 

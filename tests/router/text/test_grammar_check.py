@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
-from penstock.errors import InvalidInput
-from penstock.text.grammars import MAX_SOURCE_BYTES, GrammarCompiler
+from benchmarks.attack.attacks.grammars import CHEAP, HOSTILE
+from penstock.errors import CheckpointError, InternalError, InvalidInput
+from penstock.text.grammars import MAX_SOURCE_BYTES
 from penstock.types import Grammar
-from router.text import grammar_check
-from router.text.grammar_check import GrammarCheck
-from tests.support.engine.grammars import MODEL, VOCAB_SIZE, regex
+from router.text.grammar_check import GrammarCheck, GrammarLimits
+from tests.support.engine.grammars import MODEL, VOCAB_SIZE, hostile, regex
 from tests.support.router.router_fakes import FakeWorker, running_router
 
 WAIT_S = 30.0
@@ -36,26 +38,58 @@ async def test_what_compiles_passes_and_the_rest_is_named(check: GrammarCheck) -
         await check.check(regex("a" * (MAX_SOURCE_BYTES + 1)), "tenant")
 
 
-async def test_a_grammar_that_compiles_for_too_long_is_refused(
-    check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", sorted(HOSTILE.keys() - CHEAP))
+async def test_a_hostile_grammar_is_refused_within_its_processor_time_and_remembered(
+    check: GrammarCheck, name: str
 ) -> None:
-    released = threading.Event()
-    monkeypatch.setattr(grammar_check, "_MAX_COMPILE_S", 0.01)
-    monkeypatch.setattr(GrammarCompiler, "compile", lambda compiler, grammar: released.wait(WAIT_S))
-    with pytest.raises(InvalidInput, match=r"takes more than 0\.01 s to compile; simplify it"):
-        await check.check(regex("a+"), "tenant")
-    released.set()
+    check.start()
+    await check.check(regex("a+"), "tenant")
+    assert check._process is not None
+    process = psutil.Process(check._process.pid)
+    before_s = compiled_s(process)
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match=r"sampling\.grammar: "):
+            await check.check(hostile(name), "tenant")  # the second time without the process
+    await check.check(regex("b+"), "tenant")  # the next one is served
+    assert process.is_running()
+    assert compiled_s(process) - before_s < 4 * GrammarLimits().max_cpu_s  # the kernel counts in ticks
+
+
+def compiled_s(process: psutil.Process) -> float:
+    """Returns the processor time of all forks that have compiled."""
+    times = process.cpu_times()
+    return float(times.children_user + times.children_system)
+
+
+async def test_a_process_that_has_ended_is_replaced(check: GrammarCheck) -> None:
+    await check.check(regex("a+"), "tenant")
+    assert check._process is not None
+    check._process.kill()
+    check._process.wait(WAIT_S)
+    with pytest.raises(InternalError, match="the grammars' process ended with status -9"):
+        await check.check(regex("b+"), "tenant")
+    await check.check(regex("b+"), "tenant")
+
+
+async def test_tokens_that_are_unknown_are_named(tmp_path: Path) -> None:
+    check = GrammarCheck(tmp_path, VOCAB_SIZE, 1 << 20)
+    try:
+        check.start()
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json: is missing"):
+            await check.check(regex("a"), "tenant")
+    finally:
+        check.close()
 
 
 async def test_other_requests_are_served_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, released, compile_it = threading.Event(), threading.Event(), GrammarCompiler.compile
+    begun, released, compile_it = threading.Event(), threading.Event(), GrammarCheck._compile
 
-    def compile_slowly(compiler: GrammarCompiler, grammar: Grammar) -> object:
+    def compile_slowly(check: GrammarCheck, grammar: Grammar) -> str | None:
         begun.set()
         assert released.wait(WAIT_S)
-        return compile_it(compiler, grammar)
+        return compile_it(check, grammar)
 
-    monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
+    monkeypatch.setattr(GrammarCheck, "_compile", compile_slowly)
     worker = await FakeWorker().start()
     async with running_router(worker) as router:
         async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as client:

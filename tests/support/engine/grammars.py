@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
+from benchmarks.attack.attacks.grammars import HOSTILE
 from engine.sampling.grammar.matcher import GrammarMatcher
 from engine.step.sequence import Sequence as Generation
 from penstock.text.grammars import GrammarCompiler
@@ -47,6 +48,19 @@ GRAMMARS = {
         GrammarKind.LARK, 'start: "<" NAME ">" item+ "</" NAME ">"\nitem: "(" /[0-9]{1,3}/ ")"\nNAME: /[a-z]{2,6}/'
     ),
 }
+
+_KINDS = {
+    "guided_grammar": GrammarKind.LARK,
+    "guided_json": GrammarKind.JSON_SCHEMA,
+    "guided_regex": GrammarKind.REGEX,
+    "guided_choice": GrammarKind.CHOICE,
+}
+
+
+def hostile(name: str) -> Grammar:
+    """Returns a grammar of `benchmarks.attack`."""
+    field, value = HOSTILE[name]
+    return Grammar(_KINDS[field], value if isinstance(value, str) else json.dumps(value))
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from penstock import wire
 from penstock.config import RouterConfig
 from penstock.errors import PenstockError, to_status
 from penstock.kv.events import KvEventLog
-from penstock.rpc.server import _PING_POLICY, make_channel
+from penstock.rpc.server import PING_POLICY, make_channel
 from penstock.types import NEW_COHORT, OLD_COHORT, CacheStats, WorkerLoad
 from penstock.v1 import admin_pb2, admin_pb2_grpc, common_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.server import RouterServer
@@ -100,7 +100,7 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
         )
 
     async def start(self, port: int = 0) -> FakeWorker:
-        self._server = grpc.aio.server(options=_PING_POLICY)  # routers ping, at a pace that varies with load
+        self._server = grpc.aio.server(options=PING_POLICY)  # routers ping, at a pace that varies with load
         self.service = WorkerService(self._description, self.log, lambda: self.load, lambda key: False)
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._server)
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self, self._server)
@@ -210,7 +210,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
         self._changed: set[asyncio.Event] = set()
 
     async def start(self, port: int = 0) -> FakeAdmin:
-        self._server = grpc.aio.server(options=_PING_POLICY)  # routers ping, at a pace that varies with load
+        self._server = grpc.aio.server(options=PING_POLICY)  # routers ping, at a pace that varies with load
         admin_pb2_grpc.add_AdminServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         self.address = f"127.0.0.1:{self.port}"

@@ -1,7 +1,7 @@
 """Keeps tests that are not marked `processes` from starting any: `make test-fast` runs exactly those tests.
 
 A process means a Python of ours (a worker, a router, a controller, a script) or a daemon of Ray. Tools such as git, a
-compiler and ruff are free, and so is the chat template's sandbox, which every router has.
+compiler and ruff are free, and so are the sandboxes of chat templates and grammars, which every router has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 MARKER = "processes"
-_FREE_MODULES = frozenset({"router.text.template_sandbox", "ruff", "grpc_tools.protoc"})
+_FREE_MODULES = frozenset({"router.text.template_sandbox", "router.text.grammar_sandbox", "ruff", "grpc_tools.protoc"})
 _running: list[pytest.Item] = []  # the test that runs now, if it may start no process
 
 

@@ -15,6 +15,9 @@ from penstock.config import RouterConfig
 from penstock.types import Grammar, GrammarKind, SamplingParams
 from router.api import sampling_fields
 from router.api.bad_words import with_bad_sequences
+from router.parsers.choice import ParserChoice, choose_parsers
+from router.parsers.tools import ToolFunction
+from router.text.conversation import Conversation
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
 
@@ -35,6 +38,20 @@ _REPETITIVE = json.dumps(  # of which the grammar forces most tokens
         },
     }
 )
+TOOL = ToolFunction(
+    "note",
+    {
+        "type": "object",
+        "properties": {"text": {"type": "string", "pattern": "^[a-z ]{130}$"}, "is_urgent": {"type": "boolean"}},
+        "required": ["text", "is_urgent"],
+        "additionalProperties": False,
+    },
+)
+CHAT: dict[str, Any] = {  # whose answer is a call of the tool
+    "messages": [{"role": "user", "content": "Take a note."}],
+    "tools": [{"type": "function", "function": {"name": TOOL.name, "parameters": TOOL.parameters}}],
+    "tool_choice": {"type": "function", "function": {"name": TOOL.name}},
+}
 SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}
 
 
@@ -44,6 +61,7 @@ class Feature:
     options: Mapping[str, Any] = field(default_factory=dict)  # beside `SEEDED` and max_tokens
     lane: str | None = None
     over_http: bool = False  # it has no gRPC form
+    is_chat: bool = False  # over HTTP: `CHAT` is the prompt
     end_is_late: bool = False  # at a stop that its own text has in the second half
 
     @property
@@ -54,6 +72,8 @@ class Feature:
     @property
     def prompt(self) -> list[int]:
         """Returns a prompt of its own, so that no feature finds another one's pages."""
+        if self.is_chat:
+            return _chat_tokens()
         number = [*FEATURES, "first", "second"].index(self.name)
         return [(7 * i + 131 * number) % 900 + 20 for i in range(PROMPT_TOKENS)]
 
@@ -84,6 +104,7 @@ FEATURES = {
         Feature("lane", lane="bulk"),
         Feature("grammar", {"grammar": Grammar(GrammarKind.REGEX, "[a-z ,.]{600}")}),
         Feature("forced_tokens", {"grammar": Grammar(GrammarKind.JSON_SCHEMA, _REPETITIVE)}),
+        Feature("tools", {"ignore_eos": False}, over_http=True, is_chat=True),
     )
 }
 
@@ -91,6 +112,30 @@ FEATURES = {
 @functools.cache
 def _tokenizer() -> Tokenizer:
     return Tokenizer.load(MODEL)
+
+
+@functools.cache
+def parser_choice() -> ParserChoice:
+    """Returns the formats of the model's output."""
+    template = _tokenizer().template
+    assert template is not None
+    return choose_parsers(template.source)
+
+
+def call_grammar() -> Grammar:
+    """Returns the grammar of outputs that call the tool."""
+    source = parser_choice().grammar([TOOL], TOOL.name, special_tokens=_tokenizer().special_tokens)
+    assert source is not None
+    return Grammar(GrammarKind.LARK, source)
+
+
+@functools.cache
+def _chat_tokens() -> list[int]:
+    tools = [
+        each | {"function": each["function"] | {"parameters": json.dumps(TOOL.parameters)}} for each in CHAT["tools"]
+    ]
+    conversation = Conversation(CHAT["messages"], tools)
+    return asyncio.run(_tokenizer().encode_chat(conversation, add_special_tokens=False))
 
 
 def decode_text(token_ids: list[int]) -> str:

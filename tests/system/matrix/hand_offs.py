@@ -33,7 +33,7 @@ from tests.system.matrix.streams import Stream, Streams
 Results = dict[str, Stream]
 _OVER_GRPC = [feature for feature in FEATURES.values() if not feature.over_http]
 _FIRST = [Feature("first"), Feature("second")]
-_UNREPORTED = ("stop", "include_stop", "echo")
+_UNREPORTED = ("stop", "include_stop", "echo", "tools")
 _LOCAL = {"placement": "local"}
 _TIMEOUT_S = 60.0
 

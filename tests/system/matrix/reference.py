@@ -20,7 +20,7 @@ from penstock.text.completion_text import CompletionText
 from penstock.text.stop_strings import StopStrings
 from penstock.types import RequestId, SamplingParams
 from penstock.v1 import common_pb2
-from tests.system.matrix.features import MAX_TOKENS, MODEL, Feature, decode_text, resolve, spelling
+from tests.system.matrix.features import MAX_TOKENS, MODEL, Feature, call_grammar, decode_text, resolve, spelling
 
 
 @dataclass
@@ -67,7 +67,10 @@ def options_of(feature: Feature) -> Mapping[str, Any]:
 @functools.cache
 def single_process(feature: Feature) -> list[Answered]:
     """Returns every completion of the feature's request."""
-    answers = _answer(feature.prompt, resolve(options_of(feature), len(feature.prompt)))
+    options = options_of(feature)
+    if feature.is_chat:
+        return _answer(feature.prompt, resolve({**options, "grammar": call_grammar()}, len(feature.prompt)))
+    answers = _answer(feature.prompt, resolve(options, len(feature.prompt)))
     if feature.over_http:
         for answer in answers:
             answer.text = decode_text(feature.prompt) + answer.text

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 
 from penstock import AsyncClient
 from penstock.client.results import Logprob, ResultBuilder, Timing
-from tests.system.matrix.features import Feature, spelling
+from router.parsers.choice import ParsedCall, parse_whole
+from tests.system.matrix.features import CHAT, TOOL, Feature, parser_choice, spelling
 from tests.system.matrix.reference import Answered, options_of, single_process
 
 _TIMEOUT_S = 60.0
@@ -26,6 +27,7 @@ class Stream:
     answers: list[Answered] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)  # of requests over gRPC
     spelt: list[tuple[str, float | None]] = field(default_factory=list)  # over HTTP: tokens and log-probabilities
+    calls: list[ParsedCall] = field(default_factory=list)  # of a chat
     begun: set[int] = field(default_factory=set)  # completions with a token
     is_over: bool = False
     is_broken: bool = False  # the connection ended before the answer did
@@ -43,6 +45,12 @@ class Stream:
                 found.check(expected)
             return
         [found], [expected] = self.answers, wanted
+        if self.feature.is_chat:
+            parsed = parse_whole(parser_choice(), expected.text, [TOOL])
+            assert found.token_ids == expected.token_ids
+            assert (found.text, self.calls) == (parsed.text, list(parsed.tool_calls))
+            assert (found.finish_reason, expected.finish_reason) == ("tool_calls", "stop")
+            return
         assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
         scored = [(token, value) for token, value, _ in (*expected.prompt_logprobs, *expected.logprobs)]
         text_of = spelling().token_text
@@ -76,15 +84,19 @@ class Stream:
     async def run_http(self, address: str) -> None:
         options = options_of(self.feature)
         body: dict[str, Any] = {name: options[name] for name in options if name != "prompt_logprobs"}
-        body |= {"prompt": self.feature.prompt, "echo": True, "stream": True}
+        if self.feature.is_chat:
+            path, more = "chat/completions", CHAT | {"return_token_ids": True}
+        else:
+            path, more = "completions", {"prompt": self.feature.prompt, "echo": True}
+        body |= {"stream": True, **more}
         answer = Answered()
         self.is_broken = True
         try:
             async with (
                 httpx.AsyncClient(timeout=_TIMEOUT_S) as client,
-                client.stream("POST", f"http://{address}/v1/completions", json=body) as response,
+                client.stream("POST", f"http://{address}/v1/{path}", json=body) as response,
             ):
-                assert response.status_code == 200
+                assert response.status_code == 200, await response.aread()
                 async for line in response.aiter_lines():
                     self._read(line, answer)
         except httpx.TransportError:
@@ -98,11 +110,26 @@ class Stream:
             self.is_broken = False
         elif data.startswith("{"):
             [choice] = json.loads(data)["choices"]
+            answer.finish_reason = choice["finish_reason"] or ""
+            if self.feature.is_chat:
+                self._read_delta(choice, answer)
+                return
             self.begun.add(choice["index"])
             answer.text += choice["text"]
-            answer.finish_reason = choice["finish_reason"] or ""
             logprobs = choice["logprobs"]
             self.spelt += zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+
+    def _read_delta(self, choice: dict[str, Any], answer: Answered) -> None:
+        delta = choice["delta"]
+        answer.token_ids += choice["token_ids"] or ()
+        answer.text += delta.get("content") or ""
+        for call in delta.get("tool_calls") or ():
+            self.begun.add(choice["index"])
+            function = call["function"]
+            if call.get("id"):
+                self.calls.append(ParsedCall(function["name"], ""))
+            so_far = self.calls[call["index"]]
+            self.calls[call["index"]] = replace(so_far, arguments=so_far.arguments + function["arguments"])
 
 
 def _scored(logprob: Logprob) -> tuple[int, float, dict[int, float]]:

@@ -18,13 +18,13 @@ SAME = "same"
 WHOLE = "same, computed whole"  # every token of the prompt, at the decode worker
 BREAKS = "breaks"  # the client's connection ends without `[DONE]`
 ABSENT = "absent"  # there is no such request
-_NO_HTTP_FORM = {("echo", "lookaside"): ABSENT, ("echo", "router killed"): BREAKS}
+_OVER_HTTP = {"lookaside": ABSENT, "router killed": BREAKS}
 
 
 def cell(feature: str, hand_off: str) -> str:
     """Returns what a client gets: the answer of a single process, unless it says otherwise."""
-    if (feature, hand_off) in _NO_HTTP_FORM:
-        return _NO_HTTP_FORM[feature, hand_off]
+    if FEATURES[feature].over_http and hand_off in _OVER_HTTP:
+        return _OVER_HTTP[hand_off]
     if FEATURES[feature].scores_prompt and hand_off in ("disaggregated", "prefix hit", "lookaside"):
         return WHOLE
     return SAME

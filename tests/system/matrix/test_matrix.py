@@ -5,9 +5,12 @@ Texts, finish reasons and log-probabilities are compared too. One run of a hand-
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from tests.system.matrix.features import FEATURES, Feature, spelling
+from router.parsers.choice import parse_whole
+from tests.system.matrix.features import FEATURES, TOOL, Feature, parser_choice, spelling
 from tests.system.matrix.hand_offs import Runs
 from tests.system.matrix.reference import options_of, single_process
 from tests.system.matrix.table import ABSENT, BREAKS, CELLS, PAGE, with_table
@@ -50,6 +53,10 @@ def test_a_feature_changes_the_answer_of_a_single_process(feature: Feature) -> N
     elif feature.name in ("logprobs", "prompt_logprobs", "echo"):
         assert (len(answers[0].logprobs) > 0) == (feature.name != "prompt_logprobs")
         assert (len(answers[0].prompt_logprobs) > 0) == (feature.name != "logprobs")
+    elif feature.is_chat:
+        [call] = parse_whole(parser_choice(), answers[0].text, [TOOL]).tool_calls
+        assert call.complete
+        assert set(json.loads(call.arguments)) == {"text", "is_urgent"}
     elif feature.name in ("ignore_eos", "keep_special_tokens"):
         shown = spelling().token_text(1) in answers[0].text
         assert shown == (feature.name == "keep_special_tokens")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,9 +19,9 @@ from tests.support.engine.grammars import EOS, GRAMMARS, VOCAB_SIZE, encode, gen
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(name="thread")
-def _thread() -> Iterator[MaskThread]:
-    made = MaskThread(VOCAB_SIZE)
+@pytest.fixture(name="thread", params=[0.0, math.inf], ids=["on its thread", "here"])
+def _thread(request: pytest.FixtureRequest) -> Iterator[MaskThread]:
+    made = MaskThread(VOCAB_SIZE, request.param)
     yield made
     made.close()
 
@@ -34,7 +36,7 @@ def reference(logits_RV: torch.Tensor, sequences: list[Sequence], masks: TokenMa
     wanted = logits_RV.clone()
     for row, sequence in enumerate(sequences):
         for token_id in range(logits_RV.shape[1]):
-            if sequence in masks.places and not masks.allows(sequence, token_id):
+            if sequence in masks.places and masks.allows([sequence], [token_id]) == [False]:
                 wanted[row, token_id] = float("-inf")
     return wanted
 
@@ -99,6 +101,22 @@ def test_a_step_goes_on_where_every_row_fails(thread: MaskThread) -> None:
     rows = [ScheduledSequence(stray, 1)]
     _, failed = sample_each(torch.randn(1, VOCAB_SIZE), rows, EOS, masks_of(thread, [stray]))
     assert isinstance(failed[0], InvalidInput)
+
+
+def test_a_slow_average_moves_masks_to_the_thread_and_back() -> None:
+    thread = MaskThread(VOCAB_SIZE)
+    sequence = generation(regex("a+"), temperature=0.0)
+    ran_here = []
+    for mask_s in (0.0, 1.0, 0.0):
+        thread._mask_s = mask_s
+        pending = thread.start([sequence])
+        assert pending is not None
+        assert isinstance(pending.fill, partial)
+        ran_here.append(pending.fill.func == thread._fill_here)
+        assert pending.wait().allows([sequence], encode("a")) == [True]
+        assert thread._mask_s < 1.0
+    thread.close()
+    assert ran_here == [True, False, True]
 
 
 def test_a_row_of_which_bans_leave_nothing_fails(thread: MaskThread) -> None:

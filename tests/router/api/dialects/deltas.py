@@ -82,7 +82,7 @@ def deltas_of(
 def whole_of(response: CallResponse, deltas: Sequence[ChoiceDelta]) -> Json:
     totals = CallTotals(PROMPT_TOKENS)
     for delta in deltas:
-        totals.add(delta.output)
+        totals.add(delta)
         response.add(delta)
     return response.whole(totals)
 
@@ -91,7 +91,7 @@ def stream_of(response: CallResponse, deltas: Sequence[ChoiceDelta]) -> list[Ser
     totals = CallTotals(PROMPT_TOKENS)
     events = response.opening(totals)
     for delta in deltas:
-        totals.add(delta.output)
+        totals.add(delta)
         events += response.events(delta, totals)
     return events + response.closing(totals)
 

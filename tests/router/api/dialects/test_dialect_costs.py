@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 
-import httpx
 import pytest
 
 from penstock.config import StoreConfig
@@ -15,15 +14,8 @@ from router.api.openai.json_bodies import SMALL_BODY_BYTES
 from router.api.translation.anthropic.requests import read_message_call
 from router.api.translation.responses.requests import read_response_call
 from router.api.translation.responses.store import ResponseStore
-from tests.router.api.test_bounded_cost import (
-    LARGEST,
-    MAX_PAUSE_S,
-    MEDIUM,
-    bounded_pauses,
-    filled,
-    keyed,
-    longest_call_s,
-)
+from tests.router.api.test_bounded_cost import LARGEST, MEDIUM, client_of, filled, keyed
+from tests.support.router.loop_pauses import MAX_PAUSE_S, bounded_pauses, longest_call_s
 from tests.support.router.router_fakes import FakeWorker, running_router
 
 MESSAGES = '{"max_tokens":9,"messages":['
@@ -49,23 +41,23 @@ BODIES = {
 }
 
 
-@pytest.fixture(name="http")
-async def _http():
+@pytest.fixture(name="post")
+async def _post():
     async with running_router(await FakeWorker().start()) as router:
-        async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
+        with client_of(router) as post:
             for path in ("messages", "responses"):  # the first call imports and compiles, once
-                assert (await http.post(f"/v1/{path}", content=b"[")).status_code == 400
+                assert (await post(f"/v1/{path}", content=b"[")).status_code == 400
             freeze_heap()  # as a router's process does
-            yield http
+            yield post
             gc.unfreeze()
 
 
 @pytest.mark.parametrize("size", [SMALL_BODY_BYTES, MEDIUM, LARGEST])
-async def test_no_body_stops_the_event_loop(http, size):
+async def test_no_body_stops_the_event_loop(post, size):
     for case, (path, fill, *parts) in BODIES.items():
         body = fill(*parts, size)
-        async with bounded_pauses():
-            answer = await http.post(f"/v1/{path}", content=body)
+        with bounded_pauses(case):
+            answer = await post(f"/v1/{path}", content=body)
         assert answer.status_code == 400, (case, answer.text[:300])
         assert len(answer.content) < 1000, case
 

@@ -164,6 +164,19 @@ async def test_reasoning_is_apart_from_the_answer(served):
     assert streamed == (message, "stop")
 
 
+@pytest.mark.parametrize("shown", [True, False])
+async def test_usage_counts_the_tokens_of_reasoning(served, shown):
+    served.worker.next_token = writing("<think>\nWhat? Ah.\n</think>\n\nHello.")
+    body = {"messages": HI, "include_reasoning": shown}
+    whole = (await served.http.post("/v1/chat/completions", json=body)).json()["usage"]
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    lines = (await served.http.post("/v1/chat/completions", json=body)).text.splitlines()
+    assert json.loads(lines[-4].removeprefix("data: "))["usage"] == whole
+    counted, about = whole["completion_tokens_details"]["reasoning_tokens"], len(text_tokens("\nWhat? Ah.\n"))
+    assert about <= counted <= about + len(text_tokens("<think></think>"))
+    assert counted < whole["completion_tokens"]
+
+
 async def test_choices_are_parsed_apart(served):
     served.worker.next_token = writing(TWO_CALLS)
     answer = await served.http.post(

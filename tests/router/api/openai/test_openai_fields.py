@@ -115,11 +115,10 @@ def test_parts_of_text_are_joined_by_line_feeds() -> None:
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
-def test_log_probabilities_of_prompts_are_not_streamed(kind: type) -> None:
-    with pytest.raises(InvalidInput, match=r"^prompt_logprobs: is given with stream"):
-        parse(kind, prompt_logprobs=1, stream=True).requests("id")
-    [request] = parse(kind, prompt_logprobs=1).requests("id")
-    assert request.sampling.prompt_logprobs == 1
+def test_log_probabilities_of_prompts_may_be_streamed(kind: type) -> None:
+    for stream in (False, True):
+        [request] = parse(kind, prompt_logprobs=1, stream=stream).requests("id")
+        assert request.sampling.prompt_logprobs == 1
 
 
 def test_an_echo_asks_for_as_many_alternatives_as_the_output() -> None:

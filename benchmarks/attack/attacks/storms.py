@@ -10,8 +10,8 @@ import json
 import grpc
 import grpc.aio
 
-from benchmarks.attack.messages import GENERATE
-from benchmarks.attack.readers import NUM_VICTIMS
+from benchmarks.attack.attacks.messages import GENERATE
+from benchmarks.attack.attacks.readers import NUM_VICTIMS
 from benchmarks.attack.sockets import connection, post
 from benchmarks.attack.target import AttackTarget, call_code, channel
 from benchmarks.attack.verdict import Breach

@@ -10,7 +10,7 @@ import time
 import grpc
 
 from benchmarks.attack import http2_frames as h2
-from benchmarks.attack.messages import GENERATE
+from benchmarks.attack.attacks.messages import GENERATE
 from benchmarks.attack.sockets import ATTACKER, Http2, connect, post
 from benchmarks.attack.target import DEFAULT_TIMEOUT_S, MAX_REQUESTS, AttackTarget, becomes, call_code, channel
 from benchmarks.attack.verdict import Breach

@@ -8,8 +8,8 @@ import collections
 import grpc
 import grpc.aio
 
-from benchmarks.attack.messages import GENERATE, TOKENIZE
-from benchmarks.attack.readers import NUM_VICTIMS
+from benchmarks.attack.attacks.messages import GENERATE, TOKENIZE
+from benchmarks.attack.attacks.readers import NUM_VICTIMS
 from benchmarks.attack.target import MAX_REQUESTS, AttackTarget, call_code, channel
 from benchmarks.attack.verdict import Breach
 from penstock.v1 import common_pb2, inference_pb2

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from benchmarks.attack import http2_frames as h2
-from benchmarks.attack.messages import GENERATE
+from benchmarks.attack.attacks.messages import GENERATE
 from benchmarks.attack.sockets import Http2, connect, connection, is_closed, post, read_answer
 from benchmarks.attack.target import BODY_TIMEOUT_S, MAX_CONNECTIONS, AttackTarget, call_code, channel
 from benchmarks.attack.verdict import Breach

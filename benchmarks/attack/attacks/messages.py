@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import struct
 
@@ -17,7 +16,7 @@ GENERATE = "/penstock.v1.Inference/Generate"
 TOKENIZE = "/penstock.v1.Inference/Tokenize"
 LARGEST = 8 * 1024 * 1024 - 1024
 _REFUSED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED}
-_CHAT = '{"messages":[{"role":"user","content":"x"}],'
+CHAT = '{"messages":[{"role":"user","content":"x"}],'
 _WORDS = "Once upon a time there was a careful boy named Paul. "
 
 
@@ -31,7 +30,7 @@ async def _send_grpc(target: AttackTarget, *messages: bytes, method: str = GENER
                     raise Breach(f"{len(message)} bytes were answered {code.name}: {details[:100]}")
 
 
-async def _send_http(target: AttackTarget, path: str, *bodies: bytes) -> None:
+async def send_http(target: AttackTarget, path: str, *bodies: bytes) -> None:
     for body in bodies:
         status, answer = await http_request(target.http, post(path, target.key), body)
         if not 400 <= status < 500:
@@ -82,23 +81,23 @@ def _repeated(head: str, value: str, tail: str, size: int) -> bytes:
 
 def _biased(value: str, size: int) -> bytes:
     count = size // (len(value) + 13)
-    return (_CHAT + '"logit_bias":{' + ",".join(f'"{rank:08d}x":{value}' for rank in range(count)) + "}}").encode()
+    return (CHAT + '"logit_bias":{' + ",".join(f'"{rank:08d}x":{value}' for rank in range(count)) + "}}").encode()
 
 
 async def _send_lists(target: AttackTarget, size: int) -> None:
-    await _send_http(
+    await send_http(
         target,
         "/v1/completions",
         _repeated('{"prompt":[', "{}", "]}", size),
         _repeated('{"prompt":[[', "{}", "]]}", size),
         _repeated('{"prompt":["",', "1", "]}", size),
     )
-    await _send_http(
+    await send_http(
         target,
         "/v1/chat/completions",
         _repeated('{"messages":[', "{}", "]}", size),
         _repeated('{"messages":[{"role":"user","content":[', "{}", "]}]}", size),
-        _repeated(_CHAT + '"stop":[', "{}", "]}", size),
+        _repeated(CHAT + '"stop":[', "{}", "]}", size),
         _biased("{}", size),
     )
 
@@ -116,7 +115,7 @@ async def lists_of_objects_8_mb(target: AttackTarget) -> None:
 async def deep_json(target: AttackTarget) -> None:
     """Sends lists and objects inside each other, a million deep, and numbers of a million digits."""
     million = 1_000_000
-    await _send_http(
+    await send_http(
         target,
         "/v1/completions",
         b'{"prompt":' + b"[" * million,
@@ -179,7 +178,7 @@ async def bad_utf8(target: AttackTarget) -> None:
         b"\x0a" + _varint(len(bad)) + bad,  # model
         b"\x12" + _varint(4_000_000) + b"\xed\xa0\x80\x80" * 1_000_000,
     )
-    await _send_http(target, "/v1/completions", b'{"prompt":"' + bad + b'"}', b"\xff" * 1_000_000, bad)
+    await send_http(target, "/v1/completions", b'{"prompt":"' + bad + b'"}', b"\xff" * 1_000_000, bad)
     head = post("/v1/completions", target.key) + b"X-Penstock-Session: " + bad + b"\r\n"
     status, answer = await http_request(target.http, head, b'{"prompt":"x","max_tokens":2}')
     if status not in (200, 400, 429):
@@ -249,55 +248,6 @@ async def framing_lies(target: AttackTarget) -> None:
         await made.close()
 
 
-# Each takes seconds to compile, or memory without end, where nothing bounds it.
-_DOUBLING = "start: A\nA: " + " & ".join(f"/(.*x.*){{{count}}}/" for count in range(1, 10))
-_NEGATIONS = "start: A\nA: " + " & ".join(f"~/(.*{letter}.{{{gap}}})/" for gap, letter in enumerate("abcdefghij", 3))
-_PRODUCT = {"allOf": [{"anyOf": [{"properties": {f"p{a}_{b}": {}}} for b in range(6)]} for a in range(8)]}
-
-
-async def hostile_grammars(target: AttackTarget) -> None:
-    """Sends grammars whose automata explode, each in several variants, and schemas as large as they may be."""
-    fields: list[dict[str, object]] = [
-        {name: value}
-        for rank in range(4)
-        for name, value in (
-            ("guided_grammar", f"{_DOUBLING}\n// {rank}"),
-            ("guided_grammar", f"{_NEGATIONS}\n// {rank}"),
-            ("guided_json", {**_PRODUCT, "title": f"{rank}"}),
-            ("guided_regex", f"(a{{1000}}){{1000}}{rank}"),
-            ("guided_choice", [f"{rank}{number:09d}" for number in range(100_000)]),
-        )
-    ]
-    bodies = [json.dumps({"prompt": "x", "max_tokens": 1, **field}).encode() for field in fields]
-    head = post("/v1/completions", target.key)
-    for status, answer in await asyncio.gather(*(http_request(target.http, head, body) for body in bodies)):
-        if not 200 <= status < 500:  # some are cheaper than they look, and obeyed
-            raise Breach(f"a grammar was answered {status}: {answer[-200:]!r}")
-
-
-async def floods_of_tools(target: AttackTarget) -> None:
-    """Sends chats with thousands of tools, with schemas of megabytes, and with names that no tool may have."""
-
-    def chat(tools: list[object]) -> bytes:
-        return (_CHAT + '"max_tokens":1,"tools":' + json.dumps(tools) + "}").encode()
-
-    def tool(name: str, parameters: object) -> object:
-        return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-    deep: object = {}
-    for _ in range(400):
-        deep = {"type": "object", "properties": {"a": deep}}
-    await _send_http(
-        target,
-        "/v1/chat/completions",
-        chat([tool(f"t{number}", {}) for number in range(50_000)]),
-        chat([tool("t", {"enum": ["x" * 1000] * 4000})]),
-        chat([tool("t" * 100_000, {})]),
-        chat([tool("t", deep)] * 400),
-        chat([{}] * 100_000),
-    )
-
-
 async def stored_responses(target: AttackTarget) -> None:
     """Has the router store as many large responses as it can make in a second or so of tokens."""
     body = json.dumps({"input": "x", "instructions": "y " * 300, "max_output_tokens": 1, "metadata": {"a": "b" * 500}})
@@ -320,7 +270,5 @@ ATTACKS = (
     bad_utf8,
     oversized_headers,
     path_tricks,
-    hostile_grammars,
-    floods_of_tools,
     stored_responses,
 )

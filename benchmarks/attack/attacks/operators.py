@@ -121,7 +121,7 @@ async def silent_peers_at_inner_ports(target: AttackTarget) -> None:
                     _, writer = await asyncio.open_connection(*address.rsplit(":", 1))
                     opened.append(writer)
         await asyncio.sleep(2.0)
-        from benchmarks.attack.messages import GENERATE
+        from benchmarks.attack.attacks.messages import GENERATE
         from penstock.v1 import inference_pb2
 
         prompt = "".join(f"{rank} apples. " for rank in range(200))

@@ -1,0 +1,258 @@
+"""`penstock plan`: which accelerators to buy for a workload and its latency targets, computed without a deployment."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from cluster.cli.table import format_table
+from penstock.charts.page import PageTable, render_page
+from penstock.config import ServeConfig, SloConfig, parse
+from penstock.errors import InvalidInput
+from penstock.traces.read import read_trace
+from simulator.costs.accelerators import ACCELERATORS, find_accelerator
+from simulator.costs.model_shape import MODEL_SHAPES, ModelShape, find_shape
+from simulator.planning.arithmetic import quantize_kv
+from simulator.planning.deployment import PricedAccelerator
+from simulator.planning.pages import make_page
+from simulator.planning.report import PlanReport, as_json, explain, make_report
+from simulator.planning.search import Goal
+from simulator.planning.serve_file import format_toml, serve_settings
+from simulator.planning.workload import TrafficStatistics, Workload, longest_fitting, workload_of
+from simulator.traffic.statistics import summarize_values
+
+_WEIGHT_BITS = {"int8": 8, "fp8": 8, "int4": 4}
+_NOT_MEASURED = (
+    "Costs of steps are derived from published peaks with assumed efficiencies (docs/planning.md); nothing was "
+    "measured on these accelerators."
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("trace", nargs="?", metavar="TRACE", help="recorded traffic; without it, give its statistics")
+    add("--model", required=True, metavar="M", help=f"a checkpoint folder or config.json, or {', '.join(MODEL_SHAPES)}")
+    add(
+        "--accelerator",
+        action="append",
+        required=True,
+        metavar="NAME=PRICE",
+        help=f"one that may be bought, with its price an hour; may be repeated. Known: {', '.join(ACCELERATORS)}",
+    )
+    targets = parser.add_argument_group("targets").add_argument
+    targets("--ttft", type=float, default=2.0, metavar="S", help="seconds to the first token; default: %(default)s")
+    targets("--ttft-per-token", type=float, default=0.0, metavar="S", help="seconds more for each token of the prompt")
+    targets(
+        "--itl", type=float, default=0.05, metavar="S", help="mean seconds between two tokens; default: %(default)s"
+    )
+    targets("--attainment", type=float, default=0.95, help="share of requests within both; default: %(default)s")
+    traffic = parser.add_argument_group("traffic").add_argument
+    traffic("--rate", type=float, metavar="R", help="requests/s; scales the arrivals of a trace")
+    traffic("--input-tokens", type=float, metavar="N", help="mean prompt, without a trace")
+    traffic("--output-tokens", type=float, metavar="N", help="mean answer, without a trace")
+    traffic("--input-cv", type=float, default=1.0, help="standard deviation over mean; default: %(default)s")
+    traffic("--output-cv", type=float, default=1.0, help="the same of answers; default: %(default)s")
+    traffic("--gap-cv", type=float, default=1.0, help="the same of times between arrivals; default: 1, as Poisson")
+    traffic(
+        "--hit-rate", type=float, default=0.0, help="share of prompt tokens that are reusable; default: %(default)s"
+    )
+    traffic("--limit", type=int, metavar="N", help="read the first N requests only")
+    traffic("--seed", type=int, default=0, help="default: %(default)s")
+    workers = parser.add_argument_group("workers").add_argument
+    workers("--tensor-parallel", default="1,2,4,8", metavar="N,N", help="degrees to consider; default: %(default)s")
+    workers(
+        "--kv-dtype", choices=["auto", "fp8", "int8"], default="auto", help="type of KV pages; default: %(default)s"
+    )
+    workers("--quantization", choices=["none", *_WEIGHT_BITS], default="none", help="of weights; default: %(default)s")
+    workers("--max-devices", type=int, default=512, metavar="N", help="default: %(default)s")
+    workers("--max-context", type=int, metavar="N", help="drop longer requests; default: the model's context")
+    output = parser.add_argument_group("output").add_argument
+    output(
+        "--verify",
+        type=int,
+        default=300,
+        metavar="N",
+        help="requests to simulate of each; default: %(default)s; 0: none",
+    )
+    output("--json", action="store_true", help="print JSON")
+    output("--html", metavar="FILE", help="write a page with tables, charts and reasons")
+    output("--write", metavar="FILE", help="write settings for `penstock serve --config`")
+
+
+def run(arguments: Namespace) -> int:
+    """Prints the plan. Raises InvalidInput that says why there is none."""
+    shape = _shape(arguments)
+    workload, num_dropped = longest_fitting(_workload(arguments, shape), arguments.max_context or shape.context_length)
+    goal = Goal(_slo(arguments), arguments.attainment, _degrees(arguments.tensor_parallel), arguments.max_devices)
+    offers = [_offer(text) for text in arguments.accelerator]
+    report = make_report(
+        shape,
+        offers,
+        workload,
+        goal,
+        num_dropped=num_dropped,
+        num_simulated=arguments.verify,
+        seed=arguments.seed,
+    )
+    toml = _toml(report, arguments)
+    if arguments.write:
+        Path(arguments.write).write_text(toml)
+    if arguments.html:
+        tables = [(title, PageTable(header, rows)) for title, header, rows in make_tables(report)]
+        Path(arguments.html).write_text(render_page(make_page(report, summarize(report), tables, toml)))
+    print(json.dumps(as_json(report), indent=2) if arguments.json else describe(report))
+    return 0
+
+
+def describe(report: PlanReport) -> str:
+    """Returns the plan as text: the choice, the candidates, what it depends on, and the reasons."""
+    lines = [*summarize(report)]
+    for title, header, rows in make_tables(report):
+        lines += ["", f"{title}:", format_table(header, rows)]
+    for subject, sentences in explain(report).items():
+        lines += ["", f"Why, {subject}:", *(f"  {sentence}" for sentence in sentences)]
+    return "\n".join(lines)
+
+
+def summarize(report: PlanReport) -> list[str]:
+    """Returns the choice and what it delivers, in sentences."""
+    workload, goal, economy = report.workload, report.goal, report.economy
+    result = report.chosen.result
+    ttft, tpot = summarize_values(result.times.ttft_s), summarize_values(result.times.tpot_s)
+    slo = goal.slo
+    per_token = f" + {slo.ttft_token_s * 1e3:g} ms a prompt token" if slo.ttft_token_s else ""
+    dropped = f" {report.num_dropped} longer ones were dropped." if report.num_dropped else ""
+    found = report.verification
+    lines = [
+        f"Traffic: {workload.name}, {len(workload.requests):,} requests at {workload.requests_per_s:.2f}/s, mean "
+        f"prompt {workload.mean_input_tokens:,.0f} and answer {workload.mean_output_tokens:,.0f} tokens, "
+        f"{workload.reusable_share:.0%} of the prompt tokens reusable.{dropped}",
+        f"Goal: {goal.attainment:.1%} of the requests with TTFT <= {slo.ttft_s:g} s{per_token} and ITL <= "
+        f"{slo.itl_s * 1e3:g} ms.",
+        f"Choice: {report.chosen.deployment}; {report.chosen.deployment.num_devices} devices at "
+        f"{economy.price_per_h:,.2f} an hour; pages of {report.page_size} tokens.",
+        f"Expected: {result.attainment:.1%} within both targets, TTFT p50 {ttft.p50:.3f} s and p99 {ttft.p99:.3f} s, "
+        f"time per token p50 {tpot.p50 * 1e3:.1f} ms and p99 {tpot.p99 * 1e3:.1f} ms, hits {result.hit_rate:.0%}.",
+        f"Goodput {economy.goodput_per_s:.2f} requests/s, {economy.goodput_per_device_s:.3f} a device; "
+        f"{economy.per_million_output_tokens:,.2f} for a million output tokens, {economy.per_million_tokens:,.3f} for "
+        "a million tokens of prompts and answers.",
+        f"Headroom: the targets hold up to {report.headroom:.2f} times this rate.",
+    ]
+    if found is None:
+        lines.append("Not simulated: give --verify N to replay requests against the real decisions.")
+    else:
+        verdict = "agrees" if report.is_verified else "DOES NOT AGREE"
+        lines.append(
+            f"The simulator {verdict}: {found.attainment:.1%} of the first {found.num_requests} requests within both "
+            f"targets, TTFT p99 {found.ttft_p99_s:.3f} s, time per token p99 {found.tpot_p99_s * 1e3:.1f} ms, hits "
+            f"{found.hit_rate:.0%}."
+        )
+    return [*lines, _NOT_MEASURED]
+
+
+def make_tables(report: PlanReport) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Returns (title, header, rows) of the candidates and of the sensitivity."""
+    candidates = []
+    for index, plan in enumerate(report.plans):
+        ttft, tpot = summarize_values(plan.result.times.ttft_s), summarize_values(plan.result.times.tpot_s)
+        found = report.verifications.get(index)
+        candidates.append(
+            [
+                f"{'* ' if plan is report.chosen else ''}{plan.deployment}",
+                f"{plan.deployment.num_devices}",
+                f"{plan.deployment.price_per_h:,.2f}",
+                f"{plan.result.attainment:.1%}",
+                f"{found.attainment:.1%}" if found else "-",
+                f"{ttft.p99:.2f}",
+                f"{tpot.p99 * 1e3:.1f}",
+            ]
+        )
+    price = report.economy.price_per_h
+    variations = [
+        [
+            each.name,
+            f"{each.attainment:.1%}",
+            str(each.sufficient) if each.sufficient else "no number of these workers",
+            f"{each.price_per_h / price - 1:+.0%}" if each.price_per_h else "-",
+        ]
+        for each in report.variations
+    ]
+    header = ["deployment", "devices", "an hour", "within targets", "simulated", "TTFT p99 s", "TPOT p99 ms"]
+    return [
+        ("Candidates, within targets by the flow model and simulated", header, candidates),
+        ("If an assumption is off", ["assumption", "within targets", "what would do", "cost"], variations),
+    ]
+
+
+def _shape(arguments: Namespace) -> ModelShape:
+    shape = find_shape(arguments.model)
+    if bits := _WEIGHT_BITS.get(arguments.quantization):
+        shape = shape.quantized(weight_bits=bits)
+    return quantize_kv(shape, arguments.kv_dtype)
+
+
+def _workload(arguments: Namespace, shape: ModelShape) -> Workload:
+    if arguments.trace:
+        workload = workload_of(read_trace(arguments.trace, arguments.seed, arguments.limit))
+        if arguments.rate is None:
+            return workload
+        if not arguments.rate > 0:
+            raise InvalidInput("--rate", f"is {arguments.rate:g}; give requests per second above 0")
+        return workload.varied(rate=arguments.rate / workload.requests_per_s)
+    for name in ("rate", "input_tokens", "output_tokens"):
+        if getattr(arguments, name) is None:
+            raise InvalidInput(f"--{name.replace('_', '-')}", "is missing; give it, or a TRACE")
+    statistics = TrafficStatistics(
+        arguments.rate,
+        arguments.input_tokens,
+        arguments.output_tokens,
+        arguments.input_cv,
+        arguments.output_cv,
+        arguments.gap_cv,
+        arguments.hit_rate,
+    )
+    return statistics.sample(arguments.seed, shape.context_length)
+
+
+def _slo(arguments: Namespace) -> SloConfig:
+    values = {"ttft_s": arguments.ttft, "ttft_token_s": arguments.ttft_per_token, "itl_s": arguments.itl}
+    return parse(SloConfig, values, source="penstock plan")
+
+
+def _degrees(text: str) -> list[int]:
+    try:
+        degrees = [int(part) for part in text.split(",")]
+    except ValueError:
+        degrees = []
+    if not degrees or any(not 1 <= degree <= 64 for degree in degrees):
+        raise InvalidInput("--tensor-parallel", f"is {text!r}; give numbers from 1 to 64, such as 1,2,4")
+    return sorted(set(degrees))
+
+
+def _offer(text: str) -> PricedAccelerator:
+    name, _, price = text.partition("=")
+    try:
+        value = float(price)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise InvalidInput(
+            "--accelerator", f"is {text!r}; give NAME=PRICE with the price of one an hour, such as H100=3"
+        )
+    return PricedAccelerator(find_accelerator(name), value)
+
+
+def _toml(report: PlanReport, arguments: Namespace) -> str:
+    folder = Path(arguments.model)
+    model = str(folder if folder.is_dir() else folder.parent if folder.is_file() else Path("/models") / arguments.model)
+    settings = serve_settings(
+        report.chosen.deployment,
+        report.goal,
+        model,
+        report.page_size,
+        kv_dtype=arguments.kv_dtype,
+        quantization=arguments.quantization,
+    )
+    parse(ServeConfig, settings, source="penstock plan")  # what is written is what `penstock serve` accepts
+    return format_toml(settings, [f"Planned by `penstock plan` for {report.workload.name}.", _NOT_MEASURED])

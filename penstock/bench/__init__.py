@@ -1,0 +1,12 @@
+"""The load generator: `penstock bench` sends planned requests to any OpenAI-compatible server, or to a deployment's
+gRPC address, and says what its users would have seen.
+
+| room | what it holds |
+|---|---|
+| `workloads/` | what is sent and when: pure plans from traces, datasets and synthetic mixes |
+| `driver/` | what sends it: endpoints, the open and the closed loop, the generator's own error |
+| `results/` | figures of what came back, their file, and comparisons between two files |
+| `pages/` | the report as text, and as a self-contained HTML page |
+
+It imports nothing of Penstock beside `penstock/`, neither torch nor numpy; HTTP needs aiohttp (the extra `bench`).
+"""

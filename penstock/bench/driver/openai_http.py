@@ -1,0 +1,198 @@
+"""Streams of OpenAI's completions and chat completions over HTTP, from whichever server speaks them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.bench.driver.endpoint import StreamLog
+from penstock.bench.results.record import Ending
+from penstock.bench.workloads.plan import PlannedRequest, PromptBlocks, PromptMessages
+from penstock.bench.workloads.prompts import PromptWriter
+from penstock.errors import ConfigError, InvalidInput, Unavailable
+
+try:
+    import aiohttp
+except ImportError as error:  # pragma: no cover - the bare client has no HTTP client
+    raise ConfigError("HTTP needs aiohttp; install the extra: pip install 'penstock[bench]'") from error
+
+LANE_HEADER = "x-penstock-lane"
+_CONNECT_TIMEOUT_S = 10.0
+_DATA, _DONE = b"data:", b"[DONE]"
+
+HttpBody = tuple[bytes, Mapping[str, str], int | None]  # the body, its headers, the tokens that the answer must have
+Prepare = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestForm:
+    """How requests look."""
+
+    model: str
+    api: Literal["completions", "chat"] = "completions"
+    as_text: bool = False  # prompts that are planned as blocks: words instead of token ids
+    temperature: float = 0.0
+    ignore_eos: bool = True  # answers have exactly the planned length; servers that do not know the field refuse it
+    body: Mapping[str, Any] = field(default_factory=dict)  # more fields of each request
+
+
+class OpenAiEndpoint:
+    """Keeps connections open between requests, as clients do."""
+
+    def __init__(
+        self,
+        url: str,
+        form: RequestForm,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        prepare: Prepare | None = None,
+    ) -> None:
+        """`url` ends before `/completions`, usually in /v1. `timeout_s` bounds each request. `prepare` may change a
+        body after the request's time has begun, for servers that need a call to another one first."""
+        path = "/chat/completions" if form.api == "chat" else "/completions"
+        self._url, self._form, self._prepare = base_url(url) + path, form, prepare
+        self._timeout_s = timeout_s
+        self._session = open_session(api_key)
+
+    def encode(self, request: PlannedRequest, writer: PromptWriter) -> HttpBody:
+        form = self._form
+        body: dict[str, Any] = {
+            "model": form.model,
+            **self._prompt(request, writer),
+            "max_tokens": request.num_output_tokens,
+            "temperature": form.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if form.ignore_eos else {}),
+            **form.body,
+        }
+        headers = {"content-type": "application/json"}
+        if request.lane is not None:
+            headers[LANE_HEADER] = request.lane.value
+        return json.dumps(body).encode(), headers, request.num_output_tokens if form.ignore_eos else None
+
+    def _prompt(self, request: PlannedRequest, writer: PromptWriter) -> dict[str, Any]:
+        prompt, is_chat = request.prompt, self._form.api == "chat"
+        if isinstance(prompt, PromptMessages):
+            if is_chat:
+                return {"messages": list(prompt.messages)}
+            return {"prompt": "\n\n".join(message["content"] for message in prompt.messages)}
+        if isinstance(prompt, PromptBlocks):
+            if not is_chat and not self._form.as_text:
+                return {"prompt": writer.token_ids(prompt)}
+            prompt = writer.text(prompt)
+        return {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+
+    async def send(self, encoded: HttpBody, log: StreamLog) -> None:
+        data, headers, wanted_tokens = encoded
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if self._prepare is not None:
+                    data = json.dumps(await self._prepare(json.loads(data))).encode()
+                async with self._session.post(self._url, data=data, headers=headers) as response:
+                    if response.status == 200:
+                        await _read_events(response, log)
+                    else:
+                        text = (await response.content.read(2000)).decode(errors="replace")
+                        log.fail(ending_of_status(response.status), f"{response.status}: {text}")
+        except aiohttp.ServerTimeoutError as error:  # of the connection; it is a TimeoutError too
+            log.fail(Ending.CONNECTION, _describe(error))
+        except TimeoutError:
+            log.fail(Ending.TIMEOUT, f"no end within {self._timeout_s:g} s")
+        except aiohttp.ClientPayloadError as error:
+            log.fail(Ending.TRUNCATED, _describe(error))
+        except (aiohttp.ClientError, OSError) as error:
+            log.fail(Ending.TRUNCATED if log.piece_times_s else Ending.CONNECTION, _describe(error))
+        except ValueError as error:
+            log.fail(Ending.TRUNCATED, f"the stream is malformed: {error}")
+        log.finish(wanted_tokens)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+async def _read_events(response: aiohttp.ClientResponse, log: StreamLog) -> None:
+    """Reads server-sent events to the end of the stream; leaving early closes the connection."""
+    rest = b""
+    async for received in response.content.iter_any():
+        now_s = time.perf_counter()
+        *lines, rest = (rest + received).split(b"\n")
+        for line in lines:
+            if not line.startswith(_DATA):
+                continue
+            data = line[len(_DATA) :].strip()
+            if data == _DONE:
+                log.is_closed = True
+            elif _take_event(json.loads(data), now_s, log):
+                response.close()
+                return
+
+
+def _take_event(event: Mapping[str, Any], now_s: float, log: StreamLog) -> bool:
+    """Notes an event and returns whether to leave."""
+    if error := event.get("error"):
+        status = error.get("code") if isinstance(error, Mapping) else None
+        log.fail(
+            ending_of_status(status) if isinstance(status, int) else Ending.SERVER_ERROR, f"in the stream: {error}"
+        )
+        return True
+    if usage := event.get("usage"):
+        log.prompt_tokens = usage.get("prompt_tokens")
+        log.completion_tokens = usage.get("completion_tokens")
+        details = usage.get("prompt_tokens_details") or {}
+        log.cached_tokens = details.get("cached_tokens")
+    leaves = False
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or choice
+        if delta.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"):
+            leaves = log.add_piece(now_s)
+        log.finish_reason = choice.get("finish_reason") or log.finish_reason
+    return leaves
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def ending_of_status(status: int) -> Ending:
+    """Returns what an HTTP status other than 200 means."""
+    if status == 429:
+        return Ending.REFUSED
+    return Ending.SERVER_ERROR if status >= 500 else Ending.CLIENT_ERROR
+
+
+def open_session(api_key: str | None) -> aiohttp.ClientSession:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+        headers=headers,
+        read_bufsize=1 << 20,
+    )
+
+
+def base_url(url: str) -> str:
+    """Returns the URL before `/completions`; /v1 is added to a bare host. Raises InvalidInput for other schemes."""
+    url = (url if "://" in url else f"http://{url}").rstrip("/")
+    scheme, _, rest = url.partition("://")
+    if scheme not in ("http", "https"):
+        raise InvalidInput("url", f"is {url}; give http://HOST:PORT/v1")
+    return url if "/" in rest else f"{url}/v1"
+
+
+async def find_model(url: str, api_key: str | None) -> str:
+    """Returns the first model that the server lists. Raises Unavailable where it cannot be asked."""
+    async with open_session(api_key) as session:
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S), session.get(f"{base_url(url)}/models") as response:
+                listed = await response.json(content_type=None)
+                return str(listed["data"][0]["id"])
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise Unavailable(f"{url} does not answer: {_describe(error)}; is the server up?") from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise InvalidInput("model", f"cannot be found out at {url}/models ({error!r}); name it") from error

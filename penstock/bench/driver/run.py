@@ -1,0 +1,162 @@
+"""Sends the chains of a plan: at their due times in the open loop, or as slots become free in the closed loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from penstock.bench.driver.endpoint import Endpoint, StreamLog
+from penstock.bench.driver.own_error import GeneratorLag, without_garbage_collection
+from penstock.bench.results.record import Ending, RequestRecord, RunRecord
+from penstock.bench.workloads.plan import Chain, Plan, PlannedRequest
+from penstock.bench.workloads.prompts import PromptWriter
+
+_ENCODED_AHEAD = 64  # chains whose first request is encoded before it is due
+
+
+@dataclass(slots=True)
+class LiveCounts:
+    """What a progress line shows; the run updates it and nobody else does."""
+
+    total: int
+    sent: int = 0
+    done: int = 0
+    failed: int = 0
+    tokens: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        return self.sent - self.done
+
+
+@dataclass(slots=True)
+class _Run:
+    """The state of one run."""
+
+    endpoint: Endpoint
+    writer: PromptWriter
+    counts: LiveCounts
+    started_s: float = field(default_factory=time.perf_counter)
+    records: list[RequestRecord] = field(default_factory=list)
+
+    def now_s(self) -> float:
+        return time.perf_counter() - self.started_s
+
+    def encode(self, request: PlannedRequest) -> Any:
+        return self.endpoint.encode(request, self.writer)
+
+    async def sleep_until(self, due_s: float) -> None:
+        delay_s = due_s - self.now_s()
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
+
+    async def send(self, request: PlannedRequest, due_s: float, encoded: Any) -> float:
+        """Sends one request, follows it to its end, and returns when it was sent."""
+        log = StreamLog(request.cancel_after)
+        self.counts.sent += 1
+        try:
+            await self.endpoint.send(encoded, log)
+        except asyncio.CancelledError:
+            log.fail(Ending.CANCELLED, "the run was interrupted")
+            raise
+        finally:
+            log.finish(None)
+            record = record_of(request, log, self.started_s, due_s)
+            self.records.append(record)
+            self.counts.done += 1
+            self.counts.failed += record.ending.is_failure
+            self.counts.tokens += log.completion_tokens or log.num_pieces
+        return log.sent_s - self.started_s
+
+    async def follow(self, chain: Chain, due_s: float, first: Any) -> None:
+        """Sends a chain's requests one after another, whether or not the ones before succeeded."""
+        encoded, sent_s = first, 0.0
+        for index, request in enumerate(chain.requests):
+            if index:
+                due_s = max(sent_s + request.gap_s, self.now_s() + request.pause_s)
+                encoded = self.encode(request)
+                await self.sleep_until(due_s)
+            sent_s = await self.send(request, due_s, encoded)
+
+
+async def run_plan(
+    plan: Plan,
+    endpoint: Endpoint,
+    writer: PromptWriter,
+    concurrency: int | None = None,
+    counts: LiveCounts | None = None,
+) -> RunRecord:
+    """Sends the whole plan and returns what came back. With `concurrency`, that many clients take chain after chain.
+
+    Where the task is cancelled, it cancels what is in flight and returns what it has, marked as interrupted.
+    """
+    counts = counts or LiveCounts(plan.num_requests)
+    is_interrupted = False
+    with without_garbage_collection():
+        async with GeneratorLag() as lag:
+            run = _Run(endpoint, writer, counts)
+            try:
+                if concurrency is None:
+                    await _open_loop(run, plan)
+                else:
+                    await _closed_loop(run, plan, concurrency)
+            except asyncio.CancelledError:
+                is_interrupted = True
+            elapsed_s = run.now_s()
+    return RunRecord(
+        tuple(sorted(run.records, key=lambda each: each.number)), elapsed_s, tuple(lag.lags_s), is_interrupted
+    )
+
+
+async def _open_loop(run: _Run, plan: Plan) -> None:
+    """Sends each chain at its due time, however many are in flight."""
+    encoded: list[Any] = [run.encode(chain.requests[0]) for chain in plan.chains[:_ENCODED_AHEAD]]
+    run.started_s = time.perf_counter()  # encoding the first ones made nobody late
+    async with asyncio.TaskGroup() as tasks:
+        for index, chain in enumerate(plan.chains):
+            await run.sleep_until(chain.due_s)
+            tasks.create_task(run.follow(chain, chain.due_s, encoded[index]))
+            encoded[index] = None
+            await asyncio.sleep(0)  # the request leaves before the next one is encoded
+            if len(encoded) < len(plan.chains):
+                encoded.append(run.encode(plan.chains[len(encoded)].requests[0]))
+
+
+async def _closed_loop(run: _Run, plan: Plan, concurrency: int) -> None:
+    left: Iterator[Chain] = iter(plan.chains)
+
+    async def client() -> None:
+        for chain in left:
+            encoded = run.encode(chain.requests[0])
+            await run.follow(chain, run.now_s(), encoded)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(min(concurrency, len(plan.chains))):
+            tasks.create_task(client())
+
+
+def record_of(request: PlannedRequest, log: StreamLog, started_s: float, due_s: float) -> RequestRecord:
+    """Returns what is kept of a stream, with times since the start of the run."""
+    assert log.end_s is not None
+    assert log.ending is not None
+    times_s = log.piece_times_s
+    return RequestRecord(
+        number=request.number,
+        lane=request.lane.value if request.lane else "",
+        due_s=due_s,
+        sent_s=log.sent_s - started_s,
+        ending=log.ending,
+        detail=log.detail,
+        ttft_s=times_s[0] - log.sent_s if times_s else None,
+        e2e_s=log.end_s - log.sent_s,
+        gaps_s=tuple(later - earlier for earlier, later in pairwise(times_s)),
+        planned_input_tokens=getattr(request.prompt, "num_tokens", None),
+        planned_output_tokens=request.num_output_tokens,
+        prompt_tokens=log.prompt_tokens,
+        cached_tokens=log.cached_tokens,
+        output_tokens=log.completion_tokens if log.completion_tokens is not None else log.num_pieces,
+    )

@@ -1,0 +1,97 @@
+"""The requests of a run before they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from penstock.traces.record import BlockRuns, TraceRecord
+from penstock.types import Lane
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBlocks:
+    """A prompt of known length without a text. Equal leading block ids stand for equal leading tokens."""
+
+    runs: BlockRuns
+    block_tokens: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMessages:
+    """A prompt of chat messages, each with the keys `role` and `content`."""
+
+    messages: tuple[Mapping[str, str], ...]
+
+
+AnyPrompt = PromptBlocks | PromptMessages | str
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A request of a source, with the time that the source gives it."""
+
+    prompt: AnyPrompt
+    num_output_tokens: int
+    arrival_s: float = 0.0
+    conversation: str = ""  # drafts of one conversation are sent one after another; "": it stands alone
+    lane: Lane | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Drafts by arrival, and what a reader of the figures must know about them."""
+
+    name: str
+    drafts: tuple[Draft, ...]
+    gaps_are_pauses: bool = False  # in a conversation: from an answer's end to the next request, not between requests
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request of a chain. It is sent at its chain's due time, or after the request before it in the chain: at
+    least `gap_s` after that was sent and `pause_s` after it ended."""
+
+    number: int
+    prompt: AnyPrompt
+    num_output_tokens: int
+    gap_s: float = 0.0
+    pause_s: float = 0.0
+    lane: Lane | None = None
+    cancel_after: int | None = None  # tokens after which the client leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The requests of one conversation, each sent when the answer before it has ended. Most chains have one request."""
+
+    due_s: float  # since the start of the run; a closed loop sends it when a slot is free instead
+    requests: tuple[PlannedRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The chains of a run by due time."""
+
+    chains: tuple[Chain, ...]
+
+    def requests(self) -> Iterator[PlannedRequest]:
+        for chain in self.chains:
+            yield from chain.requests
+
+    @property
+    def num_requests(self) -> int:
+        return sum(len(chain.requests) for chain in self.chains)
+
+
+def draft_of(record: TraceRecord) -> Draft:
+    """Returns the request of a trace as a draft. Agents of one session are conversations of their own."""
+    return Draft(
+        prompt=PromptBlocks(record.block_runs, record.block_tokens, record.num_input_tokens),
+        num_output_tokens=record.num_output_tokens,
+        arrival_s=record.arrival_s,
+        conversation=f"{record.session}/{record.agent}" if record.session else "",
+        lane=record.lane,
+    )

@@ -1,0 +1,87 @@
+"""Replays a planned deployment in the simulator: the real routing, scheduling and transfer decisions, on the same
+costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config import DecodeConfig, PrefillConfig, SloConfig
+from penstock.types import Lane
+from simulator.fleet import FleetSpec, SimulatedFleet
+from simulator.planning.deployment import MAX_BATCH, Deployment
+from simulator.planning.workload import Workload
+from simulator.report import percentile
+from simulator.request import TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What the simulator says of a deployment. Latencies are of requests that completed."""
+
+    num_requests: int
+    num_failed: int
+    attainment: float  # of all requests
+    num_late: int  # of those that completed, with TTFT above its target
+    hit_rate: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_s: float
+    tpot_p99_s: float
+
+
+def verify(deployment: Deployment, workload: Workload, slo: SloConfig, page_size: int, seed: int = 0) -> Verification:
+    """Simulates all requests of a workload that has records. Blocks for minutes with thousands of them."""
+    fleet = SimulatedFleet(_spec(deployment, page_size), seed)
+    for number, record in enumerate(workload.records):
+        fleet.submit(
+            TraceRequest(
+                number=number,
+                arrival_s=record.arrival_s,
+                num_input_tokens=record.num_input_tokens,
+                num_output_tokens=record.num_output_tokens,
+                block_ids=tuple(record.block_ids()),
+                block_tokens=record.block_tokens,
+                lane=record.lane or Lane.STANDARD,
+                tenant=record.tenant,
+            )
+        )
+    fleet.run()
+    complete = [outcome for outcome in fleet.outcomes if outcome.is_complete and outcome.ttft_s is not None]
+    ttfts = [outcome.ttft_s or 0.0 for outcome in complete]
+    tpots = [outcome.tpot_s for outcome in complete if outcome.num_tokens > 1]
+    in_time = [
+        outcome
+        for outcome in complete
+        if (outcome.ttft_s or 0.0) <= slo.first_token_s(outcome.request.num_input_tokens)
+    ]
+    num_met = sum(outcome.tpot_s <= slo.itl_s for outcome in in_time)
+    prompts = sum(outcome.request.num_input_tokens for outcome in complete)
+    return Verification(
+        len(fleet.outcomes),
+        len(fleet.outcomes) - len(complete),
+        num_met / max(1, len(fleet.outcomes)),
+        len(complete) - len(in_time),
+        sum(outcome.cached_tokens for outcome in complete) / max(1, prompts),
+        percentile(ttfts, 0.5),
+        percentile(ttfts, 0.99),
+        percentile(tpots, 0.5),
+        percentile(tpots, 0.99),
+    )
+
+
+def _spec(deployment: Deployment, page_size: int) -> FleetSpec:
+    prefill, decode = deployment.prefill, deployment.decode
+    computing = (prefill or decode).kind
+    steps = DecodeConfig(max_batch_sequences=MAX_BATCH, max_batch_tokens=max(MAX_BATCH, decode.kind.chunk_tokens))
+    return FleetSpec(
+        num_prefill=prefill.num_workers if prefill else 0,
+        num_decode=decode.num_workers,
+        page_size=page_size,
+        prefill_pages=max(2, computing.kv_tokens // page_size),
+        decode_pages=max(2, decode.kind.kv_tokens // page_size),
+        prefill_costs=computing.costs.prefill,
+        decode_costs=decode.kind.costs.decode,
+        link_costs=computing.costs.link,
+        prefill=PrefillConfig(max_batch_tokens=computing.chunk_tokens),
+        decode=steps,
+    )

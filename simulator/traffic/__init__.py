@@ -1,0 +1,6 @@
+"""What recorded traffic looks like: lengths, rates, bursts, sessions, and what prefix caches of any size would hit.
+
+`describe.describe` returns the `TrafficReport` of a trace (`penstock.traces`); `pages` makes charts of it, and
+`simulator.planning` sizes deployments by it. Everything is computed from the records alone: the room knows no model, no
+accelerator and no simulated worker, and its modules are pure.
+"""

@@ -1,0 +1,77 @@
+"""Charts of a traffic report: hit rates by cache size, lengths, and arrivals over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.charts.page import Page, PageSection, PageTable
+from penstock.charts.svg import Axis, Chart, Series
+from penstock.traces.record import Trace
+from simulator.traffic.arrivals import count_by_window
+from simulator.traffic.describe import TrafficReport
+
+_POINTS = 80
+_MOST_WINDOWS = 400
+
+
+def draw_reuse(report: TrafficReport, token_bytes: int | None = None) -> Chart | None:
+    """Returns the hit rate by cache size, in bytes if a token's are known; None without prefix data."""
+    if report.reuse is None or not report.reuse.runs:
+        return None
+    scale = token_bytes or 1
+    points = [(size * scale, rate) for size, rate in report.reuse.curve()]
+    return Chart(
+        f"{report.name}: token hit rate of one prefix cache",
+        Axis(f"cache, {'bytes' if token_bytes else 'tokens'}", log=True),
+        Axis("share of prompt tokens", percent=True, low=0.0),
+        [
+            Series("least recently used leaf evicted first", points),
+            Series("unlimited", [(size, report.reuse.ceiling) for size, _ in points], dashed=True),
+        ],
+    )
+
+
+def draw_lengths(trace: Trace) -> Chart:
+    """Returns the distributions of prompts and answers, as the share of requests up to a length."""
+    return Chart(
+        f"{trace.name}: lengths",
+        Axis("tokens", log=True),
+        Axis("share of requests", percent=True, low=0.0, high=1.0),
+        [
+            Series("prompt", _cumulative(record.num_input_tokens for record in trace.records)),
+            Series("answer", _cumulative(record.num_output_tokens for record in trace.records)),
+        ],
+    )
+
+
+def draw_arrivals(trace: Trace) -> Chart:
+    """Returns requests per second over time, in windows of at least 10 s."""
+    times_s = [record.arrival_s for record in trace.records]
+    window_s = max(10.0, trace.duration_s / _MOST_WINDOWS)
+    counts = count_by_window(times_s, window_s)
+    points = [(index * window_s, count / window_s) for index, count in enumerate(counts)]
+    return Chart(
+        f"{trace.name}: arrivals in windows of {window_s:.0f} s",
+        Axis("seconds since the first request"),
+        Axis("requests per second", low=0.0),
+        [Series("", points, form="step")],
+    )
+
+
+def make_page(trace: Trace, report: TrafficReport, rows: Sequence[Sequence[str]], token_bytes: int | None) -> Page:
+    """Returns the HTML report with the rows of the printed table and all charts."""
+    charts = [draw_arrivals(trace), draw_lengths(trace)]
+    reuse = draw_reuse(report, token_bytes)
+    return Page(
+        f"Traffic of {report.name}",
+        (
+            PageSection("Figures", tables=(PageTable(("", ""), rows),)),
+            PageSection("Charts", charts=[*charts, *([reuse] if reuse else [])]),
+        ),
+    )
+
+
+def _cumulative(values: Iterable[float]) -> list[tuple[float, float]]:
+    ordered = sorted(values)
+    ranks = sorted({round(index * (len(ordered) - 1) / _POINTS) for index in range(_POINTS + 1)})
+    return [(ordered[rank], (rank + 1) / len(ordered)) for rank in ranks]

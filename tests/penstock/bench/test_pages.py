@@ -1,0 +1,56 @@
+"""Tests that every result can be reported, as text and as a page that loads nothing."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.bench.pages.html import result_page
+from penstock.bench.pages.svg import Plot, Series, draw_plot
+from penstock.bench.pages.text import align, comparison_table, describe_result
+from penstock.bench.results.compare import compare
+from penstock.bench.results.record import RunRecord
+from penstock.bench.results.result_file import make_point
+from penstock.bench.results.slo import parse_slo
+from tests.penstock.bench.made_runs import run_records, steady_result
+
+SLO = parse_slo("ttft=1,tpot=0.5")
+NUMBERS = st.floats(0, 1e6, allow_subnormal=False)
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), max_size=20), st.booleans(), st.booleans())
+def test_any_points_give_a_plot_inside_its_frame(
+    points: list[tuple[float, float]], has_log_x: bool, dots: bool
+) -> None:
+    plot = Plot("a < b", "x", "y", [Series("one & two", points, dots), Series("none", [])], has_log_x)
+    text = draw_plot(plot)
+    root = ET.fromstring(text)
+    for circle in root.iter("circle"):
+        assert 0 <= float(circle.attrib["cx"]) <= 460
+        assert 0 <= float(circle.attrib["cy"]) <= 300
+    assert len(text) < 30_000, "no axis has thousands of ticks"
+
+
+@settings(max_examples=20)
+@given(run_records(), run_records())
+def test_any_result_has_a_report_and_a_page(one: RunRecord, other: RunRecord) -> None:
+    points = [make_point(f"point {index}", {"rate": index + 1.0}, run, [SLO]) for index, run in enumerate((one, other))]
+    result = replace(steady_result(1, 1, 0, count=2), label="<it>", points=points, slos=[SLO])
+    text = describe_result(result)
+    assert "== point 1 ==" in text
+    page = result_page(result)
+    assert "<title>&lt;it&gt;</title>" in page
+    assert not re.search(r"(src|href)=|@import|url\(", page), "the page loads something"
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ET.fromstring(svg)
+
+
+def test_a_comparison_is_a_table_of_ratios() -> None:
+    (point,) = compare(steady_result(0.2, 0.02, 1), steady_result(0.2, 0.03, 2), resamples=100)
+    text = align(*comparison_table(point))
+    assert re.search(r"ITL p50 ms +\d+\S* +[23]\d\S* +1\.[45]\d+ +1\.\d+ to 1\.\d+ +worse", text)
+    assert re.search(r"hit rate +0\.5 +0\.5 +1\.000 .* no difference shown", text)

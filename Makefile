@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 TEST_PROCESSES ?= 2
 
-.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check tune clean
+.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -35,6 +35,7 @@ help:
 	@echo "make attack         every attack of docs/security.md against a running deployment: held or not, at what cost to others"
 	@echo "make soak           half an hour of faults, slow readers, bad input and cancellations; nothing may grow  (MINUTES=N)"
 	@echo "make simulate       thousands of seeded faults in virtual time, every invariant checked   (SEEDS=N)"
+	@echo "make validate-simulator   predicted against measured on this machine: five workloads, a stalled link, a kill"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
 	@echo "make tune           measure the attention kernels' tiles on the GPU at hand and keep the fastest"
 
@@ -88,6 +89,10 @@ SEEDS ?= 5000
 
 simulate: setup
 	$(PY) -m simulator.check --seeds $(SEEDS)
+
+# Two shapes of deployment, about two minutes each, on an idle machine.
+validate-simulator: setup
+	for shape in disaggregated colocated; do $(PY) -m benchmarks.validation --shape $$shape || exit 1; done
 
 bench: setup
 	$(PY) -m benchmarks.serving.latency

@@ -6,13 +6,14 @@ Replays, faults and scaling use `SimulatedFleet` to start, stop and break worker
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.config import DecodeConfig, PrefillConfig
 from penstock.config.admission import AdmissionConfig
 from penstock.types import Epoch, Role
 from router.routing.policy.interface import PlacementPolicy, WorkerLimits
 from router.routing.policy.policies import make_policy
+from simulator.costs.cost_file import CostProfile, FrontCosts
 from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.request import Outcome, TraceRequest
 from simulator.routers.follower_model import Worker
@@ -43,8 +44,19 @@ class FleetSpec:
     policy: str = "kv-aware"
     max_replicas: int = 8
     admission: AdmissionConfig | None = None  # None: every request goes to the workers at once
+    front: FrontCosts = field(default_factory=FrontCosts)
     report_interval_s: float = 0.02  # between two load and event batches of a worker
     timeout_s: float = 600.0  # of a request
+
+    def with_costs(self, profile: CostProfile) -> FleetSpec:
+        """Returns the deployment on workers that cost what the profile says."""
+        return replace(
+            self,
+            prefill_costs=profile.prefill,
+            decode_costs=profile.decode,
+            link_costs=profile.link,
+            front=profile.front,
+        )
 
     @property
     def limits(self) -> dict[Role, WorkerLimits]:
@@ -102,7 +114,9 @@ class SimulatedFleet:
         """Schedules a request for its arrival time and returns its outcome, which fills up as the run proceeds."""
         outcome = Outcome(request)
         self.outcomes.append(outcome)
-        self.sim.at(request.arrival_s, lambda: self.router.submit(outcome, self.spec.timeout_s))
+        self.sim.at(
+            request.arrival_s + self.spec.front.request_s, lambda: self.router.submit(outcome, self.spec.timeout_s)
+        )
         return outcome
 
     @property

@@ -70,6 +70,7 @@ def _check_worker(worker: Worker) -> Iterator[str]:
 
 def _check_router(fleet: SimulatedFleet) -> Iterator[str]:
     router = fleet.router
+    yield from router.late
     router.index.check_integrity()
     if router.gate is not None and router.gate.admission.num_inside:
         yield f"{router.gate.admission.num_inside} requests are still admitted"
@@ -79,6 +80,9 @@ def _check_router(fleet: SimulatedFleet) -> Iterator[str]:
         worker_id = worker.worker_id
         if router.ledger.sent_to(worker_id) != NO_WORK:
             yield f"the router's ledger still has {router.ledger.sent_to(worker_id)} in flight to {name}"
+        for other in fleet.workers.values():
+            if num_bytes := router.ledger.link_bytes((worker_id, other.worker_id)):
+                yield f"the router's ledger still has {num_bytes} bytes on the link from {name} to {other.worker_id}"
         cached = [page for event in worker.events.read(0).events for page in event.hashes]
         known, held = router.index.pages_of(worker_id), worker.cache.num_cached
         missing = sum(worker_id not in router.index.match([page]) for page in cached)

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import InvalidInput
+from simulator.costs.accelerators import find_accelerator
+from simulator.costs.cost_file import CostProfile, read_costs
+from simulator.costs.model_shape import find_shape
+from simulator.costs.roofline import roofline_costs
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.report import Slo, Summary, failures, offered_load, single_cache_hit_rate, summarize
 from simulator.request import TraceRequest
@@ -68,6 +72,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=None,
         help="scales arrivals to this multiple of what the workers could compute without caches; default: as recorded",
     )
+    parser.add_argument("--costs", metavar="FILE", help="of a worker, as `penstock fit` writes them")
+    parser.add_argument(
+        "--accelerator", help="derive the costs of --model on one: A100, H100, ..., or cpu, this machine"
+    )
+    parser.add_argument("--model", default="llama-3.1-8b", help="a known shape or a checkpoint folder")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--limit", type=int, default=None, help="requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slo-ttft", type=float, default=Slo().ttft_s, help="seconds")
@@ -75,11 +85,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def _profile(args: argparse.Namespace) -> CostProfile:
+    if args.costs:
+        return read_costs(args.costs)
+    return roofline_costs(find_shape(args.model), find_accelerator(args.accelerator), args.tensor_parallel)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     num_decode = args.workers if args.decode_workers is None else args.decode_workers
     spec = FleetSpec(0 if args.colocated else args.workers, num_decode, args.page_size)
     try:
+        spec = spec.with_costs(_profile(args)) if args.costs or args.accelerator else spec
         requests = read_requests(args.trace, args.seed, args.limit)
     except InvalidInput as error:
         print(error)

@@ -73,6 +73,7 @@ GROUPS = (
             "traffic": "describe a trace: lengths, bursts, reuse, and what caches of any size would hit",
             "plan": "size both pools for traffic, latency targets and priced accelerators, and say why",
             "plan-memory": "show what a model and its KV pages take of a device, and how many requests fit",
+            "fit": "write what steps cost on a running deployment, for the simulator and for planning",
         },
     ),
 )

@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from penstock import wire
 from penstock.completions import completion_id, completion_sampling, streamed_timing
 from penstock.errors import PenstockError
-from penstock.types import Epoch
 from penstock.v1 import common_pb2, worker_pb2
+from router.dispatch.completion_core import CompletionCore
 from router.dispatch.placement import Placement
 from router.fleet.decode_link import DecodeLink
 from router.fleet.quarantine import Suspicion
 from router.fleet.worker_follower import WorkerFollower
 from router.prepared_request import PreparedRequest
-from router.routing.costs.inflight import WorkKey
 
 
 class DispatchedCompletion:
@@ -25,44 +24,44 @@ class DispatchedCompletion:
         self,
         index: int,
         request: PreparedRequest,
+        make_core: Callable[[int, bool], CompletionCore],
         deliver: Callable[[DispatchedCompletion, worker_pb2.StepDelta | PenstockError], None],
     ) -> None:
-        """`deliver` takes what its workers send, on the event loop.
+        """`make_core` takes the number of tokens that an earlier call has delivered, and whether it is over.
 
-        `over` means that no worker computes it any more, `ended` that its reader has seen its end as well.
+        `deliver` takes what its workers send, on the event loop. `ended` means that its reader has seen its end.
         """
         self.index = index
         self.sampling = completion_sampling(request.sampling, index)
         before = request.emitted.get(index)
         self.emitted = list(before.token_ids) if before else []
-        self.num_redispatches = 0
-        self.refused_by: set[int] = set()  # epochs of workers that would not take it
-        self.num_generated = len(self.emitted)  # delivered, read or not
-        self.over = self.ended = before is not None and before.finished
+        self.ended = before is not None and before.finished
+        self.core = make_core(len(self.emitted), self.ended)
+        self.is_counted = not self.ended  # among the completions of this call that are not over
         self.sent_s = 0.0  # monotonic, of the present submission
         self.first_token_s = 0.0  # 0: no token yet
-        self.credits: list[WorkKey] = []  # its entries in the in-flight ledger, until its first token
         self.suspicion = Suspicion()
         self.in_isolation = False  # holds the quarantine's isolation lock
         self.timing: common_pb2.Timing | None = None  # once it has ended
         self.placements: list[Placement] = []  # one for each submission to a worker that was chosen
         self.worker_id = ""
         self.worker_address = ""
-        self.worker_epoch = Epoch(0)
         self._deliver = functools.partial(deliver, self)
         self._link: DecodeLink | None = None
         self._stream_id = 0
 
     def submit(self, worker: WorkerFollower, command: worker_pb2.DecodeCommand) -> None:
         """Sends the completion to a worker. Raises Unavailable if its link is closed."""
-        self.worker_id, self.worker_epoch, self.worker_address = worker.worker_id, worker.epoch, worker.address
+        self.worker_id, self.worker_address = worker.worker_id, worker.address
         assert worker.link is not None  # it takes work
         self._stream_id = worker.link.submit(command, self._deliver)
         self._link = worker.link
+        self.core.on_sent(worker.epoch)
 
-    def cancel(self) -> None:
+    def release(self) -> None:
+        """Ends it, and cancels it at its worker."""
         self.ended = True
-        if self._link is not None:
+        if self.core.release() and self._link is not None:
             self._link.cancel(self._stream_id)
 
     def submission(
@@ -86,13 +85,13 @@ class DispatchedCompletion:
         """Returns and keeps the worker's report of the ended completion, with the times that only the router sees."""
         timing = streamed_timing(
             reported,
-            waited_s=0.0 if self.num_redispatches else self.sent_s - request.accepted_s,
+            waited_s=0.0 if self.core.num_redispatches else self.sent_s - request.accepted_s,
             accepted_s=request.accepted_s,
             first_token_s=self.first_token_s,
             now_s=now_s,
             decode_worker=self.worker_id,
             num_prompt_tokens=len(request.token_ids),
         )
-        timing.num_redispatches = self.num_redispatches
+        timing.num_redispatches = self.core.num_redispatches
         self.timing = timing
         return timing

@@ -33,6 +33,7 @@ from penstock.types import FinishReason
 from penstock.v1 import common_pb2, worker_pb2
 from router.admission.interface import RequestUsage
 from router.dispatch.completion import DispatchedCompletion
+from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore
 from router.dispatch.context import DispatchContext
 from router.dispatch.placement import PromptPages
 from router.fleet.quarantine import is_dead
@@ -43,9 +44,7 @@ from router.routing.decision_record import DecisionRecord, completion_record, de
 
 log = logging.getLogger(__name__)
 
-_WAIT_TO_START_S = 5.0  # for a decode worker; a client that gets its error soon may go elsewhere
-_WAIT_TO_RESUME_S = 30.0  # with tokens out already: a dead worker's successor loads its weights first
-_RETRY_AFTER_S = 1.0
+_RNG = random.Random()
 
 
 class TokenStream:
@@ -60,12 +59,17 @@ class TokenStream:
         self._fleet = context.fleet
         self._placer = context.placer
         self._quarantine = context.quarantine
-        self._max_redispatches = context.config.max_redispatches
-        self._retries = context.gate.retries
         self._mailbox: list[tuple[DispatchedCompletion, worker_pb2.StepDelta | PenstockError]] = []
         self._deadline: asyncio.TimerHandle | None = None
         self._arrived = asyncio.Event()
-        self._completions = [DispatchedCompletion(index, request, self._deliver) for index in range(request.sampling.n)]
+        ledger, retries, most = context.fleet.ledger, context.gate.retries, context.config.max_redispatches
+
+        def make_core(num_generated: int, over: bool) -> CompletionCore:
+            return CompletionCore(ledger, retries, most, num_generated=num_generated, over=over)
+
+        self._completions = [
+            DispatchedCompletion(index, request, make_core, self._deliver) for index in range(request.sampling.n)
+        ]
         self._waiting = [completion for completion in self._completions if not completion.ended]  # not sent yet
         self._num_own = self._num_running = len(self._waiting)  # of this call; those that are not over
         self._is_late = False  # the deadline passed before every completion was over
@@ -83,20 +87,14 @@ class TokenStream:
             self._release(completion)
 
     def _release(self, completion: DispatchedCompletion) -> None:
-        completion.cancel()
-        self._settle(completion)
+        completion.release()
+        self._leave_isolation(completion)
         self._note_over(completion)
 
-    def _settle(self, completion: DispatchedCompletion) -> None:
-        """Returns what the completion holds until its first token."""
-        self._fleet.ledger.settle(completion.credits)
-        completion.credits = []
-        self._leave_isolation(completion)
-
     def _note_over(self, completion: DispatchedCompletion) -> None:
-        if completion.over:
+        if not completion.is_counted:
             return
-        completion.over = True
+        completion.is_counted = False
         self._num_running -= 1
         if not self._num_running:
             self._on_over(self._usage())
@@ -104,7 +102,7 @@ class TokenStream:
     def _usage(self) -> RequestUsage:
         timings = [completion.timing for completion in self._completions if completion.timing is not None]
         return RequestUsage(
-            output_tokens=sum(completion.num_generated for completion in self._completions),
+            output_tokens=sum(completion.core.num_generated for completion in self._completions),
             cached_tokens=timings[0].cached_tokens if timings else 0,
             decode_s=max(timing.decode_ms for timing in timings) / 1e3 if timings else None,
             whole=len(timings) == self._num_own,
@@ -156,25 +154,27 @@ class TokenStream:
     def _on_deadline(self) -> None:
         self._is_late = self._num_running > 0
         for completion in self._completions:
-            if not completion.over:
+            if not completion.core.over:
                 self._release(completion)
         self._arrived.set()
 
     def _deliver(self, completion: DispatchedCompletion, item: worker_pb2.StepDelta | PenstockError) -> None:
         self._mailbox.append((completion, item))
         self._arrived.set()
+        if isinstance(item, PenstockError) or item.HasField("error") or item.HasField("migrated"):
+            completion.core.on_left()
         if isinstance(item, worker_pb2.StepDelta):
             self._count(completion, item)
 
     def _count(self, completion: DispatchedCompletion, item: worker_pb2.StepDelta) -> None:
         num_tokens = len(item.token_ids)
-        completion.num_generated += num_tokens
         if num_tokens and not completion.first_token_s:
             completion.first_token_s = time.monotonic()
-        if num_tokens and completion.credits:
-            self._settle(completion)
-            self._fleet.health.on_progress(completion.worker_epoch, time.monotonic())
+        if completion.core.on_tokens(num_tokens):
+            self._leave_isolation(completion)
+            self._fleet.health.on_progress(completion.core.worker_epoch, time.monotonic())
         if item.finish_reason:
+            completion.core.on_end()
             completion.end_timing(self._request, item.timing, time.monotonic())
             self._note_over(completion)
 
@@ -210,7 +210,7 @@ class TokenStream:
     def _read(self, completion: DispatchedCompletion, message: worker_pb2.StepDelta) -> CompletionDelta:
         token_ids = list(message.token_ids)
         if message.HasField("prefill"):
-            self._fleet.health.on_prefill(message.prefill, completion.worker_epoch, time.monotonic())
+            self._fleet.health.on_prefill(message.prefill, completion.core.worker_epoch, time.monotonic())
         completion.emitted += token_ids
         reason = wire.finish_reason_from_wire(message.finish_reason)
         if reason is None:
@@ -243,27 +243,9 @@ class TokenStream:
     ) -> None:
         """Places the completion again after its worker was lost or refused it. Raises errors that recur anywhere."""
         now_s = time.monotonic()
-        self._fleet.ledger.settle(completion.credits)
-        completion.credits = []
-        if not isinstance(error, Unavailable):
-            if isinstance(error, InternalError):
-                self._fleet.health.on_failure(completion.worker_epoch, now_s)
-            raise error
-        if not isinstance(error, Overloaded):
-            self._fleet.health.on_failure(completion.worker_epoch, now_s)
-        if completion.num_redispatches >= self._max_redispatches:
-            raise Unavailable(
-                f"gave up after {completion.num_redispatches} re-dispatches; the last error was: {error.message}",
-                _RETRY_AFTER_S,
-            )
-        if not self._retries.take(now_s):
-            raise Unavailable(
-                f"too many requests were re-dispatched lately, so this one is not: {error.message}",
-                _RETRY_AFTER_S * random.uniform(1.0, 2.0),
-            )
-        if refused:
-            completion.refused_by.add(completion.worker_epoch)
-        completion.num_redispatches += 1
+        if isinstance(error, Unavailable | InternalError) and not isinstance(error, Overloaded):
+            self._fleet.health.on_failure(completion.core.worker_epoch, now_s)
+        completion.core.on_failure(error, now_s, _RNG, refused=refused)
         num_emitted = len(completion.emitted)
         log.info("%s is re-dispatched after %d tokens: %s", self._request.request_id, num_emitted, error.message)
         await self._place(completion, error)
@@ -277,7 +259,7 @@ class TokenStream:
         self._leave_isolation(completion)
         if not completion.suspicion.on_worker_lost(len(completion.emitted)):
             return
-        if alone and await is_dead(self._fleet.dial, completion.worker_address, completion.worker_epoch):
+        if alone and await is_dead(self._fleet.dial, completion.worker_address, completion.core.worker_epoch):
             self._quarantine.add(self._request.token_ids, time.monotonic())
             log.error("%s kills every worker that it goes to; it is refused from now on", self._request.request_id)
             raise Quarantined(
@@ -299,12 +281,12 @@ class TokenStream:
         """Chooses workers and submits; waits a while if no worker takes requests."""
         group = await self._wait_for_group(completion)
         decode: Sequence[WorkerFollower] = [
-            worker for worker in group.decode if worker.epoch not in completion.refused_by
+            worker for worker in group.decode if completion.core.may_go_to(worker.epoch)
         ]
         if not decode:
-            raise cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S)
+            raise cause or Unavailable("every decode worker refused the request", RETRY_AFTER_S)
         placed = self._placer.place(self._request, self._pages, len(completion.emitted), group, decode)
-        completion.credits = placed.commitment.credits
+        completion.core.on_placed(placed.commitment.credits)
         completion.placements.append(placed)
         completion.sent_s = time.monotonic()
         timeout_s = self._request.deadline_s - completion.sent_s
@@ -313,14 +295,14 @@ class TokenStream:
     async def _wait_for_group(self, completion: DispatchedCompletion) -> WorkerGroup:
         """Returns workers of the request's revision, and of its cohort until one of them has failed it."""
         revision = self._request.model_revision
-        cohort = None if completion.num_redispatches else self._request.cohort
-        patience_s = _WAIT_TO_RESUME_S if completion.emitted else _WAIT_TO_START_S
+        cohort = None if completion.core.num_redispatches else self._request.cohort
+        patience_s = completion.core.patience_s()
         left_s = self._request.deadline_s - time.monotonic()
         group = await self._fleet.wait_for(lambda: self._find_group(revision, cohort), min(patience_s, left_s))
         if time.monotonic() >= self._request.deadline_s or (group is None and left_s <= patience_s):
             raise self._too_late()
         if group is None:
-            raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
+            raise Unavailable("no decode worker takes requests now; try again", RETRY_AFTER_S)
         if group.model_revision != revision:
             self._restart_with(group.model_revision)
         return group

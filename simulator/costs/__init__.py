@@ -8,7 +8,7 @@ The simulator, `penstock fit` and capacity planning take from here:
 * `roofline`: `roofline_costs(shape, accelerator, tensor_parallel)`, a `CostProfile`; `ridge_batch`, `num_kv_tokens`.
 * `step_costs`: `PrefillCosts`, `DecodeCosts` and `LinkCosts`, all that a simulated worker knows of its hardware.
 * `cost_file`: `CostProfile`, with `read_costs(path)` and `write_costs(profile, path)`.
-* `fit`: `fit_steps(records)`, the costs that explain measured steps best, with their errors.
+* `fit`: `StepRecorder`, records of steps from load reports; `fit_steps(records)`, the costs that explain them best.
 
 Nothing here imports torch or ray, reads a clock (but for `measured_cpu`), or knows what a simulated worker is.
 """

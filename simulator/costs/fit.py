@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import InvalidInput
-from penstock.types import Role, StepTotals
+from penstock.types import Role, StepTotals, WorkerLoad
 from simulator.costs.step_costs import DecodeCosts, PrefillCosts
 
 _LEAST_RECORDS = 4
@@ -36,6 +36,30 @@ class FittedSteps:
     prefill: PrefillCosts
     decode: DecodeCosts
     errors: dict[str, float]
+
+
+class StepRecorder:
+    """Turns workers' successive load reports into records."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+        self._seen: dict[str, WorkerLoad] = {}
+
+    def observe(self, worker_id: str, role: Role, load: WorkerLoad) -> None:
+        """Takes a worker's newest report. The first one only says where its totals stand."""
+        before = self._seen.get(worker_id)
+        self._seen[worker_id] = load
+        if before is None or load.decode_steps.steps + load.prefill_steps.steps < (
+            before.decode_steps.steps + before.prefill_steps.steps
+        ):  # new, or restarted
+            return
+        for has_prompts, now, then in (
+            (True, load.prefill_steps, before.prefill_steps),
+            (False, load.decode_steps, before.decode_steps),
+        ):
+            since = now.since(then)
+            if since.steps > 0 and since.seconds > 0:
+                self.records.append(StepRecord(role, has_prompts, since))
 
 
 def fit_steps(records: Sequence[StepRecord]) -> FittedSteps:

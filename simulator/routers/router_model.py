@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.step.sequence import Sequence
+from penstock.client.retry import RetryBudget
+from penstock.config import RouterConfig
 from penstock.config.admission import AdmissionConfig
 from penstock.errors import DeadlineExceeded, PenstockError, Unavailable
 from penstock.kv.page_hash import hash_pages, make_salt
-from penstock.types import Epoch, PageHash, RequestId, Role, SamplingParams
+from penstock.types import PageHash, RequestId, Role, SamplingParams, WorkerId
 from router.admission.interface import AdmissionRequest, RequestUsage
+from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore
 from router.routing.costs.cost_model import CostBook
-from router.routing.costs.inflight import InflightLedger, WorkKey
+from router.routing.costs.inflight import InflightLedger
 from router.routing.costs.link_costs import LinkBook
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.policy.interface import PlacementPolicy, WorkerLimits
@@ -27,10 +30,7 @@ from simulator.workers.transfers import PrefillOption
 from simulator.world.network import Network, Node
 from simulator.world.virtual_time import Timer
 
-_WAIT_TO_START_S = 5.0  # as in router.dispatch.token_stream
-_WAIT_TO_RESUME_S = 30.0
-_RETRY_AFTER_S = 1.0
-_MAX_REDISPATCHES = 3
+_CANCEL_S = 0.5  # within which a cancelled request ends at its worker, if no fault delays it
 SALT = make_salt("simulated")
 
 
@@ -43,14 +43,11 @@ class _OpenRequest:
     hashes: list[PageHash]
     stream: int
     max_tokens: int
-    num_emitted: int = 0
-    refused_by: set[Epoch] = field(default_factory=set)
+    core: CompletionCore
     at: FollowerModel | None = None
     worker: DecodeModel | None = None
-    epoch: Epoch | None = None
     submission: Submission | None = None
     placement: PlacementModel | None = None
-    credits: list[WorkKey] = field(default_factory=list)
     timers: list[Timer] = field(default_factory=list)
 
 
@@ -76,6 +73,7 @@ class RouterModel:
         self.on_end: Callable[[Outcome], None] = lambda outcome: None
         self._network = network
         self._limits = limits
+        config = admission or AdmissionConfig()
         known = RouterState(self.index, self.ledger, CostBook(), LinkBook())
         self._placer = PlacerModel(
             known,
@@ -86,12 +84,17 @@ class RouterModel:
             max_replicas,
         )
         self._page_size = page_size
+        self._rng = network.sim.rng(f"dispatch {node.name}")
+        self._max_redispatches = int(RouterConfig.model_fields["max_redispatches"].default)
+        self._retries = RetryBudget(config.retry_share, config.retry_reserve)
         self._at_gate: dict[int, _OpenRequest] = {}  # by request number, until it ends
         self.gate: GateModel | None = None
         if admission is not None:
             self.gate = GateModel(node, admission, lambda: fleet_state(self.followers), self._enter, self._refuse)
         self._streams = count(1)
         self._open: dict[int, _OpenRequest] = {}
+        self.late: list[str] = []  # violations: what workers computed long after its request had ended
+        self._ended: dict[int, tuple[int, WorkerId, float]] = {}  # streams that ended before their output did
         self._waiting: dict[_OpenRequest, Timer] = {}  # for a decode worker
         self._known = known
         self._workers = workers
@@ -141,6 +144,7 @@ class RouterModel:
             self._hashes(request),
             next(self._streams),
             request.num_output_tokens,
+            CompletionCore(self.ledger, self._retries, self._max_redispatches),
         )
         self._open[held.stream] = held
         late = DeadlineExceeded(f"request {request.number} did not end within its {timeout_s:.3g} s")
@@ -188,17 +192,18 @@ class RouterModel:
         if not decode:
             self._wait(held)
             return
-        decode = [follower for follower in decode if follower.epoch not in held.refused_by]
+        decode = [follower for follower in decode if held.core.may_go_to(follower.epoch)]
         if not decode:
-            self._end(held, cause or Unavailable("every decode worker refused the request", _RETRY_AFTER_S))
+            self._end(held, cause or Unavailable("every decode worker refused the request", RETRY_AFTER_S))
             return
         prefill = {follower.worker_id: follower for follower in ready if follower.role is Role.PREFILL}
         num_input = held.outcome.request.num_input_tokens
-        num_tokens, left = num_input + held.num_emitted, held.max_tokens - held.num_emitted
+        num_tokens, left = num_input + held.core.num_generated, held.max_tokens - held.core.num_generated
         placed = self._placer.place(
             held.hashes, num_tokens, left, decode, list(prefill.values()), self._network.sim.now_s
         )
-        held.placement, held.credits = placed, placed.commitment.credits
+        held.placement = placed
+        held.core.on_placed(placed.commitment.credits)
         candidates = [
             PrefillOption(one.worker_id, prefill[one.worker_id].epoch, one.queue_s, one.prefill_s, one.cached_tokens)
             for one in placed.choice.candidates
@@ -208,8 +213,8 @@ class RouterModel:
         )
 
     def _wait(self, held: _OpenRequest) -> None:
-        patience_s = _WAIT_TO_RESUME_S if held.num_emitted else _WAIT_TO_START_S
-        nobody = Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
+        patience_s = held.core.patience_s()
+        nobody = Unavailable("no decode worker takes requests now; try again", RETRY_AFTER_S)
         self._waiting[held] = self.node.after(patience_s, lambda: self._end(held, nobody))
 
     def _on_change(self) -> None:
@@ -223,9 +228,10 @@ class RouterModel:
         assert one.link is not None
         assert isinstance(one.worker, DecodeModel)
         request, link, worker = held.outcome.request, one.link, one.worker
-        held.at, held.worker, held.epoch = one, worker, one.epoch
+        held.at, held.worker = one, worker
+        held.core.on_sent(one.epoch)
         held.outcome.decoded_by.append(one.worker_id)
-        tokens = RequestTokens(request, held.num_emitted)
+        tokens = RequestTokens(request, held.core.num_generated)
         sequence = Sequence(
             request_id=RequestId(str(request.number)),
             token_ids=tokens.as_list(),
@@ -253,27 +259,31 @@ class RouterModel:
             held = self._open.get(delta.stream)
             if held is not None:
                 self._take(held, delta)
+            elif delta.stream in self._ended:
+                self._check_late(*self._ended[delta.stream])
+
+    def _check_late(self, number: int, worker_id: WorkerId, end_s: float) -> None:
+        now_s, since_s = self._network.sim.now_s, self._network.undisturbed_since_s(worker_id)
+        disturbed_s = max(since_s, self._network.undisturbed_since_s(self.node.name))
+        if now_s - end_s > _CANCEL_S and disturbed_s < end_s:
+            self.late.append(f"{worker_id} still computed request {number} {now_s - end_s:.2f} s after it had ended")
 
     def _take(self, held: _OpenRequest, delta: Delta) -> None:
         if delta.error is not None:
-            if held.epoch is not None:
-                held.refused_by.add(held.epoch)
-            self._redispatch(held, delta.error)
+            self._redispatch(held, delta.error, refused=True)
             return
         outcome = held.outcome
-        if delta.num_tokens and held.credits:
-            self.ledger.settle(held.credits)
-            held.credits = []
-        expected = (outcome.request.number, outcome.request.num_input_tokens + held.num_emitted)
+        expected = (outcome.request.number, outcome.request.num_input_tokens + held.core.num_generated)
         if (delta.number, delta.position) != expected:
             outcome.num_wrong_tokens += delta.num_tokens
-        held.num_emitted += delta.num_tokens
-        outcome.num_tokens = held.num_emitted
+        held.core.on_tokens(delta.num_tokens)
+        outcome.num_tokens = held.core.num_generated
         if outcome.first_token_s is None:
             outcome.first_token_s = self._network.sim.now_s
             if self.gate is not None:
                 self.gate.start(outcome.request.number)
         if delta.ended:
+            held.core.on_end()
             if not outcome.num_redispatches:
                 outcome.cached_tokens, outcome.computed_by = delta.cached_tokens, delta.computed_by
                 assert held.placement is not None
@@ -282,23 +292,21 @@ class RouterModel:
 
     def _on_link_lost(self, one: FollowerModel) -> None:
         for held in [held for held in self._open.values() if held.at is one]:
-            self._redispatch(held, Unavailable(f"lost {one.worker_id}"))
+            self._redispatch(held, Unavailable(f"lost {one.worker_id}"), refused=False)
 
-    def _redispatch(self, held: _OpenRequest, error: PenstockError) -> None:
+    def _redispatch(self, held: _OpenRequest, error: PenstockError, *, refused: bool) -> None:
         """Re-dispatches a request whose worker is lost or refuses it, or ends it if no other worker could serve it."""
-        self.ledger.settle(held.credits)
-        held.credits, held.at = [], None
+        held.at = None
         held.stream, stream = next(self._streams), held.stream  # late messages of the lost worker must not match
         del self._open[stream]
         self._open[held.stream] = held
-        if not isinstance(error, Unavailable):
-            self._end(held, error)
-        elif held.outcome.num_redispatches >= _MAX_REDISPATCHES:
-            gave_up = f"gave up after {held.outcome.num_redispatches} other workers; the latest error: {error.message}"
-            self._end(held, Unavailable(gave_up, _RETRY_AFTER_S))
-        else:
-            held.outcome.num_redispatches += 1
-            self._place(held, error)
+        try:
+            held.core.on_failure(error, self._network.sim.now_s, self._rng, refused=refused)
+        except PenstockError as final:
+            self._end(held, final)
+            return
+        held.outcome.num_redispatches = held.core.num_redispatches
+        self._place(held, error)
 
     def _end(self, held: _OpenRequest, error: PenstockError | None) -> None:
         if self._open.pop(held.stream, None) is None:
@@ -306,10 +314,12 @@ class RouterModel:
         for timer in (*held.timers, self._waiting.pop(held, None)):
             if timer is not None:
                 timer.cancel()
-        self.ledger.settle(held.credits)
         outcome = held.outcome
         complete = error is None and outcome.num_tokens == held.max_tokens
-        if not complete and held.at is not None and held.at.link is not None and held.submission is not None:
+        must_cancel = held.core.release()
+        if not complete and held.at is not None:
+            self._ended[held.stream] = (outcome.request.number, held.at.worker_id, self._network.sim.now_s)
+        if must_cancel and held.at is not None and held.at.link is not None and held.submission is not None:
             worker, submission = held.worker, held.submission
             held.at.link.send(self.node, lambda: worker.cancel(submission))  # type: ignore[union-attr]
         outcome.end_s, outcome.error = self._network.sim.now_s, error

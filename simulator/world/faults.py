@@ -1,4 +1,4 @@
-"""Schedules seeded faults: workers that die or freeze, links that are cut or slow, and mishandled events."""
+"""Schedules seeded faults: workers that die, freeze, drain or flip, links that are cut or slow, mishandled events."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class FaultRates:
     slow_links: float = 1.0
     event_faults: float = 0.5  # probability that events are mishandled for a while
     abandons: float = 1.0
+    drains: float = 0.7  # a successor starts, the worker gets no new requests, and what it still holds is cut off later
+    flips: float = 0.3  # the same with a successor of the other role
     longest_s: float = 6.0
 
 
@@ -39,7 +41,7 @@ def schedule_faults(fleet: SimulatedFleet, rng: random.Random, until_s: float, r
 
     for _ in range(_count(rng, rates.kills)):
         name = rng.choice(names)
-        begin("kill", name, lambda name=name: fleet.kill(name), lambda name=name: _restart(fleet, name))  # type: ignore[misc]
+        begin("kill", name, lambda name=name: _kill(fleet, name), lambda name=name: _restart(fleet, name))  # type: ignore[misc]
     for _ in range(_count(rng, rates.freezes)):
         name = rng.choice(names)
         begin("freeze", name, lambda name=name: _freeze(fleet, name), lambda name=name: _thaw(fleet, name))  # type: ignore[misc]
@@ -64,7 +66,32 @@ def schedule_faults(fleet: SimulatedFleet, rng: random.Random, until_s: float, r
         begin("events", "mishandled", lambda: _spoil_events(fleet, rng), lambda: _restore_events(fleet))
     for _ in range(_count(rng, rates.abandons)):
         _abandon(fleet, rng, fleet.outcomes, until_s)
+    for number in range(_count(rng, rates.drains) + (num_flips := _count(rng, rates.flips))):
+        name = rng.choice(names)
+        role = fleet.spec.names[name]
+        if number < num_flips:
+            role = Role.PREFILL if role is Role.DECODE else Role.DECODE
+        begin(
+            "flip" if number < num_flips else "drain",
+            name,
+            lambda name=name, role=role, number=number: _drain(fleet, name, role, number),  # type: ignore[misc]
+            lambda name=name: _remove(fleet, name),  # type: ignore[misc]
+        )
     return sorted(descriptions)
+
+
+def _drain(fleet: SimulatedFleet, name: str, role: Role, number: int) -> None:
+    """Starts a successor and retires the worker, unless it is the last that decodes and its successor would not."""
+    left = [other for other in fleet.router.followers if other.role is Role.DECODE and other.worker_id != name]
+    if name not in fleet.workers or (role is Role.PREFILL and not left):
+        return
+    fleet.add_worker(f"{name}-successor-{number}", role)
+    fleet.router.retire(name)
+
+
+def _remove(fleet: SimulatedFleet, name: str) -> None:
+    if name in fleet.workers and all(follower.worker_id != name for follower in fleet.router.followers):
+        fleet.remove_worker(name)
 
 
 def _count(rng: random.Random, mean: float) -> int:
@@ -83,8 +110,13 @@ def _pair(fleet: SimulatedFleet, rng: random.Random) -> tuple[str, str]:
     return rng.choice([(ROUTER, rng.choice(list(names))), *[(name, decode) for name in prefill]])
 
 
+def _kill(fleet: SimulatedFleet, name: str) -> None:
+    if name in fleet.workers:
+        fleet.kill(name)
+
+
 def _restart(fleet: SimulatedFleet, name: str) -> None:
-    if fleet.find(name) is None:
+    if name in fleet.workers and fleet.find(name) is None:
         fleet.start_worker(name)
 
 

@@ -107,6 +107,7 @@ class Network:
         self._nodes: dict[str, Node] = {}
         self._calls: dict[Call, None] = {}
         self.before_fault: list[Callback] = []  # lets processes that run ahead of their messages send what they owe
+        self._disturbed_s: dict[str, float] = {}  # by process: when a fault of it or of a link to it began or ended
         self._cut_since_s: dict[frozenset[str], float] = {}
 
     def arrival_s(self) -> float:
@@ -144,8 +145,16 @@ class Network:
         for callback in self.before_fault:
             callback()
 
+    def undisturbed_since_s(self, name: str) -> float:
+        """Returns when the last fault that could delay messages of a process began or ended."""
+        return self._disturbed_s.get(name, 0.0)
+
+    def _note_fault(self, *names: str) -> None:
+        self._disturbed_s.update(dict.fromkeys(names, self.sim.now_s))
+
     def kill(self, node: Node) -> None:
         self._announce_fault()
+        self._note_fault(node.name)
         node.set_state(State.DEAD)
         for call in self._calls_of(lambda call: node in call.ends):
             self.sim.after(_RESET_S, call.break_off)
@@ -154,12 +163,14 @@ class Network:
         if node.state is not State.ALIVE:
             return
         self._announce_fault()
+        self._note_fault(node.name)
         node.set_state(State.FROZEN)
         for call in self._calls_of(lambda call: node in call.ends):
             self.sim.after(KEEPALIVE_S, lambda call=call: self._give_up(call))  # type: ignore[misc]
 
     def thaw(self, node: Node) -> None:
         if node.state is State.FROZEN:
+            self._note_fault(node.name)
             node.set_state(State.ALIVE)
 
     def cut(self, one: str, other: str) -> None:
@@ -167,6 +178,7 @@ class Network:
         if pair in self._cut_since_s:
             return
         self._announce_fault()
+        self._note_fault(one, other)
         self._cut_since_s[pair] = self.sim.now_s
         for call in self._calls_between(pair):
             self.sim.after(KEEPALIVE_S, lambda call=call: self._give_up(call))  # type: ignore[misc]
@@ -174,6 +186,7 @@ class Network:
     def heal(self, one: str, other: str) -> None:
         pair = frozenset((one, other))
         if self._cut_since_s.pop(pair, None) is not None:
+            self._note_fault(one, other)
             for call in self._calls_between(pair):
                 call.resume()
 

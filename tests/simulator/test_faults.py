@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
+from kv_transfer.session.transfer_session import TransferSession
+from router.dispatch.completion_core import CompletionCore
 from router.routing.costs.inflight import InflightLedger
 from simulator import invariants
 from simulator.check import random_requests, random_spec, run_seed
@@ -70,3 +73,35 @@ def test_a_lost_index_event_is_detected() -> None:
     name = next(name for name, worker in fleet.workers.items() if worker.cache.num_cached)
     fleet.router.index.drop(fleet.workers[name].worker_id)
     assert any(name in problem for problem in invariants.at_the_end(fleet))
+
+
+# Bugs planted in code that the product runs, each with seeds that find it. `make simulate` finds each within 500.
+
+
+def _problems(seeds: Iterable[int]) -> list[str]:
+    return [problem for seed in seeds for problem in run_seed(seed).problems]
+
+
+def test_a_leak_in_the_ledger_of_the_real_dispatch_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plants: a request that is re-dispatched or cancelled before its first token keeps what it was booked as."""
+
+    def forgetful(self: CompletionCore) -> None:
+        if self.num_generated:
+            self._ledger.settle(self._credits)
+        self._credits = []
+
+    monkeypatch.setattr(CompletionCore, "_settle", forgetful)
+    assert any("ledger still has" in problem for problem in _problems((1, 8)))
+
+
+def test_a_cancellation_that_the_real_dispatch_skips_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = CompletionCore.release
+    monkeypatch.setattr(CompletionCore, "release", lambda self: bool(release(self) and self.num_generated))
+    assert any("after it had ended" in problem for problem in _problems((2, 13)))
+
+
+def test_a_page_that_the_real_session_frees_while_it_is_fenced_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plants: the receiver believes that an aborted transfer's sender has stopped writing."""
+    abort = TransferSession.on_abort
+    monkeypatch.setattr(TransferSession, "on_abort", lambda self: [*abort(self), *self.on_sender_dead()])
+    assert any("not fenced" in problem for problem in _problems((11, 12, 14)))

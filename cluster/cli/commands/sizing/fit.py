@@ -1,0 +1,86 @@
+"""`penstock fit`: learns what steps cost on the workers of a running deployment, and writes a cost file."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, Namespace
+from dataclasses import replace
+
+from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
+from cluster.cli.options import add_admin_options
+from cluster.cli.table import format_table
+from penstock import wire
+from penstock.types import Role
+from penstock.v1 import admin_pb2
+from simulator.costs.cost_file import CostProfile, write_costs
+from simulator.costs.fit import StepRecord, StepRecorder, fit_steps
+from simulator.costs.model_shape import find_shape
+from simulator.costs.step_costs import LinkCosts
+
+_POLL_S = 0.25
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("output", metavar="FILE", help="the cost file to write")
+    add("--seconds", type=float, default=60.0, help="how long to watch, while traffic is served; default: %(default)s")
+    add("--link-gbit", type=float, default=100.0, help="speed of the link between workers; default: %(default)s")
+    add("--shape", metavar="MODEL", help="a config.json or folder, or a known shape, for KV bytes; default: the model")
+    add_admin_options(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Watches load reports and fits the costs. Raises InvalidInput if there was too little traffic to learn from."""
+    model, records = watch(arguments)
+    fitted = fit_steps(records)
+    shape = find_shape(arguments.shape or model)
+    link = LinkCosts(bytes_per_s=arguments.link_gbit * 1e9 / 8, token_bytes=int(shape.kv_token_bytes))
+    source = f"fitted to {len(records)} reports of steps within {arguments.seconds:g} s"
+    profile = CostProfile(model, source, fitted.prefill, fitted.decode, link, errors=fitted.errors)
+    write_costs(profile, arguments.output)
+    print(describe(profile, records))
+    print(f"wrote {arguments.output}")
+    return 0
+
+
+def watch(arguments: Namespace) -> tuple[str, list[StepRecord]]:
+    """Polls the deployment's load reports. Returns the model and what was recorded."""
+    recorder, end_s = StepRecorder(), time.monotonic() + arguments.seconds
+    with admin_stub(arguments) as (stub, metadata):
+        while True:
+            status = stub.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata)
+            observe(recorder, status)
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return status.model, recorder.records
+            time.sleep(min(_POLL_S, left_s))
+
+
+def observe(recorder: StepRecorder, status: admin_pb2.StatusResponse) -> None:
+    """Records the load of each worker that computes."""
+    for worker in status.workers:
+        if worker.member.role in {role.value for role in Role} and worker.HasField("load"):
+            name = f"{worker.member.worker_id} {worker.member.epoch}"
+            recorder.observe(name, Role(worker.member.role), wire.load_from_wire(worker.load))
+
+
+def describe(profile: CostProfile, records: list[StepRecord]) -> str:
+    """Returns the costs as a table, in the units that people compare."""
+    prefill, decode = profile.prefill, profile.decode
+    rows = [
+        ("prefill", f"{prefill.step_s * 1e3:.3g} ms", f"{prefill.token_s * 1e6:.3g} us", _ns(prefill.context_s)),
+        ("decode", f"{decode.step_s * 1e3:.3g} ms", f"{decode.sequence_s * 1e6:.3g} us", _ns(decode.kv_token_s)),
+    ]
+    if decode.chunk != replace(prefill):
+        chunk = decode.chunk
+        rows.append(
+            ("prompts beside decoding", f"{chunk.step_s * 1e3:.3g} ms", f"{chunk.token_s * 1e6:.3g} us",
+             _ns(chunk.context_s))
+        )  # fmt: skip
+    errors = ", ".join(f"{name} {value:.0%}" for name, value in profile.errors.items())
+    table = format_table(("steps", "fixed", "each token", "each token and context token"), rows)
+    return f"{table}\n\n{len(records)} reports; relative errors: {errors}"
+
+
+def _ns(seconds: float) -> str:
+    return f"{seconds * 1e9:.3g} ns"

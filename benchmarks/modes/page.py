@@ -11,7 +11,7 @@ from benchmarks.common.report import Row, hardware
 from benchmarks.modes.deployments import AUTO, COLOCATED, SPLIT, VLLM
 from benchmarks.modes.study import SLO_SCALES, WorkloadStudy
 from penstock.bench.pages.html import page, plots_html, table_html
-from penstock.bench.pages.svg import Plot, Series, standalone_svg
+from penstock.bench.pages.svg import Plot, PlotSeries, standalone_svg
 from penstock.bench.pages.text import Table
 from penstock.bench.results.compare import FigureRatio
 from penstock.bench.results.quantiles import Quantiles
@@ -89,11 +89,11 @@ def _versus(ratio: FigureRatio | None) -> str:
 def plots(study: WorkloadStudy) -> Iterator[Plot]:
     """Yields goodput and tails over the offered load, a line for each mode."""
 
-    def lines(value: str) -> list[Series]:
+    def lines(value: str) -> list[PlotSeries]:
         found = []
         for mode in measured_modes([study]):
             points = [(point.offered["rate"], _value(point, value)) for point in study.results[mode].points]
-            found.append(Series(mode, points))
+            found.append(PlotSeries(mode, points))
         return found
 
     title = f"{study.name} prompts" if study.name in ("short", "long", "mixed") else study.name

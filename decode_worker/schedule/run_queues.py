@@ -1,8 +1,8 @@
 """Keeps the running and the waiting sequences of a decode worker by rank, and which running ones have a row. Pure.
 
 Owned by the decode scheduler, which decides who changes queues. A sequence has its rank for its whole life: by arrival,
-interactive ones with a head start before standard ones before bulk (`penstock.scheduling.lane_order`). Neither queue holds a
-sequence that is tracked while its pages come from elsewhere, or that is paused.
+interactive ones with a head start before standard ones before bulk (`penstock.scheduling.lane_order`). Neither queue
+holds a sequence that is tracked while its pages come from elsewhere, or that is paused.
 """
 
 from __future__ import annotations

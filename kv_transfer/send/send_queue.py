@@ -1,8 +1,8 @@
 """Queues the pushes to one receiver incarnation, keeps those in flight, and decides when each transfer is over.
 
 Pages of interactive requests go before standard ones and bulk goes last; waiting pushes age in bytes sent
-(penstock/scheduling/lane_order.py), so no lane starves another. Bulk fills only a part of the link, because a posted push cannot
-be overtaken.
+(penstock/scheduling/lane_order.py), so no lane starves another. Bulk fills only a part of the link, because a posted
+push cannot be overtaken.
 
 The sender's thread alone uses it. It owns no thread, no lock and no clock. Invariant: a transfer is `over` exactly
 once, after its last push has ended one way or the other.

@@ -15,7 +15,7 @@ from penstock.bench.driver.run import LiveCounts, run_plan
 from penstock.bench.results.record import Ending
 from penstock.bench.results.result_file import BenchResult, PointResult, make_point
 from penstock.bench.results.slo import SloSet
-from penstock.bench.workloads.plan import Plan, PlannedRequest, PromptBlocks, Source
+from penstock.bench.workloads.plan import LoadPlan, LoadRequest, PromptBlocks, Source
 from penstock.bench.workloads.prompts import TOKEN_IDS, PromptWriter
 from penstock.bench.workloads.schedule import Arrivals, Extras, schedule
 from penstock.errors import Unavailable
@@ -68,7 +68,7 @@ def _source_for(spec: SweepSpec, arrivals: Arrivals) -> Source:
     return Source(spec.source.name, tuple(drafts), spec.source.gaps_are_pauses, spec.source.notes)
 
 
-async def warm_up(plan: Plan, endpoint: Endpoint, spec: SweepSpec, salt: str) -> None:
+async def warm_up(plan: LoadPlan, endpoint: Endpoint, spec: SweepSpec, salt: str) -> None:
     """Sends the first requests of a plan with other prompts. Raises Unavailable with what the server answered."""
     writer = PromptWriter(salt, spec.token_ids, spec.words_per_token)
     for index, request in zip(range(spec.warm_up), plan.requests(), strict=False):
@@ -76,7 +76,7 @@ async def warm_up(plan: Plan, endpoint: Endpoint, spec: SweepSpec, salt: str) ->
         if not isinstance(prompt, PromptBlocks):  # a dataset's own text would be cached when it is sent to be measured
             prompt = PromptBlocks(((index, 1),), _PROBE_TOKENS[0], _PROBE_TOKENS[0])
         log, short = StreamLog(), min(request.num_output_tokens, _MAX_WARM_UP_TOKENS)
-        await endpoint.send(endpoint.encode(PlannedRequest(0, prompt, short, lane=request.lane), writer), log)
+        await endpoint.send(endpoint.encode(LoadRequest(0, prompt, short, lane=request.lane), writer), log)
         if log.ending is not None and log.ending.is_failure and log.ending not in (Ending.SHORT, Ending.REFUSED):
             raise Unavailable(f"the first request failed ({log.ending.value}): {log.detail}")
 
@@ -88,7 +88,7 @@ async def words_per_token(endpoint: Endpoint, seed: int) -> float:
     for index, num_words in enumerate(_PROBE_TOKENS):
         log = StreamLog()
         prompt = PromptBlocks(((index, 1),), num_words, num_words)
-        await endpoint.send(endpoint.encode(PlannedRequest(0, prompt, 1), writer), log)
+        await endpoint.send(endpoint.encode(LoadRequest(0, prompt, 1), writer), log)
         if log.ending is not None and log.ending.is_failure and log.ending is not Ending.SHORT:
             raise Unavailable(f"the calibration of texts failed ({log.ending.value}): {log.detail}")
         if log.prompt_tokens is None:

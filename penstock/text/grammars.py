@@ -6,6 +6,7 @@ states and the items that `_LIMITS` grants for each step; compiling it by those 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 from collections import OrderedDict
@@ -13,7 +14,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.errors import CheckpointError, InvalidInput
@@ -184,8 +184,8 @@ def _read_json(source: str) -> object:
 
 def _compute_mask(matcher: LLMatcher, vocab_size: int) -> None:
     """Computes the first mask, whose lexer states the matcher keeps; afterwards it may be in error."""
-    words_W = np.zeros(-(-vocab_size // 32), np.int32)
-    matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
+    words = (ctypes.c_int32 * -(-vocab_size // 32))()  # a bit for each token
+    matcher.unsafe_compute_mask_ptr(ctypes.addressof(words), ctypes.sizeof(words))
 
 
 def _size(grammar: Grammar) -> int:

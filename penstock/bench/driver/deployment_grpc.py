@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.bench.driver.endpoint import StreamLog
 from penstock.bench.results.record import Ending
-from penstock.bench.workloads.plan import PlannedRequest, PromptBlocks, PromptMessages
+from penstock.bench.workloads.plan import LoadRequest, PromptBlocks, PromptMessages
 from penstock.bench.workloads.prompts import PromptWriter
 from penstock.client.async_client import AsyncClient
 from penstock.client.auth import ClientTls
@@ -52,7 +52,7 @@ class GrpcEndpoint:
         self._timeout_s = timeout_s
         self._client = AsyncClient(address, retry=_ONE_ATTEMPT, api_key=api_key, tls=tls, lookaside=lookaside)
 
-    def encode(self, request: PlannedRequest, writer: PromptWriter) -> GrpcCall:
+    def encode(self, request: LoadRequest, writer: PromptWriter) -> GrpcCall:
         prompt: Prompt
         if isinstance(request.prompt, PromptBlocks):
             prompt = writer.text(request.prompt) if self._as_text else writer.token_ids(request.prompt)

@@ -6,7 +6,7 @@ import time
 from typing import Any, Protocol
 
 from penstock.bench.results.record import Ending
-from penstock.bench.workloads.plan import PlannedRequest
+from penstock.bench.workloads.plan import LoadRequest
 from penstock.bench.workloads.prompts import PromptWriter
 
 
@@ -79,7 +79,7 @@ class StreamLog:
 class Endpoint(Protocol):
     """A server that answers requests as streams."""
 
-    def encode(self, request: PlannedRequest, writer: PromptWriter) -> Any:
+    def encode(self, request: LoadRequest, writer: PromptWriter) -> Any:
         """Returns what `send` takes. Called ahead of time, so that sending costs little."""
 
     async def send(self, encoded: Any, log: StreamLog) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from penstock.bench.driver.endpoint import StreamLog
 from penstock.bench.results.record import Ending
-from penstock.bench.workloads.plan import PlannedRequest, PromptBlocks, PromptMessages
+from penstock.bench.workloads.plan import LoadRequest, PromptBlocks, PromptMessages
 from penstock.bench.workloads.prompts import PromptWriter
 from penstock.errors import ConfigError, InvalidInput, Unavailable
 
@@ -59,7 +59,7 @@ class OpenAiEndpoint:
         self._timeout_s = timeout_s
         self._session = open_session(api_key)
 
-    def encode(self, request: PlannedRequest, writer: PromptWriter) -> HttpBody:
+    def encode(self, request: LoadRequest, writer: PromptWriter) -> HttpBody:
         form = self._form
         body: dict[str, Any] = {
             "model": form.model,
@@ -76,7 +76,7 @@ class OpenAiEndpoint:
             headers[LANE_HEADER] = request.lane.value
         return json.dumps(body).encode(), headers, request.num_output_tokens if form.ignore_eos else None
 
-    def _prompt(self, request: PlannedRequest, writer: PromptWriter) -> dict[str, Any]:
+    def _prompt(self, request: LoadRequest, writer: PromptWriter) -> dict[str, Any]:
         prompt, is_chat = request.prompt, self._form.api == "chat"
         if isinstance(prompt, PromptMessages):
             if is_chat:

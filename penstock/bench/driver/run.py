@@ -12,7 +12,7 @@ from typing import Any
 from penstock.bench.driver.endpoint import Endpoint, StreamLog
 from penstock.bench.driver.own_error import GeneratorLag, without_garbage_collection
 from penstock.bench.results.record import Ending, RequestRecord, RunRecord
-from penstock.bench.workloads.plan import Chain, Plan, PlannedRequest
+from penstock.bench.workloads.plan import Chain, LoadPlan, LoadRequest
 from penstock.bench.workloads.prompts import PromptWriter
 
 _ENCODED_AHEAD = 64  # chains whose first request is encoded before it is due
@@ -46,7 +46,7 @@ class _Run:
     def now_s(self) -> float:
         return time.perf_counter() - self.started_s
 
-    def encode(self, request: PlannedRequest) -> Any:
+    def encode(self, request: LoadRequest) -> Any:
         return self.endpoint.encode(request, self.writer)
 
     async def sleep_until(self, due_s: float) -> None:
@@ -54,7 +54,7 @@ class _Run:
         if delay_s > 0:
             await asyncio.sleep(delay_s)
 
-    async def send(self, request: PlannedRequest, due_s: float, encoded: Any) -> float:
+    async def send(self, request: LoadRequest, due_s: float, encoded: Any) -> float:
         """Sends one request, follows it to its end, and returns when it was sent."""
         log = StreamLog(request.cancel_after)
         self.counts.sent += 1
@@ -84,7 +84,7 @@ class _Run:
 
 
 async def run_plan(
-    plan: Plan,
+    plan: LoadPlan,
     endpoint: Endpoint,
     writer: PromptWriter,
     concurrency: int | None = None,
@@ -112,7 +112,7 @@ async def run_plan(
     )
 
 
-async def _open_loop(run: _Run, plan: Plan) -> None:
+async def _open_loop(run: _Run, plan: LoadPlan) -> None:
     """Sends each chain at its due time, however many are in flight."""
     encoded: list[Any] = [run.encode(chain.requests[0]) for chain in plan.chains[:_ENCODED_AHEAD]]
     run.started_s = time.perf_counter()  # encoding the first ones made nobody late
@@ -126,7 +126,7 @@ async def _open_loop(run: _Run, plan: Plan) -> None:
                 encoded.append(run.encode(plan.chains[len(encoded)].requests[0]))
 
 
-async def _closed_loop(run: _Run, plan: Plan, concurrency: int) -> None:
+async def _closed_loop(run: _Run, plan: LoadPlan, concurrency: int) -> None:
     left: Iterator[Chain] = iter(plan.chains)
 
     async def client() -> None:
@@ -139,7 +139,7 @@ async def _closed_loop(run: _Run, plan: Plan, concurrency: int) -> None:
             tasks.create_task(client())
 
 
-def record_of(request: PlannedRequest, log: StreamLog, started_s: float, due_s: float) -> RequestRecord:
+def record_of(request: LoadRequest, log: StreamLog, started_s: float, due_s: float) -> RequestRecord:
     """Returns what is kept of a stream, with times since the start of the run."""
     assert log.end_s is not None
     assert log.ending is not None

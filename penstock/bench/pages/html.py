@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import accumulate
 
-from penstock.bench.pages.svg import Plot, Series, draw_plot
+from penstock.bench.pages.svg import Plot, PlotSeries, draw_plot
 from penstock.bench.pages.text import Table, describe_own_error, group_table, latency_table, sweep_table
 from penstock.bench.results.figures import LATENCIES
 from penstock.bench.results.result_file import BenchResult, PointResult
@@ -80,9 +80,11 @@ def sweep_plots(result: BenchResult) -> list[Plot]:
     plots = []
     if result.slos:
         names = [slo.text for slo in result.slos]
-        goodput = [Series(text, over(each.slos[index].goodput for each in figures)) for index, text in enumerate(names)]
+        goodput = [
+            PlotSeries(text, over(each.slos[index].goodput for each in figures)) for index, text in enumerate(names)
+        ]
         met = [
-            Series(text, over(100 * each.slos[index].attainment for each in figures))
+            PlotSeries(text, over(100 * each.slos[index].attainment for each in figures))
             for index, text in enumerate(names)
         ]
         plots.append(Plot("Goodput", label, "requests/s that met the SLO", goodput, has_markers=True))
@@ -90,11 +92,11 @@ def sweep_plots(result: BenchResult) -> list[Plot]:
     for latency in ("TTFT", "ITL"):
         found = [each.latencies[latency] for each in figures]
         lines = [
-            Series("p50", over(0.0 if each is None else each.p50_s * 1e3 for each in found)),
-            Series("p99", over(0.0 if each is None else each.p99_s * 1e3 for each in found)),
+            PlotSeries("p50", over(0.0 if each is None else each.p50_s * 1e3 for each in found)),
+            PlotSeries("p99", over(0.0 if each is None else each.p99_s * 1e3 for each in found)),
         ]
         plots.append(Plot(latency, label, "ms", lines, has_markers=True))
-    throughput = [Series("output tokens/s", over(each.output_tokens_per_s for each in figures))]
+    throughput = [PlotSeries("output tokens/s", over(each.output_tokens_per_s for each in figures))]
     return [*plots, Plot("Throughput", label, "output tokens/s", throughput, has_markers=True)]
 
 
@@ -106,7 +108,7 @@ def latency_cdf(name: str, points: Sequence[PointResult]) -> Plot:
         if values:
             ranks = sorted({round(share * (len(values) - 1) / _CDF_POINTS) for share in range(_CDF_POINTS + 1)})
             lines.append(
-                Series(point.name, [(max(values[rank], 1e-3), 100 * (rank + 1) / len(values)) for rank in ranks])
+                PlotSeries(point.name, [(max(values[rank], 1e-3), 100 * (rank + 1) / len(values)) for rank in ranks])
             )
     return Plot(f"{name}, cumulative", "ms", "% of values", lines, has_log_x=True, y_max=100.0)
 
@@ -115,7 +117,7 @@ def timeline(point: PointResult) -> list[Plot]:
     """Returns when requests were sent and what they met: TTFT by time, and how many were in flight."""
     sent = [(each.sent_s, each.ttft_s * 1e3) for each in point.run.requests if each.ttft_s is not None]
     failed = [(each.sent_s, 0.0) for each in point.run.requests if each.ending.is_failure]
-    dots = [Series("TTFT", sent, is_dots=True), *([Series("failed", failed, is_dots=True)] if failed else [])]
+    dots = [PlotSeries("TTFT", sent, is_dots=True), *([PlotSeries("failed", failed, is_dots=True)] if failed else [])]
     changes = sorted(
         change for each in point.run.requests for change in ((each.sent_s, 1), (each.sent_s + each.e2e_s, -1))
     )
@@ -125,7 +127,7 @@ def timeline(point: PointResult) -> list[Plot]:
         for (time_s, _), before, after in zip(changes, levels, levels[1:], strict=False)
         for level in (before, after)
     ]
-    in_flight = [Series("in flight", steps)]
+    in_flight = [PlotSeries("in flight", steps)]
     return [Plot("TTFT by time", "s", "ms", dots), Plot("Requests in flight", "s", "requests", in_flight)]
 
 

@@ -16,7 +16,7 @@ _MAX_LOG_RATIO = 1e9  # of a logarithmic axis; lower values are at its end
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class PlotSeries:
     """Named points by x."""
 
     name: str
@@ -26,12 +26,12 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Series over common axes."""
+    """PlotSeries over common axes."""
 
     title: str
     x_label: str
     y_label: str
-    series: Sequence[Series]
+    series: Sequence[PlotSeries]
     has_log_x: bool = False
     y_max: float | None = None  # None: as high as the points
     has_markers: bool = False  # each point of a line has a dot
@@ -129,7 +129,7 @@ def _text(x: float, y: float, text: str) -> str:
     return f'<text x="{x}" y="{y}" text-anchor="middle">{escape(text)}</text>'
 
 
-def _marks(plot: Plot, series: Series, colour: str, x_axis: _Axis, y_axis: _Axis) -> list[str]:
+def _marks(plot: Plot, series: PlotSeries, colour: str, x_axis: _Axis, y_axis: _Axis) -> list[str]:
     stride = max(1, math.ceil(len(series.points) / _MAX_POINTS)) if not series.is_dots else 1
     kept = [*series.points[:-1:stride], *series.points[-1:]]
     places = [(x_axis.at(x), y_axis.at(y)) for x, y in kept]
@@ -147,7 +147,7 @@ def _marks(plot: Plot, series: Series, colour: str, x_axis: _Axis, y_axis: _Axis
     return parts
 
 
-def _legend(series: Sequence[Series]) -> list[str]:
+def _legend(series: Sequence[PlotSeries]) -> list[str]:
     parts = []
     for index, each in enumerate(series):
         x, y = _LEFT + (index % 2) * (WIDTH - _LEFT) / 2, HEIGHT + 8 + _LEGEND_LINE * (index // 2)

@@ -50,7 +50,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRequest:
+class LoadRequest:
     """One request of a chain. It is sent at its chain's due time, or after the request before it in the chain: at
     least `gap_s` after that was sent and `pause_s` after it ended."""
 
@@ -68,16 +68,16 @@ class Chain:
     """The requests of one conversation, each sent when the answer before it has ended. Most chains have one request."""
 
     due_s: float  # since the start of the run; a closed loop sends it when a slot is free instead
-    requests: tuple[PlannedRequest, ...]
+    requests: tuple[LoadRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """The chains of a run by due time."""
 
     chains: tuple[Chain, ...]
 
-    def requests(self) -> Iterator[PlannedRequest]:
+    def requests(self) -> Iterator[LoadRequest]:
         for chain in self.chains:
             yield from chain.requests
 

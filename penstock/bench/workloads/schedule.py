@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.bench.workloads.plan import Chain, Draft, Plan, PlannedRequest, Source
+from penstock.bench.workloads.plan import Chain, Draft, LoadPlan, LoadRequest, Source
 from penstock.errors import InvalidInput
 from penstock.types import Lane
 
@@ -62,7 +62,7 @@ def arrival_times(count: int, rate: float, cv: float, rng: random.Random) -> lis
     return times
 
 
-def schedule(source: Source, arrivals: Arrivals, extras: Extras, seed: int) -> Plan:
+def schedule(source: Source, arrivals: Arrivals, extras: Extras, seed: int) -> LoadPlan:
     """Returns the source's drafts as chains by due time."""
     chains = _conversations(source.drafts)
     if arrivals.rate is not None:
@@ -78,7 +78,7 @@ def schedule(source: Source, arrivals: Arrivals, extras: Extras, seed: int) -> P
         planned = _planned(chain, number, source.gaps_are_pauses, arrivals.speed or 1.0)
         made.append(Chain(due_s, tuple(_with_extras(request, extras, rng) for request in planned)))
         number += len(planned)
-    return Plan(tuple(sorted(made, key=lambda chain: chain.due_s)))
+    return LoadPlan(tuple(sorted(made, key=lambda chain: chain.due_s)))
 
 
 def _conversations(drafts: Sequence[Draft]) -> list[list[Draft]]:
@@ -96,17 +96,17 @@ def _conversations(drafts: Sequence[Draft]) -> list[list[Draft]]:
     return chains
 
 
-def _planned(chain: Sequence[Draft], first: int, gaps_are_pauses: bool, speed: float) -> list[PlannedRequest]:
+def _planned(chain: Sequence[Draft], first: int, gaps_are_pauses: bool, speed: float) -> list[LoadRequest]:
     planned, before_s = [], chain[0].arrival_s
     for number, draft in enumerate(chain, first):
         wait_s = (draft.arrival_s - before_s) / speed
         before_s = draft.arrival_s
-        request = PlannedRequest(number, draft.prompt, draft.num_output_tokens, lane=draft.lane)
+        request = LoadRequest(number, draft.prompt, draft.num_output_tokens, lane=draft.lane)
         planned.append(replace(request, pause_s=wait_s) if gaps_are_pauses else replace(request, gap_s=wait_s))
     return planned
 
 
-def _with_extras(request: PlannedRequest, extras: Extras, rng: random.Random) -> PlannedRequest:
+def _with_extras(request: LoadRequest, extras: Extras, rng: random.Random) -> LoadRequest:
     lane, cancel_after = request.lane, None
     lane_at, cancel_at = rng.random(), rng.random()  # taken for each request, so that one option leaves the other alone
     if lane is None and extras.lanes:

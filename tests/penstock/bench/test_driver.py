@@ -19,7 +19,7 @@ from penstock.bench.measure import SweepSpec, make_result, measure, words_per_to
 from penstock.bench.results.record import Ending
 from penstock.bench.results.slo import parse_slo
 from penstock.bench.workloads.mixes import MixSizes, mix_source
-from penstock.bench.workloads.plan import Chain, Plan, PlannedRequest, PromptBlocks, PromptMessages
+from penstock.bench.workloads.plan import Chain, LoadPlan, LoadRequest, PromptBlocks, PromptMessages
 from penstock.bench.workloads.prompts import PromptWriter
 from penstock.bench.workloads.schedule import Arrivals, Extras
 from penstock.errors import DeadlineExceeded, InternalError, InvalidInput, Overloaded, Unavailable
@@ -41,10 +41,10 @@ class InstantEndpoint:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    def encode(self, request: PlannedRequest, writer: PromptWriter) -> PlannedRequest:
+    def encode(self, request: LoadRequest, writer: PromptWriter) -> LoadRequest:
         return request
 
-    async def send(self, encoded: PlannedRequest, log: StreamLog) -> None:
+    async def send(self, encoded: LoadRequest, log: StreamLog) -> None:
         self.sent.append(encoded.number)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
@@ -62,12 +62,12 @@ class InstantEndpoint:
     async def close(self) -> None: ...
 
 
-def request(number: int, **more: Any) -> PlannedRequest:
-    return PlannedRequest(number, BLOCK, 5, **more)
+def request(number: int, **more: Any) -> LoadRequest:
+    return LoadRequest(number, BLOCK, 5, **more)
 
 
-def singles(count: int, gap_s: float = 0.0) -> Plan:
-    return Plan(tuple(Chain(number * gap_s, (request(number),)) for number in range(count)))
+def singles(count: int, gap_s: float = 0.0) -> LoadPlan:
+    return LoadPlan(tuple(Chain(number * gap_s, (request(number),)) for number in range(count)))
 
 
 async def test_the_open_loop_waits_for_no_answer() -> None:
@@ -104,7 +104,7 @@ async def test_the_closed_loop_keeps_so_many_in_flight() -> None:
 async def test_a_conversation_waits_for_its_answers_and_pauses() -> None:
     endpoint = InstantEndpoint()
     chain = Chain(0.0, (request(0), request(1, gap_s=0.05), request(2, pause_s=0.05)))
-    run = await run_plan(Plan((chain,)), endpoint, WRITER)
+    run = await run_plan(LoadPlan((chain,)), endpoint, WRITER)
     first, second, third = run.requests
     assert endpoint.most_in_flight == 1
     assert second.due_s - first.sent_s >= 0.05
@@ -112,7 +112,7 @@ async def test_a_conversation_waits_for_its_answers_and_pauses() -> None:
 
 
 async def test_clients_leave_after_their_tokens() -> None:
-    run = await run_plan(Plan((Chain(0.0, (request(0, cancel_after=2),)),)), InstantEndpoint(), WRITER)
+    run = await run_plan(LoadPlan((Chain(0.0, (request(0, cancel_after=2),)),)), InstantEndpoint(), WRITER)
     assert run.requests[0].ending is Ending.CANCELLED
     assert len(run.requests[0].gaps_s) == 1
 
@@ -184,7 +184,7 @@ WHOLE = (piece("a"), piece("b", "length"), USAGE, "[DONE]")
 
 async def ask(handler: Handler, form: RequestForm | None = None, **more: Any) -> StreamLog:
     """Sends one request of two tokens to a server with that handler."""
-    asked = PlannedRequest(0, BLOCK, 2, lane=Lane.BULK, cancel_after=more.pop("cancel_after", None))
+    asked = LoadRequest(0, BLOCK, 2, lane=Lane.BULK, cancel_after=more.pop("cancel_after", None))
     async with OpenAiServer(handler) as url:
         endpoint = OpenAiEndpoint(url, form or RequestForm("it"), timeout_s=more.pop("timeout_s", PATIENCE_S), **more)
         log = StreamLog(asked.cancel_after)
@@ -296,7 +296,7 @@ async def test_leaving_and_waiting_end_the_connection() -> None:
 
     async with OpenAiServer(hang) as url:
         endpoint = OpenAiEndpoint(url, RequestForm("it"), timeout_s=PATIENCE_S)
-        leaving = PlannedRequest(0, BLOCK, 2, cancel_after=1)
+        leaving = LoadRequest(0, BLOCK, 2, cancel_after=1)
         log = StreamLog(1)
         await endpoint.send(endpoint.encode(leaving, WRITER), log)
         assert log.ending is Ending.CANCELLED
@@ -342,7 +342,7 @@ async def test_streams_of_our_own_api_are_judged_alike(script: list[object], end
     with FakeServer(FakeInference(script)) as server:
         endpoint = GrpcEndpoint(server.address, timeout_s=PATIENCE_S)
         log = StreamLog()
-        asked = PlannedRequest(0, BLOCK, 2, lane=Lane.BULK)
+        asked = LoadRequest(0, BLOCK, 2, lane=Lane.BULK)
         await endpoint.send(endpoint.encode(asked, WRITER), log)
         await endpoint.close()
         (received,) = server.service.requests
@@ -363,7 +363,7 @@ def test_urls_are_completed() -> None:
 async def test_messages_become_one_text_where_there_is_no_chat() -> None:
     prompt = PromptMessages(({"role": "system", "content": "s"}, {"role": "user", "content": "q"}))
     endpoint = OpenAiEndpoint("http://nowhere", RequestForm("it"))
-    data, _, _ = endpoint.encode(PlannedRequest(0, prompt, 2), WRITER)
+    data, _, _ = endpoint.encode(LoadRequest(0, prompt, 2), WRITER)
     assert json.loads(data)["prompt"] == "s\n\nq"
     await endpoint.close()
 

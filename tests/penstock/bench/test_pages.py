@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.bench.pages.html import result_page
-from penstock.bench.pages.svg import Plot, Series, draw_plot
+from penstock.bench.pages.svg import Plot, PlotSeries, draw_plot
 from penstock.bench.pages.text import align, comparison_table, describe_result
 from penstock.bench.results.compare import compare
 from penstock.bench.results.record import RunRecord
@@ -26,7 +26,7 @@ NUMBERS = st.floats(0, 1e6, allow_subnormal=False)
 def test_any_points_give_a_plot_inside_its_frame(
     points: list[tuple[float, float]], has_log_x: bool, dots: bool
 ) -> None:
-    plot = Plot("a < b", "x", "y", [Series("one & two", points, dots), Series("none", [])], has_log_x)
+    plot = Plot("a < b", "x", "y", [PlotSeries("one & two", points, dots), PlotSeries("none", [])], has_log_x)
     text = draw_plot(plot)
     root = ET.fromstring(text)
     for circle in root.iter("circle"):

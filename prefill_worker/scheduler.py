@@ -2,7 +2,8 @@
 
 Interactive prompts go before standard ones before bulk, and within a lane the shortest remaining prompt goes first. A
 prompt's rank is fixed when it arrives, and later arrivals start further back (`penstock.scheduling.lane_order`), so
-none starves: once its lane's handicap and its own length have been computed since it arrived, no newcomer goes ahead of it.
+none starves: once its lane's handicap and its own length have been computed since it arrived, no newcomer goes ahead
+of it.
 
 A lane may have a share of each step reserved. Its prompts get that share before ranks count, so that prompts of other
 lanes slow it down but never stop it.

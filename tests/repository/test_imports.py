@@ -84,8 +84,7 @@ ROOMS: dict[str, set[str]] = {
     "cluster.health": {"controller", "pools"},
     "cluster.lifecycle": {"controller", "pools"},
     "penstock.kv": set(),
-    "penstock.bench.traces": set(),
-    "penstock.bench": {"client", "traces"},
+    "penstock.bench": {"client"},
     "penstock.text": {"kv"},
     "penstock.config": set(),
 }

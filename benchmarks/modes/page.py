@@ -1,4 +1,4 @@
-"""What the studies show: tables of docs/modes.md, plots as SVG files beside it, and one HTML page."""
+"""What the studies show: tables of docs/modes.md, charts as SVG files beside it, and one HTML page."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from benchmarks.common.process_group import ROOT
 from benchmarks.common.report import Row, hardware
 from benchmarks.modes.deployments import AUTO, COLOCATED, SPLIT, VLLM
 from benchmarks.modes.study import SLO_SCALES, WorkloadStudy
-from penstock.bench.pages.html import page, plots_html, table_html
-from penstock.bench.pages.svg import Plot, PlotSeries, standalone_svg
 from penstock.bench.pages.text import Table
 from penstock.bench.results.compare import FigureRatio
 from penstock.bench.results.quantiles import Quantiles
 from penstock.bench.results.result_file import PointResult
+from penstock.charts.page import Page, PageSection, PageTable, render_page
+from penstock.charts.scale import Axis
+from penstock.charts.svg import Chart, Series, render_svg
 
 DOCS = ROOT / "docs"
 BEGIN, END = "<!-- tables of benchmarks.modes -->", "<!-- end of the tables -->"
 MODES = (COLOCATED, SPLIT, AUTO, VLLM)
 _COMPARED = ("TTFT p50", "TTFT p99", "ITL p50", "ITL p99")
-_MIDDLE_SLO = 1  # of SLO_SCALES, for plots
+_MIDDLE_SLO = 1  # of SLO_SCALES, for charts
 
 
 def measured_modes(studies: Sequence[WorkloadStudy]) -> list[str]:
@@ -86,21 +87,22 @@ def _versus(ratio: FigureRatio | None) -> str:
     return f"{ratio.ratio:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
 
 
-def plots(study: WorkloadStudy) -> Iterator[Plot]:
+def charts(study: WorkloadStudy) -> Iterator[Chart]:
     """Yields goodput and tails over the offered load, a line for each mode."""
 
-    def lines(value: str) -> list[PlotSeries]:
+    def lines(value: str) -> list[Series]:
         found = []
         for mode in measured_modes([study]):
             points = [(point.offered["rate"], _value(point, value)) for point in study.results[mode].points]
-            found.append(PlotSeries(mode, points))
+            found.append(Series(mode, points, marked=True))
         return found
 
     title = f"{study.name} prompts" if study.name in ("short", "long", "mixed") else study.name
     slo = f"requests/s within {SLO_SCALES[_MIDDLE_SLO]:g} x idle"
-    yield Plot(f"Goodput, {title}", "offered requests/s", slo, lines("goodput"), has_markers=True)
+    x = Axis("offered requests/s")
+    yield Chart(f"Goodput, {title}", x, Axis(slo, low=0.0), lines("goodput"))
     for figure in ("TTFT p50", "TTFT p99", "ITL p99"):
-        yield Plot(f"{figure}, {title}", "offered requests/s", "ms", lines(figure), has_markers=True)
+        yield Chart(f"{figure}, {title}", x, Axis("ms", low=0.0), lines(figure))
 
 
 def _value(point: PointResult, name: str) -> float:
@@ -128,15 +130,16 @@ def rows_of(studies: Sequence[WorkloadStudy]) -> list[Row]:
 
 def write_page(studies: Sequence[WorkloadStudy], file: Path) -> None:
     """Writes the self-contained HTML page."""
-    parts = [f"<p>{', '.join(f'{name}: {value}' for name, value in hardware().items())}</p>"]
-    parts += ["<h2>Goodput</h2>", table_html(*goodput_table(studies))]
+    sections = [PageSection("Goodput", tables=[PageTable(*goodput_table(studies))])]
     for study in studies:
-        parts += [f"<h2>{study.name}</h2>", plots_html(plots(study)), table_html(*latency_table(study))]
-    file.write_text(page("Disaggregated against colocated", parts))
+        table = PageTable(*latency_table(study))
+        sections.append(PageSection(study.name, tables=[table], charts=list(charts(study))))
+    machine = ", ".join(f"{name}: {value}" for name, value in hardware().items())
+    file.write_text(render_page(Page("Disaggregated against colocated", sections, paragraphs=[machine])))
 
 
 def write_docs(studies: Sequence[WorkloadStudy], docs: Path = DOCS) -> None:
-    """Replaces the tables of docs/modes.md, and the plots in docs/modes/."""
+    """Replaces the tables of docs/modes.md, and the charts in docs/modes/."""
     folder = docs / "modes"
     folder.mkdir(exist_ok=True)
     machine = hardware()
@@ -148,9 +151,9 @@ def write_docs(studies: Sequence[WorkloadStudy], docs: Path = DOCS) -> None:
         some = next(iter(study.results.values()))
         parts += [f"### {study.name}", f"{some.workload}.", *some.notes]
         names = []
-        for index, plot in enumerate(plots(study)):
+        for index, chart in enumerate(charts(study)):
             names.append(f"{study.name}-{index}.svg")
-            (folder / names[-1]).write_text(standalone_svg(plot) + "\n")
+            (folder / names[-1]).write_text(render_svg(chart) + "\n")
         parts.append("\n".join(f"![{study.name}](modes/{name})" for name in names))
         parts.append(_markdown(*latency_table(study)))
     file = docs / "modes.md"

@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.common.report import RESULTS, hardware, percentile, versions
 from benchmarks.validation import measured, predicted
 from benchmarks.validation.measured import Latencies, RealSystem, real_system
-from benchmarks.validation.plot import plot_pairs
 from benchmarks.validation.workloads import WORKLOADS, make_calibration, make_workload, sequential
+from penstock.charts.bars import BarChart, render_bars
 from simulator.costs.cost_file import CostProfile, write_costs
 from simulator.costs.model_shape import find_shape
 from simulator.fleet import FleetSpec, SimulatedFleet
@@ -153,7 +153,7 @@ def compare(shape: str, workload: str, seen: Latencies, expected: Latencies) -> 
 
 
 def publish(rows: list[dict[str, object]], folder: Path) -> None:
-    """Writes the rows beside those of other shapes that an earlier run has left, and the plot of all."""
+    """Writes the rows beside those of other shapes that an earlier run has left, and the chart of all."""
     file = folder / "validation.json"
     kept = json.loads(file.read_text())["rows"] if file.exists() else []
     mine = {row["shape"] for row in rows}
@@ -164,12 +164,12 @@ def publish(rows: list[dict[str, object]], folder: Path) -> None:
     pairs = [
         (
             f"{row['shape']}, {row['workload']}: {row['figure']}",
-            float(str(row["measured"])),
-            float(str(row["predicted"])),
+            (float(str(row["measured"])), float(str(row["predicted"]))),
         )
         for row in rows
     ]
-    (folder / "validation.svg").write_text(plot_pairs("Measured and predicted (ms, tokens/s)", pairs))
+    chart = BarChart("Measured and predicted (ms, tokens/s)", ("measured", "predicted"), pairs)
+    (folder / "validation.svg").write_text(render_bars(chart) + "\n")
     print(f"{within} of {len(rows)} figures within their bounds")
 
 

@@ -1,27 +1,37 @@
-"""An HTML page of headings, paragraphs, tables and charts in one file."""
+"""An HTML page of headings, paragraphs, tables and charts in one file, readable on a phone, in light and in dark."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
 from penstock.charts.svg import Chart, render_svg
 
+_NUMBER = re.compile(r"[+-]?\d|-?$")  # a cell that begins so stands to the right
 _STYLE = """
-body { font-family: system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; line-height: 1.45;
-  color: #1c1c1c; background: #ffffff }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }
-th, td { border-bottom: 1px solid #d8d8d8; padding: 0.25rem 0.75rem; text-align: left }
-td.number { text-align: right }
-svg { max-width: 100%; height: auto; margin: 0.5rem 0 }
-pre { background: #f4f4f4; padding: 0.75rem; overflow-x: auto }
+:root { color-scheme: light dark; --ink: #1c2430; --paper: #ffffff; --line: #d8dde4; --soft: #f3f5f8; --bad: #b3261e }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e8ee; --paper: #14181e; --line: #363e49; --soft: #1d232b; --bad: #ff8a80 }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+  max-width: 1000px; margin: 2em auto; padding: 0 1em }
+h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid var(--line) }
+table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; font-size: 13px }
+th, td { padding: 3px 10px; border-bottom: 1px solid var(--line); text-align: left } th { background: var(--soft) }
+.number { text-align: right } td.number { white-space: nowrap }
+.scroll { overflow-x: auto } .warning { color: var(--bad) }
+pre { background: var(--soft); padding: 0.75em; overflow-x: auto }
+.charts { display: flex; flex-wrap: wrap; gap: 12px }
+svg { max-width: 100%; height: auto; fill: var(--ink) }
+svg .paper { fill: none } svg .grid { stroke: var(--line) } svg .ink { stroke: var(--ink) }
 """
 
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """A table; cells that begin with a digit stand to the right."""
+    """A table. Columns of numbers stand to the right, except the first, which names the rows."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -33,6 +43,7 @@ class PageSection:
 
     title: str
     paragraphs: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     tables: Sequence[PageTable] = ()
     charts: Sequence[Chart] = ()
     code: str = ""
@@ -40,38 +51,48 @@ class PageSection:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One report."""
+    """One report. Its paragraphs stand before the sections."""
 
     title: str
-    sections: Sequence[PageSection] = field(default_factory=tuple)
+    sections: Sequence[PageSection] = ()
+    paragraphs: Sequence[str] = ()
 
 
 def render_page(page: Page) -> str:
     """Returns the page as HTML that needs no other file."""
     title = escape(page.title)
-    body = "\n".join(_section(section) for section in page.sections)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    body = "\n".join([f"<h1>{title}</h1>", *map(_paragraph, page.paragraphs), *map(_section, page.sections)])
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n{body}\n</body></html>\n"
+        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>{body}\n</body></html>\n'
     )
 
 
 def _section(section: PageSection) -> str:
-    parts = [f"<h2>{escape(section.title)}</h2>"]
-    parts += [f"<p>{escape(text)}</p>" for text in section.paragraphs]
+    parts = [f"<h2>{escape(section.title)}</h2>", *map(_paragraph, section.paragraphs)]
+    parts += [f'<p class="warning">{escape(text)}</p>' for text in section.warnings]
     parts += [_table(table) for table in section.tables]
-    parts += [render_svg(chart) for chart in section.charts]
+    if section.charts:
+        parts.append(f'<div class="charts">{"".join(map(render_svg, section.charts))}</div>')
     if section.code:
         parts.append(f"<pre>{escape(section.code)}</pre>")
     return "\n".join(parts)
 
 
+def _paragraph(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
+
+
 def _table(table: PageTable) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
-    rows = "\n".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in table.rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>"
+    are_numbers = [
+        index > 0 and all(_NUMBER.match(row[index]) for row in table.rows) for index in range(len(table.header))
+    ]
+    head = _row("th", table.header, are_numbers) if any(table.header) else ""
+    body = "\n".join(_row("td", row, are_numbers) for row in table.rows)
+    return f'<div class="scroll"><table><thead>{head}</thead><tbody>\n{body}\n</tbody></table></div>'
 
 
-def _cell(text: str) -> str:
-    kind = ' class="number"' if text[:1].isdigit() or text in ("-", "") else ""
-    return f"<td{kind}>{escape(text)}</td>"
+def _row(tag: str, cells: Sequence[str], are_numbers: Sequence[bool]) -> str:
+    classes = (' class="number"' if is_number else "" for is_number in are_numbers)
+    row = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell, kind in zip(cells, classes, strict=True))
+    return f"<tr>{''.join(row)}</tr>"

@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import chain, pairwise
 from typing import Literal
 
-COLORS = ("#1f6fb4", "#d9541e", "#2a9461", "#8a4fb5", "#b8860b", "#c2387a", "#4d7a8c", "#707070")
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 44  # margins around the plot, in pixels
+from penstock.charts.elements import (
+    COLORS,
+    color_line,
+    document,
+    dot,
+    grid_line,
+    mark_line,
+    text,
+    text_width,
+    upright_text,
+)
+from penstock.charts.scale import Axis, Scale, format_tick
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 46  # margins around the plot, in pixels
 _LEGEND_ROW = 16
-_STEPS = (1.0, 2.0, 5.0)
-_SMALLEST = 1e-12
+_LEGEND_TEXT = 26  # where the label begins, behind its line
+_MAX_POINTS = 600  # of a line: more would not be seen
+_CUMULATIVE_POINTS = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points in the order of x. `step` keeps a value until the next point."""
+    """Points in the order of x. `step` keeps a value until the next point; `marked` sets a dot on each of a line.
+
+    A series without a label is not in the legend.
+    """
 
     label: str
     points: Sequence[tuple[float, float]]
     form: Literal["line", "step", "dots"] = "line"
     dashed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """One axis. Without bounds it fits the points; a logarithmic one leaves out what is not positive."""
-
-    label: str
-    log: bool = False
-    percent: bool = False
-    low: float | None = None
-    high: float | None = None
+    marked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,138 +51,90 @@ class Chart:
     y: Axis
     series: Sequence[Series]
     marks: Sequence[tuple[float, str]] = ()
-    width: int = 640
-    height: int = 320
+    width: int = 480
+    height: int = 300  # without the legend, which stands below
+
+
+def cumulative_points(values: Iterable[float]) -> list[tuple[float, float]]:
+    """Returns (value, share of the values up to it), at most 401 of them, evenly spaced in rank."""
+    ordered = sorted(values)
+    last = _CUMULATIVE_POINTS
+    ranks = sorted({round(index * (len(ordered) - 1) / last) for index in range(last + 1)}) if ordered else []
+    return [(ordered[rank], (rank + 1) / len(ordered)) for rank in ranks]
 
 
 def render_svg(chart: Chart) -> str:
-    """Returns the chart as one `<svg>` element. Raises nothing for empty series: the axes remain."""
-    legend = [series.label for series in chart.series if series.label]
-    height = chart.height + _LEGEND_ROW * len(legend)
-    points = [point for series in chart.series for point in series.points if _shown(chart, point)]
-    x = _Scale(chart.x, [x for x, _ in points], _LEFT, chart.width - _RIGHT)
-    y = _Scale(chart.y, [y for _, y in points], chart.height - _BOTTOM, _TOP)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {chart.width} {height}" width="{chart.width}" '
-        f'height="{height}" role="img" font-family="system-ui, sans-serif" font-size="12">',
-        f"<title>{escape(chart.title)}</title>",
-        f'<rect width="{chart.width}" height="{height}" fill="#ffffff"/>',
-        _text(chart.width / 2, 18, chart.title, "middle", size=14),
-        *_grid(chart, x, y),
-    ]
-    for at, label in chart.marks:
-        if x.holds(at):
-            parts.append(_line(x(at), y.start, x(at), y.end, "#444444", dashed=True))
-            parts.append(_text(x(at) + 4, y.start - 6, label))
-    for number, series in enumerate(chart.series):
-        color = COLORS[number % len(COLORS)]
-        parts += _draw_series(chart, series, color, x, y)
-    for row, series in enumerate(series for series in chart.series if series.label):
-        color = COLORS[list(chart.series).index(series) % len(COLORS)]
-        at = chart.height + _LEGEND_ROW * row + 4
-        parts.append(_line(_LEFT, at, _LEFT + 20, at, color, width=2, dashed=series.dashed))
-        parts.append(_text(_LEFT + 26, at + 4, series.label))
-    return "\n".join([*parts, "</svg>"])
+    """Returns the chart as one `<svg>` element, which is a whole file too. A chart without points says so."""
+    legend, rows = _legend(chart)
+    height = chart.height + _LEGEND_ROW * rows
+    points = [point for series in chart.series for point in series.points if _is_shown(chart, point)]
+    if not points:
+        parts = [text(chart.width / 2, chart.height / 2, "no data", "middle")]
+        return document(chart.title, chart.width, height, [*parts, *legend])
+    x = Scale(chart.x, [x for x, _ in points], _LEFT, chart.width - _RIGHT)
+    y = Scale(chart.y, [y for _, y in points], chart.height - _BOTTOM, _TOP)
+    drawn = (_series(chart, series, COLORS[index % len(COLORS)], x, y) for index, series in enumerate(chart.series))
+    parts = [*_grid(chart, x, y), *_marks(chart, x, y), *chain.from_iterable(drawn), *legend]
+    return document(chart.title, chart.width, height, parts)
 
 
-def _shown(chart: Chart, point: tuple[float, float]) -> bool:
+def _is_shown(chart: Chart, point: tuple[float, float]) -> bool:
     is_finite = math.isfinite(point[0]) and math.isfinite(point[1])
     return is_finite and (not chart.x.log or point[0] > 0) and (not chart.y.log or point[1] > 0)
 
 
-def _draw_series(chart: Chart, series: Series, color: str, x: _Scale, y: _Scale) -> list[str]:
-    points = [(x(x_value), y(y_value)) for x_value, y_value in (p for p in series.points if _shown(chart, p))]
-    if series.form == "dots":
-        return [f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3" fill="{color}"/>' for left, top in points]
-    if series.form == "step":
-        corners = [[(here[0], here[1]), (after[0], here[1])] for here, after in pairwise(points)]
-        points = [*chain.from_iterable(corners), *points[-1:]]
-    path = " ".join(f"{left:.1f},{top:.1f}" for left, top in points)
-    dashes = ' stroke-dasharray="6 4"' if series.dashed else ""
-    return [f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dashes}/>'] if points else []
+def _series(chart: Chart, series: Series, color: str, x: Scale, y: Scale) -> Iterator[str]:
+    shown = [point for point in series.points if _is_shown(chart, point)]
+    stride = 1 if series.form == "dots" else max(1, math.ceil(len(shown) / _MAX_POINTS))
+    shown = [*shown[:-1:stride], *shown[-1:]]
+    places = [(x(x_value), y(y_value)) for x_value, y_value in shown]
+    if series.form != "dots" and len(places) > 1:
+        corners = [corner for here, after in pairwise(places) for corner in (here, (after[0], here[1]))]
+        line = [*corners, places[-1]] if series.form == "step" else places
+        yield color_line(line, color, series.dashed)
+    if series.form == "dots" or series.marked or len(places) == 1:
+        radius = 2 if series.form == "dots" else 3.5
+        for place, point in zip(places, shown, strict=True):
+            values = f"{format_tick(point[0], chart.x.percent)}, {format_tick(point[1], chart.y.percent)}"
+            yield dot(*place, radius, color, f"{series.label}: {values}" if series.label else values)
 
 
-def _grid(chart: Chart, x: _Scale, y: _Scale) -> list[str]:
-    parts = []
+def _grid(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
     for value in x.ticks():
-        parts.append(_line(x(value), y.start, x(value), y.end, "#e4e4e4"))
-        parts.append(_text(x(value), y.start + 16, format_tick(value, chart.x.percent), "middle"))
+        yield grid_line(x(value), y.start, x(value), y.end)
+        yield text(x(value), y.start + 16, format_tick(value, chart.x.percent), "middle")
     for value in y.ticks():
-        parts.append(_line(x.start, y(value), x.end, y(value), "#e4e4e4"))
-        parts.append(_text(x.start - 6, y(value) + 4, format_tick(value, chart.y.percent), "end"))
-    parts.append(_line(x.start, y.start, x.end, y.start, "#444444"))
-    parts.append(_line(x.start, y.start, x.start, y.end, "#444444"))
-    parts.append(_text((x.start + x.end) / 2, y.start + 34, chart.x.label, "middle"))
-    middle = (y.start + y.end) / 2
-    parts.append(
-        f'<text transform="translate(14 {middle:.1f}) rotate(-90)" text-anchor="middle">{escape(chart.y.label)}</text>'
-    )
-    return parts
+        yield grid_line(x.start, y(value), x.end, y(value))
+        yield text(x.start - 6, y(value) + 4, format_tick(value, chart.y.percent), "end")
+    yield mark_line(x.start, y.start, x.end, y.start)
+    yield mark_line(x.start, y.start, x.start, y.end)
+    yield text((x.start + x.end) / 2, y.start + 34, chart.x.label, "middle")
+    yield upright_text(14, (y.start + y.end) / 2, chart.y.label)
 
 
-def format_tick(value: float, percent: bool = False) -> str:
-    """Returns a short form of a tick's value: 25%, 1.5k, 20M, 0.05."""
-    if percent:
-        return f"{value * 100:g}%"
-    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{value / factor:.4g}{unit}"
-    return f"{value:.4g}"
+def _marks(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
+    """Yields the vertical lines. Labels stand at different heights, to the left of a line near the right end."""
+    for index, (at, label) in enumerate(chart.marks):
+        if x.holds(at):
+            yield mark_line(x(at), y.start, x(at), y.end, dashed=True)
+            has_room = x(at) + 4 + text_width(label) <= x.end
+            side, anchor = (4, "start") if has_room else (-4, "end")
+            yield text(x(at) + side, y.start - 6 - _LEGEND_ROW * (index % 3), label, anchor)
 
 
-class _Scale:
-    """Maps values of one axis to pixels between `start` and `end`."""
-
-    def __init__(self, axis: Axis, values: Sequence[float], start: float, end: float) -> None:
-        self.start, self.end, self._log = start, end, axis.log
-        low = axis.low if axis.low is not None else min(values, default=1.0 if axis.log else 0.0)
-        high = axis.high if axis.high is not None else max(values, default=low + 1.0)
-        if not axis.log and axis.low is None and 0 < low < 0.5 * high:
-            low = 0.0
-        if axis.log:
-            low = max(low, _SMALLEST)
-        if high <= low:
-            high = low * 2 if low > 0 else low + 1.0
-        self._low, self._high = low, high
-
-    def __call__(self, value: float) -> float:
-        if self._log:
-            share = math.log(max(value, _SMALLEST) / self._low) / math.log(self._high / self._low)
-        else:
-            share = (value - self._low) / (self._high - self._low)
-        return self.start + min(1.0, max(0.0, share)) * (self.end - self.start)
-
-    def holds(self, value: float) -> bool:
-        return self._low <= value <= self._high
-
-    def ticks(self) -> list[float]:
-        """Returns 1, 2 and 5 in each decade, or decades alone where there are many; about 5 even ones if linear."""
-        if not self._log:
-            step = _even_step((self._high - self._low) / 5)
-            first = math.ceil(self._low / step - 1e-9)
-            count = int(self._high / step + 1e-9) - first + 1
-            return [round((first + index) * step, 12) for index in range(count)]
-        low, high = math.floor(math.log10(self._low)), math.ceil(math.log10(self._high))
-        steps = _STEPS if high - low <= 3 else (1.0,)
-        stride = max(1, (high - low) // 8)
-        found = [step * 10.0**power for power in range(low, high + 1, stride) for step in steps]
-        return [value for value in found if self.holds(value)]
-
-
-def _even_step(least: float) -> float:
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(step * power for step in (*_STEPS, 10.0) if step * power >= least * (1 - 1e-9))
-
-
-def _line(
-    left: float, top: float, right: float, bottom: float, color: str, width: int = 1, dashed: bool = False
-) -> str:
-    dashes = ' stroke-dasharray="4 3"' if dashed else ""
-    return (
-        f'<line x1="{left:.1f}" y1="{top:.1f}" x2="{right:.1f}" y2="{bottom:.1f}" stroke="{color}" '
-        f'stroke-width="{width}"{dashes}/>'
-    )
-
-
-def _text(left: float, top: float, text: str, anchor: str = "start", size: int = 12) -> str:
-    return f'<text x="{left:.1f}" y="{top:.1f}" text-anchor="{anchor}" font-size="{size}">{escape(text)}</text>'
+def _legend(chart: Chart) -> tuple[list[str], int]:
+    """Returns the labels below the chart and their rows: two labels in a row, one if they are long."""
+    labels = [(series, COLORS[index % len(COLORS)]) for index, series in enumerate(chart.series) if series.label]
+    half = (chart.width - _RIGHT - _LEFT) / 2
+    fits = all(_LEGEND_TEXT + text_width(series.label) <= half for series, _ in labels)
+    columns = 2 if fits and len(labels) > 1 else 1
+    parts = []
+    for index, (series, color) in enumerate(labels):
+        left, top = _LEFT + half * (index % columns), chart.height + _LEGEND_ROW * (index // columns) + 4
+        parts.append(
+            dot(left + 10, top, 3.5, color, series.label)
+            if series.form == "dots"
+            else color_line([(left, top), (left + 20, top)], color, series.dashed)
+        )
+        parts.append(text(left + _LEGEND_TEXT, top + 4, series.label))
+    return parts, math.ceil(len(labels) / columns)

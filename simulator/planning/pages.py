@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from penstock.charts.page import Page, PageSection, PageTable
-from penstock.charts.svg import Axis, Chart, Series
+from penstock.charts.scale import Axis
+from penstock.charts.svg import Chart, Series, cumulative_points
 from simulator.costs.roofline import ridge_batch
 from simulator.planning.report import PlanReport, explain
-from simulator.traffic.statistics import nearest_rank
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_POINTS = 100
 
 
 def chart_rates(report: PlanReport) -> Chart:
@@ -28,11 +27,7 @@ def chart_rates(report: PlanReport) -> Chart:
 
 def chart_first_tokens(report: PlanReport) -> Chart:
     """Returns the distributions of the times to first token by the flow model."""
-    series = []
-    for plan, _ in report.rates:
-        ordered = sorted(plan.result.times.ttft_s)
-        points = [(nearest_rank(ordered, index / _POINTS), index / _POINTS) for index in range(1, _POINTS + 1)]
-        series.append(Series(str(plan.deployment), points))
+    series = [Series(str(plan.deployment), cumulative_points(plan.result.times.ttft_s)) for plan, _ in report.rates]
     slo = report.goal.slo
     marks = [] if slo.ttft_token_s else [(slo.ttft_s, "target")]
     return Chart(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from penstock.bench.traces.record import Trace
 from penstock.charts.page import Page, PageSection, PageTable
-from penstock.charts.svg import Axis, Chart, Series
+from penstock.charts.scale import Axis
+from penstock.charts.svg import Chart, Series, cumulative_points
 from simulator.traffic.arrivals import count_by_window
 from simulator.traffic.describe import TrafficReport
 
-_POINTS = 80
 _MOST_WINDOWS = 400
 
 
@@ -38,8 +38,8 @@ def draw_lengths(trace: Trace) -> Chart:
         Axis("tokens", log=True),
         Axis("share of requests", percent=True, low=0.0, high=1.0),
         [
-            Series("prompt", _cumulative(record.num_input_tokens for record in trace.records)),
-            Series("answer", _cumulative(record.num_output_tokens for record in trace.records)),
+            Series("prompt", cumulative_points(record.num_input_tokens for record in trace.records)),
+            Series("answer", cumulative_points(record.num_output_tokens for record in trace.records)),
         ],
     )
 
@@ -69,9 +69,3 @@ def make_page(trace: Trace, report: TrafficReport, rows: Sequence[Sequence[str]]
             PageSection("Charts", charts=[*charts, *([reuse] if reuse else [])]),
         ),
     )
-
-
-def _cumulative(values: Iterable[float]) -> list[tuple[float, float]]:
-    ordered = sorted(values)
-    ranks = sorted({round(index * (len(ordered) - 1) / _POINTS) for index in range(_POINTS + 1)})
-    return [(ordered[rank], (rank + 1) / len(ordered)) for rank in ranks]

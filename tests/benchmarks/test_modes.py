@@ -1,4 +1,4 @@
-"""Tests what `benchmarks.modes` makes of measured results: pooled rounds, tables, plots, and the page in docs/."""
+"""Tests what `benchmarks.modes` makes of measured results: pooled rounds, tables, charts, and the page in docs/."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_pages_are_written_between_their_marks(tmp_path: Path) -> None:
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    plots = sorted((tmp_path / "modes").glob("*.svg"))
-    assert len(plots) == 4
-    for plot in plots:
-        ET.fromstring(plot.read_text())
-        assert f"](modes/{plot.name})" in text
+    charts = sorted((tmp_path / "modes").glob("*.svg"))
+    assert len(charts) == 4
+    for chart in charts:
+        ET.fromstring(chart.read_text())
+        assert f"](modes/{chart.name})" in text
     write_docs([made], tmp_path)
     assert (tmp_path / "modes.md").read_text() == text
     write_page([made], tmp_path / "modes.html")

@@ -84,7 +84,8 @@ ROOMS: dict[str, set[str]] = {
     "cluster.health": {"controller", "pools"},
     "cluster.lifecycle": {"controller", "pools"},
     "penstock.kv": set(),
-    "penstock.bench": {"client"},
+    "penstock.bench": {"charts", "client"},
+    "penstock.charts": set(),
     "penstock.text": {"kv"},
     "penstock.config": set(),
 }

@@ -20,7 +20,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.5em } h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid var(--line) }
 table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; font-size: 13px }
 th, td { padding: 3px 10px; border-bottom: 1px solid var(--line); text-align: left } th { background: var(--soft) }
-.number { text-align: right } td.number { white-space: nowrap }
+.number { text-align: right } td.number, td:first-child { white-space: nowrap }
 .scroll { overflow-x: auto } .warning { color: var(--bad) }
 pre { background: var(--soft); padding: 0.75em; overflow-x: auto }
 .charts { display: flex; flex-wrap: wrap; gap: 12px }

@@ -49,9 +49,10 @@ class Scale:
         return self._low <= value <= self._high
 
     def ticks(self) -> list[float]:
-        """Returns 1, 2 and 5 in each decade, or decades alone where there are many; about 5 even ones if linear."""
+        """Returns 1, 2 and 5 in each decade, or decades alone where there are many; about 5 even ones if linear
+        or in a range too narrow for three of those."""
         found = self._log_ticks() if self._log else []
-        return found if len(found) > 1 else self._even_ticks()
+        return found if len(found) > 2 else self._even_ticks()
 
     def _log_ticks(self) -> list[float]:
         low, high = math.floor(math.log10(self._low)), math.ceil(math.log10(self._high))

@@ -73,8 +73,8 @@ def render_svg(chart: Chart) -> str:
         return document(chart.title, chart.width, height, [*parts, *legend])
     x = Scale(chart.x, [x for x, _ in points], _LEFT, chart.width - _RIGHT)
     y = Scale(chart.y, [y for _, y in points], chart.height - _BOTTOM, _TOP)
-    drawn = (_series(chart, series, COLORS[index % len(COLORS)], x, y) for index, series in enumerate(chart.series))
-    parts = [*_grid(chart, x, y), *_marks(chart, x, y), *chain.from_iterable(drawn), *legend]
+    lines = (_series(chart, series, COLORS[index % len(COLORS)], x, y) for index, series in enumerate(chart.series))
+    parts = [*_grid(chart, x, y), *_marks(chart, x, y), *chain.from_iterable(lines), *legend]
     return document(chart.title, chart.width, height, parts)
 
 

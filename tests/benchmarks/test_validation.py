@@ -61,7 +61,7 @@ def test_a_fit_to_a_run_predicts_another_run_of_the_same_system() -> None:
     assert {row["figure"] for row in rows if abs(float(str(row["error"]))) > 0.1} == set()
 
 
-def test_results_of_another_shape_are_kept_and_drawn(tmp_path: Path) -> None:
+def test_results_of_another_shape_are_kept_and_charted(tmp_path: Path) -> None:
     seen = Latencies([0.1, 0.2], [0.01, 0.02], 100, 0, 10.0)
     publish(compare("one", "w", seen, seen), tmp_path)
     publish(compare("other", "w", seen, Latencies([0.2, 0.4], [0.01, 0.02], 100, 0, 10.0)), tmp_path)

@@ -44,6 +44,10 @@ class FleetHealth:
         """Returns whether the link's circuit is open: pages do not get through."""
         return self._links.is_open(LinkKey(prefill, decode), now_s)
 
+    def is_avoided(self, worker: Epoch, now_s: float) -> bool:
+        """Returns whether the worker's own circuit is open: requests go to others while there are any."""
+        return self._workers.is_open(worker, now_s)
+
     def num_open(self, now_s: float) -> int:
         """Returns how many workers and links are avoided."""
         return self._workers.num_open(now_s) + self._links.num_open(now_s)

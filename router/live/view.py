@@ -82,6 +82,7 @@ class LiveView:
             "cohort": worker.cohort,
             "ready": worker.takes_work,
             "leaving": load.leaving,
+            "avoided": self._fleet.health.is_avoided(worker.epoch, now_s),
             "running": load.num_running,
             "waiting": load.num_waiting,
             "sent": sent.num_requests,

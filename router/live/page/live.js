@@ -131,7 +131,7 @@ function bar(kind, share) {
 function describe(worker) {
   const used = worker.pages ? Math.round(100 * (1 - worker.free_pages / worker.pages)) : 0;
   const parts = [`${worker.id} on ${worker.host || "an unknown machine"}`,
-    worker.ready ? "takes requests" : worker.leaving ? "is leaving" : "takes no requests",
+    worker.ready && worker.avoided ? "is avoided because requests have failed there" : worker.ready ? "takes requests" : worker.leaving ? "is leaving" : "takes no requests",
     `${worker.running} running`, `${worker.waiting} waiting`, `${used} % of ${worker.pages} pages in use`];
   if (worker.queued_prefill_tokens) parts.push(`${worker.queued_prefill_tokens} prompt tokens to compute`);
   if (worker.step_ms) parts.push(`${milliseconds(worker.step_ms)} a step`);
@@ -141,12 +141,12 @@ function describe(worker) {
 }
 
 function showWorker(worker, box) {
-  box.className = `worker${worker.leaving ? " leaving" : worker.ready ? "" : " away"}`;
+  box.className = `worker${worker.leaving || (worker.ready && worker.avoided) ? " leaving" : worker.ready ? "" : " away"}`;
   box.dataset.worker = worker.id;
   box.title = describe(worker);
   const name = document.createElement("b"), note = document.createElement("small");
   name.textContent = worker.id;
-  note.textContent = worker.leaving ? "leaving" : !worker.ready ? "away"
+  note.textContent = worker.leaving ? "leaving" : !worker.ready ? "away" : worker.avoided ? "avoided"
     : worker.role === "prefill" ? `${worker.running} running, ${plain(worker.queued_prefill_tokens)} tokens wait`
       : `${worker.running} running, ${worker.waiting} waiting`;
   const batch = worker.role === "prefill" ? Math.min(1, worker.queued_prefill_tokens / 8192)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 _STEPS = (1.0, 2.0, 5.0)
 _MAX_LOG_RATIO = 1e9  # of the bounds that a logarithmic axis chooses; lower values stand at its end
-_MIN_SPREAD = 1e-9  # of the larger bound: ticks of a narrower range could not be told apart
+_MIN_SPREAD = 1e-9  # of the larger bound: ticks of a narrower range would look alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,10 @@ class Scale:
         return self._low <= value <= self._high
 
     def ticks(self) -> list[float]:
-        """Returns 1, 2 and 5 in each decade, or decades alone where there are many; about 5 even ones if linear
-        or in a range too narrow for three of those."""
+        """Returns about 5 even values, or on a logarithmic axis 1, 2 and 5 in each decade.
+
+        A wide logarithmic axis has decades alone, and one too narrow for three of those has even ones.
+        """
         found = self._log_ticks() if self._log else []
         return found if len(found) > 2 else self._even_ticks()
 

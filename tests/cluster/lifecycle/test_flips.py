@@ -26,6 +26,7 @@ def config(prefill: int, decode: int, **settings: object) -> ServeConfig:
             "model": str(MODEL),
             "engine": ENGINE,
             "routers": 1,
+            "decode": {"placement": "remote"},
             "prefill_pool": {"replicas": prefill},
             "decode_pool": {"replicas": decode},
             "start_timeout_s": 60,

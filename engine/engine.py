@@ -37,7 +37,7 @@ from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
 from engine.step.compute import PreparedStep, SampledTokens, compute, compute_discarded, prepare_step
 from engine.step.sequence import SampledToken, ScheduledSequence, StepOutput
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
 from penstock.kv.events import KvEventLog
 from penstock.text.grammars import GrammarCompiler
 from penstock.types import PageId
@@ -241,7 +241,10 @@ class Engine:
         Blocks; for half a minute if kernels have to be compiled and no cache has them.
         """
         started_s = time.monotonic()
-        self.grammars.prepare()
+        try:
+            self.grammars.prepare()
+        except CheckpointError as error:  # of a tokenizer that no grammar can be written for; all else is served
+            log.warning("structured output will be refused: %s", error.message)
         [page] = self.pool.allocate(1)
         try:
             most_tokens = self.saturating_tokens if self.runner.compiles else 0

@@ -1,0 +1,33 @@
+"""What an engine prepares before its first request, and what it must not fail of."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.engine import Engine
+from engine.generate import generate
+from penstock.config import EngineConfig
+from penstock.errors import CheckpointError
+from penstock.types import Grammar, GrammarKind, SamplingParams
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
+
+
+def test_a_tokenizer_that_no_grammar_can_use_costs_structured_output_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["decoder"] = None
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    engine = Engine.load(EngineConfig(model=str(folder), num_pages=16, num_threads=1))
+    engine.warm_up()
+    assert "structured output will be refused" in caplog.text
+    assert "grammars cannot use it" in caplog.text
+    assert len(generate(engine, [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True), b"")) == 3
+    with pytest.raises(CheckpointError, match="grammars cannot use it"):
+        engine.grammars.compile(Grammar(GrammarKind.REGEX, "a+"))

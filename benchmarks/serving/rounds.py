@@ -30,14 +30,19 @@ def uniform_source(count: int, prompts: tuple[int, int], answers: tuple[int, int
 
 
 async def measure_http(
-    address: str, source: Source, points: Sequence[Arrivals], vocab_size: int, vllm_prefill: str = ""
+    address: str,
+    source: Source,
+    points: Sequence[Arrivals],
+    vocab_size: int,
+    vllm_prefill: str = "",
+    seed: int = 0,
 ) -> list[PointResult]:
     """Measures streams of `/v1/completions`; prompts go to `vllm_prefill` first, if given, as in vLLM's proxies."""
     prefill = VllmPrefill(vllm_prefill) if vllm_prefill else None
     form = RequestForm(SERVED_MODEL)
     endpoint = OpenAiEndpoint(address, form, timeout_s=_TIMEOUT_S, prepare=prefill.prepare if prefill else None)
     try:
-        return await measure_at(endpoint, source, points, vocab_size)
+        return await measure_at(endpoint, source, points, vocab_size, seed)
     finally:
         await endpoint.close()
         if prefill is not None:

@@ -9,25 +9,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.bench.traces.read import read_trace
+from penstock.bench.traces.record import TraceRecord
 from penstock.types import Lane
 from simulator.request import TraceRequest
 
 
 def load_trace(file: str | Path, seed: int = 0, limit: int | None = None) -> list[TraceRequest]:
     """Returns the requests of a trace file by arrival, the first at 0. Raises InvalidInput that names the line."""
-    return [
-        TraceRequest(
-            number=number,
-            arrival_s=record.arrival_s,
-            num_input_tokens=record.num_input_tokens,
-            num_output_tokens=record.num_output_tokens,
-            block_ids=tuple(record.block_ids()),
-            block_tokens=record.block_tokens,
-            lane=record.lane or Lane.STANDARD,
-            tenant=record.tenant,
-        )
-        for number, record in enumerate(read_trace(file, seed, limit).records)
-    ]
+    return [to_trace_request(number, record) for number, record in enumerate(read_trace(file, seed, limit).records)]
+
+
+def to_trace_request(number: int, record: TraceRecord) -> TraceRequest:
+    """Returns a recorded request as the simulator takes it; one without a lane is standard."""
+    return TraceRequest(
+        number=number,
+        arrival_s=record.arrival_s,
+        num_input_tokens=record.num_input_tokens,
+        num_output_tokens=record.num_output_tokens,
+        block_ids=tuple(record.block_ids()),
+        block_tokens=record.block_tokens,
+        lane=record.lane or Lane.STANDARD,
+        tenant=record.tenant,
+    )
 
 
 def in_order(requests: Iterable[TraceRequest]) -> list[TraceRequest]:

@@ -6,12 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.config import DecodeConfig, PrefillConfig, SloConfig
-from penstock.types import Lane
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.planning.deployment import MAX_BATCH, Deployment
 from simulator.planning.workload import Workload
 from simulator.report import percentile
-from simulator.request import TraceRequest
+from simulator.traces import to_trace_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +32,7 @@ def verify(deployment: Deployment, workload: Workload, slo: SloConfig, page_size
     """Simulates all requests of a workload that has records. Blocks for minutes with thousands of them."""
     fleet = SimulatedFleet(_spec(deployment, page_size), seed)
     for number, record in enumerate(workload.records):
-        fleet.submit(
-            TraceRequest(
-                number=number,
-                arrival_s=record.arrival_s,
-                num_input_tokens=record.num_input_tokens,
-                num_output_tokens=record.num_output_tokens,
-                block_ids=tuple(record.block_ids()),
-                block_tokens=record.block_tokens,
-                lane=record.lane or Lane.STANDARD,
-                tenant=record.tenant,
-            )
-        )
+        fleet.submit(to_trace_request(number, record))
     fleet.run()
     complete = [outcome for outcome in fleet.outcomes if outcome.is_complete and outcome.ttft_s is not None]
     ttfts = [outcome.ttft_s or 0.0 for outcome in complete]

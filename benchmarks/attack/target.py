@@ -32,6 +32,8 @@ from penstock.v1 import admin_pb2, admin_pb2_grpc
 START_TIMEOUT_S = 180.0
 BODY_TIMEOUT_S = 4.0
 HEADER_TIMEOUT_S = 4.0
+READ_GRACE_S = 4.0  # after the deadline, for clients that still read
+WRITE_STALL_S = 4.0
 MAX_CONNECTIONS = 1024  # of one peer to the HTTP port
 DEFAULT_TIMEOUT_S = 6.0  # of calls that name no deadline
 MAX_REQUESTS = 24  # of the attacker at once
@@ -201,6 +203,8 @@ def serve_config(folder: Path, credentials: Credentials) -> dict[str, Any]:
             "limits": {
                 "body_timeout_s": BODY_TIMEOUT_S,
                 "header_timeout_s": HEADER_TIMEOUT_S,
+                "read_grace_s": READ_GRACE_S,
+                "write_stall_s": WRITE_STALL_S,
                 "connections_per_peer": MAX_CONNECTIONS,
             },
         },

@@ -141,9 +141,7 @@ class InferenceService:
             async with asyncio.timeout(timeout_s):
                 message = await anext(aiter(messages))
                 if isinstance(message, Undecoded):
-                    data, decode = message
-                    max_text_bytes = _MOST_BYTES * self._preparer.limits_within(1).prompt_characters
-                    message = await self._threads.run(tenant.name, len(data), decode, data, max_text_bytes)
+                    message = await self._decode(message, tenant)
         except StopAsyncIteration:
             raise InvalidInput("request", "is missing; send one message") from None
         except TimeoutError:
@@ -151,9 +149,13 @@ class InferenceService:
             problem = f"request: did not arrive within {timeout_s:g} s; send it faster, or less of it"
             raise DeadlineExceeded(problem) from None
         if isinstance(message, InvalidInput):
-            raise message
+            raise InvalidInput(message.field, message.problem)  # not `message`: this frame would hold what holds it
         assert not isinstance(message, Undecoded)
         return message
+
+    async def _decode(self, message: Undecoded, tenant: Tenant) -> MessageT | InvalidInput:
+        max_text_bytes = _MOST_BYTES * self._preparer.limits_within(1).prompt_characters
+        return await self._threads.run(tenant.name, len(message.data), message.decode, message.data, max_text_bytes)
 
     def _set_trailers(self, output: Output | Route, context: grpc.aio.ServicerContext) -> None:
         """Replaces the trailers: those of the last output count."""

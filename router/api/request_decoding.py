@@ -126,7 +126,7 @@ def tolerant(kind: type[MessageT], limits: LimitsConfig) -> _Decode[MessageT]:
     def read(data: bytes, max_text_bytes: int = limits.request_bytes) -> MessageT | InvalidInput:
         try:
             if len(data) > _UNCOUNTED_BYTES:
-                _check_counts(data, descriptor, max_fields, max_numbers, max_text_bytes)
+                _CountCheck(data, max_fields, max_numbers, max_text_bytes).check(descriptor, 0, len(data))
             return kind.FromString(data)
         except DecodeError:
             return explain(data, descriptor)
@@ -135,34 +135,38 @@ def tolerant(kind: type[MessageT], limits: LimitsConfig) -> _Decode[MessageT]:
                 "request", f"has more than {max_fields} fields; send fewer messages, and pack repeated numbers"
             )
         except InvalidInput as error:
-            return error
+            return error.with_traceback(None)  # whose frames hold the message
 
     return read
 
 
-def _check_counts(data: bytes, descriptor: Descriptor, max_fields: int, max_numbers: int, max_text_bytes: int) -> None:
-    """Counts fields, numbers in packed fields, and bytes of the text.
+class _CountCheck:
+    """Counts the fields of one message, numbers in packed fields, and bytes of the text.
 
-    Raises InvalidInput, DecodeError or _TooManyFields.
+    A class and no nested function: one that calls itself holds itself, and the message with it, until a garbage
+    collection.
     """
-    reader = _FieldReader(data, max_fields)
-    num_numbers = 0
 
-    def check(kind: Descriptor, start: int, end: int, path: str) -> None:
-        nonlocal num_numbers
-        for number, begin, finish in reader.delimited(start, end):
+    def __init__(self, data: bytes, max_fields: int, max_numbers: int, max_text_bytes: int) -> None:
+        self._data = data
+        self._reader = _FieldReader(data, max_fields)
+        self._max_numbers = max_numbers
+        self._max_text_bytes = max_text_bytes
+        self._num_numbers = 0
+
+    def check(self, kind: Descriptor, start: int, end: int, path: str = "") -> None:
+        """Raises InvalidInput, DecodeError or _TooManyFields."""
+        for number, begin, finish in self._reader.delimited(start, end):
             field = kind.fields_by_number.get(number)
             if field is None:
                 continue
             if not path and field.name == _TEXT:
-                check_count(_TEXT, finish - begin, max_text_bytes, "bytes")
+                check_count(_TEXT, finish - begin, self._max_text_bytes, "bytes")
             elif field.message_type is not None:
-                check(field.message_type, begin, finish, f"{path}{field.name}.")
+                self.check(field.message_type, begin, finish, f"{path}{field.name}.")
             elif field.is_repeated and field.type != FieldDescriptor.TYPE_STRING:
-                num_numbers += len(data[begin:finish].translate(None, _CONTINUED))
-                check_count(f"{path}{field.name}", num_numbers, max_numbers, "tokens")
-
-    check(descriptor, 0, len(data), "")
+                self._num_numbers += len(self._data[begin:finish].translate(None, _CONTINUED))
+                check_count(f"{path}{field.name}", self._num_numbers, self._max_numbers, "tokens")
 
 
 def explain(data: bytes, descriptor: Descriptor) -> InvalidInput:

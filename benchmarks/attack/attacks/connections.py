@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 from benchmarks.attack import http2_frames as h2
 from benchmarks.attack.attacks.messages import GENERATE
-from benchmarks.attack.sockets import Http2, connect, connection, is_closed, post, read_answer
+from benchmarks.attack.sockets import ATTACKER, Http2, connect, connection, is_closed, post, read_answer
 from benchmarks.attack.target import BODY_TIMEOUT_S, MAX_CONNECTIONS, AttackTarget, call_code, channel
 from benchmarks.attack.verdict import Breach
 
@@ -72,15 +72,15 @@ async def connection_flood(target: AttackTarget) -> None:
         opened: list[asyncio.StreamWriter] = []
         try:
 
-            async def hold(address: str = address, opened: list[asyncio.StreamWriter] = opened) -> bool:
+            async def hold(address: str = address, opened: list[asyncio.StreamWriter] = opened) -> None:
                 reader, writer = await connect(address)
                 opened.append(writer)
-                return not await is_closed(reader, 0.5)
+                await is_closed(reader, 0.5)
 
-            held = 0
+            held = 0  # at once: those that say nothing are closed after a while, which makes room for others
             for _ in range(_NUM_FLOOD // 250):
-                ends = await asyncio.gather(*(hold() for _ in range(250)), return_exceptions=True)
-                held += sum(each is True for each in ends)
+                await asyncio.gather(*(hold() for _ in range(250)), return_exceptions=True)
+                held = max(held, await target.num_connections(ATTACKER))
             async with channel(target.grpc) as made:
                 began_s = time.monotonic()
                 code, details = await call_code(made, "/grpc.health.v1.Health/Check", b"", timeout_s=5.0, streams=False)

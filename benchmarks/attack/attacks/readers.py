@@ -12,14 +12,22 @@ import grpc
 from benchmarks.attack import http2_frames as h2
 from benchmarks.attack.attacks.messages import GENERATE
 from benchmarks.attack.sockets import ATTACKER, Http2, connect, post
-from benchmarks.attack.target import DEFAULT_TIMEOUT_S, MAX_REQUESTS, AttackTarget, becomes, call_code, channel
+from benchmarks.attack.target import (
+    DEFAULT_TIMEOUT_S,
+    MAX_REQUESTS,
+    READ_GRACE_S,
+    AttackTarget,
+    becomes,
+    call_code,
+    channel,
+)
 from benchmarks.attack.verdict import Breach
 from penstock.v1 import common_pb2, inference_pb2
 
 NUM_READERS = MAX_REQUESTS  # all that their tenant may have
 NUM_VICTIMS = 2
 _DEADLINE_S = 3
-_GRACE_S = 6.0
+_GRACE_S = READ_GRACE_S + 2.0
 _AT_LEAST_S = 10.0  # for one more answer on a busy machine
 _MAX_TOKENS = 900
 _PROMPT = "Once upon a time "

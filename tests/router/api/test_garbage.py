@@ -1,0 +1,98 @@
+"""Tests that large messages are freed with their call: none waits in a reference cycle for the garbage collector."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+
+from benchmarks.attack.sockets import http_request
+from penstock.v1 import inference_pb2
+from tests.support.router.router_fakes import FakeWorker, running_router
+
+SERVED = "a long text"
+_LARGE = 1 << 20  # characters
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Keeps the collector off, so that what it would have freed is still there to be found."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+
+
+def large_garbage() -> list[str]:
+    """Returns what holds large texts and can be reached by nothing but the collector."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    gc.set_debug(0)
+    return [
+        f"{holder!r:.120} holds {type(held).__name__}"
+        for holder in gc.garbage
+        for held in gc.get_referents(holder)
+        if _size(held) > _LARGE // 16
+    ]
+
+
+def _size(held: object) -> int:
+    if isinstance(held, Message):
+        return held.ByteSize()
+    return len(held) if isinstance(held, str | bytes | bytearray | list) else 0
+
+
+def requests() -> dict[str, bytes]:
+    words = "word " * (_LARGE // 5)
+    return {
+        "too long a text": inference_pb2.GenerateRequest(text=words).SerializeToString(),
+        "too many tokens": inference_pb2.GenerateRequest(token_ids=range(_LARGE)).SerializeToString(),
+        "no message": b"\xff" * _LARGE,
+        "no UTF-8": b"\x12\x04\xff\xff\xff\xff" + b"\x0a" * _LARGE,
+        "too many fields": b"\x0a\x00" * _LARGE,
+        SERVED: inference_pb2.GenerateRequest(
+            text=words[: _LARGE // 4], sampling={"max_tokens": 1}
+        ).SerializeToString(),
+    }
+
+
+def bodies() -> dict[str, bytes]:
+    words = "word " * (_LARGE // 5)
+    return {
+        name: body if isinstance(body, bytes) else json.dumps(body).encode()
+        for name, body in {
+            "too long a text": {"prompt": words},
+            "a chat": {"messages": [{"role": "user", "content": words}]},
+            "objects": {"prompt": [{}] * (_LARGE // 4)},
+            "depth": b"[" * _LARGE,
+            SERVED: {"prompt": words[: _LARGE // 4], "max_tokens": 1},
+        }.items()
+    }
+
+
+@pytest.mark.parametrize("name", list(requests()))
+async def test_a_large_grpc_message_ends_with_its_call(name: str, uncollected: None) -> None:
+    async with running_router(await FakeWorker(context_length=1 << 20 if name == SERVED else 2048).start()) as router:
+        for method in ("Generate", "Tokenize"):
+            call = router.channel.unary_stream(f"/penstock.v1.Inference/{method}")
+            with contextlib.suppress(grpc.RpcError):
+                async for _ in call(requests()[name]):
+                    pass
+        assert not large_garbage()
+
+
+@pytest.mark.parametrize("name", list(bodies()))
+async def test_a_large_body_ends_with_its_call(name: str, uncollected: None) -> None:
+    async with running_router(await FakeWorker(context_length=1 << 20 if name == SERVED else 2048).start()) as router:
+        path = "/v1/chat/completions" if name == "a chat" else "/v1/completions"
+        head = f"POST {path} HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n".encode()
+        status, _ = await http_request(router.http_url.removeprefix("http://"), head, bodies()[name])
+        assert status == (200 if name == SERVED else 400)
+        assert not large_garbage()

@@ -77,6 +77,7 @@ class DecodeServer:
         context_length = shell.description.context_length
         worker = DecodeWorker(self._worker_id, engine, transfers, config.decode, context_length, self._grammars)
         self.worker = worker
+        worker.on_step.append(shell.step_metrics.observe)
         self._driver = StepDriver(worker, engine, config.worker_id, loop.post)
 
         calls = self._migration_calls = MigrationClient(loop, shell.channels, self._worker_id, engine.num_ranks)

@@ -72,6 +72,7 @@ class DecodeWorker:
         )
         self.after_step: list[Callable[[], None]] = []  # called between two steps, and when there was nothing to do
         self.on_release: list[Callable[[DecodeRequest], None]] = []  # called when a request ends here or has migrated
+        self.on_step: list[Callable[[int, int, float], None]] = []  # called with a step's sequences, tokens and seconds
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
     # Requests.
@@ -294,7 +295,7 @@ class DecodeWorker:
 
     def finish_step(self, plan: StepPlan, tokens: StepTokens, elapsed_s: float) -> None:
         """Records the oldest step in flight and delivers its tokens."""
-        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
+        self._measure_step(plan, elapsed_s)
         self._prefills.on_step(plan, elapsed_s)
         for sequence, error in tokens.failed:
             self._fail(sequence, error)
@@ -328,7 +329,7 @@ class DecodeWorker:
         the sequences that fail."""
         started_s = time.monotonic()
         done = step_isolated(self._engine.step, [item for item in plan if item.sequence in self._requests])
-        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, time.monotonic() - started_s)
+        self._measure_step(plan, time.monotonic() - started_s)
         for sequence, error in done.failed:
             self._fail(sequence, error)
         now_s = time.monotonic()
@@ -338,6 +339,11 @@ class DecodeWorker:
             self._on_sampled(sequence, token, now_s)
         self._delivery.flush()
         self._after_step()
+
+    def _measure_step(self, plan: StepPlan, elapsed_s: float) -> None:
+        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
+        for call in self.on_step:
+            call(len(plan), plan.num_tokens, elapsed_s)
 
     def _keep_scores(self, sequence: Sequence, scores: PromptScores, discarded: Collection[Sequence] = ()) -> None:
         request = self._requests.get(sequence)

@@ -47,6 +47,7 @@ class PrefillServer:
         self._grammars = GrammarQueue(engine.grammars, engine.model.eos_token_ids, shell.loop.post)
         context_length = shell.description.context_length
         worker = self.worker = PrefillWorker(engine, shell.sender, config, context_length, grammars=self._grammars)
+        worker.on_step.append(shell.step_metrics.observe)
         service = PrefillService(worker, shell.loop)
         core = RoleCore(
             step=worker.step,

@@ -90,6 +90,7 @@ class PrefillWorker:
         self._measured_s = 0.0
         self._tokens_per_s = 0.0
         self._totals = StepTotals()
+        self.on_step: list[Callable[[int, int, float], None]] = []  # called with a step's sequences, tokens and seconds
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
     # Commands of the receiver.
@@ -227,7 +228,8 @@ class PrefillWorker:
         tokens = step.tokens.wait()
         now_s = time.monotonic()
         num_tokens = sum(scheduled.num_tokens for scheduled in step.work)
-        self._measure(num_tokens, step.num_contexts, now_s - max(step.started_s, self._measured_s))
+        elapsed_s = now_s - max(step.started_s, self._measured_s)
+        self._measure(len(step.work), num_tokens, step.num_contexts, elapsed_s)
         self._measured_s = now_s
         for sequence, error in tokens.failed:
             if (job := self._by_sequence.get(sequence)) is not None:
@@ -252,7 +254,8 @@ class PrefillWorker:
         else:
             done = step_isolated(self._engine.step, work)
         now_s = time.monotonic()
-        self._measure(sum(scheduled.num_tokens for scheduled in work), num_contexts, now_s - started_s)
+        num_tokens = sum(scheduled.num_tokens for scheduled in work)
+        self._measure(len(work), num_tokens, num_contexts, now_s - started_s)
         sampled = {item.sequence: token for item, token in zip(done.work, done.output.tokens, strict=True) if token}
         for sequence in self.scheduler.commit(done.work):
             self._complete(self._by_sequence[sequence], sampled[sequence], now_s)
@@ -320,10 +323,12 @@ class PrefillWorker:
             return sequence.hash_full_pages(page_size)
         return hash_pages(sequence.token_ids, page_size, sequence.salt)
 
-    def _measure(self, num_tokens: int, num_contexts: float, elapsed_s: float) -> None:
+    def _measure(self, num_sequences: int, num_tokens: int, num_contexts: float, elapsed_s: float) -> None:
         self._totals = self._totals.plus(num_tokens, num_contexts, elapsed_s)
         rate = num_tokens / max(elapsed_s, 1e-6)
         self._tokens_per_s += (rate - self._tokens_per_s) * (_RATE_SMOOTHING if self._tokens_per_s else 1.0)
+        for call in self.on_step:
+            call(num_sequences, num_tokens, elapsed_s)
 
     def _refresh_load(self) -> None:
         self.load = WorkerLoad(

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.errors import InvalidInput
+from penstock.sizing.model_shape import find_shape
 from simulator.costs.accelerators import find_accelerator
 from simulator.costs.cost_file import CostProfile, read_costs
-from simulator.costs.model_shape import find_shape
 from simulator.costs.roofline import roofline_costs
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.report import Slo, Summary, failures, offered_load, single_cache_hit_rate, summarize

@@ -30,7 +30,7 @@ def check_up(engine: Engine, config: EngineConfig) -> worker_pb2.CheckupResponse
         python=platform.python_version(),
         torch=torch.__version__,
         penstock=_own_version(),
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=device_name(engine),
         device_fault=_find_device_fault(device),
         model_fault=_find_model_fault(config.model, engine.model.revision),
     )
@@ -50,6 +50,12 @@ def _own_version() -> str:
         return version("penstock")
     except PackageNotFoundError:
         return "from source"
+
+
+def device_name(engine: Engine) -> str:
+    """Returns the name of the engine's device, `cpu` where it has none."""
+    device = engine.kv_pages.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _find_device_fault(device: torch.device) -> str:

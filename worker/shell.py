@@ -41,14 +41,16 @@ from penstock.worker_metrics import (
     TRANSPORT_FALLBACKS,
 )
 from worker.channels import Channels
-from worker.checkup import check_up
+from worker.checkup import check_up, device_name
 from worker.fence_keeper import FenceKeeper
 from worker.handover.client import HandoverClient
 from worker.handover.intake import PageIntake
 from worker.handover.service import HandoverService
 from worker.handover.source import PageSource
 from worker.metrics.collector import WorkerCollector
+from worker.metrics.model_work import find_work
 from worker.metrics.port import MetricsPort
+from worker.metrics.step_metrics import StepMetrics
 from worker.service import WorkerService
 from worker.start_progress import StartReporter
 from worker.ticket_log import TicketLog
@@ -129,6 +131,7 @@ class WorkerShell:
         if self.replica is None:
             self.replica = await asyncio.to_thread(Replica.load, config.engine, progress.on_weights, self._launch)
         self.description = describe(self.replica.engine, config, self.epoch)
+        self.step_metrics = StepMetrics(self.description)
         return self.replica.engine
 
     async def open_transfers(self) -> None:
@@ -191,8 +194,11 @@ class WorkerShell:
         """Starts the step loop and listens. Raises ConfigError where a port is taken."""
         config = self.config
         if config.metrics_port is not None:
-            collector = WorkerCollector(self.description, self._load)
-            self._metrics = MetricsPort(config.host, config.metrics_port, collector)
+            work = find_work(config.engine, self._engine.num_ranks)
+            collector = WorkerCollector(
+                self.description, self._load, work, device_name(self._engine), config.price_per_hour
+            )
+            self._metrics = MetricsPort(config.host, config.metrics_port, collector, self.step_metrics.registry)
             self.description.metrics_address = f"{config.host}:{self._metrics.port}"
         self.loop.start()
         self._engine.when_lost(self._on_fatal)

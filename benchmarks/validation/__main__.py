@@ -18,8 +18,8 @@ from benchmarks.validation import measured, predicted
 from benchmarks.validation.measured import Latencies, RealSystem, real_system
 from benchmarks.validation.workloads import WORKLOADS, make_calibration, make_workload, sequential
 from penstock.charts.bars import BarChart, render_bars
+from penstock.sizing.model_shape import find_shape
 from simulator.costs.cost_file import CostProfile, write_costs
-from simulator.costs.model_shape import find_shape
 from simulator.fleet import FleetSpec, SimulatedFleet
 
 _MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"

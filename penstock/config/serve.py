@@ -47,6 +47,8 @@ class PoolConfig(FrozenConfig):
     """Engine settings that differ from the deployment's."""
     labels: LabelsConfig = LabelsConfig()
     """Location of its workers."""
+    price_per_hour: float = Field(0.0, ge=0)
+    """What one worker costs an hour, in any currency; workers export it, so that graphs show the cost of tokens."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> PoolConfig:
@@ -213,4 +215,5 @@ class ServeConfig(FrozenConfig):
             labels=self.pool(role).labels,
             lookaside=lookaside,
             metrics_port=0 if self.worker_metrics else None,
+            price_per_hour=self.pool(role).price_per_hour,
         )

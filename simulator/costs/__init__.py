@@ -2,9 +2,8 @@
 
 The simulator, `penstock fit` and capacity planning take from here:
 
-* `accelerators`: `ACCELERATORS` and `find_accelerator(name)`, published peaks with efficiency factors;
+* `accelerators`: `find_accelerator(name)`, published peaks with efficiency factors (`penstock.sizing`);
   `measured_cpu()` for the machine at hand.
-* `model_shape`: `MODEL_SHAPES` and `find_shape(name or checkpoint folder)`: parameters, bytes of KV a token, FLOPs.
 * `roofline`: `roofline_costs(shape, accelerator, tensor_parallel)`, a `CostProfile`; `ridge_batch`, `num_kv_tokens`.
 * `step_costs`: `PrefillCosts`, `DecodeCosts` and `LinkCosts`, all that a simulated worker knows of its hardware.
 * `cost_file`: `CostProfile`, with `read_costs(path)` and `write_costs(profile, path)`.

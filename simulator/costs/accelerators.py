@@ -1,70 +1,13 @@
-"""Accelerators by their published peaks. Nothing here was measured on them: efficiencies are assumptions.
-
-Peaks are dense (without sparsity), of one device. The link is what a worker gets to others for KV: one 400 Gbit/s
-adapter for each device in a node of eight, 100 Gbit/s for PCIe cards.
-"""
+"""Finds an accelerator by its name, or measures the machine at hand as one."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.errors import InvalidInput
-
-
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    """Shares of the peaks that kernels reach; assumptions, to be replaced by a fit where there are measurements."""
-
-    compute: float = 0.5  # large matrix products, and attention of prompts
-    memory: float = 0.75
-    link: float = 0.8
-    step_overhead_s: float = 0.001  # scheduling, launches and sampling of a step
-    sequence_overhead_s: float = 5e-6  # for each sequence of a step
-    collective_s: float = 12e-6  # latency of one all-reduce between the devices of a worker
-
-
-@dataclass(frozen=True, slots=True)
-class Accelerator:
-    """One device. FLOP/s and bytes/s are published peaks."""
-
-    name: str
-    flops: float  # bf16, dense
-    flops_8bit: float  # fp8 or int8, dense; equal to `flops` where there is none
-    memory_bytes: float
-    memory_bytes_per_s: float
-    peer_bytes_per_s: float  # to the other devices of its node, one direction
-    link_bytes_per_s: float  # to other nodes, one direction; an assumption, since nodes are built differently
-    source: str
-    efficiency: Efficiency = Efficiency()
-
-    @property
-    def ridge_flops_per_byte(self) -> float:
-        """Arithmetic intensity above which computing, not memory, limits the device."""
-        return self.flops * self.efficiency.compute / (self.memory_bytes_per_s * self.efficiency.memory)
-
-
-_GBIT_400, _GBIT_100 = 50e9, 12.5e9
-_PCIE = Efficiency(collective_s=30e-6)
-
-ACCELERATORS: dict[str, Accelerator] = {
-    device.name: device
-    for device in (
-        Accelerator(
-            "A100", 312e12, 624e12, 80e9, 2.039e12, 300e9, _GBIT_400,
-            "NVIDIA A100 80GB SXM data sheet (int8 for 8 bits: it has no fp8)",
-        ),
-        Accelerator("H100", 989e12, 1979e12, 80e9, 3.35e12, 450e9, _GBIT_400, "NVIDIA H100 SXM data sheet"),
-        Accelerator("H200", 989e12, 1979e12, 141e9, 4.8e12, 450e9, _GBIT_400, "NVIDIA H200 SXM data sheet"),
-        Accelerator("B200", 2250e12, 4500e12, 180e9, 7.7e12, 900e9, _GBIT_400, "NVIDIA HGX B200 data sheet"),
-        Accelerator("L40S", 362e12, 733e12, 48e9, 864e9, 32e9, _GBIT_100, "NVIDIA L40S data sheet", _PCIE),
-        Accelerator(
-            "MI300X", 1307e12, 2615e12, 192e9, 5.3e12, 448e9, _GBIT_400, "AMD Instinct MI300X data sheet"
-        ),
-    )
-}  # fmt: skip
+from penstock.sizing.accelerators import ACCELERATORS, Accelerator, Efficiency
 
 
 def find_accelerator(name: str) -> Accelerator:

@@ -7,9 +7,9 @@ part in two all-reduces a layer.
 
 from __future__ import annotations
 
-from simulator.costs.accelerators import Accelerator
+from penstock.sizing.accelerators import Accelerator
+from penstock.sizing.model_shape import ModelShape
 from simulator.costs.cost_file import CostProfile
-from simulator.costs.model_shape import ModelShape
 from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 
 _ACTIVATION_BYTES = 2

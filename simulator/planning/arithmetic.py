@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from engine.cache.kv_layout import SCALE_BYTES
 from penstock.config import SloConfig
-from simulator.costs.model_shape import ModelShape
+from penstock.sizing.model_shape import ModelShape
 from simulator.costs.roofline import ridge_batch
 from simulator.planning.deployment import Deployment, FlowResult, WorkerKind, cache_tokens, exposed_transfer_s
 from simulator.planning.workload import Workload

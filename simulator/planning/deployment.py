@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.config import SloConfig
-from simulator.costs.accelerators import Accelerator
+from penstock.sizing.accelerators import Accelerator
+from penstock.sizing.model_shape import ModelShape
 from simulator.costs.cost_file import CostProfile
-from simulator.costs.model_shape import ModelShape
 from simulator.costs.roofline import roofline_costs
 from simulator.planning.flow import DecodeFlow, FlowTimes, Patience, prefill_times, queue_prompts
 from simulator.planning.workload import PlannedRequest, Workload

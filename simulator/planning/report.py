@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from simulator.costs.model_shape import ModelShape
+from penstock.sizing.model_shape import ModelShape
 from simulator.planning import arithmetic
 from simulator.planning.deployment import Deployment, PlannedPool, PricedAccelerator, evaluate
 from simulator.planning.outlook import Economy, Variation, find_headroom, measure_economy, sweep_rates, vary

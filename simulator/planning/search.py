@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from penstock.config import SloConfig
 from penstock.errors import InvalidInput
-from simulator.costs.model_shape import ModelShape
+from penstock.sizing.model_shape import ModelShape
 from simulator.planning.deployment import (
     HIT_EFFICIENCY,
     Deployment,

@@ -17,7 +17,19 @@ DASHBOARD = json.loads((CHART / "files" / "grafana-dashboard.json").read_text())
 RULES = yaml.safe_load((CHART / "files" / "prometheus-rules.yaml").read_text())
 PANELS: list[dict[str, Any]] = [each for each in DASHBOARD["panels"] if each["type"] != "row"]
 ALERTS: list[dict[str, Any]] = [rule for group in RULES["groups"] for rule in group["rules"]]
-ROWS = ["Requests", "TTFT", "ITL", "Pages", "Transfers", "Hit rate", "Admission", "Pools", "Stages", "Workers"]
+ROWS = [
+    "At a glance",
+    "Requests",
+    "TTFT",
+    "ITL",
+    "Pages",
+    "Transfers",
+    "Hit rate",
+    "Admission",
+    "Pools",
+    "Stages",
+    "Workers",
+]
 
 
 def check(expression: str) -> None:

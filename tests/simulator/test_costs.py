@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import InvalidInput
+from penstock.sizing.accelerators import ACCELERATORS
+from penstock.sizing.model_shape import MODEL_SHAPES, find_shape
 from penstock.types import Role, StepTotals
-from simulator.costs.accelerators import ACCELERATORS, find_accelerator
+from simulator.costs.accelerators import find_accelerator
 from simulator.costs.cost_file import read_costs, write_costs
 from simulator.costs.fit import StepRecord, fit_steps
-from simulator.costs.model_shape import MODEL_SHAPES, find_shape
 from simulator.costs.roofline import num_kv_tokens, ridge_batch, roofline_costs
 from simulator.costs.step_costs import DecodeCosts, PrefillCosts
 

@@ -26,6 +26,7 @@ from penstock import Client
 from penstock.config import PoolConfig, RouterConfig, ServeConfig
 from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.rpc.secret import ClusterSecret, digest_of, make_api_key
+from penstock.sizing.model_shape import find_shape
 from penstock.types import Role, WorkerId, WorkerLoad
 from penstock.v1 import worker_pb2
 from penstock.worker_metrics import METRICS
@@ -39,6 +40,8 @@ from tests.support.key_files import Authority, write_secret
 from tests.support.plain_processes import Deployment
 from tests.support.serving import worker_config
 from worker.metrics.collector import WorkerCollector
+from worker.metrics.model_work import ModelWork
+from worker.metrics.step_metrics import StepMetrics
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -141,7 +144,8 @@ def metric_names() -> set[str]:
         CredentialCollector("m", lambda: []),
         IndexCollector("m", PrefixIndex(), lambda: 0),
         PredictionCollector("m", lambda: {"w": WorkerPredictionErrors()}),  # type: ignore[dict-item]
-        WorkerCollector(worker_pb2.WorkerDescription(), lambda: load),
+        WorkerCollector(worker_pb2.WorkerDescription(), lambda: load, ModelWork(find_shape("llama-3.1-8b")), "H100"),
+        StepMetrics(worker_pb2.WorkerDescription()).registry,
     ):
         suffix = {"counter": "_total", "info": "_info"}
         names |= {family.name + suffix.get(family.type, "") for family in collector.collect()}

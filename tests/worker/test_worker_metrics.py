@@ -6,19 +6,24 @@ import asyncio
 import socket
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode_worker.server import DecodeServer
+from penstock.config import EngineConfig
 from penstock.errors import ConfigError
+from penstock.sizing.accelerators import accelerator_of
+from penstock.sizing.model_shape import ModelShape
 from penstock.types import CacheStats, Role, StepTotals, WorkerLoad
 from penstock.v1 import worker_pb2
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
 from tests.support.serving import GREEDY, caller, worker_config, workers
 from worker.metrics.collector import WorkerCollector
+from worker.metrics.model_work import ModelWork, find_work
 from worker.metrics.port import MetricsPort
 
 PROMPT = [(5 * i) % 300 + 2 for i in range(64)]
@@ -78,6 +83,62 @@ def test_a_report_is_exported_under_the_names_that_dashboards_know(port: Metrics
     assert not any("newer" in name for name, _ in series)
 
 
+def test_use_of_the_device_follows_from_the_sizes_of_the_model() -> None:
+    shape = ModelShape("m", 2, 64, 4, 2, 16, 128, 1000, 4096)
+    work = ModelWork(shape, num_devices=2)
+    prompt, decode = StepTotals(1, 100, 4950.0, 0.1), StepTotals(10, 40, 4000.0, 0.2)
+    load = WorkerLoad(prefill_steps=prompt, decode_steps=decode)
+    port = MetricsPort("127.0.0.1", 0, WorkerCollector(DESCRIBED, lambda: load, work, "NVIDIA H100 80GB HBM3", 2.5))
+    try:
+        series = scrape(f"127.0.0.1:{port.port}")
+    finally:
+        port.close()
+    per_context = 2 * 4 * 4 * 16  # layers, QK and PV of each head
+    flops = 2 * shape.active_parameters * 140 + per_context * (4950 + 4000)
+    weights, kv = shape.always_read_parameters * 2 * 11, 4000 * 2 * 2 * 2 * 16 * 2
+    assert value(series, "vllm:estimated_flops_per_gpu_total") == flops / 2
+    assert value(series, "vllm:estimated_read_bytes_per_gpu_total") == (weights + kv) / 2
+    assert value(series, "penstock:worker_peak_flops") == 989e12
+    assert value(series, "penstock:worker_price_per_hour") == 2.5
+    assert value(series, "penstock:worker_peak_read_bytes") == 3.35e12
+
+
+def test_windows_bound_the_work_and_few_experts_are_read_by_a_small_batch() -> None:
+    dense = ModelShape("m", 2, 64, 4, 2, 16, 128, 1000, 4096)
+    windowed = replace(dense, window=8, num_window_layers=2)
+    far = StepTotals(1, 1, 4000.0, 0.1)
+    near = StepTotals(1, 1, 8.0, 0.1)
+    assert ModelWork(windowed).flops(far, of_prompts=False) == ModelWork(dense).flops(near, of_prompts=False)
+    assert ModelWork(windowed).read_bytes(far, of_prompts=False) == ModelWork(dense).read_bytes(near, of_prompts=False)
+    experts = ModelWork(replace(dense, num_experts=8, num_chosen=2, expert_size=32))
+    alone, batch = StepTotals(1, 1, 0.0, 0.1), StepTotals(1, 64, 0.0, 0.1)
+    assert experts.read_bytes(alone, of_prompts=False) < experts.read_bytes(batch, of_prompts=False)
+    assert experts.read_bytes(StepTotals(), of_prompts=False) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "weight_bytes", "kv_bytes"),
+    [
+        ({"dtype": "float32"}, 4, 4),
+        ({"dtype": "bfloat16", "quantization": "int4"}, 0.5, 2),
+        ({"dtype": "bfloat16", "kv_dtype": "fp8"}, 2, 1),
+    ],
+)
+def test_quantized_weights_and_pages_take_fewer_bytes(
+    settings: dict[str, str], weight_bytes: float, kv_bytes: float, tmp_path: Path
+) -> None:
+    config = EngineConfig(model=str(make_checkpoint("llama", tmp_path)), **settings)
+    work = find_work(config, 1)
+    assert work is not None
+    assert (work.shape.weight_bytes_per_value, work.shape.kv_bytes_per_value) == (weight_bytes, kv_bytes)
+
+
+def test_a_model_whose_sizes_are_unknown_and_a_card_without_a_known_peak_export_nothing(tmp_path: Path) -> None:
+    assert find_work(EngineConfig(model=str(tmp_path)), 1) is None
+    assert accelerator_of("NVIDIA H100 PCIe") is None
+    assert accelerator_of("cpu") is None
+
+
 def test_a_taken_port_is_refused_by_name(port: MetricsPort) -> None:
     with pytest.raises(ConfigError, match=rf"metrics_port = {port.port}: cannot listen on 127\.0\.0\.1"):
         MetricsPort("127.0.0.1", port.port, WorkerCollector(DESCRIBED, WorkerLoad))
@@ -97,6 +158,13 @@ async def test_both_workers_of_a_request_count_it_and_their_ports_end_with_them(
             await router.answer(router.submit(PROMPT, GREEDY, [prefill]))
         from_prefill, from_decode = [await asyncio.to_thread(scrape, address) for address in addresses]
     assert value(from_prefill, "penstock:worker_step_tokens_total", kind="prefill") == len(PROMPT)
+    assert value(from_prefill, "vllm:iteration_tokens_total_sum", role="prefill") == len(PROMPT)
+    assert value(from_decode, "vllm:iteration_tokens_total_sum") == value(
+        from_decode, "penstock:worker_step_tokens_total", kind="decode"
+    ) + value(from_decode, "penstock:worker_step_tokens_total", kind="prefill")
+    assert value(from_decode, "penstock:worker_step_duration_seconds_count") > 0
+    assert value(from_decode, "penstock:worker_batch_size_sum") > 0
+    assert value(from_decode, "vllm:estimated_flops_per_gpu_total") > 0
     assert value(from_prefill, "penstock:worker_pages_sent_total") > 0
     assert value(from_prefill, "penstock:worker_bytes_sent_total") > 0
     assert value(from_decode, "penstock:worker_step_tokens_total", kind="decode") > 0

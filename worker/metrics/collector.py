@@ -7,17 +7,30 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.sizing.accelerators import accelerator_of
 from penstock.types import WorkerLoad
 from penstock.v1 import worker_pb2
 from penstock.worker_metrics import METRICS
+from worker.metrics.model_work import ModelWork
 
 
 class WorkerCollector(Collector):
     """Reads the worker's latest report at each scrape. It keeps no state."""
 
-    def __init__(self, description: worker_pb2.WorkerDescription, load: Callable[[], WorkerLoad]) -> None:
+    def __init__(
+        self,
+        description: worker_pb2.WorkerDescription,
+        load: Callable[[], WorkerLoad],
+        work: ModelWork | None = None,
+        device: str = "cpu",
+        price_per_hour: float = 0.0,
+    ) -> None:
+        """Without `work` nothing is estimated; without a published peak of the device, none is exported."""
         self._description = description
         self._load = load
+        self._work = work
+        self._peaks = accelerator_of(device)
+        self._price_per_hour = price_per_hour
         self._labels = {"model_name": description.model, "worker": description.worker_id, "role": description.role}
 
     def describe(self) -> list[Metric]:
@@ -63,10 +76,30 @@ class WorkerCollector(Collector):
         )
         yield self._counter("penstock:worker_requests_ended", "Requests that ended here", requests.ended)
         yield self._counter("penstock:worker_requests_failed", "Requests that failed by this worker", requests.failed)
+        yield from self._device_use(load)
+        yield self._gauge(
+            "penstock:worker_price_per_hour", "Cost of this worker an hour, 0: unknown", self._price_per_hour
+        )
         for metric in METRICS.values():
             if metric.name in load.metrics:
                 make = self._counter if metric.is_counter else self._gauge
                 yield make(f"penstock:worker_{metric.name}", metric.help_text, load.metrics[metric.name])
+
+    def _device_use(self, load: WorkerLoad) -> Iterator[Metric]:
+        """Yields what steps have multiplied and read, by estimate, and the device's peaks."""
+        if (work := self._work) is not None:
+            kinds = ((load.prefill_steps, True), (load.decode_steps, False))
+            flops = sum(work.flops(totals, of_prompts=of_prompts) for totals, of_prompts in kinds)
+            read = sum(work.read_bytes(totals, of_prompts=of_prompts) for totals, of_prompts in kinds)
+            yield self._counter("vllm:estimated_flops_per_gpu", "Floating-point operations of each device", flops)
+            yield self._counter("vllm:estimated_read_bytes_per_gpu", "Bytes that each device has read", read)
+        if (peaks := self._peaks) is not None:
+            yield self._gauge("penstock:worker_peak_flops", "Published bf16 peak of the device, FLOP/s", peaks.flops)
+            yield self._gauge(
+                "penstock:worker_peak_read_bytes",
+                "Published memory bandwidth of the device, bytes/s",
+                peaks.memory_bytes_per_s,
+            )
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, help_text, labels=list(self._labels))

@@ -18,10 +18,11 @@ _IDLE_S = 5.0  # without a byte, after which a connection is closed
 class MetricsPort:
     """Listens from its construction to `close`. Scrapers need no token: a worker's metrics say nothing of requests."""
 
-    def __init__(self, host: str, port: int, collector: Collector) -> None:
+    def __init__(self, host: str, port: int, *collectors: Collector) -> None:
         """Port 0 takes any free one. Raises ConfigError where the port is taken."""
         registry = CollectorRegistry()
-        registry.register(collector)
+        for collector in collectors:
+            registry.register(collector)
         ProcessCollector(registry=registry)
         server_type = _Ipv6Server if ":" in host else _Server
         try:

@@ -10,8 +10,8 @@ import pytest
 from penstock.bench.traces.record import Trace, TraceRecord, to_runs
 from penstock.config import SloConfig
 from penstock.errors import InvalidInput
+from penstock.sizing.model_shape import find_shape
 from simulator.costs.accelerators import find_accelerator
-from simulator.costs.model_shape import find_shape
 from simulator.planning import arithmetic
 from simulator.planning.deployment import Deployment, PlannedPool, PricedAccelerator, evaluate, make_kind, meets
 from simulator.planning.outlook import find_headroom, measure_economy, sweep_rates, vary

@@ -10,11 +10,11 @@ from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
 from cluster.cli.options import add_admin_options
 from cluster.cli.table import format_table
 from penstock import wire
+from penstock.sizing.model_shape import find_shape
 from penstock.types import Role
 from penstock.v1 import admin_pb2
 from simulator.costs.cost_file import CostProfile, write_costs
 from simulator.costs.fit import StepRecord, StepRecorder, fit_steps
-from simulator.costs.model_shape import find_shape
 from simulator.costs.step_costs import LinkCosts
 
 _POLL_S = 0.25

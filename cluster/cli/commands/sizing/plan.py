@@ -11,8 +11,9 @@ from penstock.bench.traces.read import read_trace
 from penstock.charts.page import PageTable, render_page
 from penstock.config import ServeConfig, SloConfig, parse
 from penstock.errors import InvalidInput
-from simulator.costs.accelerators import ACCELERATORS, find_accelerator
-from simulator.costs.model_shape import MODEL_SHAPES, ModelShape, find_shape
+from penstock.sizing.accelerators import ACCELERATORS
+from penstock.sizing.model_shape import MODEL_SHAPES, ModelShape, find_shape
+from simulator.costs.accelerators import find_accelerator
 from simulator.planning.arithmetic import quantize_kv
 from simulator.planning.deployment import PricedAccelerator
 from simulator.planning.pages import make_page

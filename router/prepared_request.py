@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.completions import Emitted
+from penstock.text.completions import Emitted
 from penstock.types import Lane, RequestId, SamplingParams
 
 

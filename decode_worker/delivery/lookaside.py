@@ -16,7 +16,6 @@ import tokenizers
 
 from decode_worker.delivery.ticket_stream import TicketStream
 from decode_worker.request_intake import RequestIntake
-from penstock.completions import to_response
 from penstock.config import WorkerConfig
 from penstock.errors import CheckpointError, ConfigError, Unavailable
 from penstock.rpc.addresses import is_every_interface
@@ -25,6 +24,7 @@ from penstock.rpc.server import GrpcServer, typed_errors
 from penstock.rpc.ticket import TicketVerifier, page_salt, time_left_s
 from penstock.rpc.tls import ServerCertificate
 from penstock.rpc.trust import Trust
+from penstock.text.completions import to_response
 from penstock.text.spelling import Spelling
 from penstock.types import Epoch, WorkerId
 from penstock.v1 import inference_pb2, inference_pb2_grpc

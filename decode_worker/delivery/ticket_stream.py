@@ -15,15 +15,6 @@ from decode_worker.delivery.router_stream import RouterStream
 from decode_worker.request import DecodeRequest
 from decode_worker.request_intake import RequestIntake
 from penstock import wire
-from penstock.completions import (
-    CompletionDelta,
-    Emitted,
-    Output,
-    completion_id,
-    completion_sampling,
-    num_sent_first,
-    streamed_timing,
-)
 from penstock.errors import (
     Cancelled,
     InternalError,
@@ -35,6 +26,15 @@ from penstock.errors import (
     to_status,
 )
 from penstock.text.completion_text import CompletionText
+from penstock.text.completions import (
+    CompletionDelta,
+    Emitted,
+    Output,
+    completion_id,
+    completion_sampling,
+    num_sent_first,
+    streamed_timing,
+)
 from penstock.text.spelling import Spelling
 from penstock.text.stop_strings import StopStrings
 from penstock.types import FinishReason, WorkerId

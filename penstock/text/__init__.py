@@ -1,4 +1,5 @@
-"""Turns token ids into text: detokenizing, stop strings, token texts. Shared by routers and decode workers.
+"""Turns token ids into text, and tokens into what a request streams. Shared by routers and decode workers.
 
-Others take `CompletionText` and `Spelling`. Nothing here loads a tokenizer, so that the bare client needs none.
+Others take `CompletionText`, `Spelling`, and `Output` with `to_response` from `completions`. Nothing here loads a
+tokenizer, so that the bare client needs none.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from penstock.completions import CompletionDelta, Emitted, Output
+from penstock.text.completions import CompletionDelta, Emitted, Output
 from penstock.text.spelling import Spelling
 from penstock.text.stop_strings import StopMatcher, StopStrings
 from penstock.types import FinishReason, SamplingParams

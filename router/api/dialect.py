@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from penstock.completions import Output
 from penstock.config.security import LimitsConfig
 from penstock.errors import PenstockError
+from penstock.text.completions import Output
 from penstock.types import Lane
 from penstock.v1 import inference_pb2
 from router.parsers.events import ParserEvent

@@ -12,10 +12,10 @@ import grpc.aio
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from penstock.completions import Output, to_response
 from penstock.errors import DeadlineExceeded, InvalidInput
 from penstock.rpc.hints import DECISION, read_hints
 from penstock.rpc.server import read_credentials, typed_errors
+from penstock.text.completions import Output, to_response
 from penstock.v1 import inference_pb2
 from router.api.identity import Tenant
 from router.api.prepare import RequestPreparer

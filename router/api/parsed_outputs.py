@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from penstock.completions import Output
 from penstock.errors import InvalidInput
+from penstock.text.completions import Output
 from penstock.text.spelling import Spelling
 from penstock.v1 import common_pb2
 from router.api.dialect import ChoiceDelta, OutputFormat

@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
-from penstock.completions import Emitted
 from penstock.errors import InvalidInput
+from penstock.text.completions import Emitted
 from penstock.types import SamplingParams
 from penstock.v1 import common_pb2, inference_pb2
 from penstock.wire import grammar_from_wire

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 
 from penstock import wire
-from penstock.completions import completion_id, completion_sampling, streamed_timing
 from penstock.errors import PenstockError
+from penstock.text.completions import completion_id, completion_sampling, streamed_timing
 from penstock.v1 import common_pb2, worker_pb2
 from router.dispatch.completion_core import CompletionCore
 from router.dispatch.placement import Placement

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 
-from penstock.completions import CompletionDelta, Output
 from penstock.text.completion_text import CompletionText
+from penstock.text.completions import CompletionDelta, Output
 from penstock.text.spelling import Spelling
 from penstock.text.stop_strings import StopStrings
 from penstock.v1 import common_pb2

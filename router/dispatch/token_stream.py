@@ -19,7 +19,6 @@ from dataclasses import replace
 from types import TracebackType
 
 from penstock import wire
-from penstock.completions import CompletionDelta, num_sent_first
 from penstock.errors import (
     DeadlineExceeded,
     InternalError,
@@ -29,6 +28,7 @@ from penstock.errors import (
     Unavailable,
     from_status,
 )
+from penstock.text.completions import CompletionDelta, num_sent_first
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2, worker_pb2
 from router.admission.interface import RequestUsage

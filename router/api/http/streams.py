@@ -12,8 +12,8 @@ from typing import TypeVar
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from penstock.completions import Output
 from penstock.errors import Cancelled, InternalError, PenstockError
+from penstock.text.completions import Output
 from router.api.dialect import CallResponse, CallTotals, ServerEvent
 from router.api.parsed_outputs import ParsedOutputs
 from router.api.reader_watch import ReaderWatch

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from penstock.completions import Output
+from penstock.text.completions import Output
 from penstock.text.spelling import Spelling
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2

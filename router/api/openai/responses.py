@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from penstock.completions import Output
 from penstock.errors import InvalidInput, ModelNotFound, Overloaded, PenstockError, PermissionDenied, Unauthenticated
+from penstock.text.completions import Output
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2
 from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent

@@ -14,7 +14,7 @@ from decode_worker.delivery.ticket_stream import TicketStream
 from decode_worker.request import TokenDelta
 from engine.step.sequence import SampledToken
 from penstock import wire
-from penstock.completions import to_response
+from penstock.text.completions import to_response
 from penstock.text.spelling import Spelling
 from penstock.types import FinishReason, SamplingParams, WorkerId
 from penstock.v1 import common_pb2, worker_pb2

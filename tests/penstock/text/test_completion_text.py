@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from penstock.completions import CompletionDelta, Emitted
 from penstock.text.completion_text import CompletionText
+from penstock.text.completions import CompletionDelta, Emitted
 from penstock.text.detokenizer import WindowDetokenizer
 from penstock.text.spelling import Spelling
 from penstock.text.stop_strings import StopMatcher, StopStrings

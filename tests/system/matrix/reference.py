@@ -14,9 +14,9 @@ from engine.sampling.grammar.matcher import GrammarMatcher
 from engine.step.finish import finish_reason
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock import wire
-from penstock.completions import CompletionDelta, completion_sampling
 from penstock.config import EngineConfig
 from penstock.text.completion_text import CompletionText
+from penstock.text.completions import CompletionDelta, completion_sampling
 from penstock.text.stop_strings import StopStrings
 from penstock.types import RequestId, SamplingParams
 from penstock.v1 import common_pb2

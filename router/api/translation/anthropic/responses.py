@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from penstock.completions import Output
 from penstock.errors import PenstockError
+from penstock.text.completions import Output
 from penstock.types import FinishReason
 from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent
 from router.api.translation.anthropic.errors import anthropic_error

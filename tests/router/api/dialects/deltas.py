@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from penstock.completions import Output
+from penstock.text.completions import Output
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2
 from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent

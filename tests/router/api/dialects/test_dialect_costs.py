@@ -14,7 +14,7 @@ from router.api.openai.json_bodies import SMALL_BODY_BYTES
 from router.api.translation.anthropic.requests import read_message_call
 from router.api.translation.responses.requests import read_response_call
 from router.api.translation.responses.store import ResponseStore
-from tests.router.api.test_bounded_cost import LARGEST, MEDIUM, client_of, filled, keyed
+from tests.router.api.bounds.test_bounded_cost import LARGEST, MEDIUM, client_of, filled, keyed
 from tests.support.router.loop_pauses import MAX_PAUSE_S, bounded_pauses, longest_call_s
 from tests.support.router.router_fakes import FakeWorker, running_router
 

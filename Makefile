@@ -44,7 +44,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint constraints.txt "torch==2.13.0"
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[serve,bench,nixl,test]"
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[serve,bench,nixl,tracing,test]"
 	touch $@
 
 serve: setup

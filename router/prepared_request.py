@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from penstock.text.completions import Emitted
 from penstock.types import Lane, RequestId, SamplingParams
+from router.tracing.request_trace import RequestTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +31,5 @@ class PreparedRequest:
     session: str = ""  # requests of one session go to the same workers where that costs little
     prepaid_tokens: int = 0  # taken from the tenant's rate for tokenizing it
     explain: bool = False  # its last output carries the decision record
+    prepared_s: float = 0.0  # monotonic; when this was made
+    trace: RequestTrace | None = None  # if it is sampled

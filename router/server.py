@@ -47,6 +47,7 @@ from router.metrics.metrics import RouterMetrics
 from router.metrics.scrape_targets import ScrapeTarget
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
+from router.tracing.start import start_tracer
 
 _HTTP_STOP_S = 1.0
 _LISTEN_BACKLOG = 2048
@@ -119,7 +120,9 @@ class RouterServer:
         self.fleet = WorkerFleet(self._trust, config.index)
         watcher = self._trust.watcher
         tenants = Tenants(watch_tenants(config, watcher), lambda: self._trust.secrets)
-        self.context = make_context(config, self.fleet, self._metrics, tenants.limits_of(config.admission.tenant))
+        self._tracer = start_tracer(config.tracing, card.name, f"router-{self.fleet.peers.epoch}", self._metrics.traced)
+        limits_of = tenants.limits_of(config.admission.tenant)
+        self.context = make_context(config, self.fleet, self._metrics, limits_of, self._tracer)
         self.preparer = RequestPreparer(card, self._tokenizer, tenants, self.context)
         self._parsing = FairThreads("parser", _NUM_PARSING, config.limits.text_queue_characters)
         lookaside = Lookaside(self.context, card.name, lambda: self._trust.secrets)
@@ -129,7 +132,7 @@ class RouterServer:
         self._watch_metrics()
         controller = ControllerReader(config.admin, functools.partial(self._trust.channel, use=ADMIN))
         self._live = LiveView(
-            card.name, config.slo, self.fleet, self.context.gate, self.context.counts.recent, controller
+            card.name, config.policy, config.slo, self.fleet, self.context.gate, self.context.counts.recent, controller
         )
         self.ports = Ports(0, 0, 0)
 
@@ -278,6 +281,8 @@ class RouterServer:
         await self.fleet.stop()
         for threads in (self._tokenizer, self._parsing, self.preparer):
             threads.close()
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     async def _follow_health(self) -> None:
         while True:

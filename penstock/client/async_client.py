@@ -35,6 +35,7 @@ from penstock.client.results import (
     models_from_wire,
 )
 from penstock.client.retry import DEFAULT_RETRY, Attempts, RetryBudget, RetryPolicy
+from penstock.client.tracing import trace_metadata
 from penstock.errors import InvalidInput, from_rpc_error
 from penstock.rpc.hints import hints_metadata
 from penstock.types import Lane
@@ -100,13 +101,13 @@ class AsyncClient:
 
         `prompt` is text, token ids, chat messages, or a `Chat` of them. `timeout_s` bounds the whole call, retries
         included. `lane` is interactive, standard or bulk, by default the tenant's own. Requests of one `session` go to
-        the same workers if that costs little; with `explain`, the stream's `decision` says why they were chosen. Raises
-        InvalidInput at once for a prompt or an option that no server could read; every other error comes from the
-        stream.
+        the same workers if that costs little; with `explain`, the stream's `decision` says why they were chosen. A call
+        inside an OpenTelemetry span becomes a part of its trace. Raises InvalidInput at once for a prompt or an option
+        that no server could read; every other error comes from the stream.
         """
         request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane)
         attempts = self._attempts(timeout_s, self._timeout_s)
-        hints = hints_metadata(session, explain)
+        hints = (*hints_metadata(session, explain), *trace_metadata())
         begin = self._begin_routed(hints) if self._lookaside else self._begin(lambda stub: stub.Generate, hints)
         return AsyncGenerateStream(begin, request, attempts)
 

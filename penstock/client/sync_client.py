@@ -36,6 +36,7 @@ from penstock.client.results import (
 )
 from penstock.client.retry import DEFAULT_RETRY, Attempts, RetryBudget, RetryPolicy
 from penstock.client.sync_stream import GenerateStream, RoutedCall, Start
+from penstock.client.tracing import trace_metadata
 from penstock.errors import InvalidInput, from_rpc_error
 from penstock.rpc.hints import hints_metadata
 from penstock.types import Lane
@@ -101,13 +102,13 @@ class Client:
 
         `prompt` is text, token ids, chat messages, or a `Chat` of them. `timeout_s` bounds the whole call, retries
         included. `lane` is interactive, standard or bulk, by default the tenant's own. Requests of one `session` go to
-        the same workers if that costs little; with `explain`, the stream's `decision` says why they were chosen. Raises
-        InvalidInput at once for a prompt or an option that no server could read; every other error comes from the
-        stream.
+        the same workers if that costs little; with `explain`, the stream's `decision` says why they were chosen. A call
+        inside an OpenTelemetry span becomes a part of its trace. Raises InvalidInput at once for a prompt or an option
+        that no server could read; every other error comes from the stream.
         """
         request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane)
         attempts = self._attempts(timeout_s, self._timeout_s)
-        hints = hints_metadata(session, explain)
+        hints = (*hints_metadata(session, explain), *trace_metadata())
         begin = self._begin_routed(hints) if self._lookaside else self._begin(lambda stub: stub.Generate, hints)
         return GenerateStream(begin, request, attempts)
 

@@ -12,6 +12,7 @@ from penstock.config.files import load, load_process, parse, read
 from penstock.config.router import IndexConfig, KvAwareConfig, RouterConfig, StoreConfig
 from penstock.config.security import LimitsConfig, SecurityConfig, TenantConfig, TenantName, TlsConfig
 from penstock.config.serve import PoolConfig, ServeConfig
+from penstock.config.tracing import TracingConfig
 from penstock.config.workers import (
     DecodeConfig,
     LabelsConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "TenantConfig",
     "TenantName",
     "TlsConfig",
+    "TracingConfig",
     "TransferConfig",
     "WorkerConfig",
     "load",

@@ -10,6 +10,7 @@ from penstock.config.admission import AdmissionConfig
 from penstock.config.autoscaler import SloConfig
 from penstock.config.base import FrozenConfig
 from penstock.config.security import LimitsConfig, SecurityConfig, TenantConfig, TenantName, TlsConfig
+from penstock.config.tracing import TracingConfig
 
 
 class IndexConfig(FrozenConfig):
@@ -116,6 +117,8 @@ class RouterConfig(KvAwareConfig):
     """How a request's workers are chosen."""
     explain: bool = True
     """Answers requests that ask why their workers were chosen, with the cost of each candidate."""
+    tracing: TracingConfig = TracingConfig()
+    """Traces of requests."""
     max_replicas: int = Field(8, ge=1)
     """Workers that a hot prefix is copied to; 1 copies none."""
 

@@ -231,6 +231,7 @@ class AdmissionSlot:
         self._grows_at = min(request.sampling.max_tokens, OPEN_ENDED_TOKENS) * request.sampling.n
         self.request = request  # once entered: as granted
         self.granted_tokens: int | None = None  # max_tokens, where fewer were granted than requested
+        self.admitted_s = 0.0  # monotonic; 0 until then
         self.used: RequestUsage | None = None  # set once the request has run to its end
         self._left = False
 
@@ -241,6 +242,7 @@ class AdmissionSlot:
     async def enter(self) -> None:
         """Waits for the request's turn; `leave` must follow. Raises Overloaded, DeadlineExceeded or InvalidInput."""
         answer = await self._gate.enter(self._wanted)
+        self.admitted_s = time.monotonic()
         # A request that another router started keeps the length that it was granted there.
         if answer.max_tokens < self._wanted.max_tokens and not self.request.emitted:
             self.granted_tokens = answer.max_tokens

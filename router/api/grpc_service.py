@@ -131,8 +131,11 @@ class InferenceService:
     ) -> PreparedRequest:
         tenant = self._identify(context)
         message = await self._read(messages, tenant)
-        hints = read_hints(dict(context.invocation_metadata() or ()))
-        return await self._preparer.prepare(message, tenant, context.time_remaining(), hints=hints)
+        metadata = dict(context.invocation_metadata() or ())
+        sampled = self._preparer.begin_trace(metadata)
+        return await self._preparer.prepare(
+            message, tenant, context.time_remaining(), hints=read_hints(metadata), sampled=sampled
+        )
 
     async def _read(self, messages: Messages[MessageT], tenant: Tenant) -> MessageT:
         """Returns the call's message. Raises InvalidInput, Overloaded, or DeadlineExceeded if it does not arrive."""

@@ -11,7 +11,7 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -44,6 +44,7 @@ from router.text.conversation import Conversation
 from router.text.grammar_check import GrammarCheck
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
+from router.tracing.request_trace import RequestTrace, SampledCall
 
 _WAIT_FOR_WORKER_S = 5.0
 _MANY_TOKENS = 1 << 16  # or characters
@@ -109,8 +110,10 @@ class RequestPreparer:
         hints: Hints = NO_HINTS,
         accepted_s: float | None = None,
         complete: Callable[[common_pb2.SamplingParams, Sequence[int]], None] | None = None,
+        sampled: SampledCall | None = None,
     ) -> PreparedRequest:
-        """Waits a while if no worker takes requests. `accepted_s` (monotonic) is now, unless it is given.
+        """Waits a while if no worker takes requests. `accepted_s` (monotonic) is now, unless it is given; `sampled` is
+        what `begin_trace` returned for the call.
 
         `complete` sets what a sampling has to obey beyond what the request says, once the prompt's tokens are known. It
         may run on a thread.
@@ -119,7 +122,8 @@ class RequestPreparer:
         if no worker appears.
         """
         accepted_s = accepted_s or time.monotonic()
-        with self._context.counting_errors():
+        trace = RequestTrace(sampled, "chat" if wire.messages else "text_completion", accepted_s) if sampled else None
+        with self._context.counting_errors(trace):
             if self.leaving:
                 raise Unavailable("this router is shutting down; ask another", _RETRY_AFTER_S)
             deadline_s = accepted_s + self._limit_s(timeout_s)
@@ -162,7 +166,7 @@ class RequestPreparer:
                 sampling = await with_bad_sequences(sampling, self.tokenizer, tenant.name)
             scope = salted_scope(tenant.cache_scope, wire.cache_salt)
             emitted = sampling_fields.check_emitted(wire, sampling, self.card.vocab_size)
-        return PreparedRequest(
+        prepared = PreparedRequest(
             request_id=RequestId(wire.request_id or f"gen-{secrets.token_hex(16)}"),
             token_ids=token_ids,
             sampling=sampling,
@@ -180,7 +184,17 @@ class RequestPreparer:
             emitted=emitted,
             open_ended=not params.HasField("max_tokens"),
             cohort=group.cohort,
+            prepared_s=time.monotonic(),
+            trace=trace,
         )
+        if trace is not None:
+            trace.request = prepared
+        return prepared
+
+    def begin_trace(self, headers: Mapping[str, str | bytes]) -> SampledCall | None:
+        """Returns the trace of a call with these headers or metadata; None if it is not traced."""
+        tracer = self._context.tracer
+        return tracer.begin(headers) if tracer is not None else None
 
     @property
     def context_length(self) -> int | None:

@@ -15,6 +15,7 @@ from router.fleet.decode_link import DecodeLink
 from router.fleet.quarantine import Suspicion
 from router.fleet.worker_follower import WorkerFollower
 from router.prepared_request import PreparedRequest
+from router.tracing.stages import LegCause, WorkerLeg
 
 
 class DispatchedCompletion:
@@ -44,18 +45,20 @@ class DispatchedCompletion:
         self.in_isolation = False  # holds the quarantine's isolation lock
         self.timing: common_pb2.Timing | None = None  # once it has ended
         self.placements: list[Placement] = []  # one for each submission to a worker that was chosen
+        self.legs: list[WorkerLeg] = []  # one for each submission
         self.worker_id = ""
         self.worker_address = ""
         self._deliver = functools.partial(deliver, self)
         self._link: DecodeLink | None = None
         self._stream_id = 0
 
-    def submit(self, worker: WorkerFollower, command: worker_pb2.DecodeCommand) -> None:
+    def submit(self, worker: WorkerFollower, command: worker_pb2.DecodeCommand, sent_s: float, cause: LegCause) -> None:
         """Sends the completion to a worker. Raises Unavailable if its link is closed."""
         self.worker_id, self.worker_address = worker.worker_id, worker.address
         assert worker.link is not None  # it takes work
         self._stream_id = worker.link.submit(command, self._deliver)
         self._link = worker.link
+        self.legs.append(WorkerLeg(worker.worker_id, sent_s, cause))
         self.core.on_sent(worker.epoch)
 
     def release(self) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.config import RouterConfig
 from penstock.config.admission import TenantLimits
@@ -21,6 +22,10 @@ from router.metrics.demand_report import DemandCounter
 from router.metrics.metrics import RouterMetrics
 from router.routing.costs.predictions import WorkerPredictionErrors
 from router.routing.policy.policies import make_policy
+from router.tracing.request_trace import RequestTrace
+
+if TYPE_CHECKING:
+    from router.tracing.tracer import RequestTracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +39,33 @@ class DispatchContext:
     demand: DemandCounter
     counts: CompletionCounts
     limits_of: Callable[[str], TenantLimits]  # by tenant
+    tracer: RequestTracer | None = None  # None: no request is traced
 
     @contextlib.contextmanager
-    def counting_errors(self) -> Iterator[None]:
-        """Counts an error that leaves the block, by its reason; a caller that goes away counts as a cancellation."""
+    def counting_errors(self, trace: RequestTrace | None = None) -> Iterator[None]:
+        """Counts an error that leaves the block, by its reason, and ends the request's trace with it; a caller that
+        goes away counts as a cancellation."""
         try:
             yield
         except PenstockError as error:
-            self.metrics.failed(error.reason)
+            self._fail(error.reason, trace)
             raise
         except (GeneratorExit, asyncio.CancelledError):
-            self.metrics.failed(Cancelled.reason)
+            self._fail(Cancelled.reason, trace)
             raise
+
+    def _fail(self, reason: str, trace: RequestTrace | None) -> None:
+        self.metrics.failed(reason)
+        if trace is not None:
+            trace.fail(reason)
 
 
 def make_context(
-    config: RouterConfig, fleet: WorkerFleet, metrics: RouterMetrics, limits_of: Callable[[str], TenantLimits]
+    config: RouterConfig,
+    fleet: WorkerFleet,
+    metrics: RouterMetrics,
+    limits_of: Callable[[str], TenantLimits],
+    tracer: RequestTracer | None = None,
 ) -> DispatchContext:
     """`limits_of` returns what the tenant of a name may use."""
     policy = make_policy(config.policy, config)
@@ -63,4 +79,4 @@ def make_context(
         return placer.predictions.workers
 
     metrics.watch_predictions(current_predictions)
-    return DispatchContext(config, fleet, gate, placer, Quarantine(), metrics, demand, counts, limits_of)
+    return DispatchContext(config, fleet, gate, placer, Quarantine(), metrics, demand, counts, limits_of, tracer)

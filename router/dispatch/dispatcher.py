@@ -35,10 +35,12 @@ class Dispatcher:
         """
         context = self._context
         context.demand.arrive(len(request.token_ids))
-        with context.counting_errors():
+        with context.counting_errors(request.trace):
             async with context.gate.pass_through(request) as slot:
                 run = _OutputRun(context, slot, self._spelling)
                 with TokenStream(slot.request, context, slot.end) as stream:
+                    if request.trace is not None:
+                        request.trace.open_legs = stream.open_legs
                     await stream.start()
                     while batch := await stream.next_batch():
                         slot.start()
@@ -51,7 +53,7 @@ class Dispatcher:
         """Issues a ticket for a client that streams from the worker. Raises ConfigError if that is impossible."""
         self._lookaside.check(request)  # an error here is not counted as a failure: the client calls Generate instead
         self._context.demand.arrive(len(request.token_ids))
-        with self._context.counting_errors():
+        with self._context.counting_errors(request.trace):
             return await self._lookaside.route(request)
 
 
@@ -80,7 +82,7 @@ class _OutputRun:
             output.timing = delta.timing or ended.timing
         output.granted_tokens = self._slot.granted_tokens
         if output.finish_reason is not None:
-            self._observe_end(output)
+            self._observe_end(output, stream)
         if self._request.explain and output.usage is not None:
             output.decision = stream.decision(self._context.config.policy)
         return output
@@ -98,13 +100,20 @@ class _OutputRun:
         else:
             self._context.counts.first_token(self._request, now_s - self._request.accepted_s)
 
-    def _observe_end(self, output: Output) -> None:
+    def _observe_end(self, output: Output, stream: TokenStream) -> None:
         """Counts an ended completion; the last one of all gets the usage."""
         timing, usage = output.timing, self._usage
         assert output.finish_reason is not None
         assert timing is not None
         self._context.counts.completion(
-            self._request, output.finish_reason, timing, self._texts[output.index].num_tokens
+            self._request,
+            output.finish_reason,
+            timing,
+            self._texts[output.index].num_tokens,
+            index=output.index,
+            admitted_s=self._slot.admitted_s,
+            legs=stream.legs(output.index),
+            choices=stream.choices(output.index),
         )
         if output.index == 0:
             usage.cached_tokens = timing.cached_tokens

@@ -26,6 +26,7 @@ from router.fleet.worker_follower import WorkerFollower
 from router.fleet.worker_groups import WorkerGroup
 from router.prepared_request import PreparedRequest
 from router.routing.decision_record import DecisionRecord, completion_record, decision_record
+from router.tracing.stages import WorkerLeg
 
 _WAIT_FOR_WORKER_S = 5.0
 _RETRY_AFTER_S = 1.0
@@ -194,6 +195,7 @@ class HeldRequest:
         self.worker = worker
         self.granted_tokens = slot.granted_tokens
         self._slot = slot
+        self._placed_s = time.monotonic()
         self._epoch = worker.epoch
         self._context = context
         self._ledger, self._health = context.fleet.ledger, context.fleet.health
@@ -243,12 +245,14 @@ class HeldRequest:
         error = from_status(state.error)
         if not isinstance(error, SequenceMoved):
             self._metrics.failed(error.reason)
+        self._fail_trace(error.reason)
         if isinstance(error, InternalError):
             self._health.on_failure(self._epoch, time.monotonic())
         self._leave(RequestUsage(state.num_tokens, whole=False))
 
     def on_silence(self, why: Silence) -> None:
         self._metrics.failed(_SILENCES[why])
+        self._fail_trace(_SILENCES[why])
         if why is Silence.WORKER_LOST:  # a slow client, or one that never comes, is no fault of the worker
             self._health.on_failure(self._epoch, time.monotonic())
             if not self._started:
@@ -258,6 +262,10 @@ class HeldRequest:
     def release(self) -> None:
         """Gives everything back for a ticket that went to nobody."""
         self._leave(RequestUsage(0, whole=False))
+
+    def _fail_trace(self, reason: str) -> None:
+        if self.request.trace is not None:
+            self.request.trace.fail(reason)
 
     def _leave(self, used: RequestUsage) -> None:
         self._settle_credits()
@@ -272,7 +280,17 @@ class HeldRequest:
         timing = end.timing
         reason = wire.finish_reason_from_wire(end.finish_reason)
         assert reason is not None  # it has ended
-        self._counts.completion(self.request, reason, timing, end.num_tokens)
+        placed = self.placements.get(end.index)
+        self._counts.completion(
+            self.request,
+            reason,
+            timing,
+            end.num_tokens,
+            index=end.index,
+            admitted_s=self._slot.admitted_s,
+            legs=[WorkerLeg(self.worker.worker_id, self._placed_s)],
+            choices=[placed.choice] if placed is not None else [],
+        )
         before = self.request.emitted.get(end.index)
         self._counts.first_token(self.request, timing.first_token_ms / 1e3)
         num_later = end.num_tokens - (len(before.token_ids) if before else 0) - 1
@@ -280,7 +298,6 @@ class HeldRequest:
             self._metrics.inter_token_s.observe(timing.decode_ms / 1e3 / num_later, num_later)
         if end.index == 0:
             self._cached_tokens = timing.cached_tokens
-        placed = self.placements.get(end.index)
         if placed is not None and timing.prefill_worker and not (timing.num_migrations or self.request.emitted):
             self._context.placer.on_end(placed, timing, end.num_tokens)
 

@@ -41,6 +41,8 @@ from router.fleet.worker_follower import WorkerFollower
 from router.fleet.worker_groups import WorkerGroup
 from router.prepared_request import PreparedRequest
 from router.routing.decision_record import DecisionRecord, completion_record, decision_record
+from router.routing.policy.interface import PairChoice
+from router.tracing.stages import LegCause, WorkerLeg
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +128,18 @@ class TokenStream:
             for completion in self._completions
         ]
         return decision_record(self._request.request_id, policy, completions)
+
+    def legs(self, index: int) -> list[WorkerLeg]:
+        """Returns the decode workers that a completion went to, in their order."""
+        return self._completions[index].legs
+
+    def open_legs(self) -> list[WorkerLeg]:
+        """Returns those of the completions that have not ended with a finish reason."""
+        return [leg for completion in self._completions if completion.timing is None for leg in completion.legs]
+
+    def choices(self, index: int) -> list[PairChoice]:
+        """Returns why a completion went to its workers."""
+        return [placement.choice for placement in self._completions[index].placements]
 
     async def start(self) -> None:
         """Sends the request. Raises as `next_batch` does."""
@@ -236,13 +250,15 @@ class TokenStream:
             return
         command = completion.submission(self._request, (), self._left_s())
         command.submit.ticket = migrated.ticket
-        completion.submit(target, command)
+        completion.submit(target, command, time.monotonic(), LegCause.MIGRATED)
 
     async def _redispatch(
         self, completion: DispatchedCompletion, error: PenstockError, *, refused: bool = False
     ) -> None:
         """Places the completion again after its worker was lost or refused it. Raises errors that recur anywhere."""
         now_s = time.monotonic()
+        if completion.legs:
+            completion.legs[-1].lost_s, completion.legs[-1].error = now_s, error.reason
         if isinstance(error, Unavailable | InternalError) and not isinstance(error, Overloaded):
             self._fleet.health.on_failure(completion.core.worker_epoch, now_s)
         completion.core.on_failure(error, now_s, _RNG, refused=refused)
@@ -290,7 +306,9 @@ class TokenStream:
         completion.placements.append(placed)
         completion.sent_s = time.monotonic()
         timeout_s = self._request.deadline_s - completion.sent_s
-        completion.submit(placed.decode, completion.submission(self._request, placed.candidates, timeout_s))
+        command = completion.submission(self._request, placed.candidates, timeout_s)
+        leg = LegCause.REDISPATCHED if completion.legs else LegCause.PLACED
+        completion.submit(placed.decode, command, completion.sent_s, leg)
 
     async def _wait_for_group(self, completion: DispatchedCompletion) -> WorkerGroup:
         """Returns workers of the request's revision, and of its cohort until one of them has failed it."""

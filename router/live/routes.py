@@ -14,6 +14,7 @@ from router.live.view import LiveView
 PATH = "/ui"
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _FILES = {"": "text/html", "live.css": "text/css", "live.js": "text/javascript", "charts.js": "text/javascript"}
+_MAX_SHOWN = 256  # characters of an unknown id
 _FOLDER = Path(__file__).parent / "page"
 _HEADERS = {
     "cache-control": "no-cache",
@@ -41,6 +42,15 @@ def add_live_page(app: FastAPI, view: LiveView, check: Callable[[str | None], No
         query = http.query_params
         after = query.get("after", "")
         return JSONResponse(view.state(query.get("router", ""), int(after) if _NUMBER.fullmatch(after) else 0))
+
+    @app.get(f"{PATH}/requests/{{request_id:path}}", include_in_schema=False)
+    async def request(http: Request, request_id: str) -> Response:
+        """Returns the waterfall of a request that has ended."""
+        check(http.headers.get("authorization"))
+        found = view.waterfall(request_id)
+        if found is None:
+            return JSONResponse({"error": f"{request_id[:_MAX_SHOWN]!r} is not among the last requests here"}, 404)
+        return JSONResponse(found)
 
     @app.get(f"{PATH}/controller", include_in_schema=False)
     async def controller(http: Request) -> Response:

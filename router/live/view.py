@@ -14,6 +14,7 @@ from router.fleet.worker_fleet import WorkerFleet
 from router.fleet.worker_follower import WorkerFollower
 from router.live.controller_reader import ControllerReader
 from router.metrics.recent_requests import RecentRequests
+from router.tracing.waterfall import waterfall
 
 _MAX_REQUESTS = 500  # in one answer
 
@@ -26,6 +27,7 @@ class LiveView:
     def __init__(
         self,
         model: str,
+        policy: str,
         slo: SloConfig,
         fleet: WorkerFleet,
         gate: AdmissionGate,
@@ -33,6 +35,7 @@ class LiveView:
         controller: ControllerReader,
     ) -> None:
         self._model = model
+        self._policy = policy
         self._slo = slo
         self._fleet = fleet
         self._gate = gate
@@ -61,6 +64,11 @@ class LiveView:
             "last_request": self._recent.last_number,
             "requests": self._recent.after(after if router == own else 0, _MAX_REQUESTS),
         }
+
+    def waterfall(self, request_id: str) -> Json | None:
+        """Returns where the time of a request went and why; None if it is not among the last completions here."""
+        found = self._recent.find(request_id)
+        return waterfall(found, self._policy) if found else None
 
     async def controller_state(self) -> Json:
         """Returns the controller's newest events and the autoscaler's newest reasons; empty where none can be read."""

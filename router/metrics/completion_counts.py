@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from penstock.client.retry import RetryBudget
 from penstock.config.autoscaler import SloConfig
@@ -13,6 +14,8 @@ from router.metrics.demand_report import DemandCounter
 from router.metrics.metrics import RouterMetrics
 from router.metrics.recent_requests import RecentRequests
 from router.prepared_request import PreparedRequest
+from router.routing.policy.interface import PairChoice
+from router.tracing.stages import WorkerLeg
 
 
 class CompletionCounts:
@@ -33,10 +36,24 @@ class CompletionCounts:
         self._demand.begin(num_prompt_tokens, ttft_s)
 
     def completion(
-        self, request: PreparedRequest, reason: FinishReason, timing: common_pb2.Timing, num_tokens: int
+        self,
+        request: PreparedRequest,
+        reason: FinishReason,
+        timing: common_pb2.Timing,
+        num_tokens: int,
+        *,
+        index: int = 0,
+        admitted_s: float = 0.0,
+        legs: Sequence[WorkerLeg] = (),
+        choices: Sequence[PairChoice] = (),
     ) -> None:
-        """Counts a completion of `num_tokens` that has ended."""
-        self.recent.add(request, reason, timing, num_tokens, time.time())
+        """Counts completion `index` of a request, which has ended with `num_tokens`.
+
+        `legs` are the decode workers that it went to and `choices` why; nobody changes either any more.
+        """
+        ended = self.recent.add(request, index, reason, timing, num_tokens, admitted_s, legs, choices)
+        if request.trace is not None:
+            request.trace.completions.append(ended)
         metrics = self.metrics
         metrics.succeeded(reason.value)
         metrics.requests.completion(request.lane, len(request.token_ids), timing)
@@ -65,4 +82,6 @@ class CompletionCounts:
         metrics.cached_tokens.inc(usage.cached_tokens)
         metrics.cache_queries.inc(usage.prompt_tokens)
         metrics.cache_hits.inc(usage.cached_tokens)
+        if request.trace is not None:
+            request.trace.end()
         return RequestUsage(usage.completion_tokens, usage.cached_tokens, decode_s)

@@ -58,6 +58,12 @@ class RouterMetrics:
             [*_LABELS, "limit"],
             registry=registry,
         )
+        self._traces = Counter(
+            "penstock:traces",
+            "Sampled requests whose trace was exported, failed at the collector, or was dropped from the queue",
+            [*_LABELS, "result"],
+            registry=registry,
+        )
         self.requests = RequestMetrics(registry, model)
         self.admission = AdmissionMetrics(registry, model)
         self.loop_lag = LoopLag(registry, model)
@@ -137,6 +143,9 @@ class RouterMetrics:
 
     def limited(self, limit: str) -> None:
         self._limited.labels(self._model, limit).inc()
+
+    def traced(self, result: str, num_requests: int) -> None:
+        self._traces.labels(self._model, result).inc(num_requests)
 
     def render(self) -> bytes:
         """Returns the text exposition format."""

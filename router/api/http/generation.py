@@ -110,12 +110,13 @@ class GenerationCalls:
         name_request(http.scope, body.caller_id)
         hints = read_hints(http.headers, body.session)
         lane = read_lane(http.headers, body.lane)
+        sampled = preparer.begin_trace(http.headers)
         requests = []
         check_completions(wanted, preparer.limits)
         for wire in wanted:
             wire.lane = lane
             preparing = preparer.prepare(
-                wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s, parsing.complete_sampling
+                wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s, parsing.complete_sampling, sampled
             )
             try:
                 requests.append(await preparing)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCKS = ROOT / "deploy" / "docker" / "locks"
-EXTRAS = {"cpu": ("serve",), "cuda": ("serve", "nixl")}
+EXTRAS = {"cpu": ("serve", "tracing"), "cuda": ("serve", "tracing", "nixl")}
 TORCH_DECIDES = {"torch", "triton"}  # the CPU build has a version of its own, the CUDA build names its triton
 _CPU_WHEELS = os.environ.get("TORCH_CPU_WHEELS", "https://download.pytorch.org/whl/cpu/torch/")
 _PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_31")

@@ -1,0 +1,19 @@
+"""Passes the caller's trace on to the deployment, in the terms of W3C Trace Context."""
+
+from __future__ import annotations
+
+import sys
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...]:
+    """Returns the metadata that makes a call part of the active OpenTelemetry span; empty without one.
+
+    A program that has not imported OpenTelemetry has no span, and does not pay for its import.
+    """
+    if "opentelemetry.trace" not in sys.modules:
+        return ()
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return tuple(carrier.items())

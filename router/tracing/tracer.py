@@ -1,0 +1,133 @@
+"""Samples requests and exports their spans on a thread of its own. Imported only where tracing is on.
+
+The router's event loop never waits: it looks at the caller's context, and puts what was collected of a sampled request
+into a bounded queue when the request is over. Whatever the collector does costs no more than what is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from opentelemetry import trace as otel
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from router.tracing.request_trace import RequestTrace, SampledCall
+from router.tracing.spans import SpanBuilder
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED = 2048  # requests that wait for their export; each is a few kilobytes
+_MAX_BATCH = 64  # requests in one export, of about ten spans each
+_GATHER_S = 1.0  # a batch that is not full waits no longer
+_DRAIN_S = 0.5  # for what is queued when the router stops
+_ABORT_S = 0.3  # for an export that `shutdown` has interrupted
+_FIELDS = ("traceparent", "tracestate")
+
+
+class RequestTracer:
+    """Owns the queue, the thread and the exporter. `begin` and `close` are the event loop's."""
+
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        spans: SpanBuilder,
+        sample_ratio: float,
+        count: Callable[[str, int], None],
+    ) -> None:
+        """`count` takes a result, one of `exported`, `failed` and `dropped`, and a number of requests."""
+        self._exporter = exporter
+        self._spans = spans
+        self._count = count
+        self._sampler = ParentBasedTraceIdRatio(sample_ratio)
+        self._propagator = TraceContextTextMapPropagator()
+        self._ids = RandomIdGenerator()
+        self._queue: queue.Queue[RequestTrace | None] = queue.Queue(MAX_QUEUED)
+        self._closing = threading.Event()
+        self._is_failing = False
+        self._thread = threading.Thread(target=self._export_all, name="traces", daemon=True)
+        self._thread.start()
+
+    def begin(self, headers: Mapping[str, str | bytes]) -> SampledCall | None:
+        """Returns the trace of a call with these headers or metadata, or None if it is not sampled.
+
+        A caller that sends its own context decides; other calls are sampled by the ratio.
+        """
+        carrier = {name: value for name in _FIELDS if isinstance(value := headers.get(name), str)}
+        parent = self._propagator.extract(carrier, Context())
+        caller = otel.get_current_span(parent).get_span_context()
+        trace_id = caller.trace_id if caller.is_valid else self._ids.generate_trace_id()
+        if not self._sampler.should_sample(parent, trace_id, "").decision.is_sampled():
+            return None
+        return SampledCall(trace_id, parent, self._submit)
+
+    def close(self) -> None:
+        """Ends the thread, after it has exported what the collector takes at once; blocks for a second at most."""
+        self._closing.set()
+        with contextlib.suppress(queue.Full):  # a busy thread looks at the event next
+            self._queue.put_nowait(None)
+        self._thread.join(_DRAIN_S)
+        self._exporter.shutdown()  # interrupts an export that waits to try again
+        self._thread.join(_ABORT_S)
+        self._drop_queued()
+
+    def _submit(self, trace: RequestTrace) -> None:
+        try:
+            self._queue.put_nowait(trace)
+        except queue.Full:
+            self._count("dropped", 1)
+
+    def _drop_queued(self) -> None:
+        while True:
+            try:
+                if self._queue.get_nowait() is not None:
+                    self._count("dropped", 1)
+            except queue.Empty:
+                return
+
+    def _export_all(self) -> None:
+        while not (self._closing.is_set() and self._queue.empty()):
+            batch = self._take_batch()
+            if batch:
+                self._export(batch)
+
+    def _take_batch(self) -> list[RequestTrace]:
+        """Waits for a request, then for others until the batch is full or `_GATHER_S` have passed."""
+        batch: list[RequestTrace] = []
+        until_s = None
+        while len(batch) < _MAX_BATCH:
+            try:
+                taken = self._queue.get(timeout=None if until_s is None else max(0.0, until_s - time.monotonic()))
+            except queue.Empty:
+                break
+            if taken is None:  # the router stops
+                break
+            batch.append(taken)
+            until_s = until_s or time.monotonic() + (0.0 if self._closing.is_set() else _GATHER_S)
+        return batch
+
+    def _export(self, batch: list[RequestTrace]) -> None:
+        try:
+            spans = [span for trace in batch for span in self._spans.build(trace)]
+            worked = self._exporter.export(spans) is SpanExportResult.SUCCESS
+        except Exception:  # a fault here must not end the thread: every later trace would be lost unseen
+            log.exception("%d traces were not exported", len(batch))
+            worked = False
+        self._count("exported" if worked else "failed", len(batch))
+        if worked is self._is_failing:
+            self._is_failing = not worked
+            log.log(*_TURNS[worked])
+
+
+_TURNS = {
+    True: (logging.INFO, "the collector takes traces again"),
+    False: (logging.WARNING, "the collector takes no traces; they are lost until it does, see tracing.endpoint"),
+}

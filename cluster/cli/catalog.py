@@ -49,6 +49,7 @@ GROUPS = (
         {
             "status": "show the workers and their load",
             "top": "watch pools, workers, pages, tokens/s and latencies",
+            "trace": "show where one request's time went, and why its workers were chosen",
             "events": "show what happened to the workers, and why",
             "explain": "show why the autoscaler changed a pool, or did not",
             "doctor": "look for faults, with advice for each; exit status 1 with problems",

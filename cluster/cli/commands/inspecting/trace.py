@@ -1,0 +1,169 @@
+"""`penstock trace`: where one request's time went, as a waterfall, and why its workers were chosen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
+from cluster.cli.commands.calling.generate import format_decision
+from cluster.cli.options import add_admin_options
+from cluster.cli.table import format_table
+from penstock.errors import InvalidInput, PermissionDenied, Unauthenticated, Unavailable
+from penstock.rpc.secret import read_private
+from penstock.v1 import admin_pb2
+
+_TIMEOUT_S = 5.0  # of each router
+_HEADER = ("stage", "start ms", "ms", "at", "")
+_WIDTH = 100  # of the output where there is no terminal
+_SHORTEST_BAR, _LONGEST_BAR = 10, 60
+_REFUSALS = {401: Unauthenticated, 403: PermissionDenied}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("request", help="its id, as the answer, the log and the live page name it")
+    add("--router", metavar="URL", help="ask this router, such as http://localhost:8000; default: all that Admin lists")
+    add("--metrics-token-file", metavar="FILE", help="token for the routers' /metrics, if they demand one")
+    add("--json", action="store_true", help="print the router's answer as JSON")
+    add_admin_options(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Prints the waterfall of a request that is among the last completions of a router."""
+    token = read_private(arguments.metrics_token_file, "--metrics-token-file") if arguments.metrics_token_file else ""
+    urls = [arguments.router.rstrip("/")] if arguments.router else _router_urls(arguments)
+    found = _find(urls, arguments.request, token, arguments.ca)
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    print(format_waterfall(found, shutil.get_terminal_size((_WIDTH, 0)).columns, _bar_character()))
+    return 0
+
+
+def _router_urls(arguments: Namespace) -> list[str]:
+    """Returns the base of each router's own URL. Raises Unavailable if Admin lists none."""
+    with admin_stub(arguments) as (stub, metadata):
+        status = stub.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata)
+    urls = [url.removesuffix("/metrics") for url in status.endpoints if url.endswith("/metrics")]
+    if not urls:
+        raise Unavailable("the deployment lists no router; name one with --router http://HOST:PORT")
+    return urls
+
+
+def _find(urls: Sequence[str], request_id: str, token: str, authority: str | None) -> dict[str, Any]:
+    """Returns the first router's answer that knows the request.
+
+    Raises Unauthenticated, PermissionDenied, Unavailable, or InvalidInput if none knows it.
+    """
+    unreached = []
+    for url in urls:
+        try:
+            answer = _ask(url, request_id, token, authority)
+        except (urllib.error.URLError, TimeoutError) as error:
+            unreached.append(f"{url} ({getattr(error, 'reason', error)})")
+            continue
+        if answer is not None:
+            return answer
+    if unreached:
+        raise Unavailable(f"no answer from {', '.join(unreached)}, and no other router knows the request")
+    raise InvalidInput(
+        "request",
+        f"{request_id!r} is not among the last completions of {' or '.join(urls)}; "
+        "a router keeps 1,000, and none that was refused or cancelled",
+    )
+
+
+def _ask(url: str, request_id: str, token: str, authority: str | None) -> dict[str, Any] | None:
+    request = urllib.request.Request(f"{url}/ui/requests/{urllib.parse.quote(request_id, safe='')}")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    context = ssl.create_default_context(cafile=authority) if url.startswith("https") else None
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return None
+        if refusal := _REFUSALS.get(error.code):
+            raise refusal(f"{url} demands its metrics token; name its file with --metrics-token-file") from error
+        raise
+
+
+def _bar_character() -> str:
+    try:
+        "█".encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return "#"
+    return "█"
+
+
+def format_waterfall(found: Mapping[str, Any], columns: int, mark: str = "█") -> str:
+    """Formats a router's answer: for each completion its stages as bars on one scale, then the decision.
+
+    Bars take what `columns` leave, and are drawn with `mark`.
+    """
+    longest_ms = max((completion["end_ms"] for completion in found["completions"]), default=0.0)
+    parts = [f"trace {found['trace_id']}"] if found["trace_id"] else []
+    for completion in found["completions"]:
+        parts.append(f"{_headline(found, completion)}\n{_bars(completion, longest_ms, columns, mark)}")
+        parts += _legs(completion["legs"])
+    return "\n\n".join([*parts, format_decision(found["decision"])])
+
+
+def _headline(found: Mapping[str, Any], completion: Mapping[str, Any]) -> str:
+    name = found["request_id"] + (f" [{completion['index']}]" if len(found["completions"]) > 1 else "")
+    counts = (
+        ("pages moved", completion["pages_moved"]),
+        ("preemptions", completion["preemptions"]),
+        ("migrations", completion["migrations"]),
+        ("re-dispatches", completion["redispatches"]),
+    )
+    details = ", ".join(
+        [
+            f"{completion['prompt_tokens']} prompt tokens, {completion['cached_tokens']} cached",
+            f"{completion['output_tokens']} tokens, {completion['finish_reason']}",
+            f"{completion['lane']} lane",
+            *(f"{what}: {count}" for what, count in counts if count),
+        ]
+    )
+    return f"{name}: {completion['end_ms']:.1f} ms, first token after {completion['first_token_ms']:.1f} ms\n{details}"
+
+
+def _bars(completion: Mapping[str, Any], longest_ms: float, columns: int, mark: str) -> str:
+    rows = [
+        [
+            stage["name"],
+            f"{stage['start_ms']:.1f}",
+            f"{stage['end_ms'] - stage['start_ms']:.1f}",
+            stage["worker"] or "router",
+        ]
+        for stage in completion["stages"]
+    ]
+    taken = max(len(line) for line in format_table(_HEADER[:-1], rows).splitlines()) + 2
+    width = min(_LONGEST_BAR, max(_SHORTEST_BAR, columns - taken))
+    scale = width / longest_ms if longest_ms else 0.0
+    for row, stage in zip(rows, completion["stages"], strict=True):
+        begin = min(round(stage["start_ms"] * scale), width - 1)
+        row.append(" " * begin + mark * max(1, round(stage["end_ms"] * scale) - begin))
+    return format_table(_HEADER, rows)
+
+
+def _legs(legs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a paragraph on the decode workers that a completion went to, if there were several."""
+    if len(legs) < 2:
+        return []
+    lines = []
+    for leg in legs:
+        lost = f", lost at {leg['lost_ms']:.1f} ms ({leg['error']})" if "lost_ms" in leg else ""
+        lines.append(f"{leg['worker']}: {leg['cause']} at {leg['sent_ms']:.1f} ms{lost}")
+    return ["\n".join(lines)]

@@ -18,6 +18,8 @@ from penstock.errors import PenstockError
 from penstock.types import FinishReason, TokenLogprob, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 
+_MAX_PREEMPTIONS = 16  # whose moments are kept
+
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
@@ -92,6 +94,11 @@ class StageTimes:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     part: RemotePart | None = None  # of a prompt that is split
+    preempted_s: list[float] = field(default_factory=list)  # moments; the first few
+
+    def on_preempted(self, now_s: float) -> None:
+        if len(self.preempted_s) < _MAX_PREEMPTIONS:
+            self.preempted_s.append(now_s)
 
     def on_sampled(self, now_s: float) -> None:
         """Notes a token that this worker sampled; only the first one counts."""
@@ -215,6 +222,7 @@ class DecodeRequest:
             prefill_cached_tokens=self.cached_tokens,
             decode_cached_tokens=cached_tokens,
             prices=self.prices,
+            preempted_ms=[(at_s - times.submitted_s) * 1e3 for at_s in times.preempted_s],
             decode_first_token_ms=(times.first_token_s - times.placed_s) * 1e3 if times.first_token_s else 0.0,
         )
 

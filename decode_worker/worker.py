@@ -271,6 +271,8 @@ class DecodeWorker:
         self._grant_reservations()
         plan = self.scheduler.schedule(self._pace.chunk_tokens_within(self._config.itl_target_s))
         self._note_started(plan)
+        for sequence in self.scheduler.preempted:
+            self._requests[sequence].times.on_preempted(time.monotonic())
         self._delivery.flush()  # first tokens from prefill workers do not wait for this step
         if not plan:
             self._after_step()

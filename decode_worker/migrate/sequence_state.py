@@ -57,15 +57,17 @@ def _set_times(request: DecodeRequest, state: worker_pb2.SequenceState, now_s: f
     # The wire carries durations, not moments: clocks differ.
     timing: common_pb2.Timing = state.timing
     first_token_s = now_s - timing.decode_ms / 1e3
+    submitted_s = first_token_s - timing.first_token_ms / 1e3
     request.deadline_s = now_s + state.timeout_ms / 1e3
     request.times = StageTimes(
-        submitted_s=first_token_s - timing.first_token_ms / 1e3,
+        submitted_s=submitted_s,
         placed_s=first_token_s - timing.decode_first_token_ms / 1e3,
         started_s=first_token_s - timing.prefill_ms / 1e3,
         first_token_s=first_token_s,
         landed_s=first_token_s + timing.transfer_ms / 1e3,
         queue_s=timing.queue_ms / 1e3,
         prefill_s=timing.prefill_ms / 1e3,
+        preempted_s=[submitted_s + at_ms / 1e3 for at_ms in timing.preempted_ms],
     )
     request.prefilled_by = WorkerId(timing.prefill_worker)
     request.cached_tokens = timing.cached_tokens

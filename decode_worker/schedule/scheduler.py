@@ -63,7 +63,7 @@ class DecodeScheduler:
         self._table = rows
         self._queues = RunQueues(rows)
         self._steps = StepsInFlight(pool, self._pages, rows)
-        self._has_preempted = False  # for the newest step
+        self.preempted: list[Sequence] = []  # for the newest step that `schedule` has returned
 
     @property
     def num_running(self) -> int:
@@ -184,7 +184,7 @@ class DecodeScheduler:
         """
         assert not self._steps, "a step is in flight"
         num_waiting = len(self._queues.waiting)
-        self._has_preempted = False
+        self.preempted = []
         self._queues.assign_rows([entry for entry in self._queues.rowless if entry.sequence.num_uncomputed_tokens == 1])
         # One token each first (decode), then chunks: a long prompt must not delay those already streaming.
         without_room = self._table.without_room()
@@ -300,7 +300,7 @@ class DecodeScheduler:
     def _preempt(self, entry: TrackedSequence) -> None:
         self._queues.stop(entry)
         self.metrics.add(PREEMPTIONS)
-        self._has_preempted = True
+        self.preempted.append(entry.sequence)
         self.metrics.add(PREEMPTED_TOKENS, entry.sequence.num_computed_tokens)
         self.drop_pages(entry.sequence)
         entry.num_preemptions += 1
@@ -313,7 +313,7 @@ class DecodeScheduler:
 
         That is, until a row ends or pages run out, as long as nothing is asked of the scheduler.
         """
-        if plan.chunks or self._queues.rowless or self._has_preempted:
+        if plan.chunks or self._queues.rowless or self.preempted:
             return 1
         rows = plan.rows
         num_steps = min(limit, int((rows.members.last_R - rows.positions_R).min()) + 1)

@@ -69,7 +69,8 @@ class SpanBuilder:
         within = otel.set_span_in_context(last or placement, Context())
         for name in _AT_WORKERS:
             if name in stages:
-                self._add_stage(stages[name], within, clock)
+                preempted_ms = ended.preempted_ms if name == "decode" else []
+                self._add_stage(stages[name], within, clock, preempted_ms=preempted_ms)
 
     def _add_legs(
         self,
@@ -102,13 +103,20 @@ class SpanBuilder:
         return last
 
     def _add_stage(
-        self, stage: CompletionStage, inside: Context, clock: _Clock, attributes: Attributes | None = None
+        self,
+        stage: CompletionStage,
+        inside: Context,
+        clock: _Clock,
+        attributes: Attributes | None = None,
+        preempted_ms: Sequence[float] = (),
     ) -> otel.Span:
         worker: Attributes = {"penstock.worker.id": stage.worker} if stage.worker else {}
         start_ns = clock.after_ms(stage.start_ms)
         span = self._tracer.start_span(stage.name, inside, attributes=worker | (attributes or {}), start_time=start_ns)
         if stage.name == "decode":
             span.add_event("first token", timestamp=start_ns)
+        for at_ms in preempted_ms:
+            span.add_event("preempted", timestamp=clock.after_ms(at_ms))
         span.end(clock.after_ms(stage.end_ms))
         return span
 

@@ -58,6 +58,17 @@ class EndedCompletion:
     def end_ms(self) -> float:
         return self.timing.first_token_ms + self.timing.decode_ms
 
+    @property
+    def computing_ms(self) -> float:
+        """Returns when the completion was sent to the worker whose prefill counted, before any migration."""
+        leg = next((leg for leg in reversed(self.legs) if leg.cause is not LegCause.MIGRATED), None)
+        return self.after_ms(leg.sent_s if leg is not None else self.admitted_s)
+
+    @property
+    def preempted_ms(self) -> list[float]:
+        """Returns the moments of its preemptions."""
+        return [self.computing_ms + at_ms for at_ms in self.timing.preempted_ms]
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionStage:
@@ -84,8 +95,7 @@ def stages_of(ended: EndedCompletion) -> list[CompletionStage]:
         CompletionStage("admission", prepared_ms, admitted_ms),
         CompletionStage("placement", admitted_ms, sent_ms),
     ]
-    computing_leg = next((leg for leg in reversed(ended.legs) if leg.cause is not LegCause.MIGRATED), None)
-    at_ms = ended.after_ms(computing_leg.sent_s) if computing_leg else sent_ms
+    at_ms = max(sent_ms, ended.computing_ms)
     waited_ms = 0.0 if timing.num_redispatches else sent_ms
     computed_by = timing.prefill_worker or timing.decode_worker
     for name, duration_ms, worker in (

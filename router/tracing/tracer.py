@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,8 +17,7 @@ from collections.abc import Callable, Mapping
 from opentelemetry import trace as otel
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from router.tracing.request_trace import RequestTrace, SampledCall
@@ -30,7 +30,8 @@ _MAX_BATCH = 64  # requests in one export, of about ten spans each
 _GATHER_S = 1.0  # a batch that is not full waits no longer
 _DRAIN_S = 0.5  # for what is queued when the router stops
 _ABORT_S = 0.3  # for an export that `shutdown` has interrupted
-_FIELDS = ("traceparent", "tracestate")
+_TRACE_PARENT = "traceparent"
+_FIELDS = (_TRACE_PARENT, "tracestate")
 
 
 class RequestTracer:
@@ -47,9 +48,8 @@ class RequestTracer:
         self._exporter = exporter
         self._spans = spans
         self._count = count
-        self._sampler = ParentBasedTraceIdRatio(sample_ratio)
+        self._sampler = TraceIdRatioBased(sample_ratio)
         self._propagator = TraceContextTextMapPropagator()
-        self._ids = RandomIdGenerator()
         self._queue: queue.Queue[RequestTrace | None] = queue.Queue(MAX_QUEUED)
         self._closing = threading.Event()
         self._is_failing = False
@@ -61,13 +61,19 @@ class RequestTracer:
 
         A caller that sends its own context decides; other calls are sampled by the ratio.
         """
+        if headers.get(_TRACE_PARENT) is None:
+            return self._begin_here()
         carrier = {name: value for name in _FIELDS if isinstance(value := headers.get(name), str)}
         parent = self._propagator.extract(carrier, Context())
         caller = otel.get_current_span(parent).get_span_context()
-        trace_id = caller.trace_id if caller.is_valid else self._ids.generate_trace_id()
-        if not self._sampler.should_sample(parent, trace_id, "").decision.is_sampled():
-            return None
-        return SampledCall(trace_id, parent, self._submit)
+        if not caller.is_valid:
+            return self._begin_here()
+        return SampledCall(caller.trace_id, parent, self._submit) if caller.trace_flags.sampled else None
+
+    def _begin_here(self) -> SampledCall | None:
+        trace_id = random.getrandbits(128)
+        is_sampled = trace_id & TraceIdRatioBased.TRACE_ID_LIMIT < self._sampler.bound
+        return SampledCall(trace_id, Context(), self._submit) if is_sampled else None
 
     def close(self) -> None:
         """Ends the thread, after it has exported what the collector takes at once; blocks for a second at most."""

@@ -53,6 +53,7 @@ def waterfall(completions: Sequence[EndedCompletion], policy: str) -> Json:
                 "end_ms": round(each.end_ms, 3),
                 "stages": [_rounded(asdict(stage)) for stage in stages_of(each)],
                 "legs": [_leg(each, leg) for leg in each.legs],
+                "preempted_ms": [round(at_ms, 3) for at_ms in each.preempted_ms],
             }
             for each in completions
         ],

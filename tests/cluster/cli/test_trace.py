@@ -82,6 +82,7 @@ def test_bars_share_one_scale_and_lost_workers_are_named() -> None:
         "migrations": 0,
         "redispatches": 1,
         "stages": [stage],
+        "preempted_ms": [60.0],
         "legs": [
             {"worker": "decode-0", "cause": "placed", "sent_ms": 1.0, "lost_ms": 7.0, "error": "UNAVAILABLE"},
             {"worker": "decode-1", "cause": "re-dispatched", "sent_ms": 8.0},
@@ -90,7 +91,7 @@ def test_bars_share_one_scale_and_lost_workers_are_named() -> None:
     decision = {"policy": "random", "completions": []}
     found = {"request_id": "r", "trace_id": "t" * 32, "completions": [completion], "decision": decision}
     lines = format_waterfall(found, 56, "#").splitlines()
-    assert lines[:9] == [
+    assert lines[:11] == [
         f"trace {'t' * 32}",
         "",
         "r: 100.0 ms, first token after 100.0 ms",
@@ -100,4 +101,6 @@ def test_bars_share_one_scale_and_lost_workers_are_named() -> None:
         "",
         "decode-0: placed at 1.0 ms, lost at 7.0 ms (UNAVAILABLE)",
         "decode-1: re-dispatched at 8.0 ms",
+        "",
+        "preempted at 60.0 ms",
     ]

@@ -97,7 +97,9 @@ class Unread:
 
 def make_request(now_s: float) -> DecodeRequest:
     sequence = Sequence(RequestId("r"), [1, 2, 3, 4], 2, SAMPLING, b"salt")
-    times = StageTimes(now_s - 5.0, now_s - 4.5, now_s - 4.0, now_s - 3.75, queue_s=0.25, prefill_s=0.5)
+    times = StageTimes(
+        now_s - 5.0, now_s - 4.5, now_s - 4.0, now_s - 3.75, queue_s=0.25, prefill_s=0.5, preempted_s=[now_s - 2.0]
+    )
     return DecodeRequest(
         7,
         sequence,
@@ -136,6 +138,7 @@ def test_a_state_rebuilds_the_same_sequence() -> None:
         assert getattr(again, field) == pytest.approx(getattr(wanted, field))
     for field in ("prefill_worker", "cached_tokens", "pages_moved", "num_preemptions", "num_migrations"):
         assert getattr(again, field) == getattr(wanted, field)
+    assert list(again.preempted_ms) == pytest.approx([3000.0])  # since the submission
 
 
 def test_a_later_state_carries_only_new_tokens() -> None:

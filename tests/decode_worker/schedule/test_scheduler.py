@@ -74,6 +74,7 @@ def test_the_youngest_is_preempted_and_loses_no_token() -> None:
     while not scheduler.num_preemptions(young):
         run_step(scheduler)
         pool.check_integrity()
+    assert scheduler.preempted == [young]
     emitted = list(young.token_ids)
     assert young.pages == []
     while old.num_output_tokens < 14:

@@ -86,6 +86,11 @@ def test_a_migration_leaves_the_prefill_where_it_was() -> None:
     assert spans(found)["prefill"] == (16, 56)
 
 
+def test_preemptions_count_from_the_worker_that_computed_the_prompt() -> None:
+    completion = ended(timing(preempted_ms=[90.0, 120.0]))
+    assert completion.preempted_ms == pytest.approx([96.0, 126.0])
+
+
 def test_no_stage_ends_after_the_completion() -> None:
     found = stages_of(ended(timing(prefill_ms=1e6)))
     assert all(stage.start_ms <= stage.end_ms <= 160.001 for stage in found)

@@ -110,13 +110,15 @@ def _bar_character() -> str:
 def format_waterfall(found: Mapping[str, Any], columns: int, mark: str = "█") -> str:
     """Formats a router's answer: for each completion its stages as bars on one scale, then the decision.
 
-    Bars take what `columns` leave, and are drawn with `mark`.
+    Bars take what `columns` leave, and consist of `mark`.
     """
     longest_ms = max((completion["end_ms"] for completion in found["completions"]), default=0.0)
     parts = [f"trace {found['trace_id']}"] if found["trace_id"] else []
     for completion in found["completions"]:
         parts.append(f"{_headline(found, completion)}\n{_bars(completion, longest_ms, columns, mark)}")
         parts += _legs(completion["legs"])
+        if completion["preempted_ms"]:
+            parts.append("preempted at " + ", ".join(f"{at_ms:.1f} ms" for at_ms in completion["preempted_ms"]))
     return "\n\n".join([*parts, format_decision(found["decision"])])
 
 

@@ -46,7 +46,14 @@ CASES: dict[str, dict[str, Any]] = {
         "image": {"digest": DIGEST},
         "metrics": {"tokenSecret": "scrape", "serviceMonitor": {"enabled": True}},
         "tenants": {"acme": {"keys": [DIGEST]}},
-        "config": {"router": {"policy": "least-loaded", "limits": {"prompt_tokens": 1000}}},
+        "tracing": {"headersSecret": "collector"},
+        "config": {
+            "router": {
+                "policy": "least-loaded",
+                "limits": {"prompt_tokens": 1000},
+                "tracing": {"endpoint": "http://c:4317", "headers_file": "/etc/penstock/tracing/headers"},
+            }
+        },
     },
     "watched": {
         "metrics": {"dashboard": {"enabled": True}, "rules": {"enabled": True, "labels": {"release": "stack"}}}
@@ -479,6 +486,7 @@ def test_secrets_reach_the_configuration() -> None:
         config.tls.ca_file,
         config.security.secret_file,
         router.metrics_token_file,
+        router.tracing.headers_file,
     ):
         assert str(Path(file).parent) in folders, file
     assert router.policy == "least-loaded"

@@ -21,9 +21,14 @@ CASES: dict[str, dict[str, Any]] = {
         "tls": {"secretName": "front", "clientCa": True},
         "security": {"secretName": "cluster", "tls": {"caSecret": "authority"}},
         "metrics": {"tokenSecret": "scrape", "serviceMonitor": {"enabled": True}},
+        "tracing": {"headersSecret": "collector"},
         "tenants": {"acme": {"keys": [DIGEST]}},
         "config": {
-            "router": {"policy": "least-loaded", "limits": {"prompt_tokens": 1000}},
+            "router": {
+                "policy": "least-loaded",
+                "limits": {"prompt_tokens": 1000},
+                "tracing": {"endpoint": "http://c:4317", "headers_file": "/etc/penstock/tracing/headers"},
+            },
             "deployment": {"drain_s": 20},
             "autoscaler": {"slo": {"ttft_s": 2.0}},
         },
@@ -121,7 +126,13 @@ def test_a_router_pod_has_minimal_privileges_and_private_keys(case: str) -> None
             assert volume["emptyDir"]["sizeLimit"]
     router = router_config(objects)
     tls = [router.tls.cert_file, router.tls.key_file, router.tls.ca_file] if router.tls else []
-    paths = [router.security.secret_file, router.tenants_file, router.metrics_token_file, *tls]
+    paths = [
+        router.security.secret_file,
+        router.tenants_file,
+        router.metrics_token_file,
+        router.tracing.headers_file,
+        *tls,
+    ]
     folders = tuple(each["mountPath"] for each in container["volumeMounts"])
     assert all(path.startswith(folders) for path in paths if path)
 

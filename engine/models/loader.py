@@ -32,8 +32,9 @@ def check_share(folder: Path, config: ModelConfig, shard: Shard, dtype: str, qua
     """
     shapes = tensor_shapes(config)
     _, stored = check_tensors(folder, shapes, optional_tensors(config), config.scheme)
+    slices = tensor_slices(config, shard)
     if dtype != "float32":
-        check_slice_groups(tensor_slices(config, shard), shapes, config.scheme, stored, quantization)
+        check_slice_groups(slices, shapes, config.scheme, stored, quantization)
 
 
 def load_model(

@@ -55,10 +55,14 @@ def generate(
 def _fast_forward(engine: Engine, generation: Generation) -> None:
     """Appends the tokens that the grammar forces after a token that was sampled, as far as the output may go on."""
     model = engine.model
-    if generation.num_uncomputed_tokens == 1:
-        for token_id in forced_tokens(generation):
-            if finish_reason(generation, model.eos_token_ids, model.context_length) is not None:
-                return
+
+    def has_ended() -> bool:
+        return finish_reason(generation, model.eos_token_ids, model.context_length) is not None
+
+    if generation.num_uncomputed_tokens != 1 or has_ended():  # a stop token need not be part of the grammar
+        return
+    for token_id in forced_tokens(generation):
+        if not has_ended():
             generation.token_ids.append(token_id)
 
 

@@ -104,7 +104,7 @@ def _completion(prompt: list[int], sampling: SamplingParams, index: int) -> Answ
             sequence.token_ids.append(token.token_id)
             logprobs = [] if token.logprob is None else [wire.logprob_to_wire(token.logprob)]
             _feed(answer, text, sequence, index, logprobs)
-            for token_id in forced_tokens(sequence):
+            for token_id in [] if text.ended else forced_tokens(sequence):
                 if not text.ended:
                     sequence.token_ids.append(token_id)
                     _feed(answer, text, sequence, index, [])

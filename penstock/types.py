@@ -70,6 +70,7 @@ class GrammarKind(StrEnum):
     REGEX = "regex"
     LARK = "lark"
     CHOICE = "choice"
+    STRUCTURAL_TAG = "structural_tag"
 
 
 @dataclass(frozen=True, slots=True)

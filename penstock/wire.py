@@ -66,6 +66,7 @@ _GRAMMAR_TO_WIRE = {
     GrammarKind.REGEX: common_pb2.GRAMMAR_KIND_REGEX,
     GrammarKind.LARK: common_pb2.GRAMMAR_KIND_LARK,
     GrammarKind.CHOICE: common_pb2.GRAMMAR_KIND_CHOICE,
+    GrammarKind.STRUCTURAL_TAG: common_pb2.GRAMMAR_KIND_STRUCTURAL_TAG,
 }
 _GRAMMAR_FROM_WIRE = {wire: kind for kind, wire in _GRAMMAR_TO_WIRE.items()}
 

@@ -10,7 +10,7 @@ import ctypes
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from penstock.errors import CheckpointError, InvalidInput
 from penstock.text.schema_keywords import in_known_keywords
 from penstock.text.schemas import closed
+from penstock.text.structural_tags import structural_tag_to_lark
 from penstock.types import Grammar, GrammarKind
 
 FIELD = "sampling.grammar"
@@ -54,6 +55,7 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         self._building = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
+        self._special_tokens: Mapping[str, int] = {}
         self._changing = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher | InvalidInput] = OrderedDict()
         self._num_bytes = 0
@@ -104,7 +106,7 @@ class GrammarCompiler:
         return matcher.deep_copy()
 
     def _compile(self, tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-        matcher = LLMatcher(tokenizer, to_llguidance(grammar), limits=_LIMITS, log_level=0)
+        matcher = LLMatcher(tokenizer, to_llguidance(grammar, self._special_tokens), limits=_LIMITS, log_level=0)
         if not matcher.is_error():
             _compute_mask(matcher, self._vocab_size)
         if matcher.is_error():
@@ -126,16 +128,19 @@ class GrammarCompiler:
                 if not self._path.is_file():
                     raise CheckpointError(f"{self._path}: is missing, and grammars need it; copy it from the model")
                 try:
-                    self._tokenizer = LLTokenizer(
-                        self._path.read_text(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
-                    )
+                    text = self._path.read_text()
+                    self._special_tokens = _special_tokens(text)
+                    self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
                 except Exception as error:  # the library raises nothing narrower
                     raise CheckpointError(f"{self._path}: grammars cannot use it: {error}") from error
             return self._tokenizer
 
 
-def to_llguidance(grammar: Grammar) -> str:
-    """Returns the grammar in llguidance's own form. Raises InvalidInput for a source that is not of its kind."""
+def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
+    """Returns the grammar in llguidance's own form. Raises InvalidInput for a source that is not of its kind.
+
+    `special_tokens` (text to id) are those that texts of a structural tag may hold.
+    """
     num_bytes = len(grammar.source.encode())
     if num_bytes > MAX_SOURCE_BYTES:
         raise InvalidInput(FIELD, f"has {num_bytes} bytes; give {MAX_SOURCE_BYTES} or fewer")
@@ -148,6 +153,15 @@ def to_llguidance(grammar: Grammar) -> str:
             return str(LLMatcher.grammar_from_lark(grammar.source))
         case GrammarKind.CHOICE:
             return str(LLMatcher.grammar_from_lark(_choice_to_lark(grammar.source)))
+        case GrammarKind.STRUCTURAL_TAG:
+            lark = structural_tag_to_lark(grammar.source, special_tokens, FIELD, _JSON_SPACE)
+            return str(LLMatcher.grammar_from_lark(lark))
+
+
+def _special_tokens(tokenizer: str) -> dict[str, int]:
+    """Returns the ids of the special tokens in a tokenizer.json."""
+    added = json.loads(tokenizer).get("added_tokens") or []
+    return {str(token["content"]): int(token["id"]) for token in added if token.get("special")}
 
 
 def _schema_to_llguidance(source: str) -> str:

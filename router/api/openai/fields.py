@@ -60,7 +60,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "routed_experts_prompt_start": (0,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
-    "structural_tag": (),
     "thinking_token_budget": (-1,),
     "truncation_side": ("left",),
     "use_beam_search": (False,),

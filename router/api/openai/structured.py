@@ -28,7 +28,6 @@ _SPACE_KEYS = ("disable_any_whitespace", "whitespace_pattern")
 _NEUTRAL_KEYS: Mapping[str, tuple[object, ...]] = {
     "disable_fallback": (True, False),
     "disable_additional_properties": (False,),
-    "structural_tag": (),
 }
 
 
@@ -45,6 +44,7 @@ class StructuredFields(BaseModel):
     json_schema: Any = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: Any = None
     _field: str = PrivateAttr("")
 
     def grammar(self) -> Grammar | None:
@@ -84,12 +84,15 @@ def _readers(space: Mapping[str, Any]) -> Mapping[str, Callable[[str, Any], Gram
         "json_schema": _schema,
         "regex": _regex,
         "ebnf": _ebnf,
+        "structural_tag": _structural_tag,
     }
 
 
 def _response_format(value: Mapping[str, Any]) -> dict[str, Grammar]:
     """Returns the grammar of OpenAI's `response_format` by the name of its field."""
     kind = value.get("type")
+    if kind == "structural_tag":
+        return {"response_format": _structural_tag("response_format", value)}
     keys = {"type", "json_schema"} if kind == "json_schema" else {"type"}
     _refuse_others("response_format", value, keys)
     if kind == "text":
@@ -98,7 +101,7 @@ def _response_format(value: Mapping[str, Any]) -> dict[str, Grammar]:
         return {"response_format": Grammar(GrammarKind.JSON_SCHEMA, _ANY_OBJECT)}
     if kind != "json_schema":
         given = shown(kind)
-        raise InvalidInput("response_format.type", f"is {given}; give text, json_object or json_schema")
+        raise InvalidInput("response_format.type", f"is {given}; give text, json_object, json_schema or structural_tag")
     inner = value.get("json_schema")
     if not isinstance(inner, dict):
         raise InvalidInput("response_format.json_schema", f"is {shown(inner)}; give an object with a schema")
@@ -119,6 +122,7 @@ def _structured_outputs(value: Mapping[str, Any]) -> dict[str, Grammar]:
         "regex": _regex,
         "choice": _choice,
         "grammar": _ebnf,
+        "structural_tag": _structural_tag,
     }
     prefix = "structured_outputs"
     _refuse_others(prefix, value, {*readers, *_SPACE_KEYS, *_NEUTRAL_KEYS})
@@ -181,6 +185,13 @@ def _ebnf(field: str, value: Any) -> Grammar:
         return _grammar(field, GrammarKind.LARK, any_to_lark(grammar.source))
     except (Exception, RecursionError) as error:  # the library raises several kinds, none of them documented
         raise InvalidInput(field, f"is no EBNF: {str(error)[:200]}") from None
+
+
+def _structural_tag(field: str, value: Any) -> Grammar:
+    """Reads a structural tag that is JSON or the text of some. What it holds is checked where it is compiled."""
+    if isinstance(value, dict):
+        value = json.dumps(value, separators=(",", ":"))
+    return _grammar(field, GrammarKind.STRUCTURAL_TAG, value)
 
 
 def _grammar(field: str, kind: GrammarKind, source: Any) -> Grammar:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import InvalidInput
+from penstock.text.lark import LarkWriter
 from penstock.text.schemas import closed
-from router.parsers.grammars.lark import LarkWriter
 from router.parsers.tools import ToolFunction, allowed_values
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from penstock.text.lark import LarkWriter
 from router.parsers.grammars.calls import CallGrammar, call_grammar
-from router.parsers.grammars.lark import LarkWriter
 from router.parsers.tools import ToolFunction
 
 _HARMONY_NEXT = "<|end|><|start|>assistant"
@@ -27,7 +27,7 @@ def write_grammar(
     `reasoning_marks` open and close reasoning, which may come first. If not required, arguments of tools that are not
     strict may be any object.
     """
-    lark = LarkWriter(special_tokens)
+    lark = LarkWriter(special_tokens, "tools")
     form = call_grammar(format_name, special_tokens)
     if not required:
         tools = [tool if tool.strict else replace(tool, parameters={}) for tool in tools]

@@ -122,6 +122,6 @@ def test_threads_that_compile_at_once_agree(compiler: GrammarCompiler) -> None:
 
 
 def test_white_space_of_json_is_bounded() -> None:
-    assert "whitespace_pattern" in to_llguidance(schema({"type": "object"}))
-    own = to_llguidance(schema({"type": "object", "x-guidance": {"whitespace_flexible": False}}))
+    assert "whitespace_pattern" in to_llguidance(schema({"type": "object"}), {})
+    own = to_llguidance(schema({"type": "object", "x-guidance": {"whitespace_flexible": False}}), {})
     assert "whitespace_flexible" in own

@@ -47,6 +47,20 @@ GRAMMARS = {
     "lark": Grammar(
         GrammarKind.LARK, 'start: "<" NAME ">" item+ "</" NAME ">"\nitem: "(" /[0-9]{1,3}/ ")"\nNAME: /[a-z]{2,6}/'
     ),
+    "tagged": Grammar(
+        GrammarKind.STRUCTURAL_TAG,
+        json.dumps(
+            {
+                "type": "structural_tag",
+                "format": {
+                    "type": "tags_with_separator",
+                    "separator": ", ",
+                    "at_least_one": True,
+                    "tags": [{"begin": "<n>", "content": {"type": "regex", "pattern": "[0-9]{1,4}"}, "end": "</n>"}],
+                },
+            }
+        ),
+    ),
 }
 
 _KINDS = {

@@ -38,6 +38,30 @@ _REPETITIVE = json.dumps(  # of which the grammar forces most tokens
         },
     }
 )
+_TAGS = json.dumps(  # free words, a part that must match, free text
+    {
+        "format": {
+            "type": "sequence",
+            "elements": [
+                {"type": "regex", "pattern": "[a-z ,.]{50}"},
+                {
+                    "type": "tag",
+                    "begin": "<note>",
+                    "content": {
+                        "type": "json_schema",
+                        "json_schema": {
+                            "type": "object",
+                            "properties": {"text": {"type": "string", "pattern": "^[a-z ]{90}$"}},
+                            "required": ["text"],
+                        },
+                    },
+                    "end": "</note>",
+                },
+                {"type": "any_text"},
+            ],
+        }
+    }
+)
 TOOL = ToolFunction(
     "note",
     {
@@ -104,6 +128,7 @@ FEATURES = {
         Feature("lane", lane="bulk"),
         Feature("grammar", {"grammar": Grammar(GrammarKind.REGEX, "[a-z ,.]{600}")}),
         Feature("forced_tokens", {"grammar": Grammar(GrammarKind.JSON_SCHEMA, _REPETITIVE)}),
+        Feature("structural_tag", {"grammar": Grammar(GrammarKind.STRUCTURAL_TAG, _TAGS)}),
         Feature("tools", {"ignore_eos": False}, over_http=True, is_chat=True),
     )
 }

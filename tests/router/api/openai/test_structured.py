@@ -18,6 +18,7 @@ from router.api.openai.requests import ChatBody, CompletionBody, parse_body
 from tests.support.router.router_fakes import FakeWorker, running_router
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
 TEXT = json.dumps(OBJECT, separators=(",", ":"))
 SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, TEXT)
 EBNF = 'root ::= "yes" | "no"'
@@ -66,6 +67,9 @@ def with_options(**options: object) -> Grammar:
             {"structured_outputs": {"json": OBJECT, "whitespace_pattern": " ?"}},
             with_options(whitespace_pattern=" ?"),
         ),
+        ({"response_format": TAG}, Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(TAG, separators=(",", ":")))),
+        ({"structured_outputs": {"structural_tag": "{}"}}, Grammar(GrammarKind.STRUCTURAL_TAG, "{}")),
+        ({"structural_tag": "{}"}, Grammar(GrammarKind.STRUCTURAL_TAG, "{}")),
         ({"guided_json": OBJECT}, SCHEMA),
         ({"guided_json": TEXT, "guided_whitespace_pattern": " ?"}, with_options(whitespace_pattern=" ?")),
         ({"guided_regex": "a+"}, Grammar(GrammarKind.REGEX, "a+")),
@@ -94,15 +98,13 @@ def test_ebnf_is_translated(name: str) -> None:
         ({"structured_outputs": {"json": OBJECT, "regex": "a"}}, "structured_outputs.regex: is given beside"),
         ({"structured_outputs": {}}, "structured_outputs: names no grammar; give one of json, "),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs: names no grammar"),
-        (
-            {"structured_outputs": {"structural_tag": "{}"}},
-            "structured_outputs.structural_tag: = '{}' is not supported",
-        ),
+        ({"structured_outputs": {"structural_tag": [1]}}, "structured_outputs.structural_tag: is [1]; give a text"),
+        ({"structural_tag": "{}", "regex": "a"}, "structural_tag: is given beside regex"),
         ({"structured_outputs": {"backend": "x"}}, "structured_outputs.backend: is not a field of this API"),
         ({"structured_outputs": {"disable_additional_properties": True, "json": OBJECT}}, "is not supported"),
         ({"structured_outputs": {"disable_any_whitespace": 1, "json": OBJECT}}, "give true or false"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice: is [1]; give a list of texts"),
-        ({"response_format": {"type": "grammar"}}, "response_format.type: is 'grammar'; give text, json_object or"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type: is 'grammar'; give text, json_object"),
         ({"response_format": {}}, "response_format.type: is None"),
         ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema: is not a field"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: is None; give an object"),

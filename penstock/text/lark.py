@@ -13,14 +13,17 @@ from penstock.text.schema_keywords import in_known_keywords
 ANY_TEXT = r"(.|\n)*"
 MAX_GRAMMAR = 1 << 20
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SLASH = re.compile(r"\\.|[/\n]", re.DOTALL)  # and pairs that begin with a backslash, which stay as they are
 _DEFINITIONS = ("$defs", "definitions")
 
 
 class LarkWriter:
     """Collects rules. Marks among `special_tokens` (text to id) are written as tokens, since no text matches those."""
 
-    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+    def __init__(self, special_tokens: Mapping[str, int], field: str) -> None:
+        """`field` names what the grammar is written for, in errors."""
         self.special_tokens = special_tokens
+        self._field = field
         self._rules: list[str] = []
         self._size = 0  # characters of the rules
         found = [re.escape(mark) for mark in sorted(special_tokens, key=len, reverse=True) if mark]
@@ -31,8 +34,8 @@ class LarkWriter:
         name = f"r{len(self._rules)}"
         self._size += len(body)
         if self._size > MAX_GRAMMAR:
-            problem = f"their schemas make a grammar of more than {MAX_GRAMMAR} characters; simplify them"
-            raise InvalidInput("tools", problem)
+            problem = f"makes a grammar of more than {MAX_GRAMMAR} characters; simplify its schemas"
+            raise InvalidInput(self._field, problem)
         self._rules.append(f"{name}{options}: {body}")
         return name
 
@@ -45,9 +48,9 @@ class LarkWriter:
             if piece
         )
 
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """Returns an expression that matches JSON of a schema."""
-        return "%json " + json.dumps({**in_known_keywords(schema), "x-guidance": _JSON_FORM})
+    def json(self, schema: Mapping[str, Any], form: Mapping[str, Any] = _JSON_FORM) -> str:
+        """Returns an expression that matches JSON of a schema, with white space of this form."""
+        return "%json " + json.dumps({**in_known_keywords(schema), "x-guidance": dict(form)})
 
     def until(self, mark: str) -> str:
         """Returns an expression that matches any text up to the first `mark`, and the mark."""
@@ -55,6 +58,10 @@ class LarkWriter:
             before = mark[: token.start()]
             return self.rule(f"/{ANY_TEXT}{_quote(before)}/ {self.literal(mark[token.start() :])}")
         return self.rule(f"/{ANY_TEXT}{_quote(mark)}/", "[lazy]")
+
+    def regex(self, pattern: str) -> str:
+        """Returns an expression that matches a regular expression."""
+        return f"/{_SLASH.sub(_escape_slash, pattern)}/"
 
     def text(self) -> str:
         """Returns an expression that matches any text."""
@@ -70,7 +77,7 @@ class LarkWriter:
         """
         if any(word in schema for word in ("anyOf", "oneOf", "allOf", "$ref")):
             problem = "anyOf, oneOf, allOf or $ref at the top of a tool's parameters cannot be enforced with this model"
-            raise InvalidInput("tools", f"{problem}; write the parameters as properties of one object")
+            raise InvalidInput(self._field, f"{problem}; write the parameters as properties of one object")
         shared = {word: schema[word] for word in _DEFINITIONS if word in schema}
         wanted, properties = schema.get("required"), schema.get("properties")
         names_required = {each for each in wanted if isinstance(each, str)} if isinstance(wanted, list) else set()
@@ -92,3 +99,7 @@ class LarkWriter:
 def _quote(text: str) -> str:
     """Returns a regular expression that matches exactly this text."""
     return re.sub(r"([\\.+*?()|\[\]{}^$/&~#-])", r"\\\1", text).replace("\n", r"\n")
+
+
+def _escape_slash(found: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])

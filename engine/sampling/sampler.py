@@ -47,8 +47,8 @@ _WARM_UP_PARAMS = (
 def sample_rows(logits_RV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (token ids, whether the distribution was finite), int64 and bool [R], on the logits' device.
 
-    The tokens are those that `sample` gives rows without edits. The token of a row that is not finite means nothing.
-    Greedy rows always count as finite.
+    The tokens are those that `sample` gives rows without edits. The token of a row that is not finite means nothing,
+    but is one of the vocabulary. A greedy row is finite if its largest logit is and it holds no NaN.
     """
     kernel = _kernel_for(logits_RV)
     if kernel is not None:
@@ -56,17 +56,16 @@ def sample_rows(logits_RV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tens
         return token_ids_R, _is_finite(totals_R)
     is_greedy = rows.records["is_greedy"]
     if is_greedy.all():
-        token_ids_R = _likeliest(logits_RV)
-        return token_ids_R, torch.ones_like(token_ids_R, dtype=torch.bool)
+        return _likeliest(logits_RV)
     if not is_greedy.any():
         token_ids_R, totals_R = _sample_random(logits_RV, rows)
         return token_ids_R, _is_finite(totals_R)
     token_ids_R = logits_RV.new_empty(len(rows), dtype=torch.int64)
-    valid_R = torch.ones_like(token_ids_R, dtype=torch.bool)
+    valid_R = torch.empty_like(token_ids_R, dtype=torch.bool)
     greedy, random = np.flatnonzero(is_greedy), np.flatnonzero(~is_greedy)
     device = logits_RV.device
     greedy_G, random_D = (torch.from_numpy(indexes).to(device) for indexes in (greedy, random))
-    token_ids_R[greedy_G] = _likeliest(logits_RV[greedy_G])
+    token_ids_R[greedy_G], valid_R[greedy_G] = _likeliest(logits_RV[greedy_G])
     token_ids_R[random_D], totals_D = _sample_random(logits_RV[random_D], rows[random])
     valid_R[random_D] = _is_finite(totals_D)
     return token_ids_R, valid_R
@@ -108,8 +107,8 @@ def sample_each(
     """Returns one token per row, and the errors of rows whose token means nothing. Blocks until they are known.
 
     Row i of `logits_BV` belongs to `rows[i].sequence`; `logits_BV` is fp32, bf16 or fp16, on any device; arithmetic is
-    in fp32. `masks` hold every row with a grammar. A row fails if its distribution is not finite, unless it is greedy,
-    or if its grammar allows nothing that the other parameters leave.
+    in fp32. `masks` hold every row with a grammar. A row fails if its distribution is not finite or
+    if its grammar allows nothing that the other parameters leave.
     """
     if logits_BV.shape[0] != len(rows):
         raise InternalError(f"sample: {logits_BV.shape[0]} rows of logits for {len(rows)} sequences")
@@ -174,11 +173,17 @@ def _device_kernel() -> SampleKernel | None:
     return sample_tokens
 
 
-def _likeliest(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Returns the likeliest token of each row, the first of equals."""
+def _likeliest(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the likeliest token of each row, the first of equals, and whether its logit is finite.
+
+    A NaN counts as the largest logit.
+    """
     if logits_RV.device.type == "cpu":  # numpy's argmax is vectorized: 3 us a row of 32000 where torch takes 40
-        return torch.from_numpy(np.argmax(logits_RV.float().numpy(), axis=-1))
-    return logits_RV.argmax(-1)
+        values_RV = logits_RV.float().numpy()
+        places_R = np.argmax(values_RV, axis=-1)
+        return torch.from_numpy(places_R), torch.from_numpy(np.isfinite(values_RV[np.arange(len(places_R)), places_R]))
+    places_R = logits_RV.argmax(-1)
+    return places_R, logits_RV.gather(-1, places_R[:, None])[:, 0].isfinite()
 
 
 def no_distribution(sequence: Sequence) -> InternalError:

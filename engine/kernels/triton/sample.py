@@ -36,8 +36,9 @@ def sample_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tokens, int64 [B], and the sums of the weights that they were sampled from, float64 [B].
 
-    If a sum is not finite and above 0, the row holds no distribution and its token means nothing. `logits_BV` is fp32,
-    bf16 or fp16 with last stride 1. Never waits for the device; a CUDA graph can capture the call.
+    If a sum is not finite and above 0, the row holds no distribution (of a greedy row: no likeliest token, or a NaN).
+    Its token means nothing, but is one of the vocabulary, so that it may be embedded. `logits_BV` is fp32, bf16 or fp16
+    with last stride 1. Never waits for the device; a CUDA graph can capture the call.
     """
     num_rows, vocab_size = logits_BV.shape
     _check(logits_BV, params)
@@ -54,7 +55,7 @@ def sample_tokens(
         logits_BV, peak_BX, peak_at_BX, logits_BV.stride(0), vocab_size, CHUNK=chunk, **sizes, num_warps=_NUM_WARPS
     )
     if not params.any_random:
-        _likeliest_kernel[(num_rows,)](peak_BX, peak_at_BX, tokens_B, totals_B, **sizes, num_warps=1)
+        _likeliest_kernel[(num_rows,)](peak_BX, peak_at_BX, tokens_B, totals_B, vocab_size, **sizes, num_warps=1)
         return tokens_B, totals_B
     weight_BV = new((num_rows, num_chunks * chunk), dtype=torch.float32)
     _weigh_kernel[grid](
@@ -71,7 +72,7 @@ def sample_tokens(
     )
     _pick_kernel[(num_rows,)](
         weight_BV, mass_BX, floor_B, peak_BX, peak_at_BX, params.temperature_B, params.seed_B, params.position_B,
-        tokens_B, totals_B, CHUNK=chunk, BLOCK=_BLOCK, **sizes, num_warps=_NUM_WARPS,
+        tokens_B, totals_B, vocab_size, CHUNK=chunk, BLOCK=_BLOCK, **sizes, num_warps=_NUM_WARPS,
     )  # fmt: skip
     return tokens_B, totals_B
 
@@ -113,7 +114,7 @@ def _check(logits_BV: torch.Tensor, params: SamplingTensors) -> None:
 @triton.jit
 def _scan_kernel(
     logits_ptr,  # [B, V], last stride 1
-    peak_ptr,  # fp32 [B, X], largest logit of a chunk
+    peak_ptr,  # fp32 [B, X], largest logit of a chunk; infinity if it holds a NaN
     peak_at_ptr,  # int32 [B, X], the first token that has it
     logits_stride_b,
     vocab_size,
@@ -124,26 +125,33 @@ def _scan_kernel(
     row = tl.program_id(0).to(tl.int64)
     token_V = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     logit_V = tl.load(logits_ptr + row * logits_stride_b + token_V, mask=token_V < vocab_size, other=float("-inf"))
-    peak, place = tl.max(logit_V.to(tl.float32), 0, return_indices=True, return_indices_tie_break_left=True)
+    logit_V = logit_V.to(tl.float32)
+    is_nan_V = (logit_V != logit_V).to(tl.int32)
+    logit_V = tl.where(is_nan_V > 0, float("inf"), logit_V)  # what a maximum makes of a NaN differs by device
+    peak, place = tl.max(logit_V, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(peak_ptr + row * NUM_CHUNKS + tl.program_id(1), peak)
     tl.store(peak_at_ptr + row * NUM_CHUNKS + tl.program_id(1), tl.program_id(1) * CHUNK + place)
 
 
 @triton.jit
-def _likeliest(peak_ptr, peak_at_ptr, row, NUM_CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
+def _likeliest(peak_ptr, peak_at_ptr, row, vocab_size, NUM_CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr):
+    """Returns the row's likeliest token, within the vocabulary, and 1.0 if its logit is finite, else 0.0."""
     chunk_X = tl.arange(0, CHUNKS_PADDED)
     peak_X = tl.load(peak_ptr + row * NUM_CHUNKS + chunk_X, mask=chunk_X < NUM_CHUNKS, other=float("-inf"))
-    _, chunk = tl.max(peak_X, 0, return_indices=True, return_indices_tie_break_left=True)
-    return tl.load(peak_at_ptr + row * NUM_CHUNKS + chunk).to(tl.int64)
+    peak, chunk = tl.max(peak_X, 0, return_indices=True, return_indices_tie_break_left=True)
+    token = tl.load(peak_at_ptr + row * NUM_CHUNKS + tl.minimum(chunk, NUM_CHUNKS - 1)).to(tl.int64)
+    is_finite = (peak > float("-inf")) & (peak < float("inf"))
+    return tl.minimum(token, vocab_size - 1), is_finite.to(tl.float64)
 
 
 @triton.jit
 def _likeliest_kernel(
-    peak_ptr, peak_at_ptr, tokens_ptr, totals_ptr, NUM_CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr
+    peak_ptr, peak_at_ptr, tokens_ptr, totals_ptr, vocab_size, NUM_CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr
 ):  # grid: (B,)
     row = tl.program_id(0).to(tl.int64)
-    tl.store(tokens_ptr + row, _likeliest(peak_ptr, peak_at_ptr, row, NUM_CHUNKS, CHUNKS_PADDED))
-    tl.store(totals_ptr + row, 1.0)
+    token, total = _likeliest(peak_ptr, peak_at_ptr, row, vocab_size, NUM_CHUNKS, CHUNKS_PADDED)
+    tl.store(tokens_ptr + row, token)
+    tl.store(totals_ptr + row, total)
 
 
 @triton.jit
@@ -273,6 +281,7 @@ def _pick_kernel(
     position_ptr,  # int64 [B]
     tokens_ptr,  # int64 [B]
     totals_ptr,  # fp64 [B]
+    vocab_size,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
@@ -280,8 +289,9 @@ def _pick_kernel(
 ):  # grid: (B,)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(temperature_ptr + row) == 0.0:
-        tl.store(tokens_ptr + row, _likeliest(peak_ptr, peak_at_ptr, row, NUM_CHUNKS, CHUNKS_PADDED))
-        tl.store(totals_ptr + row, 1.0)
+        likeliest, is_finite = _likeliest(peak_ptr, peak_at_ptr, row, vocab_size, NUM_CHUNKS, CHUNKS_PADDED)
+        tl.store(tokens_ptr + row, likeliest)
+        tl.store(totals_ptr + row, is_finite)
         return
     chunk_X = tl.arange(0, CHUNKS_PADDED)
     mass_X = tl.load(mass_ptr + row * NUM_CHUNKS + chunk_X, mask=chunk_X < NUM_CHUNKS, other=0.0)
@@ -295,7 +305,7 @@ def _pick_kernel(
     block, target = _descend(tl.sum(kept_YZ, 1).to(tl.float64), target, CHUNK // BLOCK)
     inside_Z = tl.sum(tl.where((block_Y == block)[:, None], kept_YZ, 0.0), 0)
     place, _ = _descend(inside_Z.to(tl.float64), target, BLOCK)
-    tl.store(tokens_ptr + row, chunk.to(tl.int64) * CHUNK + block * BLOCK + place)
+    tl.store(tokens_ptr + row, tl.minimum(chunk.to(tl.int64) * CHUNK + block * BLOCK + place, vocab_size - 1))
 
 
 @triton.jit

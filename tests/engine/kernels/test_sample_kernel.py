@@ -12,9 +12,8 @@ import torch
 from engine.kernels.triton.sample import sample_tokens
 from engine.sampling.counter_random import uniform
 from engine.sampling.row_params import SamplingTensors
-from engine.sampling.sampler import sample
+from engine.sampling.sampler import sample, sample_each
 from engine.step.sequence import ScheduledSequence, Sequence
-from penstock.errors import InternalError
 from penstock.types import RequestId, SamplingParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,12 +101,34 @@ def test_the_first_of_equals_is_the_likeliest() -> None:
     assert on_device(logits, make_rows([{"temperature": 0.0}] * 2, 3)) == [0, 300]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_without_a_distribution_is_an_error(bad: float) -> None:
-    logits = torch.zeros(2, 300)
-    logits[1, 7] = bad
-    with pytest.raises(InternalError, match="request 1: its logits hold no finite distribution"):
-        on_device(logits, make_rows([{"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.5}], 3))
+@pytest.mark.parametrize("kind", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.5}])
+@pytest.mark.parametrize("bad", [{7: float("nan")}, {7: float("inf")}, {256: float("nan")}, "nan", "-inf"])
+def test_a_row_without_a_distribution_fails_alone(bad: dict[int, float] | str, kind: dict[str, Any]) -> None:
+    """Its token lies in the vocabulary all the same: with run-ahead it is embedded before anybody knows."""
+    logits = torch.randn(3, 300)
+    logits[1] = float(bad) if isinstance(bad, str) else logits[1]
+    for place, value in bad.items() if isinstance(bad, dict) else ():
+        logits[1, place] = value
+    rows = make_rows([{"temperature": 1.0}, kind, {"temperature": 0.0}], 3)
+    wanted, failed_on_host = sample_each(logits, rows, (3,))
+    with mock.patch("engine.sampling.sampler._kernel_for", return_value=sample_small):
+        tokens, failed = sample_each(logits.to(DEVICE), rows, (3,))
+    for errors in (failed_on_host, failed):
+        assert {place: error.message for place, error in errors.items()} == {
+            1: "request 1: its logits hold no finite distribution to sample from"
+        }
+    assert [tokens[place].token_id for place in (0, 2)] == [wanted[place].token_id for place in (0, 2)]
+    assert all(0 <= token.token_id < 300 for token in tokens)
+
+
+def test_greedy_rows_alone_are_checked_too() -> None:
+    logits = torch.full((2, 300), float("nan"))
+    logits[0] = torch.arange(300.0)
+    params = SamplingTensors.of([SamplingParams(max_tokens=1, temperature=0.0)] * 2, [1, 1], 300, DEVICE)
+    tokens, totals = sample_small(logits.to(DEVICE), params)
+    assert tokens[0] == 299
+    assert 0 <= tokens[1] < 300
+    assert totals.tolist() == [1.0, 0.0]
 
 
 def test_uniforms_are_those_of_the_host() -> None:

@@ -344,9 +344,11 @@ def test_logprobs_go_to_the_rows_that_ask_and_as_many_as_they_ask() -> None:
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
-def test_logits_that_are_not_finite_are_an_error_not_a_token() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [[0.0, float("nan")], [0.0, float("inf")], [float("-inf"), float("-inf")]])
+def test_logits_that_are_not_finite_are_an_error_not_a_token(bad: list[float], temperature: float) -> None:
     with pytest.raises(InternalError, match=r"request r: .* no finite distribution"):
-        sample(torch.tensor([[0.0, float("nan")]]), [row()], EOS)
+        sample(torch.tensor([bad]), [row(temperature=temperature)], EOS)
 
 
 def test_rows_and_logits_must_agree() -> None:

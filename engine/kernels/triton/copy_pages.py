@@ -1,8 +1,8 @@
 """Copies pages between pools on CUDA devices in one kernel (Triton): each byte is read once and written once.
 
 One program copies one block of one page. The plain-torch version is `copy_by_index` in `engine.kernels.page_copy`,
-which reads and writes everything twice. `to` may be memory of another device or process that the kernel's device can
-access.
+which reads and writes everything twice. `to` may be memory of another device or process that `source`'s device can
+access: the kernel takes addresses, because Triton refuses tensors of another device than the one it launches on.
 
 Shapes: `P` pages, `W` words of a page.
 """
@@ -20,11 +20,12 @@ from engine.kernels.checks import check_page_rows
 from engine.kernels.triton.common import cdiv
 from engine.kernels.upload import PageList, upload_pages
 
+_WORDS = {torch.int64: tl.int64, torch.uint8: tl.uint8}
 _BLOCK_WORDS = 2048  # 16 KiB of 8-byte words for 128 threads: eight loads of 16 bytes each; not tuned
 
 
 def copy_pages(to: torch.Tensor, source: torch.Tensor, to_pages: PageList, source_pages: PageList) -> None:
-    """Sets to[to_pages[i]] = source[source_pages[i]]; both are [P, W] of one dtype, contiguous.
+    """Sets to[to_pages[i]] = source[source_pages[i]]; both are [P, W], contiguous, of int64 or both uint8.
 
     Runs on the current stream of `source`'s device without waiting. Page numbers that are on the device already are
     read only by the kernel, which skips those outside a pool."""
@@ -35,22 +36,26 @@ def copy_pages(to: torch.Tensor, source: torch.Tensor, to_pages: PageList, sourc
     to_P, source_P = (upload_pages(pages, source.device) for pages in (to_pages, source_pages))
     with torch.cuda.device_of(source):
         _copy_kernel[(len(to_pages), cdiv(num_words, _BLOCK_WORDS))](
-            to, source, to_P, source_P, to.shape[0], source.shape[0], num_words, BLOCK=_BLOCK_WORDS, num_warps=4
-        )
+            to.data_ptr(), source.data_ptr(), to_P, source_P, to.shape[0], source.shape[0], num_words,
+            IS_ALIGNED=(to.data_ptr() | source.data_ptr() | num_words * source.element_size()) % 16 == 0,
+            WORD=_WORDS[source.dtype], BLOCK=_BLOCK_WORDS, num_warps=4,
+        )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["num_to_pages", "num_source_pages"],
+    do_not_specialize=["to_address", "source_address", "num_to_pages", "num_source_pages"],
     do_not_specialize_on_alignment=["to_page_ptr", "source_page_ptr"],
 )
 def _copy_kernel(
-    to_ptr,  # [P, W], contiguous
-    source_ptr,  # [P, W], contiguous
+    to_address,  # int64: of [P, W], contiguous
+    source_address,  # int64: of [P, W], contiguous
     to_page_ptr,  # int64, one for each page that is copied
     source_page_ptr,  # the same
     num_to_pages,  # of the pools
     num_source_pages,
     num_words,  # W
+    IS_ALIGNED: tl.constexpr,  # every page begins at a multiple of 16 bytes
+    WORD: tl.constexpr,  # type of a word
     BLOCK: tl.constexpr,
 ):  # grid: (pages that are copied, blocks of a page)
     to_page = tl.load(to_page_ptr + tl.program_id(0))
@@ -59,5 +64,10 @@ def _copy_kernel(
         return
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = word < num_words
-    words = tl.load(source_ptr + source_page * num_words + word, mask=mask)
-    tl.store(to_ptr + to_page * num_words + word, words, mask=mask)
+    source_ptr = source_address.to(tl.pointer_type(WORD)) + source_page * num_words
+    to_ptr = to_address.to(tl.pointer_type(WORD)) + to_page * num_words
+    if IS_ALIGNED:  # known of tensors, not of numbers; without it words are moved one by one
+        source_ptr = tl.multiple_of(source_ptr, 16)
+        to_ptr = tl.multiple_of(to_ptr, 16)
+    words = tl.load(source_ptr + word, mask=mask)
+    tl.store(to_ptr + word, words, mask=mask)

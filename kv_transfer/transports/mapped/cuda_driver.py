@@ -69,6 +69,7 @@ class CudaDriver:
             "cuIpcGetMemHandle": [ctypes.POINTER(_Handle), pointer],
             "cuIpcOpenMemHandle_v2": [ctypes.POINTER(pointer), _Handle, ctypes.c_uint],
             "cuIpcCloseMemHandle": [pointer],
+            "cuMemcpyDtoH_v2": [ctypes.c_void_p, pointer, size],
         }
         self._functions = {name: _typed(getattr(library, name), types) for name, types in arguments.items()}
         self._call("cuInit", 0)
@@ -79,7 +80,7 @@ class CudaDriver:
         with self._context(tensor.device):
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
             try:
-                self._call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+                self._call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)  # of a part there is none
             except TransferError as error:
                 raise TransferError(
                     f"{error}: the pool's memory cannot be shared with other processes; leave expandable_segments out "
@@ -105,6 +106,12 @@ class CudaDriver:
                 self._call("cuIpcCloseMemHandle", mapped.value)
                 raise TransferError(f"memory of another process: {error}") from error
         return opened
+
+    def read(self, opened: torch.Tensor, start: int, num_bytes: int, device: torch.device) -> bytes:
+        found = ctypes.create_string_buffer(num_bytes)
+        with self._context(device):
+            self._call("cuMemcpyDtoH_v2", ctypes.addressof(found), opened.data_ptr() + start, num_bytes)
+        return found.raw
 
     def close(self, opened: torch.Tensor, device: torch.device) -> None:
         """Unmaps the whole allocation, wherever in it `opened` begins."""

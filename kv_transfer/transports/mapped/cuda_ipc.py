@@ -39,6 +39,10 @@ class DeviceMemoryDriver(Protocol):
     def open(self, handle: bytes, offset: int, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Maps bytes of another process's allocation, as uint8 that kernels on `device` can reach."""
 
+    def read(self, opened: torch.Tensor, start: int, num_bytes: int, device: torch.device) -> bytes:
+        """Copies opened bytes to the host; blocks. `device` is the one that they were opened for: torch says of the
+        tensor that it is on the device that owns the memory, where this process may have no business."""
+
     def close(self, opened: torch.Tensor, device: torch.device) -> None:
         """Unmaps what `open` returned for that device. Neither it nor its views may be in use."""
 
@@ -106,12 +110,8 @@ class _MappedMemory:
         self.num_pages = num_pages
         pool_bytes = num_pages * own.page_bytes
         try:
-            found = PageBuffer.staging(1, TRAILER_BYTES, own.device)
-            if self._stream is not None:  # earlier work may still write to this recycled memory
-                self._stream.wait_stream(torch.cuda.current_stream(own.device))
-            # Copied as pages are: memory out of reach shows here, where another transport can still be tried.
-            self._copy(found, PageBuffer(self._opened[-TRAILER_BYTES:].view(1, -1)), [PageId(0)], [PageId(0)])
-            if not is_mark(found.tensor[0, :MARK_BYTES].cpu().numpy().tobytes(), mark):
+            # Memory out of reach shows here, where another transport can still be tried.
+            if not is_mark(driver.read(self._opened, num_bytes - TRAILER_BYTES, MARK_BYTES, own.device), mark):
                 raise TransferError("the opened memory is another process's")
             self._pages = PageBuffer(self._opened[:pool_bytes].view(num_pages, -1))
         except BaseException:
@@ -127,18 +127,8 @@ class _MappedMemory:
     ) -> None:
         if self._pages is None:
             raise TransferError("the receiver's pool is unmapped")
-        self._copy(self._pages, source, src_pages, dst_pages, layer_group)
-
-    def _copy(
-        self,
-        to: PageBuffer,
-        source: PageBuffer,
-        src_pages: Sequence[PageId],
-        dst_pages: Sequence[PageId],
-        layer_group: LayerGroup = ALL_LAYERS,
-    ) -> None:
         with torch.cuda.stream(self._stream):  # type: ignore[arg-type]  # None: no effect
-            to.copy_part(source, src_pages, dst_pages, layer_group)
+            self._pages.copy_part(source, src_pages, dst_pages, layer_group)
         if self._stream is not None:
             self._stream.synchronize()
 

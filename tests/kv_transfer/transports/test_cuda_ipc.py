@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -128,6 +129,7 @@ class FakeLibrary:
 
     def __init__(self, failing: str = "") -> None:
         self.calls: list[str] = []
+        self.devices: list[object] = []
         self._failing = failing
 
     def __getattr__(self, name: str) -> object:
@@ -140,8 +142,14 @@ class FakeLibrary:
                 arguments[0]._obj.value, arguments[1]._obj.value = 1 << 20, 1 << 20  # type: ignore[attr-defined]
             if name == "cuGetErrorName":
                 arguments[1]._obj.value = b"CUDA_ERROR_OF_THE_TEST"  # type: ignore[attr-defined]
+            if name == "cuDeviceGet":
+                self.devices.append(arguments[1])
             if name == "cuIpcGetMemHandle":
+                assert arguments[1] == 1 << 20, "the driver has handles of whole allocations"
                 arguments[0]._obj.reserved[:] = range(64)  # type: ignore[attr-defined]
+            if name == "cuMemcpyDtoH_v2":
+                assert arguments[1:] == ((1 << 20) + 512 + 7, 5)
+                ctypes.memmove(arguments[0], b"bytes", 5)  # type: ignore[arg-type]
             return 201 if name == self._failing else 0
 
         setattr(self, name, call)
@@ -161,6 +169,30 @@ def test_a_handle_names_the_allocation_and_the_offset_in_it() -> None:
     assert (handle, offset) == (bytes(range(64)), 512)
     assert library.calls.count("cuCtxPushCurrent_v2") == library.calls.count("cuCtxPopCurrent_v2") == 1
     assert library.calls.count("cuDevicePrimaryCtxRetain") == library.calls.count("cuDevicePrimaryCtxRelease_v2") == 1
+
+
+def test_memory_of_another_device_is_read_in_the_own_ones_context() -> None:
+    library = FakeLibrary()
+    remote = FakeTensor()
+    remote.device = torch.device("cuda", 0)
+    assert cuda_driver.CudaDriver(library).read(remote, 7, 5, torch.device("cuda", 1)) == b"bytes"  # type: ignore[arg-type]
+    assert library.devices == [1]
+
+
+def test_no_tensor_of_the_opened_memory_reaches_a_kernel(driver: DriverDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch places it on the device that owns it, where kernels of this process must not be launched."""
+    target, copied = pool(), list[torch.Tensor]()
+    handle, offset = driver.export(target)
+    end = trailer(target)
+    assert end is not None
+    end[:32] = 9
+    monkeypatch.setattr(PageBuffer, "copy_from", lambda self, source, *pages: copied.append(source.tensor))
+    sending = cuda_ipc.make_sender(PageBuffer(own := pool()), config("cuda_ipc"), lambda: None)
+    opened = sending._open_pool([handle, offset, NUM_PAGES * PAGE_BYTES + TRAILER_BYTES, b"\t" * 32], NUM_PAGES)
+    assert copied == []  # the mark is read by the driver
+    opened.write(PageBuffer(own), [PageId(0)], [PageId(1)])
+    assert [tensor.data_ptr() for tensor in copied] == [own.data_ptr()]
+    opened.close()
 
 
 def test_memory_without_a_handle_is_a_typed_error_and_the_context_is_released() -> None:

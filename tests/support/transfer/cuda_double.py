@@ -62,6 +62,9 @@ class DriverDouble:
             os.close(own_fd)
         return torch.frombuffer(self.mapped[-1], dtype=torch.uint8, offset=offset, count=num_bytes)
 
+    def read(self, opened: torch.Tensor, start: int, num_bytes: int, device: torch.device) -> bytes:
+        return opened[start : start + num_bytes].numpy().tobytes()
+
     def close(self, opened: torch.Tensor, device: torch.device) -> None:
         address = opened.data_ptr()
         self.mapped = [file for file in self.mapped if torch.frombuffer(file, dtype=torch.uint8).data_ptr() != address]

@@ -275,7 +275,7 @@ BAD = {
         "chat/completions",
         {**CHAT, "response_format": {"type": "xml"}},
         "response_format.type",
-        "give text, json_object or json_schema",
+        "give text, json_object, json_schema or structural_tag",
     ),
     "role": ("chat/completions", {"messages": [{"role": "tools", "content": "x"}]}, "messages[0].role", "give one of"),
     "no messages": ("chat/completions", {"messages": []}, "messages", "messages: is empty; give at least one message"),

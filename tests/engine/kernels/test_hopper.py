@@ -59,6 +59,32 @@ def test_wide_tiles_run_on_the_matrix_units_of_a_hopper(compiled: dict[str, list
         assert compiled[name][0]["has_wgmma"], name
 
 
+# The launches with the largest tiles. Codes in fp8 need compute capability 8.9.
+WIDEST = ["decode", "prefill", "prefill of 256", "latents of a chunk", "experts, many rows", "int4, many rows"]
+OTHER_GPUS = {
+    "A100": (80, 163 << 10, WIDEST),
+    "A10": (86, 99 << 10, WIDEST),
+    "L40S": (89, 99 << 10, [*WIDEST, "prefill of fp8", "fp8, many rows"]),
+    "B200": (100, 227 << 10, WIDEST),
+}
+
+
+@pytest.mark.parametrize("gpu", OTHER_GPUS)
+def test_the_widest_launches_fit_the_shared_memory_of_other_gpus(gpu: str) -> None:
+    """`python -m tests.support.engine.hopper CAPABILITY BYTES` compiles all launches, which takes half a minute."""
+    capability, shared_bytes, names = OTHER_GPUS[gpu]
+    compiled = run("tests.support.engine.hopper", str(capability), str(shared_bytes), *names)
+    assert compiled.keys() == set(names)
+    for name, launches in compiled.items():
+        for kernel in launches:
+            assert kernel["shared_bytes"] <= shared_bytes, name
+
+
+def test_pages_are_copied_in_wide_words(compiled: dict[str, list[dict[str, Any]]]) -> None:
+    """The kernel takes addresses as numbers, of which the compiler knows no alignment by itself."""
+    assert compiled["copies of pages"][0]["has_wide_loads"]
+
+
 def test_three_decode_programs_fit_a_multiprocessor(compiled: dict[str, list[dict[str, Any]]]) -> None:
     """Three programs per multiprocessor hide the latency of memory."""
     for name in ("decode", "decode of 96", "decode of fp8"):

@@ -1,7 +1,8 @@
-"""Compiles Triton kernels for a Hopper, without one: every launch inside `recording`, with the shapes of the call.
+"""Compiles Triton kernels for a GPU, without one: every launch inside `recording`, with the shapes of the call.
 
 Nothing is computed: a launch compiles to machine code and reports what that uses. `python -m
-tests.support.engine.hopper` does so with the engine's kernels, in its own process with TRITON_INTERPRET=0, because
+tests.support.engine.hopper` does so with the engine's kernels for a Hopper, `... 86 101376 NAME...` with some launches
+for another compute capability and its shared memory. It is a process of its own with TRITON_INTERPRET=0, because
 importing decides whether to interpret.
 """
 
@@ -13,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
-from engine.kernels.triton.attention import join_splits
+from engine.kernels.triton.attention import join_splits, tuning
 from engine.kernels.triton.backend import TritonAttention, TritonOps
+from engine.kernels.triton.copy_pages import copy_pages
 from engine.kernels.triton.grouped_gemm import grouped_gemm
 from engine.kernels.triton.quantize_rows import quantize_rows
 from engine.kernels.triton.quantized_gemm import QuantizedGemm
@@ -36,8 +38,9 @@ from engine.sampling.row_params import SamplingTensors
 from engine.weights.quantized_weight import Kind, quantize_weight
 from penstock.types import SamplingParams
 
-_HOPPER = GPUTarget("cuda", 90, 32)
-_BACKEND = make_backend(_HOPPER)
+_CAPABILITY = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else 90
+_TARGET = GPUTarget("cuda", _CAPABILITY, 32)
+_BACKEND = make_backend(_TARGET)
 _BINDERS: dict[JITFunction[Any], Any] = {}
 
 
@@ -48,6 +51,7 @@ class Compiled:
     registers: int
     stack_bytes: int  # values that do not fit the registers
     has_wgmma: bool  # a Hopper's own matrix instruction
+    has_wide_loads: bool  # of 16 bytes
 
 
 _BUILT: dict[tuple[str, str, str], Compiled] = {}  # by variant
@@ -94,10 +98,12 @@ def _compile(kernel: JITFunction[Any], args: tuple[Any, ...], options: dict[str,
     if key not in _BUILT:
         parsed, signature, constants, attributes = kernel._pack_args(_BACKEND, options, bound, specialization, choices)
         source = ASTSource(kernel, signature, constants, attributes)
-        built = triton.compile(source, target=_HOPPER, options=parsed.__dict__)
+        built = triton.compile(source, target=_TARGET, options=parsed.__dict__)
         registers, stack = _resources(built.asm["cubin"])
-        has_wgmma = "wgmma.mma_async" in built.asm["ptx"]
-        _BUILT[key] = Compiled(kernel.fn.__name__, built.metadata.shared, registers, stack, has_wgmma)
+        code = built.asm["ptx"]
+        is_wide = re.search(r"ld\.global\S*\.v(4\.b32|2\.b64)", code) is not None
+        has_wgmma = "wgmma.mma_async" in code
+        _BUILT[key] = Compiled(kernel.fn.__name__, built.metadata.shared, registers, stack, has_wgmma, is_wide)
     return _BUILT[key]
 
 
@@ -159,6 +165,10 @@ def _layer() -> None:
     TritonAttention().store_qkv(zeros(8, 48, 128), angles, norms, layer, _batch(8, 0, 64), ops)
 
 
+def _copy_pages() -> None:
+    copy_pages(zeros(4, 4096, dtype=torch.int64), zeros(4, 4096, dtype=torch.int64), [1], [2])
+
+
 def _quantized(kind: Kind, num_rows: int) -> None:
     QuantizedGemm(quantize_weight(zeros(256, 1024), kind), None)(zeros(num_rows, 1024))
 
@@ -193,6 +203,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "latents of a chunk": lambda: _latent(0, 2048),
     "layer": _layer,
     "sampling": _sample,
+    "copies of pages": _copy_pages,
     "experts, few rows": lambda: _experts(16),
     "experts, many rows": lambda: _experts(128 * 128),
     "int4, few rows": lambda: _quantized("int4", 1),
@@ -205,15 +216,16 @@ LAUNCHES: dict[str, Callable[[], None]] = {
 }
 
 
-def main() -> int:
+def main(shared_bytes: int = tuning.HOPPER_SHARED_BYTES, names: Sequence[str] = ()) -> int:
     found = {}
-    for name, launch in LAUNCHES.items():
+    tuning.shared_bytes = lambda device: shared_bytes  # type: ignore[assignment]  # else that of the device, a CPU
+    for name in names or LAUNCHES:
         with recording() as compiled, mock.patch.object(join_splits, "_num_multiprocessors", return_value=132):
-            launch()
+            LAUNCHES[name]()
         found[name] = [asdict(kernel) for kernel in compiled]
     json.dump(found, sys.stdout)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[2]), sys.argv[3:]) if len(sys.argv) > 2 else main())

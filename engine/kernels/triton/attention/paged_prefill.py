@@ -23,7 +23,7 @@ from engine.kernels.checks import check_index, check_queries
 from engine.kernels.metadata import MIN_SPLIT_TOKENS
 from engine.kernels.triton.attention.attend import LIFT, Scores, attend
 from engine.kernels.triton.attention.join_splits import PER_STEP, Partials, choose_splits, join_splits, split_of
-from engine.kernels.triton.attention.tuning import KernelConfig, select_config
+from engine.kernels.triton.attention.tuning import KernelConfig, fitted, select_config
 from engine.kernels.triton.common import cdiv, dot_type, next_power_of_2
 
 
@@ -110,7 +110,7 @@ def _select(q_TNH: torch.Tensor, pool_layer: torch.Tensor, groups: int, max_quer
 
 def default_config(q: torch.Tensor, pool_layer: torch.Tensor, groups: int, max_query_len: int) -> KernelConfig:
     """Returns the untuned configuration: enough rows for the longest chunk, up to what two groups of four warps
-    multiply at once on a Hopper."""
+    multiply at once on a Hopper, within the device's shared memory."""
     wanted = max(16, next_power_of_2(max_query_len * groups), next_power_of_2(groups))
     if q.dtype == torch.float32:  # not on tensor cores: registers are scarce
         return KernelConfig(min(wanted, max(32, next_power_of_2(groups))), 32, num_warps=4, num_stages=2)
@@ -119,7 +119,14 @@ def default_config(q: torch.Tensor, pool_layer: torch.Tensor, groups: int, max_q
     tile = 128 if head_dim <= 64 else 64
     if pool_layer.itemsize == 1 and head_dim != 128:  # codes take registers besides their decoded values
         tile //= 2
-    return KernelConfig(rows, tile, num_warps=8 if rows >= 128 else 4, num_stages=2 if head_dim > 128 else 5)
+    config = KernelConfig(rows, tile, num_warps=8 if rows >= 128 else 4, num_stages=2 if head_dim > 128 else 5)
+
+    def needed(tried: KernelConfig) -> int:
+        """Returns the bytes of the queries and of the tiles of K and V that are on their way, as a Hopper has them."""
+        tiles = 2 * (tried.num_stages // 2 + 1) * tried.tile * pool_layer.element_size()
+        return head_dim * (tried.rows * q.element_size() + tiles) + 1024
+
+    return fitted(config, needed, q.device)
 
 
 @triton.jit(**PER_STEP)

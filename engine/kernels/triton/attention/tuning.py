@@ -2,7 +2,7 @@
 
 Nothing is measured while serving. `python -m benchmarks.gpu.tune` measures on the GPU at hand and stores the fastest
 configurations in a file of the cache folder; files in `engine/kernels/tuned` ship with the package. Other shapes use
-the kernel's default, derived from a Hopper's shared memory and registers.
+the kernel's default, derived from a Hopper's registers and the device's shared memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import functools
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ class KernelConfig:
     num_stages: int
 
 
+HOPPER_SHARED_BYTES = 227 << 10  # of a multiprocessor, available to one program
 Tuned = dict[str, dict[str, KernelConfig]]  # by kernel and shape
 
 
@@ -37,6 +39,35 @@ def select_config(kernel: str, shape: str, default: KernelConfig, device: torch.
     if device.type != "cuda":
         return default
     return load_tuned(device_name(device)).get(kernel, {}).get(shape, default)
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Returns how much shared memory a program may use on the device: 163 KiB on an A100, 99 on Ada and GA10x."""
+    if device.type != "cuda":
+        return HOPPER_SHARED_BYTES
+    from triton.runtime.driver import driver
+
+    found: dict[str, int] = driver.active.utils.get_device_properties(device.index or 0)  # what launches are held to
+    return found["max_shared_mem"]
+
+
+def fitted(config: KernelConfig, needed: Callable[[KernelConfig], int], device: torch.device) -> KernelConfig:
+    """Returns the configuration, with fewer stages, then shorter tiles, then fewer rows, as the device's shared memory
+    requires. `needed` returns an upper bound of the bytes that a configuration takes."""
+    limit = shared_bytes(device)
+    while needed(config) > limit:
+        if config.num_stages > 2:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.tile > 32:
+            config = replace(config, tile=config.tile // 2)
+        elif config.rows > 64:
+            config = replace(config, rows=config.rows // 2, num_warps=4)
+        elif config.tile > 16:
+            config = replace(config, tile=config.tile // 2)
+        else:
+            return config  # the launch says what is missing
+    return config
 
 
 @functools.cache

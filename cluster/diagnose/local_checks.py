@@ -84,7 +84,7 @@ def judge_gpu(index: int, cells: list[str]) -> Finding:
 
 
 def _check_nixl() -> Finding:
-    if importlib.util.find_spec("nixl") or importlib.util.find_spec("nixl_cu12"):
+    if any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")):
         return Finding("nixl", _HERE, Severity.OK, "installed")
     text = "not installed: between hosts, KV pages travel over torch.distributed"
     return Finding("nixl", _HERE, Severity.SKIPPED, text, "for RDMA: pip install 'penstock[nixl]' on every node")

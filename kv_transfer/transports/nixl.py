@@ -15,8 +15,10 @@ proves the end of its writes. Over RDMA it does not; there only the end of the r
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import torch
 
 from kv_transfer.layout.pages import PageBuffer
 from kv_transfer.session.handshake import take
@@ -51,6 +54,8 @@ from penstock.types import Epoch, PageId
 NAME = "nixl"
 MAX_REMOTE_PAGES = 1 << 26  # in an offer: bounds the descriptor list that this end builds for it
 PROBE_POLL_S = 0.0005
+PROBE_BYTES = 64  # of random bytes beside the pool, which a sender reads and compares when it connects
+NUM_PATTERNS = 256  # connections that a sender opens at once
 HELLO = "hello"
 METADATA_PIECE_BYTES = 32 << 10  # in a frame; metadata has 0.5 KB here, tens with many RDMA interfaces
 MAX_METADATA_BYTES = 1 << 20
@@ -68,7 +73,10 @@ class NixlReceiver:
     def __init__(self, pages: PageBuffer, config: TransferConfig, landing: Landing) -> None:
         self._pages = pages
         self._config = config
-        self._agent = NixlAgent(pages, config)
+        self._pattern = secrets.token_bytes(PROBE_BYTES)
+        self._probe = PageBuffer.staging(1, PROBE_BYTES, pages.device)
+        self._probe.tensor.copy_(torch.frombuffer(bytearray(self._pattern), dtype=torch.uint8))
+        self._agent = self._open_agent()
         self._metadata: bytes = self._agent.api.get_agent_metadata()
         self._granting = threading.Lock()  # while the metadata is sent, or replaced
         self.stray_s = PACKET_LIFETIME_S if self._agent.uses_rdma else 0.0
@@ -76,9 +84,20 @@ class NixlReceiver:
         writes_end = WritesEnd.WITH_MEMORY if self._agent.uses_rdma else WritesEnd.WITH_CHANNEL
         self._channels = PeerChannels(NAME, config, landing, self._serve, writes_end)
 
+    def _open_agent(self) -> NixlAgent:
+        agent = NixlAgent(self._pages, self._config)
+        try:
+            agent.register(self._probe.tensor)
+        except agent.errors as error:
+            agent.close()
+            raise TransferError(f"{NAME} agent: {error}{agent.advice}") from error
+        return agent
+
     def offer(self, peer: Peer) -> Details:
         return {
             **self._channels.offer(peer),
+            "probe_address": self._probe.address,
+            "probe_pattern": self._pattern,
             "address": self._pages.address,
             "device": self._agent.device,
             "num_pages": self._pages.num_pages,
@@ -139,7 +158,7 @@ class NixlReceiver:
         if not self._agent.uses_rdma:
             return  # a peer on this host is gone once its channel has ended
         with self._granting:
-            agent = NixlAgent(self._pages, self._config)
+            agent = self._open_agent()
             old, self._agent, self._metadata = self._agent, agent, agent.api.get_agent_metadata()
             try:
                 old.close()
@@ -288,24 +307,29 @@ class NixlLink:
                 self._agent.api.remove_remote_agent(self._remote_name)
         self._channel.close()
 
-    def probe(self, scratch: Any, deadline_s: float, epoch: Epoch) -> None:
-        """Proves the path in both directions: reads one remote page into `scratch`. Blocks until `deadline_s`.
-
-        The receiver polls while it expects a peer, so that UCX can finish its handshake; the hello ends that polling.
-        """
-        api, first = self._agent.api, np.zeros(1, dtype=np.int32)
+    def read_first(self, local: Any, row: int, remote: Any, deadline_s: float) -> None:
+        """Reads the first remote descriptor into local descriptor `row`, which proves the path both ways. Blocks until
+        `deadline_s`; the receiver polls while it expects a peer, so that UCX can finish its handshake. Raises
+        TransferError."""
+        api, pause = self._agent.api, threading.Event()
         try:
             with self._agent.lock:
-                handle = api.make_prepped_xfer("READ", scratch, first, self._remote, first)
+                rows, first = np.array([row], dtype=np.int32), np.zeros(1, dtype=np.int32)
+                handle = api.make_prepped_xfer("READ", local, rows, remote, first)
                 self._handles.add(handle)
                 api.transfer(handle)
-            pause = threading.Event()
             while not self.is_done(handle):
                 if time.monotonic() > deadline_s:
                     raise TransferError("no answer in time")
                 pause.wait(PROBE_POLL_S)  # without its progress thread UCX offers nothing to wait on
+        except self._agent.errors as error:
+            raise self._fail(error) from error
+
+    def greet(self, epoch: Epoch) -> None:
+        """Ends the receiver's polling for this peer. Raises TransferError."""
+        try:
             with self._agent.lock:
-                api.send_notif(self._remote_name, msgpack.packb([HELLO, epoch]))
+                self._agent.api.send_notif(self._remote_name, msgpack.packb([HELLO, epoch]))
         except self._agent.errors as error:
             raise self._fail(error) from error
 
@@ -334,6 +358,10 @@ class NixlSender:
         self._agent.register(self._scratch_buffer.tensor)
         self._local = self._prepare_local(pages)
         self._scratch = self._prepare_local(self._scratch_buffer)
+        self._patterns_buffer = PageBuffer.staging(NUM_PATTERNS, PROBE_BYTES, pages.device)
+        self._agent.register(self._patterns_buffer.tensor)
+        self._patterns = self._prepare_local(self._patterns_buffer)
+        self._next_pattern = itertools.count()
 
     def suits(self, details: Details) -> bool:
         """Returns whether both ends have RDMA or share a host; otherwise UCX would use TCP."""
@@ -370,16 +398,42 @@ class NixlSender:
         channel.set_timeout(None)
         link = NixlLink(agent, channel, self._wake, self._local, remote_name, remote, num_pages)
         try:
-            link.probe(self._scratch, deadline_s, self._epoch)
-        except TransferError:
+            link.read_first(self._scratch, 0, remote, deadline_s)
+            self._compare_probe(link, remote_name, details, deadline_s)
+            link.greet(self._epoch)
+        except TransferError as error:
             link.close()
-            raise
+            raise TransferError(f"{error}{agent.advice}") from error
         return link
+
+    def _compare_probe(self, link: NixlLink, remote_name: str, details: Details, deadline_s: float) -> None:
+        """Reads bytes that both ends know, because a transfer of memory that UCX takes for another kind can succeed
+        without moving any. Blocks until `deadline_s`. Raises TransferError."""
+        agent, address = self._agent, take(details, "probe_address", int)
+        if not 0 <= address < 1 << 63:
+            raise TransferError(f"offer.probe_address: {address:#x} is out of range")
+        slot = next(self._next_pattern) % NUM_PATTERNS  # several connect at once
+        found = self._patterns_buffer.tensor[slot]
+        found.zero_()
+        found.cpu()  # waits until it is zero
+        try:
+            with agent.lock:
+                probe = agent.prepare(remote_name, address, take(details, "device", int), 1, PROBE_BYTES)
+        except agent.errors as error:
+            raise TransferError(f"{NAME} probe: {error}") from error
+        try:
+            link.read_first(self._patterns, slot, probe, deadline_s)
+        finally:
+            with agent.lock:
+                probe.release()
+        if bytes(found.tolist()) != take(details, "probe_pattern", bytes):
+            raise TransferError(f"{NAME} reports that {agent.memory} memory was read, but the bytes have not arrived")
 
     def close(self) -> None:
         with self._agent.lock:
             self._local.release()
             self._scratch.release()
+            self._patterns.release()
         self._agent.close()
 
     def _prepare_local(self, pages: PageBuffer) -> Any:

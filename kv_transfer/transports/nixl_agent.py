@@ -31,18 +31,31 @@ from kv_transfer.layout.pages import PageBuffer
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
 
+_BUILDS = ("nixl_cu13", "nixl_cu12", "nixl")  # "nixl" chooses one of the others by torch's CUDA
+
 
 def is_installed() -> bool:
-    return module_name() is not None
+    """Returns whether any build of NIXL is here, also one that does not fit torch's CUDA: `module_name` says so."""
+    return bool(_installed_builds())
 
 
-def module_name() -> str | None:
-    """Returns the build of NIXL that fits torch's CUDA, if any. A process may import only one."""
-    major = (torch.version.cuda or "12").split(".")[0]
-    for name in (f"nixl_cu{major}", "nixl_cu12", "nixl_cu13", "nixl"):
-        if importlib.util.find_spec(name) is not None:
-            return name
-    return None
+def module_name() -> str:
+    """Returns the build of NIXL that fits torch's CUDA; any build fits a torch without CUDA. A process may import only
+    one. Raises TransferError that names the package to install."""
+    builds = _installed_builds()
+    if torch.version.cuda is None and builds:
+        return builds[0]
+    major = (torch.version.cuda or "13").split(".")[0]
+    fitting = [name for name in (f"nixl_cu{major}", "nixl") if name in builds]
+    if fitting:
+        return fitting[0]
+    found = f"is installed as {', '.join(builds)}, but torch has CUDA {major}" if builds else "is not installed"
+    extra = "nixl" if major == "13" else f"nixl-cu{major}"
+    raise TransferError(f"NIXL {found}; pip install 'penstock[{extra}]'")
+
+
+def _installed_builds() -> list[str]:
+    return [name for name in _BUILDS if importlib.util.find_spec(name) is not None]
 
 
 class NixlAgent:
@@ -50,8 +63,6 @@ class NixlAgent:
 
     def __init__(self, pages: PageBuffer, config: TransferConfig) -> None:
         name = module_name()
-        if name is None:
-            raise TransferError("NIXL is not installed; pip install 'penstock[nixl]'")
         self.uses_rdma = has_rdma() and not _is_loopback(config.host)
         if not self.uses_rdma and not has_cma():
             raise TransferError("no RDMA port is active and process_vm_writev is not permitted; use another transport")
@@ -73,7 +84,17 @@ class NixlAgent:
             self.api: Any = api.nixl_agent(self.name, settings)
             self.register(pages.tensor)
         except self.errors as error:
-            raise TransferError(f"NIXL agent: {error}") from error
+            raise TransferError(f"NIXL agent: {self.memory} memory: {error}{self.advice}") from error
+
+    @property
+    def advice(self) -> str:
+        """Returns what to do where NIXL does not reach this memory, to be appended to an error."""
+        if self.memory == "DRAM":
+            return ""
+        return (
+            "; UCX reaches a GPU's memory only with its CUDA modules: let UCX_TLS allow cuda_copy and cuda_ipc, let "
+            "UCX_MODULE_DIR be unset or name the modules of the installed NIXL, or set transfer.transport to another"
+        )
 
     @classmethod
     def warm_up(cls, config: TransferConfig) -> None:
@@ -129,8 +150,8 @@ def has_cma() -> bool:
 def _configure_ucx(uses_rdma: bool) -> None:
     """Sets what the user has not set. Must run before UCX is loaded. Raises TransferError if UCX_TLS would let pages
     travel over TCP."""
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")  # a lost peer is our error to report, not a line on stderr
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # its Python part logs to stdout
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")  # only the log says why memory could not be registered
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # above that, its Python part logs to stdout
     if uses_rdma:
         transports = os.environ.setdefault("UCX_TLS", "^tcp")
         if _allows(transports, "tcp"):

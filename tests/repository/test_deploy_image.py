@@ -96,6 +96,12 @@ def test_the_images_packages_are_those_of_the_constraints(variant: str) -> None:
     assert "setuptools" in locked
 
 
+def test_the_images_nixl_is_built_for_the_cuda_of_its_torch() -> None:
+    locked = image_locks.pins((image_locks.LOCKS / "cuda.txt").read_text())
+    majors = {name.rpartition("-cu")[2] for name in locked if name.startswith("nvidia-nccl-cu")}
+    assert {name for name in locked if name.startswith("nixl")} == {f"nixl-cu{major}" for major in majors}
+
+
 def test_a_package_without_a_hash_is_found() -> None:
     text = "a==1 \\\n    --hash=sha256:" + "0" * 64 + "\nb==2\nc_d==3 \\\n    --hash=sha256:short\n"
     assert image_locks.pins(text) == {"a": "1", "b": "2", "c-d": "3"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from kv_transfer.receive.receiver import TransferReceiver
 from kv_transfer.transports import nixl_agent
 from kv_transfer.transports.mapped.ends import MappedReceiver
+from kv_transfer.transports.nixl import NixlReceiver
 from kv_transfer.transports.nixl_agent import _configure_ucx
 from penstock.errors import TransferError
+from penstock.types import Epoch, PageId
 from tests.support.transfer.transfer_child import make_target
-from tests.support.transfer.transfer_pair import Log, config, receiver
+from tests.support.transfer.transfer_pair import PREFILL, Log, config, key, receiver, sender
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +82,67 @@ def test_without_stray_writes_the_fence_is_lifted_at_once() -> None:
         assert lifted.is_set()
     finally:
         end.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "installed", "chosen"),
+    [
+        (None, ["nixl_cu12"], "nixl_cu12"),
+        ("13.0", ["nixl_cu12", "nixl_cu13"], "nixl_cu13"),
+        ("12.8", ["nixl", "nixl_cu12", "nixl_cu13"], "nixl_cu12"),
+        ("13.0", ["nixl"], "nixl"),
+    ],
+)
+def test_the_build_of_nixl_is_that_of_torchs_cuda(
+    cuda: str | None, installed: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in installed else None)
+    assert nixl_agent.module_name() == chosen
+
+
+def test_a_build_of_nixl_for_another_cuda_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would load, and register no GPU memory: its UCX has modules for a CUDA that is not there."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name == "nixl_cu12" else None)
+    assert nixl_agent.is_installed(), "so that the transports say why it is left out"
+    with pytest.raises(TransferError, match=r"nixl_cu12, but torch has CUDA 13; pip install 'penstock\[nixl\]'"):
+        nixl_agent.module_name()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not nixl_agent.is_installed()
+    with pytest.raises(TransferError, match=r"NIXL is not installed; pip install 'penstock\[nixl\]'"):
+        nixl_agent.module_name()
+
+
+def test_what_nixl_and_ucx_say_of_a_failure_is_logged() -> None:
+    _configure_ucx(uses_rdma=True)
+    assert (os.environ["UCX_LOG_LEVEL"], os.environ["NIXL_LOG_LEVEL"]) == ("error", "ERROR")
+
+
+@pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")
+def test_a_transfer_that_moves_no_bytes_is_found_at_connect() -> None:
+    """The receiver's probe holds other bytes than it says, as if the read had ended without effect."""
+    to, origin = receiver(make_target(4, 64), Log(), config("nixl")), None
+    try:
+        (transport,) = to._transports
+        assert isinstance(transport, NixlReceiver)
+        transport._probe.tensor.zero_()
+        log = Log()
+        origin = sender(make_target(4, 64), log, config("nixl"))
+        to.open(key(1), [PageId(2)])
+        origin.open(key(1), to.offer(PREFILL, Epoch(1)))
+        origin.push(key(1), 0, [PageId(1)], [PageId(2)])
+        log.wait(lambda: bool(log.failed))
+        assert "DRAM memory was read, but the bytes have not arrived" in str(log.failed[0][1])
+    finally:
+        if origin is not None:
+            origin.shutdown()
+        to.shutdown()
+
+
+def test_an_agent_of_gpu_memory_says_what_ucx_needs() -> None:
+    agent = object.__new__(nixl_agent.NixlAgent)
+    agent.memory = "VRAM"
+    assert all(name in agent.advice for name in ("UCX_TLS", "cuda_copy", "UCX_MODULE_DIR", "transfer.transport"))
+    agent.memory = "DRAM"
+    assert agent.advice == ""

@@ -358,7 +358,7 @@ def test_an_unknown_token_gets_no_connection() -> None:
 
 
 def test_a_configured_transport_that_is_missing_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent, "module_name", lambda: None)
+    monkeypatch.setattr(nixl_agent, "_installed_builds", list)
     source, _ = make_pools()
     with pytest.raises(ConfigError, match=r"transfer.transport = 'nixl'.*penstock\[nixl\]"):
         sender(source, Log(), config("nixl"))

@@ -83,8 +83,8 @@ class CompletionStage:
 def stages_of(ended: EndedCompletion) -> list[CompletionStage]:
     """Returns the stages in their order.
 
-    Workers report durations, which are laid out from the moment at which the last placement was sent; calls between
-    processes leave gaps. Of a split prompt, whose parts take turns, `queue`, `prefill` and `transfer` are the sums.
+    Workers report durations, which are laid out from the moment at which the last placement was sent, and end with the
+    first token at the latest; calls between processes leave gaps. Of a split prompt, whose parts take turns, `queue`, `prefill` and `transfer` are the sums.
     """
     timing, first = ended.timing, ended.legs[0] if ended.legs else None
     prepared_ms = ended.after_ms(ended.prepared_s or ended.accepted_s)
@@ -98,12 +98,14 @@ def stages_of(ended: EndedCompletion) -> list[CompletionStage]:
     at_ms = max(sent_ms, ended.computing_ms)
     waited_ms = 0.0 if timing.num_redispatches else sent_ms
     computed_by = timing.prefill_worker or timing.decode_worker
+    is_first = timing.first_token_ms > at_ms  # a worker that took over computes the prompt again after the first token
+    last_ms = max(at_ms, min(timing.first_token_ms, ended.end_ms) if is_first else ended.end_ms)
     for name, duration_ms, worker in (
         ("queue", timing.queue_ms - waited_ms, computed_by),
         ("prefill", timing.prefill_ms, computed_by),
         ("transfer", timing.transfer_ms, computed_by),
     ):
-        end_ms = min(at_ms + max(0.0, duration_ms), max(at_ms, ended.end_ms))
+        end_ms = min(at_ms + max(0.0, duration_ms), last_ms)
         if name != "transfer" or end_ms > at_ms:  # a local prefill has none
             found.append(CompletionStage(name, at_ms, end_ms, worker))
         at_ms = end_ms

@@ -91,6 +91,11 @@ def test_preemptions_count_from_the_worker_that_computed_the_prompt() -> None:
     assert completion.preempted_ms == pytest.approx([96.0, 126.0])
 
 
+def test_a_prefill_ends_with_the_first_token_whatever_the_workers_clock_says() -> None:
+    found = spans(stages_of(ended(timing(queue_ms=30.0, prefill_ms=70.0))))
+    assert (found["queue"], found["prefill"], found["decode"]) == ((6, 30), (30, 60), (60, 160))
+
+
 def test_no_stage_ends_after_the_completion() -> None:
     found = stages_of(ended(timing(prefill_ms=1e6)))
     assert all(stage.start_ms <= stage.end_ms <= 160.001 for stage in found)

@@ -4,14 +4,15 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
-TEST_PROCESSES ?= 2
+# More than there are cores: tests wait about as long as they compute.
+TEST_PROCESSES ?= 4
 
 .PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
 	@echo "make serve          set up, serve $(MODEL) until Ctrl-C        (MODEL=DIR for another)"
-	@echo "make test           set up, run the whole test suite (about 25 minutes on two cores)"
+	@echo "make test           set up, run the whole test suite (eleven minutes on two quiet cores)"
 	@echo "make test-fast      every test that starts no process and no Ray and is not slow: a minute and a half on two cores"
 	@echo "make test-costs     the whole suite, recording what each file costs, by which later runs order them"
 	@echo "make setup          a virtual environment in .venv, which every other target makes where it is missing"

@@ -74,7 +74,7 @@ def test_text_without_marks_stays_as_it_is(tools: str) -> None:
 
 
 def hostile() -> dict[str, str]:
-    size = 30_000
+    size = 8_000
     return {
         "braces": '<tool_call>{"name": "now", "arguments": ' + "{" * size,
         "brackets": '<tool_call>{"name": "now", "arguments": {"a": ' + "[" * size,

@@ -26,8 +26,8 @@ from tests.support.serving import SALT, Caller, caller, wait_until_empty, worker
 pytestmark = pytest.mark.processes
 
 # Exact in single precision, which is how they are sent.
-GREEDY = SamplingParams(max_tokens=60, temperature=0.0)
-SEEDED = SamplingParams(max_tokens=60, temperature=0.875, top_p=0.9375, seed=5)
+GREEDY = SamplingParams(max_tokens=36, temperature=0.0)
+SEEDED = SamplingParams(max_tokens=36, temperature=0.875, top_p=0.9375, seed=5)
 WAYS = {
     "greedy": GREEDY,
     "seeded": SEEDED,

@@ -3,7 +3,8 @@
 One tensor, allocated once, of the pool's own page shape; `engine.cache.page_slots` maps pages to its slots. Only
 `engine.cache.tiers` calls this, for many pages at once.
 
-On a CPU a copy is complete when the call returns. On a GPU the memory is pinned, and copies run on a separate stream:
+On a CPU a copy is complete when the call returns. On a GPU the memory is pinned (`pinned_memory`), and copies run on
+a separate stream:
 * out: the step's stream gathers the pages into a scratch buffer, which takes microseconds and is waited for, so that a
   step or a peer, which knows nothing of streams, may overwrite the pages as soon as the call returns. The copy over the
   bus overlaps with the next step; only evictions faster than the bus wait for it.
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from engine.cache.page_slots import PageSlots
+from engine.cache.pinned_memory import allocate_pinned
 from engine.kernels.page_copy import select_copy
 from engine.kernels.upload import upload_pages
 from penstock.types import PageId
@@ -38,7 +40,7 @@ class HostTier:
         self._kv_pages = kv_pages
         shape = (num_pages, *kv_pages.shape[1:])
         # Not zeroed: a slot is read only after it was written, and untouched memory costs nothing.
-        self._host_pages = torch.empty(shape, dtype=kv_pages.dtype, pin_memory=kv_pages.is_cuda)
+        self._host_pages = (allocate_pinned if kv_pages.is_cuda else torch.empty)(shape, dtype=kv_pages.dtype)
         self._bytes_PW = self._host_pages.view(num_pages, -1).view(torch.uint8)
         self._kv_bytes_PW = kv_pages.view(kv_pages.shape[0], -1).view(torch.uint8)
         if not kv_pages.is_cuda:

@@ -16,6 +16,7 @@ from engine.cache.disk_tier import DiskFile, DiskTier
 from engine.cache.host_tier import HostTier
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.cache.page_slots import PageSlots
+from engine.cache.pinned_memory import allocate_pinned
 from engine.cache.pool_memory import zero_pages
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.tiers import CacheTiers
@@ -275,3 +276,44 @@ def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_hold_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine\.disk_path = .*none.*give a folder with room"):
         DiskFile(tmp_path / "none", 4, host_of_one_page())
+
+
+class CudartDouble:
+    """Pins what it is asked to, and refuses more than `most_bytes`."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.pinned: dict[int, int] = {}
+        self._most_bytes = most_bytes
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if num_bytes > self._most_bytes:
+            return 2
+        self.pinned[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+def test_pinned_memory_takes_no_more_than_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's allocator would take the next power of two: 16 pages for these nine."""
+    cudart = CudartDouble(most_bytes=1 << 20)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    pages = allocate_pinned((9, 4096), torch.bfloat16)
+    assert (pages.shape, pages.dtype) == ((9, 4096), torch.bfloat16)
+    assert cudart.pinned == {pages.data_ptr(): 9 * 8192}
+    pages[8] = 3.0
+    view = pages.view(-1)[8 * 4096 :]
+    del pages
+    assert view.eq(3.0).all()
+    assert cudart.pinned, "a tensor over it is left"
+    del view
+    assert not cudart.pinned
+
+
+def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = CudartDouble(most_bytes=0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    with pytest.raises(RuntimeError, match="8192 bytes of host memory cannot be pinned: CUDA error 2; see ulimit -l"):
+        allocate_pinned((1, 4096), torch.bfloat16)

@@ -35,6 +35,7 @@ from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.sampler import sample, warm_up_sampling
 from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
 from engine.step.compute import PreparedStep, SampledTokens, compute, compute_discarded, prepare_step
+from engine.step.job_thread import JobThread, use_device
 from engine.step.sequence import SampledToken, ScheduledSequence, StepOutput
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError, ConfigError
@@ -64,6 +65,8 @@ class Engine:
         self._masks = MaskThread(part.model.vocab_size)
         self._graphs = part.make_graphs(self.runner, self.pool.num_pages)
         self._group = part.group
+        # Captures graphs and launches steps, so that what libraries keep by thread lives as long as the graphs.
+        self.device_thread = JobThread("device", part.device) if kv_pages.is_cuda else None
 
     @classmethod
     def load(
@@ -139,8 +142,10 @@ class Engine:
             self.ranks.when_lost(on_lost)
 
     def close(self) -> None:
-        """Ends the threads of masks, and the other ranks if there are any."""
+        """Ends the engine's threads, and the other ranks if there are any."""
         self._masks.close()
+        if self.device_thread is not None:
+            self.device_thread.close()
         if self.ranks is not None:
             self.ranks.close()
 
@@ -160,6 +165,7 @@ class Engine:
         """
         if not work:
             return StepOutput(())
+        use_device(self.kv_pages.device)
         host = build_host_batch(work, self.layout.page_size)
         places = host.sampled_places.tolist()
         masks = self._masks.start([work[place].sequence for place in places])
@@ -198,12 +204,14 @@ class Engine:
 
         `previous` is the step whose tokens this one awaits.
         """
+        use_device(self.kv_pages.device)
         with self._explaining_failures():
             device, ends = self.kv_pages.device, self.model.eos_token_ids
             return compute(step, self._replay, self._group, device, ends, previous, self._masks)
 
     def launch(self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None = None) -> SampledTokens:
         """Computes a step like `step`, but on a GPU returns before it is done, unless sampling needs a text."""
+        use_device(self.kv_pages.device)
         step = self.prepare(work)
         if self.ranks is not None:
             self.ranks.announce(BroadcastStep(step.host))
@@ -215,6 +223,7 @@ class Engine:
     def compute_discarded(self, step: PreparedStep) -> None:
         """Computes a step that awaits a failed one and that other ranks compute too; does nothing without them."""
         if self.ranks is not None:
+            use_device(self.kv_pages.device)
             with self._explaining_failures():
                 compute_discarded(step, self._replay, self._group, self.kv_pages.device)
 
@@ -229,10 +238,12 @@ class Engine:
     ) -> None:
         """Captures decode steps of up to `max_sequences`, so that from now on they are replayed where possible.
 
-        Blocks for seconds the first time. `on_progress` receives the number of batch sizes done and their total.
+        Blocks for seconds the first time. `on_progress` receives, on any thread, the number of batch sizes done and
+        their total.
         """
         if self._graphs is not None and not self._graphs.is_captured:
-            capture_on_all_ranks(self._graphs, self.ranks, on_progress, max_sequences)
+            capture = partial(capture_on_all_ranks, self._graphs, self.ranks, on_progress, max_sequences)
+            capture() if self.device_thread is None else self.device_thread.run(capture)
 
     def warm_up(self) -> None:
         """Computes one step of each kind that kernels are compiled for, so that no request waits for a compiler, and
@@ -241,6 +252,7 @@ class Engine:
         Blocks; for half a minute if kernels have to be compiled and no cache has them.
         """
         started_s = time.monotonic()
+        use_device(self.kv_pages.device)
         try:
             self.grammars.prepare()
         except CheckpointError as error:  # of a tokenizer that no grammar can be written for; all else is served

@@ -35,7 +35,9 @@ class StepDriver:
         """`post` runs a call on the step loop."""
         self._worker = worker
         self._engine = engine
-        self._thread: StepThread[SampledTokens] = StepThread(name, post, is_async=engine.kv_pages.is_cuda)
+        self._thread: StepThread[SampledTokens] = StepThread(
+            name, post, is_async=engine.kv_pages.is_cuda, device_thread=engine.device_thread
+        )
         self._runs_ahead = engine.runs_ahead
         self._in_flight: deque[StepPlan] = deque()
         self._started_s = 0.0  # when the device began to compute the oldest of them

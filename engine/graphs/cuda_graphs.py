@@ -53,20 +53,20 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Captures graphs that share one pool of memory."""
+    """Captures graphs that share one pool of memory, on one stream: libraries keep a workspace for each stream."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        side_stream = torch.cuda.Stream()
-        side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side_stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             run()  # compiles and tunes kernels, which may not happen while a graph is captured
-        torch.cuda.current_stream().wait_stream(side_stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Calls that other threads make meanwhile, such as NCCL's watchdog, must not invalidate the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         return graph.replay
 

@@ -22,6 +22,9 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 
 CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled kernels; assumed
+# cuBLAS's for each thread and stream that multiplies matrices, as torch sizes it for a Hopper: steps on the stream that
+# loads and warms up, steps on that of the device's thread, and captures.
+_WORKSPACE_BYTES = 32 << 20
 _CPU_KV_MEMORY_BYTES = 1 << 30
 _GPU_KV_SHARE = 0.8  # of the memory that the weights leave free
 # CPU: us per token of a prompt of 2048 on one core, 135M shape, in chunks of 64 / 128 / 256 / 512 / 1024 tokens: 416 /
@@ -181,6 +184,13 @@ def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceTyp
     split_bytes = _SPLIT_ROWS * row_values * _FLOAT32_BYTES
     own = shard_model(model, shard)  # except the logits: the first rank has those of the whole vocabulary
     return step_bytes(own, dtype, config.cuda_graphs, config.cuda_graphs) + split_bytes + table_bytes
+
+
+def workspace_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> int:
+    """Returns what libraries allocate with the first steps, after the pool: see `_WORKSPACE_BYTES`."""
+    if device_type == "cpu":
+        return 0
+    return _WORKSPACE_BYTES * (3 if captures_graphs(config, model, device_type) else 2)
 
 
 def captures_graphs(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> bool:

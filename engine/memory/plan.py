@@ -73,6 +73,7 @@ def plan_memory(
     layout = shard_layout(estimates.make_layout(config, model), shard)
     weights = _loaded_bytes(config, model, device, layout, shard)
     reserved = estimates.CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
+    reserved += estimates.workspace_bytes(config, model, device.type)
     reserved += _LIBRARY_BYTES if config.attention == "flashinfer" else 0
     graphs = estimates.graph_bytes(config, model, device.type, shard)
     free = device.total_bytes - reserved - weights - graphs

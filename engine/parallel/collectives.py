@@ -86,19 +86,20 @@ class TorchGroup:
             self._group = dist.ProcessGroupGloo(store, shard.rank, shard.num_ranks, gloo)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
-        self._group.allreduce([x]).wait()
+        x, options = x.contiguous(), dist.AllreduceOptions()
+        options.asyncOp = False  # on the current stream: with its own, NCCL makes each wait for the other at every sum
+        self._group.allreduce([x], options).wait()
         return x
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank, options.asyncOp = 0, False
         self._group.broadcast([x], options).wait()
         return x
 
     def join_columns(self, x_RV: torch.Tensor) -> torch.Tensor:
         options = dist.GatherOptions()
-        options.rootRank = 0
+        options.rootRank, options.asyncOp = 0, False
         x_RV = x_RV.contiguous()
         if self.shard.rank:
             self._group.gather([], [x_RV], options).wait()

@@ -21,12 +21,20 @@ from engine.kernels.backends import AttentionBackend, select_backend, select_ops
 from engine.kernels.kv_quantization import layers_of, reads_e4m3
 from engine.kernels.libraries.capabilities import check_library
 from engine.memory.device_memory import DeviceType
-from engine.memory.estimates import captures_graphs, count_pages, graph_bytes, make_layout, select_context
+from engine.memory.estimates import (
+    captures_graphs,
+    count_pages,
+    graph_bytes,
+    make_layout,
+    select_context,
+    workspace_bytes,
+)
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import check_share, load_model
 from engine.parallel.collectives import SINGLE_RANK, ParallelGroup
 from engine.parallel.shard import WHOLE, Shard, shard_layout
+from engine.step.job_thread import use_device
 from engine.step.model_runner import ModelRunner
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
@@ -88,8 +96,9 @@ class ModelPart:
     def count_pages(self) -> int:
         """Returns the number of pages that fit into the memory that the loaded weights leave free."""
         if self.device.type == "cuda":
-            graphs = graph_bytes(self.config, self.model, "cuda", self.group.shard)
-            return count_pages(self.config, self.layout, "cuda", int(torch.cuda.mem_get_info(self.device)[0]) - graphs)
+            later = graph_bytes(self.config, self.model, "cuda", self.group.shard)
+            later += workspace_bytes(self.config, self.model, "cuda")
+            return count_pages(self.config, self.layout, "cuda", int(torch.cuda.mem_get_info(self.device)[0]) - later)
         return count_pages(self.config, self.layout, "cpu", 0)
 
     def make_pool(self, num_pages: int) -> torch.Tensor:
@@ -133,7 +142,8 @@ def check_e4m3(config: EngineConfig, device: torch.device) -> None:
 def select_device(name: str, shard: Shard = WHOLE) -> torch.device:
     """Returns the device of one rank: the GPU of its number, or the only one that its process sees.
 
-    Raises ConfigError. On a GPU it also becomes the current device of this thread.
+    Raises ConfigError. A GPU also becomes the current device of this thread; the engine makes it that of every thread
+    which gives it a step.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -143,13 +153,25 @@ def select_device(name: str, shard: Shard = WHOLE) -> torch.device:
         raise ConfigError(f"engine.device = {name!r} is no device; give auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"engine.device = {name!r} is not available here; give auto or cpu")
-    if device.type == "cpu" or shard.num_ranks == 1:
+    if device.type == "cpu":
         return device
     num_devices = torch.cuda.device_count()
+    if device.index is not None and device.index >= num_devices:
+        raise ConfigError(
+            f"engine.device = {name!r}: this process sees {num_devices} GPUs; give cuda:0 to cuda:{num_devices - 1}"
+        )
+    if shard.num_ranks == 1:
+        use_device(device)
+        return device
+    if device.index is not None:
+        raise ConfigError(
+            f"engine.device = {name!r}: each of the {shard.num_ranks} ranks has a GPU of its own; give cuda, and "
+            "choose GPUs by CUDA_VISIBLE_DEVICES"
+        )
     if num_devices not in (1, *range(shard.num_ranks, num_devices + 1)):
         raise ConfigError(
             f"engine.tensor_parallel = {shard.num_ranks} needs a GPU for each rank, and this process sees {num_devices}"
         )
     device = torch.device("cuda", shard.rank if num_devices > 1 else 0)
-    torch.cuda.set_device(device)  # for what this thread launches without naming a device
+    use_device(device)
     return device

@@ -6,17 +6,16 @@ step that awaits tokens of a failed step is not computed.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from engine.step.compute import StepTokens
+from engine.step.job_thread import JobThread
 from penstock.errors import Cancelled, PenstockError
 
 _Job = Callable[[], None]
 _OnDone = Callable[[StepTokens | PenstockError], None]
-_ALIVE_CHECK_S = 1.0  # how often `drain` checks that the thread is alive
 
 
 class PendingTokens(Protocol):
@@ -31,19 +30,18 @@ PendingT = TypeVar("PendingT", bound=PendingTokens)
 class StepThread(Generic[PendingT]):
     """The owner calls it on the step loop."""
 
-    def __init__(self, name: str, post: Callable[[_Job], None], is_async: bool) -> None:
-        """`post` runs a call on the step loop. `is_async`: the device computes on after a step was given to it."""
+    def __init__(
+        self, name: str, post: Callable[[_Job], None], is_async: bool, device_thread: JobThread | None = None
+    ) -> None:
+        """`post` runs a call on the step loop. `is_async`: the device computes on after a step was given to it.
+        `device_thread` computes the steps and outlives this object; without it they have a thread of their own."""
         self._post = post
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._jobs, post), name=f"{name} steps", daemon=True)
-        self._waits: queue.SimpleQueue[_Job | None] | None = None
-        if is_async:
-            self._waits = queue.SimpleQueue()
-            self._waiter = threading.Thread(target=_serve, args=(self._waits, post), name=f"{name} tokens", daemon=True)
-            self._waiter.start()
+        self._own = device_thread is None
+        self._jobs = device_thread or JobThread(f"{name} steps")
+        self._waits = JobThread(f"{name} tokens") if is_async else None
+        self._is_dead = False  # an error that is not ours ends the loop, and nothing more is computed
         self._previous: PendingT | None = None
         self._failed = False
-        self._thread.start()
 
     def start(
         self,
@@ -72,11 +70,11 @@ class StepThread(Generic[PendingT]):
                 self._after_waits(lambda: on_done(problem))
                 return
             if self._waits is not None:
-                self._waits.put(lambda: self._wait(pending, on_done))
+                self._waits.post(lambda: self._guard(lambda: self._wait(pending, on_done)))
             else:
                 self._wait(pending, on_done)
 
-        self._jobs.put(run)
+        self._jobs.post(lambda: self._guard(run))
 
     def _wait(self, pending: PendingT, on_done: _OnDone) -> None:
         tokens = pending.wait()
@@ -85,35 +83,33 @@ class StepThread(Generic[PendingT]):
     def _after_waits(self, call: _Job) -> None:
         """Posts `call` behind the outcomes of earlier steps, which the device may still be computing."""
         if self._waits is not None:
-            self._waits.put(lambda: self._post(call))
+            self._waits.post(lambda: self._post(call))
         else:
             self._post(call)
 
+    def _guard(self, job: _Job) -> None:
+        if self._is_dead:
+            return
+        try:
+            job()
+        except BaseException as error:
+            self._is_dead, fatal = True, error  # an except clause's own name is unbound by the time the call runs
+
+            def fail() -> None:
+                raise fatal
+
+            self._post(fail)
+
     def drain(self) -> None:
-        """Blocks until every given step is computed, or the thread has died of one."""
-        drained = threading.Event()
-        self._jobs.put(drained.set)
-        while not drained.wait(_ALIVE_CHECK_S) and self._thread.is_alive():
-            pass
+        """Blocks until every given step is computed, or the thread has ended."""
+        self._jobs.drain()
 
     def stop(self, timeout_s: float = 10.0) -> bool:
         """Ends after the steps in progress. Blocks; False if they did not end in time."""
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
-        if self._waits is not None:
-            self._waits.put(None)
-            self._waiter.join(timeout_s)
-        return not self._thread.is_alive()
-
-
-def _serve(jobs: queue.SimpleQueue[_Job | None], post: Callable[[_Job], None]) -> None:
-    try:
-        while (job := jobs.get()) is not None:
-            job()
-    except BaseException as error:
-        fatal = error  # an except clause's own name is unbound by the time the call runs
-
-        def fail() -> None:
-            raise fatal
-
-        post(fail)
+        if self._own:
+            is_over = self._jobs.close(timeout_s)
+        else:
+            over = threading.Event()
+            self._jobs.post(over.set)
+            is_over = over.wait(timeout_s)
+        return (self._waits is None or self._waits.close(timeout_s)) and is_over

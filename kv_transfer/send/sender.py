@@ -158,7 +158,7 @@ class TransferSender:
         ready: ReadyEvent | None = None
         if self._pages.is_cuda:  # the pages are complete once the caller's stream has come this far
             ready = torch.cuda.Event()
-            ready.record()
+            ready.record(torch.cuda.current_stream(self._pages.device))  # the caller may have another current device
         with self._lock:
             self.stats.num_groups_ahead += not layer_group.is_last
             push = partial(

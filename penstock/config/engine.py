@@ -22,7 +22,7 @@ class EngineConfig(FrozenConfig):
     kv_dtype: Literal["auto", "fp8", "int8"] = "auto"
     """Type of KV pages; `auto` takes `dtype`. Pools may differ in it."""
     device: str = "auto"
-    """Torch device; `auto` takes cuda if there is one, else cpu."""
+    """Torch device, such as cuda or cuda:1; `auto` takes cuda if there is one, else cpu."""
     page_size: int = Field(16, ge=1, le=1024)
     """Tokens per KV page."""
     num_pages: int | None = Field(None, ge=2)

@@ -414,7 +414,7 @@ async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monke
     if waits:  # as with a GPU: one thread launches, another waits
         monkeypatch.setattr(
             "decode_worker.schedule.step_driver.StepThread",
-            lambda name, post, is_async: StepThread(name, post, is_async=True),
+            lambda name, post, is_async, device_thread: StepThread(name, post, True, device_thread),
         )
     kinds = [
         GREEDY,

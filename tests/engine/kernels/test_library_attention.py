@@ -172,7 +172,7 @@ def test_a_library_s_workspace_is_in_the_plan(tmp_path: Path) -> None:
         plans[name] = plan_memory(config, gpu)
     assert plans["varlen"] == plans["triton"]
     assert plans["flashinfer"].graph_bytes == 0
-    free = plans["triton"].graph_bytes - (128 << 20)
+    free = plans["triton"].graph_bytes + (32 << 20) - (128 << 20)  # and the workspace of captures
     gained = (plans["flashinfer"].num_pages - plans["triton"].num_pages) * plans["triton"].layout.page_bytes
     assert abs(gained - 0.8 * free) <= plans["triton"].layout.page_bytes
 

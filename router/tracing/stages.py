@@ -84,7 +84,8 @@ def stages_of(ended: EndedCompletion) -> list[CompletionStage]:
     """Returns the stages in their order.
 
     Workers report durations, which are laid out from the moment at which the last placement was sent, and end with the
-    first token at the latest; calls between processes leave gaps. Of a split prompt, whose parts take turns, `queue`, `prefill` and `transfer` are the sums.
+    first token at the latest; calls between processes leave gaps. Of a split prompt, whose parts take turns, `queue`,
+    `prefill` and `transfer` are the sums.
     """
     timing, first = ended.timing, ended.legs[0] if ended.legs else None
     prepared_ms = ended.after_ms(ended.prepared_s or ended.accepted_s)

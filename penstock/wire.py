@@ -145,8 +145,11 @@ def grammar_from_wire(wire: common_pb2.Grammar, field: str = "sampling.grammar")
 
 
 def logprob_to_wire(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
-    top = [common_pb2.TopLogprob(token_id=token, logprob=value) for token, value in logprob.top]
-    return common_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, top=top)
+    made = common_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob)
+    add = made.top.add  # half the time of a list of messages, which protobuf copies
+    for token, value in logprob.top:
+        add(token_id=token, logprob=value)
+    return made
 
 
 def logprob_from_wire(wire: common_pb2.TokenLogprob) -> TokenLogprob:

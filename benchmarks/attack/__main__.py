@@ -21,6 +21,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.attack.attacks.readers import ORDINARY_USE
 from benchmarks.attack.machine import CoresLeft
 from benchmarks.attack.table import ATTACKS, AttackFunction, describe
 from benchmarks.attack.target import AttackTarget, WitnessProcess, attacked_deployment, becomes, started_witness
@@ -65,7 +66,11 @@ class PeakMemory(threading.Thread):
 
 
 async def run_attack(target: AttackTarget, witness: WitnessProcess, attack: AttackFunction) -> AttackOutcome:
-    pids = await target.pids()
+    pids, ordinary = await target.pids(), None
+    if attack in ORDINARY_USE:
+        await witness.window()
+        await ORDINARY_USE[attack](target)
+        ordinary = await witness.window()
     cores = CoresLeft(lambda: [*target.processes(), *witness.processes(), psutil.Process()])
     await witness.window()
     await asyncio.sleep(_BEFORE_S)
@@ -97,6 +102,7 @@ async def run_attack(target: AttackTarget, witness: WitnessProcess, attack: Atta
         breach,
         cores_before=cores_before,
         cores_during=cores_during,
+        ordinary=ordinary,
     )
     return await _settle(target, found, pids)
 
@@ -134,6 +140,7 @@ def _figures(each: AttackOutcome) -> str:
     pause = f"pause {each.before.pause_s * 1e3:.0f} -> {each.during.pause_s * 1e3:.0f} ms"
     pause += f" (idle server {each.before.idle_pause_s * 1e3:.0f} -> {each.during.idle_pause_s * 1e3:.0f} ms)"
     itl = f"ITL {each.before.itl_s * 1e3:.1f} -> {each.during.itl_s * 1e3:.1f} ms"
+    itl += f" (beside ordinary use {each.ordinary.itl_s * 1e3:.1f} ms)" if each.ordinary else ""
     cores = f"cores left {each.cores_before:.1f} -> {each.cores_during:.1f}"
     return f"{each.took_s:.1f} s, {pause}, {itl}, {cores}, router {memory} MiB"
 

@@ -40,10 +40,12 @@ class Bounds:
 
     Two of them are relative to the machine, which has other work and is shared with the attacker: a router may take
     twice as long as an idle server beside it, and the pace of streams may fall with the cores that other work leaves.
+    Of an attack that differs from ordinary use in one thing, the pace may also be that beside such use, or a bit less.
     """
 
     pause_s: float = 0.25  # the router's; a healthy one takes 10 to 50 ms
     itl_ratio: float = 2.0
+    ordinary_itl_ratio: float = 1.25  # to the ITL beside ordinary use
     peak_bytes: int = 384 * MIB  # above what the router held before
     kept_bytes: int = 96 * MIB
 
@@ -61,10 +63,15 @@ class AttackOutcome:
     replaced: tuple[str, ...] = ()  # processes that ended meanwhile
     cores_before: float = 1.0  # that the machine's other work left, before and during the attack
     cores_during: float = 1.0
+    ordinary: Window | None = None  # beside ordinary use of the same size, if the attack has any
 
     @property
     def itl_ratio(self) -> float:
         return self.during.itl_s / self.before.itl_s if self.before.itl_s else 0.0
+
+    def _longest_itl_s(self, bounds: Bounds) -> float:
+        slowed = self.before.itl_s * bounds.itl_ratio * max(1.0, self.cores_before / self.cores_during)
+        return max(slowed, self.ordinary.itl_s * bounds.ordinary_itl_ratio if self.ordinary else 0.0)
 
     def faults(self, bounds: Bounds) -> list[str]:
         """Lists why the attack was not held; nothing if it was."""
@@ -77,7 +84,7 @@ class AttackOutcome:
             found.append(f"{len(self.during.failures)} failures of others, such as: {self.during.failures[0]}")
         if not self.during.num_tokens:
             found.append("the streams beside it got no token")
-        elif self.itl_ratio > bounds.itl_ratio * max(1.0, self.cores_before / self.cores_during):
+        elif self.during.itl_s > self._longest_itl_s(bounds):
             cores = f"{self.cores_before:.1f} cores before, {self.cores_during:.1f} beside it"
             found.append(f"ITL beside it {self.itl_ratio:.1f} times ({cores})")
         pause_limit_s = max(bounds.pause_s, 2 * self.before.pause_s, 2 * self.during.idle_pause_s)

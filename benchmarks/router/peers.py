@@ -2,9 +2,10 @@
 
 `python -m benchmarks.router.peers KIND JSON` prints one JSON line: its address once it listens, or a load's outcome.
 
-The null worker serves Worker and DecodeWorker and answers at once: each step's frame holds one canned token of every
-running sequence. Sequences of several tokens wait for `num_streams` of them, so that all run at once. It also answers
-Inference.Generate with one message for each token, which the relay forwards and direct clients measure.
+The null worker serves Worker and DecodeWorker and answers at once, or with a step every `step_s`: each step's frame
+holds one canned token of every running sequence, of `token_ids` in turn. Sequences of several tokens wait for
+`num_streams` of them, so that all run at once. It also answers Inference.Generate with one message for each token,
+which the relay forwards and direct clients measure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,13 +38,16 @@ _LIMITS = [("grpc.max_receive_message_length", 1 << 26), ("grpc.max_send_message
 class _Running:
     stream_id: int
     num_left: int
+    num_sent: int = 0
 
 
 class NullWorker:
     """The services of one decode worker, on the running event loop."""
 
-    def __init__(self, num_streams: int) -> None:
+    def __init__(self, num_streams: int, step_s: float = 0.0, token_ids: Sequence[int] = (_CANNED_TOKEN,)) -> None:
         self._num_streams = num_streams
+        self._step_s = step_s
+        self._token_ids = token_ids
         self.tickets = TicketLog()
 
     async def Serve(self, commands: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
@@ -55,8 +59,8 @@ class NullWorker:
                 await wanted.wait()
                 wanted.clear()
                 while running:
-                    yield _step(running)
-                    await asyncio.sleep(0)  # lets sequences submitted meanwhile join the next step
+                    yield _step(running, self._token_ids)
+                    await asyncio.sleep(self._step_s)  # also lets sequences submitted meanwhile join the next step
         finally:
             reader.cancel()
 
@@ -99,11 +103,12 @@ class NullWorker:
         yield response.SerializeToString()
 
 
-def _step(running: dict[int, _Running]) -> bytes:
+def _step(running: dict[int, _Running], token_ids: Sequence[int]) -> bytes:
     frame = worker_pb2.StepFrame()
     for sequence in list(running.values()):
-        sequence.num_left -= 1
-        delta = frame.deltas.add(stream_id=sequence.stream_id, token_ids=[_CANNED_TOKEN])
+        token_id = token_ids[sequence.num_sent % len(token_ids)]
+        sequence.num_left, sequence.num_sent = sequence.num_left - 1, sequence.num_sent + 1
+        delta = frame.deltas.add(stream_id=sequence.stream_id, token_ids=[token_id])
         if sequence.num_left <= 0:
             delta.finish_reason = common_pb2.FINISH_REASON_LENGTH
             delta.timing.decode_worker = "null"
@@ -111,9 +116,9 @@ def _step(running: dict[int, _Running]) -> bytes:
     return frame.SerializeToString()
 
 
-async def serve_worker(num_streams: int) -> None:
+async def serve_worker(num_streams: int, step_s: float = 0.0, token_ids: Sequence[int] = (_CANNED_TOKEN,)) -> None:
     server = grpc.aio.server(options=_LIMITS)
-    worker = NullWorker(num_streams)
+    worker = NullWorker(num_streams, step_s, token_ids)
     description = worker_pb2.WorkerDescription(
         worker_id="null",
         epoch=1,

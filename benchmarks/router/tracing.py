@@ -42,6 +42,7 @@ class TracedRouter:
     name: str
     address: str
     pid: int
+    http: str
 
     def cpu_s(self) -> float:
         """Returns the processor time of all its threads, in the scheduler's nanoseconds."""
@@ -121,7 +122,7 @@ def router(name: str, worker: str, tracing: TracingConfig, folder: Path, scratch
     path = scratch / f"{name}.json"
     path.write_text(config.model_dump_json(exclude_defaults=True))  # an earlier commit may not know the others
     with started(_ROUTER_CORE, "router", ["--config", str(path)], folder) as ready:
-        yield TracedRouter(name, str(ready["grpc"]), int(str(ready["pid"])))
+        yield TracedRouter(name, str(ready["grpc"]), int(str(ready["pid"])), str(ready["http"]))
 
 
 async def measure(before: Path | None, load: RouterLoad, num_rounds: int, ratio: float) -> list[Row]:

@@ -125,6 +125,13 @@ def test_streams_may_slow_down_with_the_cores_that_other_work_leaves() -> None:
     assert len(replace(slow, cores_before=0.5, cores_during=2.0).faults(Bounds())) == 1  # more of them excuse nothing
 
 
+def test_streams_may_be_as_slow_as_beside_ordinary_use_of_the_same_size() -> None:
+    slow = replace(CALM, during=replace(WINDOW, itl_s=0.012))
+    assert replace(slow, ordinary=replace(WINDOW, itl_s=0.010)).faults(Bounds()) == []
+    (fault,) = replace(slow, ordinary=replace(WINDOW, itl_s=0.009)).faults(Bounds())
+    assert "ITL beside it 3.0 times" in fault
+
+
 def test_a_stream_that_stands_still_counts_up_to_now() -> None:
     gaps = StreamGaps()
     sums = WindowSums([gaps])

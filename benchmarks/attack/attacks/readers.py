@@ -136,6 +136,24 @@ async def calls_that_never_ask(target: AttackTarget) -> None:
             await made.close()
 
 
+async def readers_who_read(target: AttackTarget) -> None:
+    """Streams the same 24 answers to clients who read them for 3 s: what their decode batch costs a stream in it."""
+
+    async with channel(target.grpc) as made:
+        calls = [call_code(made, GENERATE, _request(), target.key, timeout_s=_DEADLINE_S) for _ in range(NUM_READERS)]
+        await asyncio.gather(*calls)  # until their deadline
+    await _must_let_go(target, _GRACE_S)
+
+
+ORDINARY_USE = dict.fromkeys(
+    (
+        slow_readers_http,
+        slow_readers_http_without_deadline,
+        slow_readers_grpc,
+        slow_readers_grpc_without_deadline,
+    ),
+    readers_who_read,
+)
 ATTACKS = (
     slow_readers_http,
     slow_readers_http_without_deadline,

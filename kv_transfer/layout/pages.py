@@ -64,6 +64,9 @@ class PageBuffer:
 
     def gather(self, pages: Sequence[PageId], out: PageBuffer) -> None:
         """Copies `pages`, in order, into the first rows of `out`."""
+        if self.is_cuda:
+            out.copy_from(self, pages, [PageId(index) for index in range(len(pages))])
+            return
         index_P = upload_pages(pages, self.device)
         torch.index_select(self.rows_PW, 0, index_P, out=out.rows_PW[: len(pages)])
 

@@ -49,6 +49,12 @@ class Channel:
         poll.register(self._socket, select.POLLOUT)
         return bool(poll.poll(0))
 
+    def has_frame(self) -> bool:
+        """Returns whether `receive` finds the beginning of a frame, or the connection's end, without waiting."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
     def receive(self) -> list[object]:
         """Returns the next frame. Blocks for at most the time of `set_timeout`. Raises ChannelClosed, TransferError."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))

@@ -10,7 +10,8 @@ Shapes: `T` tokens, `I` in, `O` out, `E` experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,9 @@ import torch.nn.functional as F
 
 from engine.cpu.linear import CodesLayout, can_pack_codes, pack_for_tiles
 from engine.kernels.kv_quantization import reads_e4m3
+from engine.kernels.layer_ops import Product
 from engine.weights.quantized_weight import QuantizedWeight, Weight, as_plain, join, stack_rows
+from penstock.errors import CheckpointError
 
 
 class LayerTensors(Protocol):
@@ -91,7 +94,7 @@ def can_multiply(weight: QuantizedWeight, dtype: torch.dtype, is_expert: bool = 
     one row, but 5 to 15 times slower from 16 rows on (2026-11, torch 2.13)."""
     if weight.device.type == "cpu":
         return dtype == torch.bfloat16 and can_pack_codes(weight)
-    if is_expert or dtype == torch.float32:  # the experts of a layer are one launch, over plain weights
+    if dtype == torch.float32 or (is_expert and not _can_group(weight)):
         return False
     if weight.kind == "fp8" and not reads_e4m3(weight.device):
         return False
@@ -100,6 +103,13 @@ def can_multiply(weight: QuantizedWeight, dtype: torch.dtype, is_expert: bool = 
     except ImportError:  # no Triton
         return False
     return fits(weight)
+
+
+def _can_group(weight: QuantizedWeight) -> bool:
+    """Returns whether the one launch of a layer's experts takes it: fp8 in groups of equal length."""
+    num_groups = weight.scales_OG.shape[1]
+    is_even = num_groups == 1 or num_groups * weight.group_size == weight.shape[1]
+    return weight.kind == "fp8" and weight.zeros_OG is None and is_even
 
 
 def _quantized_product(weight: QuantizedWeight, bias_O: torch.Tensor | None) -> QuantizedProduct:
@@ -121,16 +131,46 @@ class GroupedLinear:
 
     def __init__(self, num_experts: int, read: Callable[[int], Weight]) -> None:
         """`read` returns an expert's weight, [O, I]; at most one weight is in memory twice."""
-        first_OI = read(0)
-        if first_OI.device.type in ("cpu", "meta"):  # each is packed on its own
-            self.weight_EOI: torch.Tensor | None = None
-            self.experts = (Linear(first_OI), *(Linear(read(expert)) for expert in range(1, num_experts)))
+        first = read(0)
+        self.weight_EOI: torch.Tensor | None = None
+        self.scales_EGO: torch.Tensor | None = None
+        if first.device.type in ("cpu", "meta"):  # each is packed on its own
+            self.experts: tuple[Product, ...] = (
+                Linear(first),
+                *(Linear(read(expert)) for expert in range(1, num_experts)),
+            )
             return
-        assert isinstance(first_OI, torch.Tensor), "experts on a GPU are not quantized"
-        self.weight_EOI = first_OI.new_empty((num_experts, *first_OI.shape))
+        if isinstance(first, QuantizedWeight):
+            self._stack_codes(num_experts, read, first)
+            return
+        self.weight_EOI = first.new_empty((num_experts, *first.shape))
         for expert in range(num_experts):
-            self.weight_EOI[expert] = first_OI if expert == 0 else as_plain(read(expert), first_OI.dtype)
+            self.weight_EOI[expert] = first if expert == 0 else as_plain(read(expert), first.dtype)
         self.experts = tuple(Linear(weight_OI) for weight_OI in self.weight_EOI)  # views
+
+    def _stack_codes(self, num_experts: int, read: Callable[[int], Weight], first: QuantizedWeight) -> None:
+        """Keeps fp8 weights as they are. Raises CheckpointError if one is stored otherwise than the first."""
+        codes_EOI = first.codes_OI.new_empty((num_experts, *first.shape))
+        num_groups = first.scales_OG.shape[1]
+        scales_EGO = first.scales_OG.new_empty((num_experts, num_groups, first.shape[0]))
+        parts = []
+        for expert in range(num_experts):
+            weight = first if expert == 0 else read(expert)
+            if not isinstance(weight, QuantizedWeight) or weight.scales_OG.shape != first.scales_OG.shape:
+                raise CheckpointError(
+                    f"expert {expert} of a layer is not stored in fp8 with {num_groups} scales a row as expert 0 is; "
+                    "give a checkpoint that stores all experts of a layer alike"
+                )
+            codes_EOI[expert].view(torch.uint8).copy_(weight.codes_OI.view(torch.uint8))
+            scales_EGO[expert].copy_(weight.scales_OG.T)
+            parts.append(replace(first, codes_OI=codes_EOI[expert], scales_OG=scales_EGO[expert].T))
+        self.weight_EOI, self.scales_EGO = codes_EOI, scales_EGO
+        self.experts = tuple(partial(_multiply_dequantized, part) for part in parts)
+
+
+def _multiply_dequantized(weight: QuantizedWeight, x_TI: torch.Tensor) -> torch.Tensor:
+    """Multiplies where there is no Triton; dequantizes the weight each time."""
+    return F.linear(x_TI, weight.dequantize(x_TI.dtype))
 
 
 def _pack(weight_OI: torch.Tensor) -> torch.Tensor | None:

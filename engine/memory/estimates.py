@@ -140,7 +140,7 @@ def saved_bytes(
     if kind not in BITS or dtype not in (("bfloat16",) if device_type == "cpu" else ("bfloat16", "float16")):
         return 0
     saved = _saved_by_head(model, dtype, device_type) if scheme is None else 0
-    products = product_shapes(model, with_experts=device_type == "cpu")
+    products = product_shapes(model, with_experts=device_type == "cpu" or kind == "fp8")
     if scheme is not None:
         products[HEAD] = (model.vocab_size, model.hidden_size)
     for name, (rows, columns) in products.items():

@@ -154,4 +154,4 @@ class TritonOps(TorchOps):
     ) -> torch.Tensor:
         if weight.weight_EOI is None:  # packed for a CPU
             return super().grouped_gemm(x_RI, weight, start_E1, rows_X)
-        return grouped_gemm(x_RI, weight.weight_EOI, start_E1, rows_X)
+        return grouped_gemm(x_RI, weight.weight_EOI, start_E1, rows_X, scales_EGO=weight.scales_EGO)

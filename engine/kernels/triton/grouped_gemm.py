@@ -8,7 +8,11 @@ need, and programs without work end at once. Rows are gathered as they are read.
 A row's sum runs over `I` in one order, whatever shares its tile. Tiles are wider where experts have many rows, and on
 tensor cores the last bit may then differ, as in any matrix product.
 
-Shapes: `R` rows to read, `X` places, `E` experts, `I` in, `O` out; a tile is `M` rows by `N` outputs, `K` inputs deep.
+fp8 weights are read as they are stored, at half of bf16's bytes, and multiplied by their scales in registers; a product
+has the bits of one with the dequantized weight.
+
+Shapes: `R` rows to read, `X` places, `E` experts, `I` in, `O` out, `G` groups of inputs that share a scale; a tile is
+`M` rows by `N` outputs, `K` inputs deep.
 """
 
 # mypy: allow-untyped-defs
@@ -32,14 +36,17 @@ def grouped_gemm(
     start_E1: torch.Tensor,
     rows_X: torch.Tensor | None,
     *,
+    scales_EGO: torch.Tensor | None = None,
     tile_rows: int | None = None,
 ) -> torch.Tensor:
     """Multiplies places start[e] to start[e + 1] (int32) with `weight_EOI[e].T`; returns [X, O] in x's dtype, summed in
     fp32.
 
-    Place i is row `rows_X[i]` (int64) of `x_RI`, or row i. `tile_rows` is chosen from the rows per expert unless given.
+    Place i is row `rows_X[i]` (int64) of `x_RI`, or row i. With `scales_EGO` (float32, contiguous) the weights are e4m3
+    codes; the G groups of inputs are equal and multiples of 32. `tile_rows` is chosen from the rows per expert unless
+    given.
     """
-    num_experts, width_out, width_in = _check(x_RI, weight_EOI, start_E1, rows_X)
+    num_experts, width_out, width_in = _check(x_RI, weight_EOI, start_E1, rows_X, scales_EGO)
     num_rows = x_RI.shape[0] if rows_X is None else rows_X.shape[0]
     out_XO = torch.empty((num_rows, width_out), dtype=x_RI.dtype, device=x_RI.device)
     if num_rows == 0:
@@ -48,12 +55,15 @@ def grouped_gemm(
     # Each expert with rows has at most one tile that is not full.
     max_tiles = (num_rows + min(num_experts, num_rows) * (tile_m - 1)) // tile_m
     tile_n = 64 if tile_m == _WIDTHS[0] else 128
+    group = 0 if scales_EGO is None else width_in // scales_EGO.shape[1]
+    tile_k = 32 if x_RI.dtype == torch.float32 or group % 64 else 64
     _gemm_kernel[(max_tiles, cdiv(width_out, tile_n))](
-        x_RI, weight_EOI, start_E1, x_RI if rows_X is None else rows_X, out_XO,
+        x_RI, weight_EOI, weight_EOI if scales_EGO is None else scales_EGO, start_E1,
+        x_RI if rows_X is None else rows_X, out_XO,
         x_RI.stride(0), weight_EOI.stride(0), weight_EOI.stride(1), out_XO.stride(0),
         NUM_EXPERTS=num_experts, EXPERTS_PADDED=next_power_of_2(num_experts),
-        WIDTH_IN=width_in, WIDTH_OUT=width_out, GATHER=rows_X is not None,
-        TILE_M=tile_m, TILE_N=tile_n, TILE_K=32 if x_RI.dtype == torch.float32 else 64,
+        WIDTH_IN=width_in, WIDTH_OUT=width_out, GROUP=group, GATHER=rows_X is not None,
+        TILE_M=tile_m, TILE_N=tile_n, TILE_K=tile_k,
         DOT_TYPE=dot_type(x_RI.dtype), num_warps=8 if tile_m == _WIDTHS[-1] else 4, num_stages=3,
     )  # fmt: skip
     return out_XO
@@ -66,7 +76,11 @@ def _tile_rows(num_rows: int, num_experts: int) -> int:
 
 
 def _check(
-    x_RI: torch.Tensor, weight_EOI: torch.Tensor, start_E1: torch.Tensor, rows_X: torch.Tensor | None
+    x_RI: torch.Tensor,
+    weight_EOI: torch.Tensor,
+    start_E1: torch.Tensor,
+    rows_X: torch.Tensor | None,
+    scales_EGO: torch.Tensor | None,
 ) -> tuple[int, int, int]:
     if weight_EOI.dim() != 3 or x_RI.dim() != 2 or x_RI.shape[1] != weight_EOI.shape[2]:
         raise ValueError(
@@ -76,11 +90,20 @@ def _check(
     for name, tensor in (("x_RI", x_RI), ("weight_EOI", weight_EOI)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"grouped_gemm: {name} has strides {tensor.stride()}; the last must be 1")
-    if x_RI.dtype != weight_EOI.dtype or x_RI.device != weight_EOI.device:
+    wanted = x_RI.dtype if scales_EGO is None else torch.float8_e4m3fn
+    if weight_EOI.dtype != wanted or x_RI.device != weight_EOI.device:
         raise ValueError(
             f"grouped_gemm: x_RI is {x_RI.dtype} on {x_RI.device}, weight_EOI {weight_EOI.dtype} on {weight_EOI.device}"
         )
     num_experts, width_out, width_in = weight_EOI.shape
+    if scales_EGO is not None:
+        num_groups = scales_EGO.shape[1] if scales_EGO.dim() == 3 else 0
+        like = (torch.float32, (num_experts, num_groups, width_out), True)
+        if (scales_EGO.dtype, scales_EGO.shape, scales_EGO.is_contiguous()) != like or width_in % (32 * num_groups):
+            raise ValueError(
+                f"grouped_gemm: scales_EGO is {scales_EGO.dtype} {tuple(scales_EGO.shape)}; expected contiguous "
+                f"torch.float32 [{num_experts}, G, {width_out}], with groups of {width_in} / G, a multiple of 32"
+            )
     check_index("grouped_gemm", "start_E1", start_E1, torch.int32, (num_experts + 1,))
     if rows_X is not None:
         check_index("grouped_gemm", "rows_X", rows_X, torch.int64, (-1,))
@@ -90,7 +113,8 @@ def _check(
 @triton.jit
 def _gemm_kernel(
     x_ptr,  # [R, I], last stride 1
-    weight_ptr,  # [E, O, I], last stride 1
+    weight_ptr,  # [E, O, I], last stride 1; e4m3 with GROUP
+    scales_ptr,  # fp32 [E, G, O], contiguous; read only with GROUP
     start_ptr,  # int32 [E + 1]
     rows_ptr,  # int64 [X]; read only with GATHER
     out_ptr,  # [X, O], last stride 1
@@ -102,6 +126,7 @@ def _gemm_kernel(
     EXPERTS_PADDED: tl.constexpr,
     WIDTH_IN: tl.constexpr,
     WIDTH_OUT: tl.constexpr,
+    GROUP: tl.constexpr,  # inputs that share a scale, a multiple of TILE_K; 0 for plain weights
     GATHER: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -137,7 +162,12 @@ def _gemm_kernel(
             weight_of_expert + out_N[None, :].to(tl.int64) * weight_stride_o + in_K[:, None],
             mask=real_K[:, None] & real_N[None, :],
             other=0.0,
-        ).to(DOT_TYPE)
+        )
+        if GROUP:
+            scale_at = (expert.to(tl.int64) * (WIDTH_IN // GROUP) + start // GROUP) * WIDTH_OUT
+            scale_N = tl.load(scales_ptr + scale_at + out_N, mask=real_N, other=0.0)
+            weight_KN = (weight_KN.to(tl.float32) * scale_N[None, :]).to(x_ptr.dtype.element_ty)
+        weight_KN = weight_KN.to(DOT_TYPE)
         sum_MN += tl.dot(x_MK, weight_KN, input_precision="ieee")
     out_ptr_MN = out_ptr + place_M[:, None].to(tl.int64) * out_stride_x + out_N[None, :]
     tl.store(out_ptr_MN, sum_MN.to(out_ptr.dtype.element_ty), mask=real_M[:, None] & real_N[None, :])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,9 @@ from engine.kernels.layer_ops import TorchOps
 from engine.kernels.triton import grouped_gemm as kernel_file
 from engine.kernels.triton.backend import TritonAttention, TritonOps
 from engine.kernels.triton.grouped_gemm import grouped_gemm
-from engine.layers.linear import GroupedLinear
+from engine.layers.linear import GroupedLinear, can_multiply
+from engine.weights.quantized_weight import QuantizedWeight, quantize_weight
+from penstock.errors import CheckpointError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # fp32: sums of up to 123 products in another order. bf16 and fp16: the result is rounded once, of values to about 40.
@@ -163,3 +167,70 @@ def test_large_shapes_on_a_gpu(counts: list[int], dtype: torch.dtype) -> None:
     """Checks both products of a layer of Qwen3-30B-A3B."""
     check(counts, 2048, 1536, dtype)
     check(counts, 768, 2048, dtype)
+
+
+def fp8_experts(num_experts: int, width_out: int, width_in: int, num_groups: int) -> list[QuantizedWeight]:
+    """Returns random weights whose groups of inputs have scales of their own."""
+    size = width_in // num_groups
+    experts = []
+    for _ in range(num_experts):
+        parts = [quantize_weight(torch.randn(width_out, size) * 2**group, "fp8") for group in range(num_groups)]
+        codes = torch.cat([part.codes_OI.view(torch.uint8) for part in parts], dim=1).view(torch.float8_e4m3fn)
+        scales = torch.cat([part.scales_OG for part in parts], dim=1)
+        experts.append(QuantizedWeight("fp8", codes.to(DEVICE), scales.to(DEVICE), None, size))
+    return experts
+
+
+def stacked(experts: list[QuantizedWeight]) -> GroupedLinear:
+    """Returns what a GPU holds of them."""
+    layer = object.__new__(GroupedLinear)
+    layer._stack_codes(len(experts), experts.__getitem__, experts[0])
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("width_in", "num_groups"), [(64, 1), (96, 1), (128, 2), (96, 3)])
+def test_fp8_experts_stay_fp8_and_equal_the_dequantized_ones(
+    width_in: int, num_groups: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(width_in)
+    experts, counts = fp8_experts(4, 70, width_in, num_groups), [5, 0, 17, 1]
+    layer = stacked(experts)
+    assert layer.weight_EOI is not None
+    assert layer.weight_EOI.dtype == torch.float8_e4m3fn
+    x_RI, rows_X = torch.randn(7, width_in, device=DEVICE).to(dtype), torch.arange(23, device=DEVICE) % 7
+    expected = twin(x_RI, torch.stack([expert.dequantize(dtype) for expert in experts]), starts_of(counts), rows_X)
+    # Under the interpreter casts to bf16 truncate: a part in 128 of each value, and sums grow with the groups' scales.
+    rtol, atol = (2e-2, 0.1 * 2**num_groups) if dtype == torch.bfloat16 else (4e-3, 2e-2)
+    for ops in (TritonOps(), TorchOps()):
+        out = ops.grouped_gemm(x_RI, layer, starts_of(counts), rows_X)
+        torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
+
+
+def test_experts_of_a_gpu_are_kept_in_fp8_where_the_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_gpu(weight: QuantizedWeight) -> Any:
+        names = ("kind", "codes_OI", "scales_OG", "zeros_OG", "group_size", "group_I", "shape")
+        return SimpleNamespace(device=torch.device("cuda"), **{name: getattr(weight, name) for name in names})
+
+    monkeypatch.setattr("engine.layers.linear.reads_e4m3", lambda device: True)
+    (fp8,) = fp8_experts(1, 8, 128, 2)
+    uneven = replace(fp8, group_size=96)
+    int8 = quantize_weight(torch.randn(8, 128), "int8")
+    assert can_multiply(on_gpu(fp8), torch.bfloat16, is_expert=True)
+    assert not can_multiply(on_gpu(fp8), torch.float32, is_expert=True)
+    assert not can_multiply(on_gpu(uneven), torch.bfloat16, is_expert=True)
+    assert not can_multiply(on_gpu(int8), torch.bfloat16, is_expert=True)
+    monkeypatch.setattr("engine.layers.linear.reads_e4m3", lambda device: False)
+    assert not can_multiply(on_gpu(fp8), torch.bfloat16, is_expert=True), "an A100 dequantizes"
+
+
+def test_experts_that_are_not_stored_alike_and_scales_of_another_shape_are_refused() -> None:
+    experts = [*fp8_experts(1, 8, 64, 1), *fp8_experts(1, 8, 64, 2)]
+    with pytest.raises(CheckpointError, match="expert 1 of a layer is not stored in fp8 with 1 scales a row"):
+        stacked(experts)
+    codes = torch.zeros(2, 8, 64, device=DEVICE).to(torch.float8_e4m3fn)
+    x, start = torch.zeros(3, 64, dtype=torch.float16, device=DEVICE), starts_of([1, 2])
+    with pytest.raises(ValueError, match=r"scales_EGO is torch.float32 \(2, 3, 8\); expected contiguous"):
+        grouped_gemm(x, codes, start, None, scales_EGO=torch.zeros(2, 3, 8, device=DEVICE))
+    with pytest.raises(ValueError, match=r"weight_EOI torch\.float8_e4m3fn"):
+        grouped_gemm(x, codes, start, None)

@@ -155,6 +155,13 @@ def _experts(num_rows: int) -> None:
     grouped_gemm(zeros(num_rows, 2048), zeros(128, 1536, 2048), starts, zeros(num_rows, dtype=torch.int64))
 
 
+def _fp8_experts(num_rows: int) -> None:
+    starts, scales = zeros(129, dtype=torch.int32), zeros(128, 16, 1536, dtype=torch.float32)
+    codes = zeros(128, 1536, 2048).to(torch.float8_e4m3fn)
+    rows = zeros(num_rows, dtype=torch.int64)
+    grouped_gemm(zeros(num_rows, 2048), codes, starts, rows, scales_EGO=scales)
+
+
 def _layer() -> None:
     ops = TritonOps()
     ops.add_rms_norm(zeros(8, 4096), zeros(8, 4096), zeros(4096), 1e-5)
@@ -206,6 +213,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "copies of pages": _copy_pages,
     "experts, few rows": lambda: _experts(16),
     "experts, many rows": lambda: _experts(128 * 128),
+    "experts of fp8": lambda: _fp8_experts(128 * 128),
     "int4, few rows": lambda: _quantized("int4", 1),
     "int4, many rows": lambda: _quantized("int4", 128),
     "int8, few rows": lambda: _quantized("int8", 1),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.kernels.upload import upload
+from engine.kernels.upload import upload_all
 from engine.step.plan import ROW_PARAMS, sampling_records
 from engine.step.sequence import Sequence
 from penstock.types import SamplingParams
@@ -70,17 +70,17 @@ class SamplingRows:
         records, is_random = self.records, ~self.records["is_greedy"]
         top_k = np.where(records["top_k"] < vocab_size, records["top_k"], 0)
 
-        def column(values: np.ndarray, dtype: type) -> torch.Tensor:
-            return upload(values.astype(dtype), device)
-
-        return SamplingTensors(
+        columns = (
             # No temperature above 0 may become 0 as a float32; 1e-30 is an argmax already.
-            column(np.where(is_random, np.maximum(records["temperature"], 1e-30), 0.0), np.float32),
-            column(top_k, np.int32),
-            column(records["top_p"], np.float64),
-            column(records["min_p"], np.float32),
-            column(records["seed"].copy().view(np.int64), np.int64),
-            column(self.positions, np.int64),
+            np.where(is_random, np.maximum(records["temperature"], 1e-30), 0.0).astype(np.float32),
+            top_k.astype(np.int32),
+            records["top_p"].astype(np.float64),
+            records["min_p"].astype(np.float32),
+            records["seed"].copy().view(np.int64),
+            self.positions.astype(np.int64),
+        )
+        return SamplingTensors(
+            *upload_all(columns, device),
             any_random=bool(is_random.any()),
             any_top_k=bool((is_random & (top_k > 0)).any()),
             any_top_p=bool((is_random & (records["top_p"] < 1.0)).any()),

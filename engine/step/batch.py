@@ -7,7 +7,6 @@ compute come first in the batch, because attention treats them apart; `sampled_p
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.kernels.metadata import AttentionMetadata, Lengths
-from engine.kernels.upload import upload
+from engine.kernels.upload import upload_all
 from engine.step.plan import DecodeRows, StepPlan
 from engine.step.prompt_scores import ScoredTokens
 from engine.step.sequence import ScheduledSequence
@@ -62,26 +61,32 @@ def build_batch(work: Sequence[ScheduledSequence], page_size: int, device: torch
 
 
 def to_device(host: HostBatch, device: torch.device) -> Batch:
-    """Copies a batch to the device without waiting for it."""
-    on_device = functools.partial(upload, device=device)
+    """Copies a batch to the device, by one copy and without waiting for it."""
+    columns = (
+        host.token_ids_T,
+        host.positions_T,
+        host.logit_rows_R,
+        host.page_table_BW,
+        host.query_start_B1.astype(np.int32),
+        host.context_B.astype(np.int32),
+        host.slot_page_T,
+        host.slot_offset_T,
+    )
+    token_ids_T, positions_T, logit_rows_R, table_BW, query_start_B1, context_B, page_T, offset_T = upload_all(
+        columns, device
+    )
     meta = AttentionMetadata(
-        page_table_BP=on_device(host.page_table_BW),
-        query_start_B1=on_device(host.query_start_B1.astype(np.int32)),
-        context_lens_B=on_device(host.context_B.astype(np.int32)),
+        page_table_BP=table_BW,
+        query_start_B1=query_start_B1,
+        context_lens_B=context_B,
         max_query_len=host.max_query_len,
         max_context_len=host.max_context_len,
         num_decodes=host.num_decodes,
-        slot_page_T=on_device(host.slot_page_T),
-        slot_offset_T=on_device(host.slot_offset_T),
+        slot_page_T=page_T,
+        slot_offset_T=offset_T,
         lengths=Lengths(host.context_B, host.query_start_B1),
     )
-    return Batch(
-        token_ids_T=on_device(host.token_ids_T),
-        positions_T=on_device(host.positions_T),
-        logit_rows_R=on_device(host.logit_rows_R),
-        sampled_places=tuple(host.sampled_places.tolist()),
-        meta=meta,
-    )
+    return Batch(token_ids_T, positions_T, logit_rows_R, tuple(host.sampled_places.tolist()), meta)
 
 
 def build_host_batch(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:

@@ -79,8 +79,14 @@ class SamplingRows:
             records["seed"].copy().view(np.int64),
             self.positions.astype(np.int64),
         )
+        temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B = upload_all(columns, device)
         return SamplingTensors(
-            *upload_all(columns, device),
+            temperature_B,
+            top_k_B,
+            top_p_B,
+            min_p_B,
+            seed_B,
+            position_B,
             any_random=bool(is_random.any()),
             any_top_k=bool((is_random & (top_k > 0)).any()),
             any_top_p=bool((is_random & (records["top_p"] < 1.0)).any()),

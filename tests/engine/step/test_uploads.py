@@ -41,7 +41,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_arrays_of_all_types_share_one_copy(copies: list[int]) -> None:
-    arrays = [
+    arrays: list[np.ndarray] = [
         np.arange(5, dtype=np.int64),
         np.arange(6, dtype=np.int32).reshape(2, 3)[:, ::-1],
         np.zeros(0, np.float64),

@@ -1,9 +1,9 @@
 """Measures kernels, whole steps and transfers on a CUDA device beside what the device can do (`make gpu-check`).
 
 Sections run in order of importance, starting with the figures that the engine must meet. Each has a time limit, after
-which it ends with its current row. Results are written after every section, and a failing section is reported without
-keeping the others from running. `--rehearse` runs everything without a GPU, at toy shapes, into a given folder; its
-figures mean nothing.
+which it ends with its current row. Every row is printed and written as soon as it is measured, and a failing section
+is reported without keeping the others from running. `--rehearse` runs everything without a GPU, at toy shapes, into a
+given folder; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ def run(bench: BenchDevice, seconds: float, folder: Path, only: str = "") -> tup
                 raise TimeoutError(f"not started: {seconds:.0f} s are over")
             for row in section.rows():
                 found.append(row)
+                print(f"  {row.metric}: {row.value:.4g} {row.unit}", flush=True)
+                publish("gpu", workload, found, folder, quiet=True)  # whoever ends this process ends only what follows
                 if time.monotonic() > section_end_s:
                     raise TimeoutError(f"ended after {row.metric!r}, {time.monotonic() - started_s:.0f} s")
         except Exception as error:

@@ -102,6 +102,7 @@ def decode_rows(bench: BenchDevice, backend: AttentionBackend, bytes_per_s: floa
         found, kv_bytes = decode_s(bench, backend, batch, context, heads, dim, page_size)
         at = f"{batch} x {context}, {heads[0]}/{heads[1]} heads of {dim}, page {page_size}"
         yield Row(f"paged decode, {at}", kv_bytes / found / 1e9, "GB/s", "device copy", bytes_per_s / 1e9)
+    yield _ragged_row(bench, backend)
     heads, dim = bench.pick((32, 8), TOY_HEADS), bench.pick(128, 16)
     for batch, context in bench.pick([(16, 2048), (64, 2048), (256, 1024)], [(2, 40)]):
         found, _ = decode_s(bench, backend, batch, context, heads, dim, 16)
@@ -115,6 +116,22 @@ def decode_rows(bench: BenchDevice, backend: AttentionBackend, bytes_per_s: floa
             codes_s, _ = decode_s(bench, backend, batch, context, heads, dim, 16, stored)
             at = f"{str(stored).removeprefix('torch.')}, {batch} x {context}"
             yield Row(f"paged decode, {at}", codes_s * 1e6, "us", "bf16 pages", plain_s * 1e6)
+
+
+def _ragged_row(bench: BenchDevice, backend: AttentionBackend) -> Row:
+    """Measures one long context among short ones, beside as many tokens of KV in equal contexts."""
+    heads, dim = bench.pick((32, 8), TOY_HEADS), bench.pick(128, 16)
+    batch, longest, shortest = bench.pick((64, 32768, 512), (3, 40, 8))
+    contexts = [longest, *[shortest] * (batch - 1)]
+    equal = [sum(contexts) // batch] * batch
+    took_s = []
+    for lengths in (contexts, equal):
+        meta, num_pages = paged([1] * batch, lengths, 16, bench.device)
+        q, pool = bench.noise(batch, heads[0], dim), bench.noise(num_pages, 2, heads[1], 16, dim)
+        took_s.append(bench.seconds(lambda: backend.paged_attention(q, pool, meta, dim**-0.5, None)))  # noqa: B023
+    ragged_s, equal_s = took_s
+    at = f"{longest} among {batch - 1} x {shortest}"
+    return Row(f"paged decode, ragged, {at}", ragged_s * 1e6, "us", "as much KV in equal contexts", equal_s * 1e6)
 
 
 def prefill_rows(bench: BenchDevice, backend: AttentionBackend, products_per_s: float) -> Iterator[Row]:
@@ -177,7 +194,8 @@ def memory_rows(bench: BenchDevice, backend: AttentionBackend, ops: LayerOps, by
 
 
 def sampling_rows(bench: BenchDevice) -> Iterator[Row]:
-    """Yields sampling over a vocabulary of 128256."""
+    """Yields sampling over a vocabulary of 128256, after a check of rows that are not finite."""
+    yield _nan_row(bench)
     for batch in bench.pick([64, 256], [2]):
         logits = torch.randn(batch, bench.pick(128_256, 300), device=bench.device) * 3
         for name, sampling in (
@@ -194,6 +212,24 @@ def sampling_rows(bench: BenchDevice) -> Iterator[Row]:
             }[name]
             theirs_s = bench.seconds(call)  # it may synchronize, which a graph may not
             yield Row(f"sampling, {name}, batch {batch}", ours_s * 1e6, "us", base, theirs_s * 1e6)
+
+
+def _nan_row(bench: BenchDevice) -> Row:
+    """Counts the rows that are sampled as they should be where some are NaN: those fail alone, and no token is outside
+    the vocabulary. Raises RuntimeError if one is not."""
+    batch, vocab_size = bench.pick(64, 4), bench.pick(128_256, 300)
+    logits = torch.randn(batch, vocab_size, device=bench.device)
+    broken = torch.arange(batch, device=bench.device) % 2 == 1
+    logits[broken] = float("nan")
+    greedy = [SamplingParams(max_tokens=1, temperature=0.0)] * batch
+    params = SamplingTensors.of(greedy, [7] * batch, vocab_size, logits.device)
+    tokens, totals = sample_tokens(logits, params)
+    valid = totals.isfinite() & (totals > 0)
+    right = (valid != broken) & (tokens >= 0) & (tokens < vocab_size)
+    right &= broken | (tokens == logits.argmax(-1))
+    if not right.all():
+        raise RuntimeError(f"sampling of NaN rows: rows {(~right).nonzero().flatten().tolist()} are wrong")
+    return Row("sampling, NaN rows, rows sampled as they should be", float(right.sum()), "rows", "rows", float(batch))
 
 
 def quantized_rows(bench: BenchDevice) -> Iterator[Row]:

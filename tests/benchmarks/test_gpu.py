@@ -50,6 +50,8 @@ def test_a_rehearsal_runs_every_benchmark(
     others = (
         "latents",
         "sampling, top-k",
+        "sampling, NaN rows",
+        "paged decode, ragged",
         "fp8 product",
         "exposed over",
         "gather of",
@@ -79,6 +81,17 @@ def test_a_failing_or_slow_section_does_not_stop_the_others(
     assert [row.metric for row in rows] == ["before it", "again", "last"]
     assert ["illegal memory access" in problems[0], "ended after 'again'" in problems[1]] == [True, True]
     assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == 3
+    written: list[int] = []
+
+    def note() -> Iterator[Row]:
+        for _ in range(2):
+            yield Row("one more", 1.0, "s")
+            written.append(len(json.loads((tmp_path / "gpu.json").read_text())["rows"]))
+
+    monkeypatch.setattr(__main__, "sections", lambda bench, found: [Section("streams", 60, note)])
+    __main__.run(bench, 600, tmp_path)
+    assert written == [1, 2], "a process that is killed keeps what it has measured"
+    monkeypatch.setattr(__main__, "sections", lambda bench, found: made)
     rows, problems = __main__.run(bench, -1, tmp_path)
     assert rows == []
     assert all("not started" in problem for problem in problems)

@@ -100,8 +100,7 @@ bench: setup
 
 # Two cores: one for the router, the other for null worker and clients. Decisions and index first, as they stand.
 bench-router: setup
-	for name in router.index router.choice router.tracing router; do $(PY) -m benchmarks.$$name || exit 1; done
-	$(PY) -m benchmarks.router.http_streams
+	for name in router.index router.choice router.tracing router.http_streams router; do $(PY) -m benchmarks.$$name || exit 1; done
 
 bench-engine: setup
 	$(PY) -m benchmarks.engine

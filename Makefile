@@ -32,7 +32,7 @@ help:
 	@echo "make bench-flips    50 role flips, scale-downs and restarts under load, every token compared"
 	@echo "make bench-structured   what a grammar costs a stream, and the steps that forced tokens save"
 	@echo "make bench-steps    what a decode step costs besides the model, at batches of 1 to 256"
-	@echo "make conformance    schemathesis and LangChain's standard tests against a deployment, installed into .venv-conformance"
+	@echo "make conformance    schemathesis, LangChain's tests, lm-eval and GuideLLM against a deployment, installed into .venv-conformance"
 	@echo "make attack         every attack of docs/security.md against a running deployment: held or not, at what cost to others"
 	@echo "make soak           half an hour of faults, slow readers, bad input and cancellations; nothing may grow  (MINUTES=N)"
 	@echo "make simulate       thousands of seeded faults in virtual time, every invariant checked   (SEEDS=N)"

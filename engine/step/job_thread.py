@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from penstock.errors import InternalError
+
 _Job = Callable[[], None]
 _ALIVE_CHECK_S = 1.0  # how often a waiting caller checks that the thread is alive
 
@@ -54,6 +56,8 @@ class JobThread:
         self.drain()
         if errors:
             raise errors[0]
+        if not results:
+            raise InternalError("the thread that launches work on the device has ended; the worker's log says why")
         return results[0]
 
     def drain(self) -> None:

@@ -198,7 +198,13 @@ class WorkerShell:
             collector = WorkerCollector(
                 self.description, self._load, work, device_name(self._engine), config.price_per_hour
             )
-            self._metrics = MetricsPort(config.host, config.metrics_port, collector, self.step_metrics.registry)
+            self._metrics = MetricsPort(
+                config.host,
+                config.metrics_port,
+                collector,
+                self.step_metrics.registry,
+                last_port=config.last_metrics_port,
+            )
             self.description.metrics_address = f"{config.host}:{self._metrics.port}"
         self.loop.start()
         self._engine.when_lost(self._on_fatal)

@@ -104,6 +104,9 @@ class ServeConfig(FrozenConfig):
     """Port of the decode workers' lookaside service, if no machine has two of them; 0 takes any free one."""
     worker_metrics: bool = True
     """Gives each worker an HTTP port of its own for /metrics; routers list these at /metrics/targets."""
+    worker_metrics_ports: tuple[int, int] | None = None
+    """First and last of the ports that workers' metrics may have; each takes one that is free on its machine. By
+    default any free ones, which no firewall can name."""
     address: str = ""
     """Ray cluster to join; empty starts one here."""
     prefill_pool: PoolConfig = PoolConfig()
@@ -151,6 +154,12 @@ class ServeConfig(FrozenConfig):
         if self.decode_pool.lowest < 1:
             raise ValueError("decode_pool.min_replicas is 0: at least 1 decode worker is needed; give 1 or more")
         self.security.check_host("admin_host", self.admin_host)
+        if self.worker_metrics_ports is not None:
+            first, last = self.worker_metrics_ports
+            if not 1 <= first <= last <= 65535:
+                raise ValueError(
+                    f"worker_metrics_ports = [{first}, {last}]: give the first and the last port, from 1 to 65535"
+                )
         if self.metrics_ports and len(self.metrics_ports) != self.routers:
             raise ValueError(
                 f"metrics_ports holds {len(self.metrics_ports)} ports; with routers = {self.routers} give as many, "
@@ -202,6 +211,7 @@ class ServeConfig(FrozenConfig):
 
     def worker_config(self, worker_id: str, role: Role) -> WorkerConfig:
         lookaside = LookasideConfig(host=self.host, port=self.lookaside_port, tls=self.tls) if self.lookaside else None
+        first_port, last_port = self.worker_metrics_ports or (0, None)
         return WorkerConfig(
             worker_id=worker_id,
             role=role,
@@ -214,6 +224,7 @@ class ServeConfig(FrozenConfig):
             drain_s=self.drain_s,
             labels=self.pool(role).labels,
             lookaside=lookaside,
-            metrics_port=0 if self.worker_metrics else None,
+            metrics_port=first_port if self.worker_metrics else None,
+            last_metrics_port=last_port,
             price_per_hour=self.pool(role).price_per_hour,
         )

@@ -120,6 +120,8 @@ class WorkerConfig(FrozenConfig):
     """Port to listen on; 0 takes any free one."""
     metrics_port: int | None = Field(None, ge=0, le=65535)
     """HTTP port of this worker's own /metrics, on `host`; 0 takes any free one; by default none."""
+    last_metrics_port: int | None = Field(None, ge=1, le=65535)
+    """Lets /metrics have any port from `metrics_port` to this one."""
     price_per_hour: float = Field(0.0, ge=0)
     """What this worker costs an hour, in any currency."""
     served_model: str = ""

@@ -336,9 +336,16 @@ def test_only_the_routers_ports_are_open(case: str) -> None:
         return
     aside = CASES[case].get("config", {}).get("lookaside", False)
     policies = [each for each in find(objects, "NetworkPolicy") if "Ingress" in each["spec"]["policyTypes"]]
-    assert [each["metadata"]["name"].removeprefix("penstock-") for each in policies] == (
-        ["internal", "callers", "lookaside"] if aside else ["internal", "callers"]
-    )
+    monitored = CASES[case].get("metrics", {}).get("serviceMonitor", {}).get("enabled", False)
+    assert [each["metadata"]["name"].removeprefix("penstock-") for each in policies] == [
+        "internal", "callers", *["worker-metrics"] * monitored, *["lookaside"] * aside
+    ]  # fmt: skip
+    if monitored:
+        (rule,) = policies.pop(2)["spec"]["ingress"]
+        assert "namespaceSelector" in rule["from"][0]
+        [ports] = rule["ports"]
+        worker = serve_config(objects).worker_config("decode-0", Role.DECODE)
+        assert (ports["port"], ports["endPort"]) == (worker.metrics_port, worker.last_metrics_port)
     if aside:  # one port of the workers, and no other
         (rule,) = policies.pop()["spec"]["ingress"]
         lookaside = serve_config(objects).worker_config("decode-0", Role.DECODE).lookaside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -142,6 +143,17 @@ def test_a_model_whose_sizes_are_unknown_and_a_card_without_a_known_peak_export_
 def test_a_taken_port_is_refused_by_name(port: MetricsPort) -> None:
     with pytest.raises(ConfigError, match=rf"metrics_port = {port.port}: cannot listen on 127\.0\.0\.1"):
         MetricsPort("127.0.0.1", port.port, WorkerCollector(DESCRIBED, WorkerLoad))
+
+
+def test_of_several_ports_a_free_one_is_taken(port: MetricsPort) -> None:
+    collector = WorkerCollector(DESCRIBED, WorkerLoad)
+    for last in range(port.port + 1, port.port + 20):  # others may use some of them
+        with contextlib.suppress(ConfigError):
+            second = MetricsPort("127.0.0.1", port.port, collector, last_port=last)
+            break
+    assert port.port < second.port <= last
+    with contextlib.closing(second), pytest.raises(ConfigError, match=rf"metrics_port = {port.port} to {second.port}:"):
+        MetricsPort("127.0.0.1", port.port, collector, last_port=second.port)
 
 
 async def test_both_workers_of_a_request_count_it_and_their_ports_end_with_them(

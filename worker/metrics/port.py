@@ -18,19 +18,25 @@ _IDLE_S = 5.0  # without a byte, after which a connection is closed
 class MetricsPort:
     """Listens from its construction to `close`. Scrapers need no token: a worker's metrics say nothing of requests."""
 
-    def __init__(self, host: str, port: int, *collectors: Collector) -> None:
-        """Port 0 takes any free one. Raises ConfigError where the port is taken."""
+    def __init__(self, host: str, port: int, *collectors: Collector, last_port: int | None = None) -> None:
+        """Takes the first port from `port` to `last_port` that is free; port 0 means any. Raises ConfigError if none
+        is."""
         registry = CollectorRegistry()
         for collector in collectors:
             registry.register(collector)
         ProcessCollector(registry=registry)
         server_type = _Ipv6Server if ":" in host else _Server
-        try:
-            self._server = make_server(host, port, make_wsgi_app(registry), server_type, _Handler)
-        except OSError as error:
-            raise ConfigError(
-                f"metrics_port = {port}: cannot listen on {host}: {error.strerror}; give another"
-            ) from error
+        tried = range(port, (last_port or port) + 1)
+        for number in tried:
+            try:
+                self._server = make_server(host, number, make_wsgi_app(registry), server_type, _Handler)
+                break
+            except OSError as error:
+                if number == tried[-1]:
+                    ports = str(port) if len(tried) == 1 else f"{port} to {number}"
+                    raise ConfigError(
+                        f"metrics_port = {ports}: cannot listen on {host}: {error.strerror}; give another"
+                    ) from error
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.kv.page_hash import hash_pages
@@ -21,6 +21,7 @@ from router.fleet.worker_groups import WorkerGroup
 from router.prepared_request import PreparedRequest
 from router.routing.costs.link_costs import LinkCost
 from router.routing.costs.predictions import Predictions
+from router.routing.index.pending_prompts import MAX_MARKS_PER_PROMPT, mark_pages, marks_of
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.index.prefix_match import PrefixMatch
 from router.routing.placement_core import Commitment, PlacementCore, num_naming_pages
@@ -63,6 +64,17 @@ class PromptPages:
     def whole(self, size: int) -> list[PageHash]:
         """Returns the hashes of all full pages of that size."""
         return self._first(len(self._token_ids) // size, size)
+
+    def marks(self, size: int) -> Iterator[PageHash]:
+        """Yields the prompt's marks, by which pending prompts are known, and hashes it no further than they are taken."""
+        stride = mark_pages(size)
+        for count in range(stride, len(self._token_ids) // size + 1, stride)[:MAX_MARKS_PER_PROMPT]:
+            yield self._first(count, size)[count - 1]
+
+    def all_marks(self, size: int) -> Sequence[PageHash]:
+        """Returns the marks of the whole prompt."""
+        num_pages = min(len(self._token_ids) // size, mark_pages(size) * MAX_MARKS_PER_PROMPT)
+        return marks_of(self._first(num_pages, size)[:num_pages], size)
 
     def _cached_pages(self, index: PrefixIndex, size: int) -> Mapping[WorkerId, PrefixMatch]:
         num_full = len(self._token_ids) // size
@@ -150,12 +162,14 @@ class Placer:
             prefill = []
         links = FleetLinkPricing(self._fleet, (*decode, *group.prefill), now_s)
         cached, below = ({}, {}) if scores_prompt else pages.cached_tokens(self._fleet.index, group)
+        pending = {} if scores_prompt else self._pending_tokens(pages, group)
         demand = self._core.demand(
             num_tokens=len(request.token_ids) + num_emitted,
             max_tokens=request.sampling.max_tokens - num_emitted,
             token_bytes=group.token_bytes,
             cached_tokens=cached,
             host_tokens=below,
+            pending_tokens=pending,
             prefill=[] if scores_prompt else [worker.worker_id for worker in group.prefill],
             links=links,
             now_s=now_s,
@@ -170,8 +184,19 @@ class Placer:
         first = Epoch(candidates[0].epoch) if candidates and choice.prefill else None
         self._note_silent((chosen, *(worker for worker in prefill if worker.epoch == first)), pages, now_s)
         self._fleet.health.on_sent(chosen.epoch, first, now_s)
-        commitment = self._core.commit(choice, demand, chosen.description.page_size, now_s)
+        computes = next((worker for worker in prefill if worker.epoch == first), chosen)
+
+        def marks() -> Sequence[PageHash]:
+            return () if scores_prompt else pages.all_marks(computes.page_size)
+
+        commitment = self._core.commit(choice, demand, chosen.description.page_size, now_s, marks)
         return Placement(chosen, candidates, choice, commitment)
+
+    def _pending_tokens(self, pages: PromptPages, group: WorkerGroup) -> dict[WorkerId, int]:
+        pending: dict[WorkerId, int] = {}
+        for size in group.page_sizes:
+            pending.update(self._core.pending_tokens(pages.marks(size), size))
+        return pending
 
     def on_end(self, placement: Placement, timing: common_pb2.Timing, num_output_tokens: int) -> None:
         """Learns from a completion that has ended where it was placed."""

@@ -5,14 +5,15 @@ The router's shell (`router.dispatch.placement`) and the simulator's router both
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.types import WorkerId, WorkerLoad
+from penstock.types import PageHash, WorkerId, WorkerLoad
 from router.routing.costs.cost_model import CostBook, WorkerCosts
 from router.routing.costs.inflight import InflightLedger, InflightWork, WorkKey
 from router.routing.costs.link_costs import LinkBook, LinkCost
+from router.routing.index.pending_prompts import MARK_TOKENS, PendingPrompts, mark_pages
 from router.routing.policy.interface import (
     NOTHING_CACHED,
     LinkPricing,
@@ -26,6 +27,7 @@ from router.routing.policy.replication import HotPrefixes
 _OUTPUT_PRIOR = 128.0  # tokens
 _SMOOTHING = 0.02
 _MAX_VIEWS = 16384
+_MIN_PENDING_S = 0.02  # a prompt computed sooner is announced soon enough
 _NAMING_TOKENS = 2048  # leading tokens that identify a long prompt: many prompts share their first few hundred
 _NAMING_PAGES = 4  # leading pages that identify a shorter one
 
@@ -93,6 +95,8 @@ class PlacementCore:
         self._hot = HotPrefixes(max_replicas)
         self._views: dict[WorkerId, WorkerView] = {}
         self._output_tokens = _OUTPUT_PRIOR
+        self._pending = PendingPrompts()
+        ledger.watch_settled(self._pending.release)
 
     def views(self, workers: Sequence[RoutableWorker], sent_to: Callable[[WorkerId], InflightWork]) -> list[WorkerView]:
         """Returns a view of each worker, reused while nothing about it changes.
@@ -122,6 +126,13 @@ class PlacementCore:
         self._views[worker.worker_id] = view
         return view
 
+    def pending_tokens(self, marks: Iterable[PageHash], page_size: int) -> Mapping[WorkerId, int]:
+        """Returns how many leading tokens of a prompt each worker will compute for prompts that wait there."""
+        if not self._pending:
+            return NOTHING_CACHED
+        tokens = mark_pages(page_size) * page_size
+        return {worker_id: depth * tokens for worker_id, depth in self._pending.match(marks).items()}
+
     def demand(
         self,
         *,
@@ -133,14 +144,17 @@ class PlacementCore:
         links: LinkPricing,
         now_s: float,
         host_tokens: Mapping[WorkerId, int] = NOTHING_CACHED,
+        pending_tokens: Mapping[WorkerId, int] = NOTHING_CACHED,
         prefix: bytes = b"",
         session: str = "",
         explain: bool = False,
     ) -> PlacementDemand:
         """Describes a request to a policy and counts it as a use of its prefix.
 
-        It emits `max_tokens` more at most; the other arguments are PlacementDemand's.
+        It emits `max_tokens` more at most; `cached_tokens` are those announced, `pending_tokens` those that
+        waiting prompts will leave, whatever is announced. The other arguments are PlacementDemand's.
         """
+        cached_tokens, ahead = _with_pending(cached_tokens, pending_tokens)
         cached = [tokens for worker_id in prefill if (tokens := cached_tokens.get(worker_id))]
         most = max(cached, default=0)
         num_holders = sum(1 for tokens in cached if 2 * tokens >= most)
@@ -149,6 +163,7 @@ class PlacementCore:
             token_bytes=token_bytes,
             cached_tokens=cached_tokens,
             host_tokens=host_tokens,
+            pending_tokens=ahead,
             links=links,
             output_tokens=max(1.0, min(self._output_tokens, max_tokens)),
             session=session,
@@ -157,8 +172,18 @@ class PlacementCore:
             explain=explain,
         )
 
-    def commit(self, choice: PairChoice, demand: PlacementDemand, page_size: int, now_s: float) -> Commitment:
-        """Credits the workers with what their next load reports do not show yet, and the link with its bytes."""
+    def commit(
+        self,
+        choice: PairChoice,
+        demand: PlacementDemand,
+        page_size: int,
+        now_s: float,
+        marks: Callable[[], Sequence[PageHash]] = tuple,
+    ) -> Commitment:
+        """Credits the workers with what their next load reports do not show yet, and the link with its bytes.
+
+        `marks` returns the prompt's marks; it is called only where the prompt is worth recording as pending.
+        """
         ledger = self._ledger
         pages = -(-demand.num_tokens // page_size)
         computed_by = choice.prefill[0].worker_id if choice.prefill else choice.decode
@@ -166,10 +191,13 @@ class PlacementCore:
             ledger.record(choice.decode, InflightWork(num_requests=1, num_pages=pages), now_s),
             ledger.record(computed_by, InflightWork(prefill_tokens=choice.uncached_tokens), now_s),
         ]
+        if choice.uncached_tokens >= MARK_TOKENS and choice.score.first_token_s >= _MIN_PENDING_S:
+            self._pending.add(credits[1], computed_by, marks())
         step_s = choice.score.decode_s / demand.output_tokens
         usable = (demand.num_tokens - 1) // page_size * page_size
-        prefill_tokens = min(choice.score.prefill_cached_tokens, usable)
-        decode_tokens = min(choice.score.decode_cached_tokens, usable)
+        prefill_tokens = min(choice.score.prefill_cached_tokens - demand.pending_tokens.get(computed_by, 0), usable)
+        decode_ahead = demand.pending_tokens.get(choice.decode, 0)
+        decode_tokens = min(choice.score.decode_cached_tokens - decode_ahead, usable)
         if not choice.prefill:
             return Commitment(credits, step_s, prefill_tokens, decode_tokens)
         link = (computed_by, choice.decode)
@@ -186,3 +214,15 @@ class PlacementCore:
         """Learns how long after the prefill the pages arrived over the chosen link."""
         if choice.prefill:
             self._links.observe(choice.prefill[0].worker_id, choice.decode, commitment.link_bytes, exposed_s)
+
+
+def _with_pending(
+    cached: Mapping[WorkerId, int], pending: Mapping[WorkerId, int]
+) -> tuple[Mapping[WorkerId, int], Mapping[WorkerId, int]]:
+    """Returns the tokens that each worker holds or will have computed, and how many of them it does not hold yet."""
+    ahead = {
+        worker_id: more for worker_id, tokens in pending.items() if (more := tokens - cached.get(worker_id, 0)) > 0
+    }
+    if not ahead:
+        return cached, NOTHING_CACHED
+    return {**cached, **{worker_id: pending[worker_id] for worker_id in ahead}}, ahead

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.types import PageHash
+from router.routing.index.pending_prompts import marks_of
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.placement_core import Commitment, LearnedLinkPricing, PlacementCore, num_naming_pages
 from router.routing.policy.interface import PairChoice, PlacementPolicy
@@ -57,6 +58,7 @@ class PlacerModel:
         """Places a request for KV of `num_tokens`, whose first pages have these hashes. `decode` is not empty."""
         matches = self._index.match(hashes)
         cached = {worker_id: held.num_pages * self._page_size for worker_id, held in matches.items()}
+        marks = marks_of(hashes, self._page_size)
         num_naming = num_naming_pages(len(hashes) * self._page_size, self._page_size)
         prefix = bytes(hashes[num_naming - 1]) if num_naming else b""
         demand = self._core.demand(
@@ -64,6 +66,7 @@ class PlacerModel:
             max_tokens=max_tokens,
             token_bytes=self._token_bytes,
             cached_tokens=cached,
+            pending_tokens=self._core.pending_tokens(marks, self._page_size),
             prefill=[follower.worker_id for follower in prefill],
             links=self._links,
             now_s=now_s,
@@ -71,7 +74,8 @@ class PlacerModel:
         )
         views = [self._core.views(ends, self._ledger.sent_to) for ends in (decode, prefill)]
         choice = self._policy.choose(demand, views[0], views[1], self._rng)
-        return PlacementModel(choice, self._core.commit(choice, demand, self._page_size, now_s))
+        commitment = self._core.commit(choice, demand, self._page_size, now_s, lambda: marks)
+        return PlacementModel(choice, commitment)
 
     def on_end(self, placement: PlacementModel, transfer_s: float | None, num_output_tokens: int) -> None:
         """Learns from a request that has ended where it was placed."""

@@ -65,10 +65,15 @@ class InflightLedger:
         self._accounts: dict[WorkerId | WorkerPair, _Account] = {}
         self._last = 0
         self._watchers: list[Callable[[], None]] = []
+        self._settle_watchers: list[Callable[[WorkKey], None]] = []
 
     def watch(self, callback: Callable[[], None]) -> None:
         """Registers a callback for every change of a total. It must be quick."""
         self._watchers.append(callback)
+
+    def watch_settled(self, callback: Callable[[WorkKey], None]) -> None:
+        """Registers a callback for every settled key, also where a report removed its entry before. It must be quick."""
+        self._settle_watchers.append(callback)
 
     def totals(self) -> list[tuple[WorkerId, InflightWork]]:
         """Returns the work in flight to each worker that has any."""
@@ -97,6 +102,8 @@ class InflightLedger:
     def settle(self, keys: Iterable[WorkKey]) -> None:
         """Removes entries. Idempotent."""
         for key in keys:
+            for callback in self._settle_watchers:
+                callback(key)
             account = self._accounts.get(key.owner)
             if account is None:
                 continue

@@ -111,6 +111,8 @@ class PlacementDemand:
     # Leading tokens whose pages a worker holds, on any tier; and those of them to be copied back from host memory.
     cached_tokens: Mapping[WorkerId, int] = field(default_factory=lambda: NOTHING_CACHED)
     host_tokens: Mapping[WorkerId, int] = field(default_factory=lambda: NOTHING_CACHED)
+    # Those of `cached_tokens` that the worker has yet to compute, for prompts that wait there or are being computed.
+    pending_tokens: Mapping[WorkerId, int] = field(default_factory=lambda: NOTHING_CACHED)
     links: LinkPricing = field(default_factory=UniformLinkPricing)
     output_tokens: float = 128.0  # expected
     session: str = ""  # requests of one session prefer one pair of workers

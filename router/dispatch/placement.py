@@ -66,7 +66,7 @@ class PromptPages:
         return self._first(len(self._token_ids) // size, size)
 
     def marks(self, size: int) -> Iterator[PageHash]:
-        """Yields the prompt's marks, by which pending prompts are known, and hashes it no further than they are taken."""
+        """Yields the prompt's marks, by which pending prompts are known. Hashes no further than they are taken."""
         stride = mark_pages(size)
         for count in range(stride, len(self._token_ids) // size + 1, stride)[:MAX_MARKS_PER_PROMPT]:
             yield self._first(count, size)[count - 1]

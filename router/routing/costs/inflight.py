@@ -72,7 +72,7 @@ class InflightLedger:
         self._watchers.append(callback)
 
     def watch_settled(self, callback: Callable[[WorkKey], None]) -> None:
-        """Registers a callback for every settled key, also where a report removed its entry before. It must be quick."""
+        """Registers a callback for every settled key, whether or not its entry is still there. It must be quick."""
         self._settle_watchers.append(callback)
 
     def totals(self) -> list[tuple[WorkerId, InflightWork]]:

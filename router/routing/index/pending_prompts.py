@@ -1,4 +1,4 @@
-"""Prompts that were sent to a worker and are not computed yet: their pages count as held there before it announces them.
+"""Prompts that a worker has yet to compute: their pages count as cached there before the worker announces them.
 
 The prefix index knows a page once its worker has announced it. Where queues are long that is seconds after the choice,
 and prompts with the same beginning would be computed on several workers meanwhile. A prompt is known here from its

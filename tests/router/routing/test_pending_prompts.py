@@ -52,7 +52,8 @@ def test_a_match_is_the_longest_prefix_shared_with_a_pending_prompt(
     assert pending.match(asked) == expected
     for number, (worker_id, _) in enumerate(prompts):
         pending.release(WorkKey(worker_id, number))
-    assert not pending and pending.match(asked) == {}
+    assert not pending
+    assert pending.match(asked) == {}
 
 
 def test_a_prompt_is_hashed_no_further_than_pending_prompts_reach() -> None:

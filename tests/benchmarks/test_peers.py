@@ -6,6 +6,7 @@ import json
 import os
 import select
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,7 @@ def test_the_loop_answers_as_a_worker_would() -> None:
     class Engine(NullEngine):
         ranks = None
         kv_pages = SimpleNamespace(is_cuda=False)
+        device_thread = None
         steps: list[int] = []  # noqa: RUF012  of this test's engine alone
 
         def prepare(self, work: Sequence[ScheduledSequence]) -> PreparedStep:
@@ -177,7 +179,8 @@ def test_a_peer_can_be_paused_and_resumed() -> None:
         process.write_line("anybody?")
         with pytest.raises(RuntimeError, match="no answer within"):
             process.read_line(0.05)
-        assert state.read_text().rpartition(")")[2].split()[0] == "T"
+        while state.read_text().rpartition(")")[2].split()[0] != "T":  # the signal is on its way
+            time.sleep(0.005)
         process.resume()
         assert process.read_line(30.0) == "heard"
         process.pause()  # and still ends

@@ -53,7 +53,7 @@ class BitFlipper(threading.Thread):
 async def test_a_flipped_bit_is_detected_and_its_hand_off_recomputed(
     model: Path, transport: str, checksums: bool
 ) -> None:
-    """Without checksums the flip goes unnoticed, which shows that nothing else detects it."""
+    """Without checksums nothing detects the flip, unless the logits overflow, which ends the request."""
     wanted = generate(Engine.load(EngineConfig(model=str(model), num_pages=64, num_threads=1)), PROMPT, GREEDY, SALT)
     transfer = {"transport": transport, "checksums": checksums}
     async with workers(
@@ -73,6 +73,9 @@ async def test_a_flipped_bit_is_detected_and_its_hand_off_recomputed(
             assert decode.worker._transfers.num_mismatches == int(checksums)
             if checksums:
                 assert answer.token_ids == wanted
-            assert answer.error is None
-            assert len(answer.token_ids) == len(wanted)
+            if answer.error is None:
+                assert len(answer.token_ids) == len(wanted)
+            else:
+                assert not checksums
+                assert "no finite distribution" in str(answer.error)
         await wait_until_empty(prefill, decode)

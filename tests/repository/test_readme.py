@@ -1,4 +1,4 @@
-"""Tests that the README's tree matches the repository, its make targets exist, and every link in the docs resolves."""
+"""Tests that the README's tree matches the repository, its make targets exist, and every link and anchor resolves."""
 
 from __future__ import annotations
 
@@ -31,6 +31,24 @@ def test_every_link_resolves() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def make_anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of ``page``; of equal headings the later ones are numbered."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    anchors: list[str] = []
+    for heading in re.findall(r"(?m)^#+ +(.*)", text):
+        title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        anchors.append(re.sub(r"[^\w\- ]", "", title).replace(" ", "-"))
+    return {name + (f"-{n}" if (n := anchors[:i].count(name)) else "") for i, name in enumerate(anchors)}
+
+
+def test_every_anchor_exists() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+            linked = page.parent / target if target else page
+            if linked.suffix == ".md":
+                assert anchor in make_anchors(linked), f"{page.name} links to {target}#{anchor}"
 
 
 def test_ci_runs_the_readme_test_command() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-_PACKAGES = ("torch", "triton", "ray", "grpcio", "tokenizers", "nixl-cu12", "numpy")
+_PACKAGES = ("torch", "triton", "ray", "grpcio", "tokenizers", "nixl-cu12", "nixl-cu13", "numpy")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ MODEL ?= models/penstock-tiny
 # More than there are cores: tests wait about as long as they compute.
 TEST_PROCESSES ?= 4
 
-.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check tune clean
+.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check results tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -38,6 +38,7 @@ help:
 	@echo "make simulate       thousands of seeded faults in virtual time, every invariant checked   (SEEDS=N)"
 	@echo "make validate-simulator   predicted against measured on this machine: five workloads, a stalled link, a kill"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
+	@echo "make results        collect benchmarks/results/ as docs/results.md with charts (measures nothing)"
 	@echo "make tune           measure the attention kernels' tiles on the GPU at hand and keep the fastest"
 
 setup: $(STAMP)
@@ -193,6 +194,9 @@ gpu-check:
 	TRITON_INTERPRET=0 timeout $(GPU_TEST_SECONDS) python3 -m pytest -q -p no:cacheprovider $$side_by_side -m gpu $(GPU_TESTS) || failed=1; \
 	TRITON_INTERPRET=0 timeout $$(($(GPU_BENCH_SECONDS) + 60)) python3 -m benchmarks.gpu --seconds $(GPU_BENCH_SECONDS) --results $(GPU_RESULTS) || failed=1; \
 	exit $$failed
+
+results: setup
+	$(PY) -m benchmarks.results_page
 
 tune:
 	TRITON_INTERPRET=0 python3 -m benchmarks.gpu.tune

@@ -42,7 +42,7 @@ from benchmarks.autoscale.elastic import (
     is_good,
 )
 from benchmarks.autoscale.foresight import Foresight, offered, plan
-from benchmarks.common.report import RESULTS, versions
+from benchmarks.common.report import RESULTS, today, versions, write_result
 from cluster.scaling.autoscaler_policy import AutoscalerPolicy
 from cluster.scaling.signals import PoolBounds
 from penstock.config import DecodeConfig
@@ -231,16 +231,16 @@ def _publish(cases: Sequence[dict[str, object]]) -> None:
     known = json.loads(path.read_text())["cases"] if path.exists() else []
     new = {(case["trace"], case["start_s"]) for case in cases}
     kept = [case for case in known if (case["trace"], case["start_s"]) not in new]
-    RESULTS.mkdir(exist_ok=True)
     result = {
         "name": "autoscale",
+        "date": today(),
         "versions": versions(),
         "slo": SLO.model_dump(),
         "aims": AIMS,
         "warm_s": WARM_S,
         "cases": [*kept, *cases],
     }
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(result, indent=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

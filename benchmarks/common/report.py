@@ -1,16 +1,21 @@
-"""Publishes the rows of a benchmark: a printed table, and JSON with the hardware and versions of the run."""
+"""Publishes a benchmark: a printed table, JSON with the hardware and versions of the run, and SVG charts beside it."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.common.charts import write_charts
+from penstock.charts.svg import cumulative_points
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 _PACKAGES = ("torch", "triton", "ray", "grpcio", "tokenizers", "nixl-cu12", "nixl-cu13", "numpy")
@@ -32,19 +37,58 @@ class Row:
         return self.value / self.baseline_value if self.baseline_value else None
 
 
-def publish(name: str, workload: str, rows: list[Row], folder: Path = RESULTS, quiet: bool = False) -> None:
-    """Prints the table, unless `quiet`, and writes `NAME.json` into the folder."""
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """Lines over one axis: a distribution, or what changed over time. `series` maps labels to points."""
+
+    title: str
+    x: str
+    y: str
+    series: Mapping[str, Sequence[tuple[float, float]]]
+    log_x: bool = False
+
+
+def distribution(title: str, unit: str, values: Mapping[str, Iterable[float]]) -> Curves:
+    """Returns the cumulative distribution of each label's values, at most 101 points of four digits each."""
+    lines = {}
+    for label, found in values.items():
+        points = cumulative_points(found)
+        kept = [*points[:-1:4], *points[-1:]]
+        lines[label] = [(float(f"{value:.4g}"), round(share, 4)) for value, share in kept]
+    return Curves(title, unit, "share of values", lines, log_x=True)
+
+
+def publish(
+    name: str,
+    workload: str,
+    rows: list[Row],
+    folder: Path = RESULTS,
+    quiet: bool = False,
+    curves: Sequence[Curves] = (),
+) -> None:
+    """Prints the table, unless `quiet`, and writes `NAME.json` and its charts into the folder."""
     if not quiet:
         show(name, workload, rows)
     result = {
         "name": name,
+        "date": today(),
         "workload": workload,
         "hardware": hardware(),
         "versions": versions(),
         "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
     }
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_result(result | ({"curves": [asdict(each) for each in curves]} if curves else {}), folder)
+
+
+def write_result(result: Mapping[str, object], folder: Path = RESULTS, indent: int = 2) -> None:
+    """Writes `NAME.json` and beside it `NAME-INDEX.svg` for each of its charts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{result['name']}.json").write_text(json.dumps(result, indent=indent) + "\n")
+    write_charts(json.loads(json.dumps(result)), folder)
+
+
+def today() -> str:
+    return datetime.now(UTC).date().isoformat()
 
 
 def show(name: str, workload: str, rows: list[Row]) -> None:

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from benchmarks.common.report import Row, publish
+from benchmarks.common.report import Curves, Row, distribution, publish
 from benchmarks.common.shapes import LLAMA_135M, random_llama
 from benchmarks.common.vllm_process import Vllm, own_cores, parse_with_vllm
 from benchmarks.serving.deployments import serving_router
 from benchmarks.serving.rounds import latency, measure_http, uniform_source
 from benchmarks.serving.vllm_server import VllmServer
-from penstock.bench.results.figures import RunFigures
+from penstock.bench.results.figures import LATENCIES, RunFigures
+from penstock.bench.results.result_file import PointResult
 from penstock.bench.workloads.schedule import Arrivals
 from penstock.config import DecodeConfig
 
@@ -70,16 +71,28 @@ def vllm_pair(vllm: Vllm) -> Iterator[Server]:
 
 def measure(
     name: str, serving: AbstractContextManager[Server], rates: Sequence[float], num_requests: int
-) -> dict[float, tuple[float, ...]]:
+) -> dict[float, PointResult]:
     """Starts a deployment, measures each rate with prompts of its own, which are never cached, and stops it."""
 
     source = uniform_source(num_requests, (64, 1024), (16, 96))
     points = [Arrivals(rate=rate) for rate in rates]
     with serving as server:
         sweep = measure_http(server.address, source, points, LLAMA_135M["vocab_size"], server.vllm_prefill)
-        figures = {rate: metrics_of(point.figures) for rate, point in zip(rates, asyncio.run(sweep), strict=True)}
-    print(name, {rate: [round(figure, 1) for figure in of_rate] for rate, of_rate in figures.items()}, flush=True)
-    return figures
+        found = dict(zip(rates, asyncio.run(sweep), strict=True))
+    for rate, point in found.items():
+        print(name, rate, [round(figure, 1) for figure in metrics_of(point.figures)], flush=True)
+    return found
+
+
+def distributions(found: Mapping[str, Mapping[float, PointResult]]) -> Iterator[Curves]:
+    """Yields the distributions of TTFT and ITL at each rate, a line for each deployment."""
+    for rate in found[SPLIT]:
+        for name in ("TTFT", "ITL"):
+            values = {
+                deployment: [value * 1e3 for each in of_rate[rate].run.requests for value in LATENCIES[name](each)]
+                for deployment, of_rate in found.items()
+            }
+            yield distribution(f"{name} at {rate:g} requests/s", f"{name}, ms", values)
 
 
 def metrics_of(figures: RunFigures) -> tuple[float, ...]:
@@ -121,7 +134,8 @@ def main() -> None:
         except (RuntimeError, TimeoutError) as error:  # our figures stand without it
             print(f"{name} is left out: {error!r}", flush=True)
     workload = f"{options.requests} requests, 135M Llama shape, bf16, transport {options.transport}; beside {beside}"
-    publish("serving", workload, rows_of(found))
+    figures = {name: {rate: metrics_of(point.figures) for rate, point in each.items()} for name, each in found.items()}
+    publish("serving", workload, rows_of(figures), curves=list(distributions(found)))
 
 
 if __name__ == "__main__":

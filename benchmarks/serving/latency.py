@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.common.floor import step_floor_s
-from benchmarks.common.report import Row, publish
+from benchmarks.common.report import Curves, Row, distribution, publish
 from benchmarks.common.shapes import BUNDLED, random_llama
 from benchmarks.serving.deployments import serving_router
 from benchmarks.serving.rounds import latency, measure_at, uniform_source
 from engine.models.config import ModelConfig
 from penstock.bench.driver.deployment_grpc import GrpcEndpoint
-from penstock.bench.results.figures import RunFigures
+from penstock.bench.results.figures import LATENCIES
+from penstock.bench.results.result_file import PointResult
 from penstock.bench.workloads.schedule import Arrivals
 from penstock.config import DecodeConfig
 
@@ -40,16 +41,16 @@ class LatencyCase:
     output_tokens: int
 
 
-def measure(case: LatencyCase, vocab_size: int) -> dict[int, RunFigures]:
-    """Returns the latencies at each concurrency, all measured on one deployment."""
+def measure(case: LatencyCase, vocab_size: int) -> dict[int, PointResult]:
+    """Returns the requests at each concurrency, all measured on one deployment."""
 
-    async def bursts(address: str) -> dict[int, RunFigures]:
+    async def bursts(address: str) -> dict[int, PointResult]:
         endpoint, found = GrpcEndpoint(address, timeout_s=_TIMEOUT_S), {}
         for count in CONCURRENCY:
             lengths = (case.prompt_tokens,) * 2, (case.output_tokens,) * 2
             source, at_once = uniform_source(count, *lengths), Arrivals(speed=1.0)  # every request has the time 0
             (point,) = await measure_at(endpoint, source, [at_once], vocab_size, seed=count)
-            found[count] = point.figures
+            found[count] = point
         await endpoint.close()
         return found
 
@@ -57,7 +58,8 @@ def measure(case: LatencyCase, vocab_size: int) -> dict[int, RunFigures]:
         return asyncio.run(bursts(router.address))
 
 
-def rows_of(case: LatencyCase) -> list[Row]:
+def rows_of(case: LatencyCase) -> tuple[list[Row], list[Curves]]:
+    """Returns the figures beside the floor, and the distributions of TTFT and ITL."""
     config = ModelConfig.from_folder(str(case.model))
     measured = measure(case, config.vocab_size)
     torch.set_num_threads(1)
@@ -65,7 +67,8 @@ def rows_of(case: LatencyCase) -> list[Row]:
     context = case.prompt_tokens + case.output_tokens // 2
     prefill_s = step_floor_s(config, case.prompt_tokens, 1, 0, dtype)
     rows = []
-    for count, found in measured.items():
+    for count, point in measured.items():
+        found = point.figures
         step_s = step_floor_s(config, count, count, count * context, dtype)
         at = f"{case.name}, {count} at once"
         queue_s = prefill_s * (count + 1) / 2  # a burst's median prompt waits for half of the others
@@ -76,7 +79,18 @@ def rows_of(case: LatencyCase) -> list[Row]:
             Row(f"ITL p99, {at}", itl.p99_s * 1e3, "ms", "bare-torch step", step_s * 1e3),
             Row(f"output, {at}", found.output_tokens_per_s, "tokens/s", "bare-torch step", count / step_s),
         ]
-    return rows
+    curves = [
+        distribution(
+            f"{name}, {case.name}",
+            f"{name}, ms",
+            {
+                f"{count} at once": [value * 1e3 for each in point.run.requests for value in LATENCIES[name](each)]
+                for count, point in measured.items()
+            },
+        )
+        for name in ("TTFT", "ITL")
+    ]
+    return rows, curves
 
 
 def main() -> None:
@@ -86,9 +100,10 @@ def main() -> None:
         LatencyCase("bundled", BUNDLED, prompt_tokens=128, output_tokens=64),
         LatencyCase("135M", random_llama(), prompt_tokens=256, output_tokens=32),
     ]
-    rows = [row for case in cases for row in rows_of(case)]
+    found = [rows_of(case) for case in cases]
+    rows, curves = [row for rows, _ in found for row in rows], [each for _, curves in found for each in curves]
     workload = "; ".join(f"{case.name}: {case.prompt_tokens} tokens in, {case.output_tokens} out" for case in cases)
-    publish("latency", f"{workload}; 1 prefill + 1 decode worker, a core each", rows)
+    publish("latency", f"{workload}; 1 prefill + 1 decode worker, a core each", rows, curves=curves)
     print(f"took {time.perf_counter() - started_s:.0f} s")
 
 

@@ -13,11 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.common.report import RESULTS, hardware, percentile, versions
+from benchmarks.common.report import RESULTS, hardware, percentile, today, versions, write_result
 from benchmarks.validation import measured, predicted
 from benchmarks.validation.measured import Latencies, RealSystem, real_system
 from benchmarks.validation.workloads import WORKLOADS, make_calibration, make_workload, sequential
-from penstock.charts.bars import BarChart, render_bars
 from penstock.sizing.model_shape import find_shape
 from simulator.costs.cost_file import CostProfile, write_costs
 from simulator.fleet import FleetSpec, SimulatedFleet
@@ -159,17 +158,8 @@ def publish(rows: list[dict[str, object]], folder: Path) -> None:
     mine = {row["shape"] for row in rows}
     rows = [row for row in kept if row["shape"] not in mine] + rows
     within = sum(abs(float(str(row["error"]))) <= float(str(row["bound"])) for row in rows)
-    result = {"name": "validation", "hardware": hardware(), "versions": versions(), "num_within": within, "rows": rows}
-    file.write_text(json.dumps(result, indent=2) + "\n")
-    pairs = [
-        (
-            f"{row['shape']}, {row['workload']}: {row['figure']}",
-            (float(str(row["measured"])), float(str(row["predicted"]))),
-        )
-        for row in rows
-    ]
-    chart = BarChart("Measured and predicted (ms, tokens/s)", ("measured", "predicted"), pairs)
-    (folder / "validation.svg").write_text(render_bars(chart) + "\n")
+    result = {"name": "validation", "date": today(), "hardware": hardware(), "versions": versions()}
+    write_result(result | {"num_within": within, "rows": rows}, folder)
     print(f"{within} of {len(rows)} figures within their bounds")
 
 

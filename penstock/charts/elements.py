@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from html import escape
 
 COLORS = ("#3b6fb6", "#d1603d", "#3f9a6b", "#9456a8", "#b8902a", "#5c6b7a", "#c2447a", "#2e9aa8")  # on white and black
-FONT_SIZE, _TITLE_SIZE = 12, 14
+FONT_SIZE, _TITLE_SIZE, _NOTE_SIZE = 12, 14, 11
 _INK, _PAPER, _LINE = "#1c2430", "#ffffff", "#d8dde4"
 _WIDTH_OF_LETTER = 0.56  # of the font's size, on average
 
@@ -35,6 +35,12 @@ def document(title: str, width: int, height: int, parts: Iterable[str]) -> str:
 def text(left: float, top: float, content: str, anchor: str = "start") -> str:
     """Returns text on the base line `top`. The anchor is start, middle or end."""
     return f'<text x="{left:.1f}" y="{top:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+
+
+def note(left: float, top: float, content: str, width: float) -> str:
+    """Returns small text on the base line `top`, smaller still where it would be wider than `width`."""
+    size = min(_NOTE_SIZE, width / max(1, len(content)) / _WIDTH_OF_LETTER)
+    return f'<text x="{left:.1f}" y="{top:.1f}" font-size="{size:.3g}" opacity="0.75">{escape(content)}</text>'
 
 
 def upright_text(left: float, middle: float, content: str) -> str:

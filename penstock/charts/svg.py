@@ -15,6 +15,7 @@ from penstock.charts.elements import (
     dot,
     grid_line,
     mark_line,
+    note,
     text,
     text_width,
     upright_text,
@@ -23,6 +24,7 @@ from penstock.charts.scale import Axis, Scale, format_tick
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 46  # margins around the plot, in pixels
 _LEGEND_ROW = 16
+_NOTE = 22
 _LEGEND_TEXT = 26  # where the label begins, behind its line
 _MAX_POINTS = 600  # of a line: more would not be seen
 _CUMULATIVE_POINTS = 400
@@ -44,7 +46,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A titled plot of several series. `marks` are vertical lines with labels."""
+    """A titled plot of several series. `marks` are vertical lines with labels. The note stands below the legend."""
 
     title: str
     x: Axis
@@ -52,7 +54,8 @@ class Chart:
     series: Sequence[Series]
     marks: Sequence[tuple[float, str]] = ()
     width: int = 480
-    height: int = 300  # without the legend, which stands below
+    height: int = 300  # without the legend and the note, which stand below
+    note: str = ""
 
 
 def cumulative_points(values: Iterable[float]) -> list[tuple[float, float]]:
@@ -67,6 +70,9 @@ def render_svg(chart: Chart) -> str:
     """Returns the chart as one `<svg>` element, which is a whole file too. A chart without points says so."""
     legend, rows = _legend(chart)
     height = chart.height + _LEGEND_ROW * rows
+    if chart.note:
+        legend.append(note(10, height + 12, chart.note, chart.width - 20))
+        height += _NOTE
     points = [point for series in chart.series for point in series.points if _is_shown(chart, point)]
     if not points:
         parts = [text(chart.width / 2, chart.height / 2, "no data", "middle")]

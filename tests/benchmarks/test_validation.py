@@ -68,5 +68,5 @@ def test_results_of_another_shape_are_kept_and_charted(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "validation.json").read_text())
     assert [row["shape"] for row in result["rows"]] == ["one"] * 5 + ["other"] * 5
     assert result["num_within"] == 8
-    image = ElementTree.parse(tmp_path / "validation.svg")
+    image = ElementTree.parse(tmp_path / "validation-0.svg")
     assert [each.text for each in image.iter("{http://www.w3.org/2000/svg}text")].count("one, w: TTFT p50") == 1

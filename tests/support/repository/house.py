@@ -24,6 +24,7 @@ NOT_PROSE = (
     "LICENSE",
     "docs/glossary.md",
     "benchmarks/results/",
+    "docs/results",  # from benchmarks/results/
     "models/",
     "tests/support/repository/schemas/",
 )

@@ -1,0 +1,289 @@
+"""Writes `docs/results.md` and its charts from the committed results (`make results`).
+
+`python -m benchmarks.results_page` reads `benchmarks/results/*.json` and nothing else: it measures nothing, and gives
+the same files on every machine. A benchmark without a result is listed as not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common.charts import Result, charts_of, machine_of, write_charts
+from benchmarks.common.report import RESULTS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+_MAX_SHOWN = 8  # charts of a section; the others unfold
+_VERSIONS = ("python", "torch", "ray")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A benchmark: the name of its result, what it measures, the command, and the page that says what it means."""
+
+    name: str
+    title: str
+    about: str
+    command: str
+    notes: str
+
+
+SUBJECTS = (
+    Subject(
+        "serving",
+        "Serving, disaggregated and colocated",
+        "A prefill and a decode worker beside one colocated worker on the same two cores, over HTTP. Figures of vLLM "
+        "marked *quoted* come from an earlier run, not from this one; the README has those of one run of both.",
+        "make bench-serving",
+        "lab-notes/serving.md",
+    ),
+    Subject(
+        "modes",
+        "When disaggregation pays",
+        "Two colocated workers, a prefill and a decode worker, and automatic placement with the same requests.",
+        "make bench-modes",
+        "modes.md",
+    ),
+    Subject("latency", "The whole path", "The whole path beside a bare-torch floor.", "make bench", "bench.md"),
+    Subject(
+        "stages",
+        "Where the time to first token goes",
+        "Stages of TTFT on an idle system, with prompts computed locally, remotely and split.",
+        "make bench-stages",
+        "lab-notes/serving.md",
+    ),
+    Subject(
+        "engine",
+        "The engine beside its peers",
+        "One engine in one process beside a bare-torch floor, eager torch, `transformers` and vLLM's CPU build.",
+        "make bench-engine",
+        "lab-notes/engine-cpu.md",
+    ),
+    Subject(
+        "steps",
+        "A step without its model",
+        "What scheduling, layout, tokens and frames cost a step, over a null engine.",
+        "make bench-steps",
+        "lab-notes/serving.md",
+    ),
+    Subject(
+        "structured",
+        "Structured output",
+        "What a grammar costs a stream, and how many steps forced tokens save.",
+        "make bench-structured",
+        "structured-output.md",
+    ),
+    Subject(
+        "quantized_cpu",
+        "Quantized products on a CPU",
+        "Products with int8, int4 and fp8 weights beside packed bf16 and the time to read their bytes.",
+        "make bench-quantized",
+        "lab-notes/engine-cpu.md",
+    ),
+    Subject(
+        "quality",
+        "Quality of quantization",
+        "Logits and greedy tokens of the bundled model beside float32.",
+        "make bench-quantized",
+        "lab-notes/engine-cpu.md",
+    ),
+    Subject(
+        "tiers",
+        "Cache tiers",
+        "Pages of the lower tiers: copied beside memcpy, and restored beside recomputed.",
+        "python -m benchmarks.engine.tiers",
+        "lab-notes/transfer.md",
+    ),
+    Subject(
+        "weights",
+        "Loading weights",
+        "The first and the second replica on a host: seconds, bytes read and private memory.",
+        "make bench-startup",
+        "lab-notes/pools.md",
+    ),
+    Subject(
+        "transfer",
+        "KV transfers",
+        "Scattered pages between two processes over each transport, beside memcpy and the bare transport.",
+        "make bench-transfer",
+        "lab-notes/transfer.md",
+    ),
+    Subject(
+        "router",
+        "The router",
+        "One router between null workers and clients, beside a plain relay. *Quoted* figures are other projects' own.",
+        "make bench-router",
+        "lab-notes/router.md",
+    ),
+    Subject(
+        "http_streams",
+        "Tokens over HTTP",
+        "What a token costs a router over HTTP beside gRPC.",
+        "make bench-router",
+        "lab-notes/router.md",
+    ),
+    Subject(
+        "tracing",
+        "Traces",
+        "What traces cost a router, turned off and sampled.",
+        "make bench-router",
+        "lab-notes/router.md",
+    ),
+    Subject(
+        "choice",
+        "Choosing a pair of workers",
+        "Matching, pricing and crediting one request among 64 workers.",
+        "make bench-router",
+        "lab-notes/router.md",
+    ),
+    Subject(
+        "index",
+        "The prefix index",
+        "Events, lookups and pauses of the index beside a plain dict.",
+        "make bench-router",
+        "lab-notes/router.md",
+    ),
+    Subject(
+        "replay",
+        "Routing policies on traces",
+        "Recorded traffic under every placement policy, in virtual time with the router's own decisions.",
+        "make bench-replay",
+        "lab-notes/policies.md",
+    ),
+    Subject(
+        "autoscale",
+        "The autoscaler on traces",
+        "The autoscaler beside queue lengths and beside a policy that knows the trace, in virtual time.",
+        "make bench-autoscale",
+        "lab-notes/pools.md",
+    ),
+    Subject(
+        "validation",
+        "The simulator beside the real system",
+        "Figures that the simulator predicted beside those measured on the same machine.",
+        "make validate-simulator",
+        "simulator.md",
+    ),
+    Subject(
+        "faults",
+        "Faults",
+        "How soon a fault is noticed and its victim replaced, with 1000 streams running.",
+        "make bench-faults",
+        "lab-notes/pools.md",
+    ),
+    Subject(
+        "startup",
+        "Start of workers",
+        "How soon a worker serves: cold, from a spare, and in place of a lost one.",
+        "make bench-startup",
+        "lab-notes/pools.md",
+    ),
+    Subject(
+        "flips",
+        "Flips and drains",
+        "Role flips, drains and restarts under load; the tokens of every stream are compared.",
+        "make bench-flips",
+        "lab-notes/pools.md",
+    ),
+    Subject(
+        "attack",
+        "Attacks",
+        "What each attack of the table in the security page costs the router and its other callers.",
+        "make attack",
+        "security.md",
+    ),
+    Subject(
+        "soak",
+        "Half an hour of faults",
+        "What processes hold after half an hour of faults, slow readers and bad input, beside the second round.",
+        "make soak",
+        "security.md",
+    ),
+    Subject(
+        "conformance",
+        "Suites of other projects",
+        "schemathesis over the OpenAPI document, and LangChain's tests of chat models.",
+        "make conformance",
+        "openai.md",
+    ),
+    Subject(
+        "gpu",
+        "Kernels, steps and transfers on a GPU",
+        "Kernels, whole steps and transfers beside what the device can do.",
+        "make gpu-check",
+        "gpu-check.md",
+    ),
+)
+
+_HEAD = """# Results
+
+Every figure below comes from a file in [`benchmarks/results/`](../benchmarks/results/), which the named command
+writes together with its charts. `make results` collects them here and measures nothing. What the figures mean, and what
+was tried and did not help, is in [the lab notes](lab-notes/README.md). The machines were shared virtual ones, so ratios
+of one run are worth more than absolute figures.
+
+What a deployment does with your traffic on your machines, [`penstock bench`](bench.md) measures.
+"""
+
+
+def render(results: Path, charts: Path) -> str:
+    """Returns the page, and writes the charts into a folder named `results` beside it, in place of earlier ones."""
+    charts.mkdir(parents=True, exist_ok=True)
+    for stale in charts.glob("*.svg"):
+        stale.unlink()
+    parts, missing = [_HEAD], []
+    for subject in SUBJECTS:
+        file = results / f"{subject.name}.json"
+        if file.exists():
+            parts.append(_section(subject, {"name": subject.name} | json.loads(file.read_text()), charts))
+        else:
+            missing.append(f"* **{subject.title}.** {subject.about} `{subject.command}`")
+    parts.append("## Not yet run\n\nNo result of these is committed.\n\n" + "\n".join(missing or ["* none"]) + "\n")
+    return "\n".join(parts)
+
+
+def _section(subject: Subject, result: Result, charts: Path) -> str:
+    files = write_charts(result, charts)
+    images = [f"![{chart.title}](results/{file.name})" for chart, file in zip(charts_of(result), files, strict=True)]
+    more = images[_MAX_SHOWN:]
+    if more:
+        summary = f"<summary>{len(more)} more charts</summary>"
+        more = ['<details markdown="1">', summary, *more, "</details>"]
+    source = f"[`{subject.name}.json`](../benchmarks/results/{subject.name}.json)"
+    page = f"[{subject.notes.removesuffix('.md')}]({subject.notes})"
+    links = f"Command: `{subject.command}`. Result: {source}. More: {page}."
+    facts = " ".join([*_facts(result), links])
+    return "\n\n".join([f"## {subject.title}", subject.about, facts, *images[:_MAX_SHOWN], *more]) + "\n"
+
+
+def _facts(result: Result) -> Iterator[str]:
+    """Yields sentences about the machine, the workload and the versions of a result, as far as it has them."""
+    if "rows" not in result and "cases" not in result:  # counts of a suite
+        for suite, counts in result.items():
+            if isinstance(counts, dict):
+                yield f"{suite}: {', '.join(f'{name} {value}' for name, value in counts.items())}."
+        return
+    machine = machine_of(result)
+    measured = f"Measured on {result['date']}" if "date" in result else "Measured"
+    yield f"{measured} on {machine}." if "hardware" in result else f"{machine.capitalize()}."
+    if "workload" in result:
+        yield f"Workload: {result['workload']}."
+    named = {name: version for name, version in result["versions"].items() if name in _VERSIONS}
+    yield "Versions: " + ", ".join(f"{name} {version}" for name, version in named.items()) + "."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.results_page", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of results.md, whose charts go to results/")
+    options = parser.parse_args(argv)
+    page = render(options.results, options.docs / "results")
+    (options.docs / "results.md").write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -7,7 +7,7 @@ MODEL ?= models/penstock-tiny
 # More than there are cores: tests wait about as long as they compute.
 TEST_PROCESSES ?= 4
 
-.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check results tune clean
+.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check results docs tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -39,6 +39,7 @@ help:
 	@echo "make validate-simulator   predicted against measured on this machine: five workloads, a stalled link, a kill"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
 	@echo "make results        collect benchmarks/results/ as docs/results.md with charts (measures nothing)"
+	@echo "make docs           build the documentation as a site in build/site, in an environment of its own (.venv-docs)"
 	@echo "make tune           measure the attention kernels' tiles on the GPU at hand and keep the fastest"
 
 setup: $(STAMP)
@@ -198,8 +199,21 @@ gpu-check:
 results: setup
 	$(PY) -m benchmarks.results_page
 
+# The site's environment: the extra `docs` alone, pinned, and mermaid for diagrams where npm is. Building needs no network.
+DOCS := .venv-docs
+MERMAID := 11.17.2
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material
+	if command -v npm >/dev/null; then npm install --silent --no-save --prefix $(DOCS) mermaid@$(MERMAID); fi
+	touch $@
+
+docs: $(DOCS)/.installed
+	PENSTOCK_DOCS_MERMAID=$(DOCS)/node_modules/mermaid/dist/mermaid.min.js NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
+
 tune:
 	TRITON_INTERPRET=0 python3 -m benchmarks.gpu.tune
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(CONFORMANCE) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(CONFORMANCE) $(DOCS) build dist *.egg-info

@@ -220,7 +220,7 @@ SUBJECTS = (
 
 _HEAD = """# Results
 
-Every figure below comes from a file in [`benchmarks/results/`](../benchmarks/results/), which the named command
+Every figure below comes from a file in `benchmarks/results/`, which the named command
 writes together with its charts. `make results` collects them here and measures nothing. What the figures mean, and what
 was tried and did not help, is in [the lab notes](lab-notes/README.md). The machines were shared virtual ones, so ratios
 of one run are worth more than absolute figures.
@@ -252,7 +252,7 @@ def _section(subject: Subject, result: Result, charts: Path) -> str:
     if more:
         summary = f"<summary>{len(more)} more charts</summary>"
         more = ['<details markdown="1">', summary, *more, "</details>"]
-    source = f"[`{subject.name}.json`](../benchmarks/results/{subject.name}.json)"
+    source = f"`benchmarks/results/{subject.name}.json`"
     page = f"[{subject.notes.removesuffix('.md')}]({subject.notes})"
     links = f"Command: `{subject.command}`. Result: {source}. More: {page}."
     facts = " ".join([*_facts(result), links])

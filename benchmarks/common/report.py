@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -80,11 +81,17 @@ def publish(
     write_result(result | ({"curves": [asdict(each) for each in curves]} if curves else {}), folder)
 
 
-def write_result(result: Mapping[str, object], folder: Path = RESULTS, indent: int = 2) -> None:
-    """Writes `NAME.json` and beside it `NAME-INDEX.svg` for each of its charts."""
+def write_result(result: Mapping[str, Any], folder: Path = RESULTS, indent: int = 2) -> None:
+    """Writes `NAME.json`, its curves in a line each, and beside it `NAME-INDEX.svg` for each of its charts."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{result['name']}.json").write_text(json.dumps(result, indent=indent) + "\n")
-    write_charts(json.loads(json.dumps(result)), folder)
+    result = json.loads(json.dumps(result))  # as readers of the file find it
+    text = json.dumps({key: value for key, value in result.items() if key != "curves"}, indent=indent)
+    if curves := result.get("curves"):
+        space = " " * indent
+        lines = (f"{2 * space}{json.dumps(each, separators=(',', ':'))}" for each in curves)
+        text = text.removesuffix("\n}") + f',\n{space}"curves": [\n' + ",\n".join(lines) + f"\n{space}]\n}}"
+    (folder / f"{result['name']}.json").write_text(text + "\n")
+    write_charts(result, folder)
 
 
 def today() -> str:

@@ -79,10 +79,12 @@ def _add_generation(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepa
 
     @app.post("/v1/completions", **described_call(CompletionBody))
     async def completions(http: Request) -> Response:
+        """Continues a prompt, as OpenAI's completions do; with `stream`, as events."""
         return await calls.answer(http, completion)
 
     @app.post("/v1/chat/completions", **described_call(ChatBody))
     async def chat_completions(http: Request) -> Response:
+        """Answers a conversation, as OpenAI's chat completions do; with `stream`, as events."""
         return await calls.answer(http, chat)
 
 
@@ -95,11 +97,13 @@ def _add_models(app: FastAPI, preparer: RequestPreparer) -> None:
 
     @app.get("/v1/models", **described_reading())
     async def models(http: Request) -> Json:
+        """Lists the one model that the deployment serves."""
         identify(http, preparer)
         return {"object": "list", "data": [model_json()]}
 
     @app.get("/v1/models/{name:path}", **described_reading())
     async def model(http: Request, name: str) -> Json:
+        """Describes the model of that name; 404 for any other."""
         identify(http, preparer)
         preparer.check_model(name)
         return model_json()

@@ -60,10 +60,13 @@ def add_messages(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer
 
     @app.post(PATH, **described_call(_BODY, "MessagesBody", [OVERLOADED_STATUS]))
     async def messages(http: Request) -> Response:
+        """Answers a conversation, as Anthropic's Messages do; with `stream`, as events."""
         return await calls.answer(http, dialect)
 
     @app.post(f"{PATH}/count_tokens", **described_call(_COUNTED, "CountTokensBody", [OVERLOADED_STATUS], streams=False))
     async def count_tokens(http: Request) -> Response:
+        """Returns how many prompt tokens such a conversation has."""
+
         async def count(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
             timeout_s = read_timeout_s(http.headers)
             async with preparer.until(preparer.deadline_s(timeout_s)):

@@ -55,16 +55,19 @@ def add_responses(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepare
 
     @app.post(PATH, **described_call(_BODY, "ResponsesBody"))
     async def create(http: Request) -> Response:
+        """Answers as OpenAI's Responses do, and stores the response unless `store` is false."""
         return await calls.answer(http, dialect, running)
 
     @app.get(_ONE, **described_reading())
     async def retrieve(http: Request, response_id: str) -> Response:
+        """Returns a stored response."""
         tenant = identify(http, preparer)
         _refuse_parameters(http, "stream", "starting_after")
         return _json(store.get(tenant.name, response_id).response)
 
     @app.get(f"{_ONE}/input_items", **described_reading())
     async def input_items(http: Request, response_id: str) -> Response:
+        """Lists the input items of a stored response."""
         tenant = identify(http, preparer)
         items = json.loads(store.get(tenant.name, response_id).given.items)
         return JSONResponse(_page(http, items))
@@ -87,6 +90,7 @@ def add_responses(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepare
 
     @app.delete(_ONE, **described_reading())
     async def delete(http: Request, response_id: str) -> Response:
+        """Removes a stored response."""
         tenant = identify(http, preparer)
         store.delete(tenant.name, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})

@@ -34,6 +34,8 @@ def add_tokenization(app: FastAPI, calls: GenerationCalls, preparer: RequestPrep
 
     @app.post("/tokenize", **described_call(_TOKENIZE, "TokenizeBody", streams=False))
     async def tokenize(http: Request) -> Response:
+        """Returns the token ids of a text, or of messages as the chat template renders them."""
+
         async def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
             def read(limits: LimitsConfig) -> tuple[inference_pb2.TokenizeRequest, bool]:
                 body = parse_tokenize_body(raw, limits)
@@ -50,6 +52,8 @@ def add_tokenization(app: FastAPI, calls: GenerationCalls, preparer: RequestPrep
 
     @app.post("/detokenize", **described_call(DetokenizeBody, streams=False))
     async def detokenize(http: Request) -> Response:
+        """Returns the text of token ids."""
+
         async def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
             timeout_s = read_timeout_s(http.headers)
             async with preparer.until(preparer.deadline_s(timeout_s)):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.repository.readme_tree import FOLDERS, make_tree
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
 
 

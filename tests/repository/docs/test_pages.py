@@ -1,0 +1,110 @@
+"""Tests what quickstarts and the tuning guide say: commands parse, files exist, figures follow from the code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.cli import main as cli
+from cluster.cli.catalog import find_group
+from engine.cache.kv_layout import KVLayout
+from penstock.config import ServeConfig
+from penstock.config.files import parse, read
+from penstock.sizing.model_shape import find_shape
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCS = ROOT / "docs"
+TUNING = DOCS / "tuning.md"
+PAGES = [*sorted((DOCS / "quickstart").glob("*.md")), TUNING]
+
+
+def command_lines(page: Path) -> Iterator[str]:
+    """Yields the commands of a page's blocks, continued lines joined, and those in its text."""
+    text = page.read_text()
+    for block in re.findall(r"(?ms)^```\n(.*?)^```", text):
+        yield from (line.strip() for line in re.sub(r"\\\n", " ", block).splitlines())
+    yield from re.findall(r"`(penstock [^`\n]+|make [^`\n]+)`", re.sub(r"(?ms)^```.*?^```", "", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_of_penstock_parse_and_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
+    for line in command_lines(page):
+        for command in re.findall(r"(?:^|-- |\.venv/bin/)penstock ([a-z].*)", line)[:1]:
+            words = shlex.split(command)
+            assert find_group(words[0]), line
+            if len(words) > 1:  # else it is named, not called
+                cli.make_parser(words[0]).parse_args(words)  # exits for an unknown flag
+        if line.startswith("make "):
+            assert line.split()[1] in targets, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_of_the_repository_exist(page: Path) -> None:
+    for path in re.findall(r"(?<!/)(?:deploy|models|benchmarks)/[\w./-]+\w", page.read_text()):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_configuration_of_a_gpu_host_is_the_one_shown() -> None:
+    file = ROOT / "deploy" / "config" / "gpu-host.toml"
+    config = parse(ServeConfig, read(file), source=str(file))
+    assert (config.prefill_pool.num_gpus, config.decode_pool.num_gpus) == (1, 1)
+    (shown,) = re.findall(r"(?s)```toml\n(.*?)```", (DOCS / "quickstart" / "gpu-host.md").read_text())
+    assert shown in file.read_text()
+
+
+def test_the_charts_values_that_are_set_exist() -> None:
+    values = yaml.safe_load((ROOT / "deploy" / "helm" / "penstock" / "values.yaml").read_text())
+    keys = re.findall(r"--set ([\w.]+)=", (DOCS / "quickstart" / "kubernetes.md").read_text())
+    assert keys
+    for key in keys:
+        found = values
+        for part in key.split("."):
+            assert part in found, key
+            found = found[part]
+
+
+def test_the_table_of_pages_follows_from_the_layout() -> None:
+    rows = re.findall(r"(?m)^\| ([\w.-]+)(?: \(.*\))? \| ([\d,]+(?: \| [\d,]+){5}) \|$", TUNING.read_text())
+    assert len(rows) == 5
+    for name, cells in rows:
+        shape = find_shape(name)
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        if shape.latent_rank:
+            heads, dim = 1, (shape.latent_rank + shape.rope_dim) // 2
+        plain = KVLayout(shape.num_layers, heads, 16, dim, "bfloat16", "revision")
+        quantized = KVLayout(shape.num_layers, heads, 16, dim, "bfloat16", "revision", kv_dtype="fp8")
+        assert [int(cell.replace(",", "")) for cell in cells.split(" | ")] == [
+            shape.num_layers,
+            heads,
+            dim,
+            plain.page_bytes // 16,
+            quantized.page_bytes // 16,
+            plain.page_bytes,
+        ]
+        assert plain.page_bytes == shape.num_layers * 2 * heads * 16 * dim * 2
+        assert quantized.page_bytes == shape.num_layers * 2 * heads * 16 * (dim + 4)
+
+
+def test_the_example_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    command, printed = re.findall(r"(?ms)^```\n(penstock plan-memory .*?)\n```\n\n```\n(.*?)```", TUNING.read_text())[0]
+    assert cli.main(shlex.split(command)[1:]) == 0
+    assert printed in capsys.readouterr().out
+
+
+def test_the_example_of_a_large_gpu_follows_from_the_shape() -> None:
+    shape = find_shape("llama-3.1-8b")
+    pool = (141e9 - (600 << 20) - shape.weight_bytes) * 0.8
+    tokens = pool / shape.kv_token_bytes
+    assert f"{round(pool / 1e9)} GB of pages, or\n{round(tokens, -3):,.0f} tokens: {int(tokens / 32768)} requests" in (
+        TUNING.read_text()
+    )
+    assert f'`kv_dtype = "fp8"` {int(pool / 67_584 / 32768)}.' in TUNING.read_text()

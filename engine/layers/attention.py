@@ -14,9 +14,11 @@ from engine.kernels.backends import AttentionBackend
 from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from engine.layers.linear import LayerTensors, Linear, fuse
+from engine.layers.projection_norms import ProjectionNorms
+from engine.layers.rope import rotary_order
 from engine.models.config import ModelConfig
 from engine.models.latent_config import LatentConfig
-from engine.weights.quantized_weight import join
+from engine.weights.quantized_weight import in_order, join
 
 _LATENT_EPS = 1e-6  # of the norms inside; the one in config.json is for the norms between blocks
 
@@ -40,16 +42,31 @@ class Attention(Protocol):
 class GroupedAttention:
     """Query heads in groups that share a head of K and V (Ainslie et al. 2023, arXiv:2305.13245)."""
 
-    def __init__(self, config: ModelConfig, layer: int, read: LayerTensors) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, read: LayerTensors, projection_norms: ProjectionNorms | None = None
+    ) -> None:
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim, self.window = config.head_dim, config.windows[layer]
         self._scale = config.head_dim**-0.5
-        self.qkv = fuse(read, [f"self_attn.{name}_proj" for name in "qkv"], config.qkv_bias)
+        self._projection_norms = projection_norms
+        stored = ["qkv"] if config.family.fused_products else list("qkv")
+        order_H = rotary_order(config.rope, config.head_dim)
+        rows_O = None if order_H is None else self._projection_rows(order_H)
+        self.qkv = fuse(read, [f"self_attn.{name}_proj" for name in stored], config.qkv_bias, rows_O)
         self.qk_norms: QkNorms | None = None
-        if config.qk_norm:
+        if config.qk_norm and projection_norms is None:
             q_norm_H, k_norm_H = (read(f"self_attn.{name}_norm.weight") for name in "qk")
+            if order_H is not None:
+                q_norm_H, k_norm_H = in_order(q_norm_H, order_H), in_order(k_norm_H, order_H)
             self.qk_norms = QkNorms(q_norm_H, k_norm_H, config.rms_norm_eps)
         self.out = fuse(read, ["self_attn.o_proj"], config.o_bias)
+
+    def _projection_rows(self, order_H: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of the projection with the values of each query and key in the given order."""
+        num_turned = (self._num_heads + self._num_kv_heads) * self._head_dim
+        turned = torch.arange(0, num_turned, self._head_dim)[:, None] + order_H
+        values = torch.arange(num_turned, num_turned + self._num_kv_heads * self._head_dim)
+        return torch.cat((turned.flatten(), values))
 
     def attend(
         self,
@@ -60,7 +77,10 @@ class GroupedAttention:
         attention: AttentionBackend,
         ops: LayerOps,
     ) -> torch.Tensor:
-        qkv_TXH = self.qkv(x_TD).view(-1, self._num_heads + 2 * self._num_kv_heads, self._head_dim)
+        qkv_TX = self.qkv(x_TD)
+        if self._projection_norms is not None:
+            qkv_TX = self._projection_norms(qkv_TX, ops)
+        qkv_TXH = qkv_TX.view(-1, self._num_heads + 2 * self._num_kv_heads, self._head_dim)
         q_TNH = attention.store_qkv(qkv_TXH, cos_sin_T2H, self.qk_norms, kv, meta, ops)
         return attention.paged_attention(q_TNH, kv.pages, meta, self._scale, self.window, scales=kv.scales).flatten(1)
 

@@ -27,8 +27,10 @@ class FeedForward(Protocol):
 class DenseFeedForward:
     """Computes `down(silu(gate(x)) * up(x))`, with gate and up in one product."""
 
-    def __init__(self, read: LayerTensors, block: str, has_bias: bool) -> None:
-        self.gate_up = fuse(read, [f"{block}.gate_proj", f"{block}.up_proj"], has_bias)
+    def __init__(self, read: LayerTensors, block: str, has_bias: bool, is_fused: bool = False) -> None:
+        """`is_fused`: the checkpoint stores gate and up as one tensor."""
+        stored = ["gate_up_proj"] if is_fused else ["gate_proj", "up_proj"]
+        self.gate_up = fuse(read, [f"{block}.{name}" for name in stored], has_bias)
         self.down = fuse(read, [f"{block}.down_proj"], has_bias)
 
     def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor:

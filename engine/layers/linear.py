@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from engine.cpu.linear import CodesLayout, can_pack_codes, pack_for_tiles
 from engine.kernels.kv_quantization import reads_e4m3
 from engine.kernels.layer_ops import Product
-from engine.weights.quantized_weight import QuantizedWeight, Weight, as_plain, join, stack_rows
+from engine.weights.quantized_weight import QuantizedWeight, Weight, as_plain, in_order, join, stack_rows, take_rows
 from penstock.errors import CheckpointError
 
 
@@ -118,12 +118,17 @@ def _quantized_product(weight: QuantizedWeight, bias_O: torch.Tensor | None) -> 
     return make_product(weight, bias_O)
 
 
-def fuse(read: LayerTensors, paths: Sequence[str], has_bias: bool) -> Linear:
-    """Returns one layer for several products with the same input, their outputs concatenated."""
+def fuse(read: LayerTensors, paths: Sequence[str], has_bias: bool, rows_O: torch.Tensor | None = None) -> Linear:
+    """Returns one layer for several products with the same input, their outputs concatenated, or in the order of
+    `rows_O`."""
     weights = [read.weight(f"{path}.weight") for path in paths]
     plain = next((weight.dtype for weight in weights if isinstance(weight, torch.Tensor)), torch.bfloat16)
     weight = stack_rows(weights, plain)
-    return Linear(weight, join([read(f"{path}.bias") for path in paths]) if has_bias else None)
+    bias_O = join([read(f"{path}.bias") for path in paths]) if has_bias else None
+    if rows_O is not None:
+        weight = take_rows(weight, rows_O)
+        bias_O = None if bias_O is None else in_order(bias_O, rows_O)
+    return Linear(weight, bias_O)
 
 
 class GroupedLinear:

@@ -15,10 +15,30 @@ from engine.models.rope_config import RopeConfig
 
 
 def build_rope_table(config: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Returns cos and sin of every position, float32 [C, 2, H / 2], times the scaling's attention factor."""
+    """Returns cos and sin of every position, float32 [C, 2, H / 2], times the scaling's attention factor.
+
+    Where only a part of a head is rotated, the other pairs get an angle of 0: heads must be in the order of
+    `rotary_order`."""
+    rotated_dim = config.rotated_dim or head_dim
     positions_C = torch.arange(num_positions, dtype=torch.float32)
-    angles = positions_C[:, None] * _inverse_frequencies(config, head_dim)[None, :]
-    return torch.stack((angles.cos(), angles.sin()), dim=1) * config.attention_factor
+    angles = positions_C[:, None] * _inverse_frequencies(config, rotated_dim)[None, :]
+    table_C2H = torch.stack((angles.cos(), angles.sin()), dim=1) * config.attention_factor
+    if rotated_dim == head_dim:
+        return table_C2H
+    kept_2H = torch.tensor([1.0, 0.0])[:, None].expand(2, (head_dim - rotated_dim) // 2)
+    return torch.cat((table_C2H, kept_2H.expand(num_positions, -1, -1)), dim=2)
+
+
+def rotary_order(config: RopeConfig, head_dim: int) -> torch.Tensor | None:
+    """Returns the order in which a head's values pair up as `LayerOps.rope` pairs them, int64 [H]: the first halves of
+    the rotated and of the other values, then the second halves. None: as they are stored.
+
+    Scores do not depend on the order, as long as queries and keys have the same."""
+    rotated_dim = config.rotated_dim
+    if rotated_dim is None:
+        return None
+    rotated, kept = torch.arange(rotated_dim).chunk(2), torch.arange(rotated_dim, head_dim).chunk(2)
+    return torch.cat((rotated[0], kept[0], rotated[1], kept[1]))
 
 
 def _inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
@@ -26,6 +46,8 @@ def _inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     plain = 1.0 / config.theta**exponents
     if config.type == "linear":
         return plain / config.factor
+    if config.type == "longrope":
+        return 1.0 / (torch.tensor(config.wave_factors) * config.theta**exponents)
     if config.type == "llama3":
         return _llama3_frequencies(plain, config)
     if config.type == "yarn":

@@ -41,6 +41,7 @@ class ModelConfig:
     tie_embeddings: bool
     qkv_bias: bool
     o_bias: bool
+    qk_norm: bool
     mlp_bias: bool
     experts: ExpertConfig | None
     latent: LatentConfig | None  # with latents, num_kv_heads and head_dim describe the halves that pages hold
@@ -52,12 +53,8 @@ class ModelConfig:
     scheme: WeightScheme | None = None  # None: the checkpoint's weights are plain
 
     @property
-    def qk_norm(self) -> bool:
-        return self.family.qk_norm
-
-    @property
     def rope_dim(self) -> int:
-        """How many values of a head are rotated."""
+        """How many values of a head the tables of the rotary embedding cover."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @classmethod
@@ -75,6 +72,7 @@ class ModelConfig:
         latent = parse_latent(data, heads, file) if family.latent else None
         if latent is not None:
             kv_heads, head_dim = 1, latent.page_head_dim
+        rope_dim = head_dim if latent is None else latent.rope_dim
         num_layers = positive_int(data, "num_hidden_layers", file)
         attention_bias = bool(data.get("attention_bias", False))
         return cls(
@@ -87,12 +85,13 @@ class ModelConfig:
             intermediate_size=positive_int(data, "intermediate_size", file),
             vocab_size=positive_int(data, "vocab_size", file),
             context_length=positive_int(data, "max_position_embeddings", file),
-            rms_norm_eps=float(data.get("rms_norm_eps", 1e-6)),
-            rope=parse_rope(data, file, family.rope_theta),
+            rms_norm_eps=float(data.get("rms_norm_eps", family.rms_norm_eps)),
+            rope=parse_rope(data, file, rope_dim, family.rope_theta, family.partial_rotary),
             windows=_read_windows(data, family, num_layers, file),
             tie_embeddings=bool(data.get("tie_word_embeddings", False)),
             qkv_bias=family.qkv_bias or attention_bias,
-            o_bias=attention_bias,
+            o_bias=attention_bias and family.has_o_bias,
+            qk_norm=family.qk_norm == "always" or bool(data.get("use_qk_norm", False)),
             mlp_bias=bool(data.get("mlp_bias", False)),
             experts=parse_experts(data, family.experts, num_layers, file) if family.experts else None,
             latent=latent,

@@ -21,6 +21,7 @@ from engine.kernels.metadata import AttentionMetadata, KvLayer
 from engine.layers.attention import Attention, GroupedAttention, LatentAttention
 from engine.layers.feed_forward import DenseFeedForward, ExpertFeedForward, FeedForward
 from engine.layers.linear import Linear
+from engine.layers.projection_norms import ProjectionNorms
 from engine.layers.rope import build_rope_table
 from engine.models.config import ModelConfig
 from engine.models.shapes import EMBEDDING, FINAL_NORM, HEAD, LAYERS_PREFIX
@@ -47,7 +48,7 @@ class Decoder:
         self._own_vocab = group.shard.span(config.vocab_size)
         self._embedding_VD = reader.read(EMBEDDING)
         own = shard_model(config, group.shard)
-        self._layers = [_Layer(own, reader, layer) for layer in range(config.num_layers)]
+        self._layers = [_Layer(own, reader, layer, config, group) for layer in range(config.num_layers)]
         self._norm_D = reader.read(FINAL_NORM)
         self._head = Linear(reader.head(HEAD, self._embedding_VD if config.tie_embeddings else None))
         self._dense_shape = DenseShape(
@@ -85,7 +86,8 @@ class Decoder:
         residual_TD = self._embed(token_ids_T)
         if stack is not None:
             return self._head(stack.forward(residual_TD, cos_sin_T2H, sampled_rows_R, meta, on_layer))
-        x_TD = ops.rms_norm(residual_TD, self._layers[0].input_norm_D, self._eps)
+        first_norm_D = self._layers[0].input_norm_D
+        x_TD = residual_TD if first_norm_D is None else ops.rms_norm(residual_TD, first_norm_D, self._eps)
         for index, layer in enumerate(self._layers):
             mixed_TA = layer.attention.attend(x_TD, cos_sin_T2H, meta, layer_pools[index], attention, ops)
             if on_layer is not None:
@@ -94,15 +96,30 @@ class Decoder:
                 if not len(sampled_rows_R):
                     return residual_TD.new_empty((0, self._vocab_size))
                 mixed_TA, residual_TD = mixed_TA[sampled_rows_R], residual_TD[sampled_rows_R]
-                next_norm_D = self._norm_D
+                next_norm_D: torch.Tensor | None = self._norm_D
             else:
                 next_norm_D = self._layers[index + 1].input_norm_D
-            x_TD, residual_TD = ops.add_rms_norm(
-                self._group.sum(layer.attention.out(mixed_TA)), residual_TD, layer.mlp_norm_D, self._eps
-            )
+            x_TD = self._group.sum(layer.attention.out(mixed_TA))
+            x_TD, residual_TD = self._add(ops, x_TD, residual_TD, layer.attention_output_norm_D, layer.mlp_norm_D)
             x_TD = self._group.sum(layer.feed_forward(x_TD, ops))
-            x_TD, residual_TD = ops.add_rms_norm(x_TD, residual_TD, next_norm_D, self._eps)
+            x_TD, residual_TD = self._add(ops, x_TD, residual_TD, layer.mlp_output_norm_D, next_norm_D)
         return self._join_logits(self._head(x_TD))
+
+    def _add(
+        self,
+        ops: LayerOps,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor,
+        output_norm_D: torch.Tensor | None,
+        next_norm_D: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds a block's output to the residual. Returns what the next block reads, and the residual."""
+        if output_norm_D is not None:
+            x_TD = ops.rms_norm(x_TD, output_norm_D, self._eps)
+        if next_norm_D is not None:
+            return ops.add_rms_norm(x_TD, residual_TD, next_norm_D, self._eps)
+        residual_TD = x_TD + residual_TD
+        return residual_TD, residual_TD
 
     def _embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Embeds tokens; each rank looks up those of its part of the vocabulary."""
@@ -124,26 +141,32 @@ class Decoder:
 
 
 class _Layer:
-    """One layer: attention, feed-forward, and the norm before each."""
+    """One layer: attention, feed-forward, and the norms before and after each."""
 
-    def __init__(self, config: ModelConfig, reader: WeightReader, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, reader: WeightReader, layer: int, whole: ModelConfig, group: ParallelGroup
+    ) -> None:
+        """`config` describes this rank's part of the `whole` model."""
         read = reader.within(f"{LAYERS_PREFIX}{layer}.")
-        self.input_norm_D = read("input_layernorm.weight")
+        norms = [None if name is None else read(f"{name}.weight") for name in config.family.norms]
+        self.input_norm_D, self.mlp_norm_D, self.attention_output_norm_D, self.mlp_output_norm_D = norms
         self.attention: Attention
         if config.latent is not None:
             self.attention = LatentAttention(config, config.latent, read)
         else:
-            self.attention = GroupedAttention(config, layer, read)
-        self.mlp_norm_D = read("post_attention_layernorm.weight")
+            wide = ProjectionNorms(whole, read, group) if config.family.wide_qk_norm else None
+            self.attention = GroupedAttention(config, layer, read, wide)
         self.feed_forward: FeedForward
         if config.experts is not None and layer in config.experts.layers:
             self.feed_forward = ExpertFeedForward(config.experts, read)
         else:
-            self.feed_forward = DenseFeedForward(read, "mlp", config.mlp_bias)
+            self.feed_forward = DenseFeedForward(read, "mlp", config.mlp_bias, config.family.fused_products)
 
     def dense(self) -> DenseLayer | None:
         """Returns the weights for the kernel that runs all layers, or None for a layer that it does not support."""
         attention, mlp = self.attention, self.feed_forward
+        if self.input_norm_D is None or self.mlp_norm_D is None or self.attention_output_norm_D is not None:
+            return None
         if not isinstance(attention, GroupedAttention) or not isinstance(mlp, DenseFeedForward):
             return None
         qkv, out, gate_up, down = attention.qkv.tiles, attention.out.tiles, mlp.gate_up.tiles, mlp.down.tiles

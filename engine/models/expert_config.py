@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,8 @@ class ExpertFamily:
     float32_router: bool = False
     sigmoid: bool = False  # sigmoid scores instead of a softmax, with a bias that affects the choice, not the weights
     normalizes: bool = False  # the default of "configured"
+    num_groups: int = 1
+    num_chosen_groups: int = 1
 
 
 # A Qwen3-MoE's file may have either of the first two: `transformers` writes the first since its version 5.
@@ -89,7 +91,10 @@ DEEPSEEK_V3 = ExpertFamily(
     float32_router=True,
     sigmoid=True,
     normalizes=True,
+    num_groups=8,
+    num_chosen_groups=4,
 )
+GLM4_MOE = replace(DEEPSEEK_V3, num_experts=128, num_groups=1, num_chosen_groups=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +156,7 @@ def _groups(
         raise CheckpointError(f"{file}: topk_method = {method!r}; give {' or '.join(methods)}")
     if method == "greedy":
         return 1, 1
-    defaults = (8, 4) if family.sigmoid else (1, 1)
+    defaults = (family.num_groups, family.num_chosen_groups)
     groups, chosen = (
         positive_int(data, key, file, default) for key, default in zip(("n_group", "topk_group"), defaults, strict=True)
     )

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from engine.models.expert_config import (
     DEEPSEEK_KEYS,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     EXPERT_KEYS,
+    GLM4_MOE,
     MIXTRAL,
     QWEN3_MOE,
     SPARSITY_KEYS,
@@ -25,6 +26,19 @@ from engine.models.latent_config import LATENT_KEYS
 from penstock.errors import CheckpointError
 
 
+class NormNames(NamedTuple):
+    """The names of a layer's norms below `model.layers.N.`: of what attention and feed-forward block read, and of what
+    they add to the residual. None: not normalised."""
+
+    attention_input: str | None
+    mlp_input: str | None
+    attention_output: str | None = None
+    mlp_output: str | None = None
+
+
+_INPUT_NORMS = NormNames("input_layernorm", "post_attention_layernorm")
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """What distinguishes a decoder family from Llama. Defaults are those of its published configs."""
@@ -32,11 +46,17 @@ class Family:
     architecture: str
     model_type: str
     qkv_bias: bool = False  # always present, without a key in config.json
-    qk_norm: bool = False
+    has_o_bias: bool = True  # attention_bias adds one to the output projection too
+    qk_norm: Literal["never", "always", "configured"] = "never"  # configured: by use_qk_norm
+    wide_qk_norm: bool = False  # the norms of queries and keys span all heads instead of one
+    fused_products: bool = False  # query, key and value are stored as one tensor, gate and up as another
+    norms: NormNames = _INPUT_NORMS
     num_kv_heads: int | None = None  # None: as many as query heads
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     sliding_window: int | None = None
     rope_theta: float = 10000.0
+    partial_rotary: float | None = None  # the rotated part of a head; None: whole heads, without a key in config.json
+    rms_norm_eps: float = 1e-6
     experts: ExpertFamily | None = None
     latent: bool = False
     keys: frozenset[str] = frozenset()  # config keys that only this family reads
@@ -51,7 +71,7 @@ FAMILIES = (
     Family(
         "Qwen3ForCausalLM",
         "qwen3",
-        qk_norm=True,
+        qk_norm="always",
         num_kv_heads=32,
         head_dim=128,
         sliding_window=4096,
@@ -68,7 +88,7 @@ FAMILIES = (
     Family(
         "Qwen3MoeForCausalLM",
         "qwen3_moe",
-        qk_norm=True,
+        qk_norm="always",
         num_kv_heads=4,
         sliding_window=4096,
         experts=QWEN3_MOE,
@@ -90,6 +110,34 @@ FAMILIES = (
         # Layers that predict further tokens are not run, and their weights are not read.
         keys=EXPERT_KEYS | DEEPSEEK_KEYS | LATENT_KEYS | PREDICTION_KEYS | {"norm_topk_prob", "rope_interleave"},
     ),
+    Family(  # Phi-3, Phi-3.5 and Phi-4 of text alone
+        "Phi3ForCausalLM",
+        "phi3",
+        fused_products=True,
+        partial_rotary=1.0,
+        rms_norm_eps=1e-5,
+        keys=frozenset({"sliding_window"}),
+    ),
+    Family(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        qk_norm="always",
+        wide_qk_norm=True,
+        norms=NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm"),
+        rms_norm_eps=1e-5,
+        keys=frozenset({"attention_bias"}),
+    ),
+    Family(  # GLM-4.5, 4.5-Air and 4.6
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        has_o_bias=False,
+        qk_norm="configured",
+        num_kv_heads=8,
+        partial_rotary=0.5,
+        rms_norm_eps=1e-5,
+        experts=GLM4_MOE,
+        keys=EXPERT_KEYS | DEEPSEEK_KEYS | PREDICTION_KEYS | {"norm_topk_prob", "use_qk_norm", "attention_bias"},
+    ),
 )
 
 # fmt: off
@@ -103,15 +151,19 @@ _READ_KEYS = frozenset({
 _KEYS_WITHOUT_EFFECT = frozenset({
     "_name_or_path", "_attn_implementation", "_attn_implementation_autoset", "_commit_hash",
     "attention_dropout", "attn_implementation", "auto_map", "bos_token_id", "cache_implementation",
-    "chunk_size_feed_forward", "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label",
-    "initializer_range", "is_decoder", "is_llama_config", "label2id", "max_length", "max_new_tokens",
-    "mlp_dropout", "name", "output_attentions", "output_hidden_states", "pad_token_id",
+    "chunk_size_feed_forward", "embd_pdrop", "finetuning_task", "full_attn_mod", "hidden_dropout", "id2label",
+    "initializer_range", "interpolate_factor", "is_decoder", "is_llama_config", "label2id", "max_length",
+    "max_new_tokens", "mlp_dropout", "name", "output_attentions", "output_hidden_states", "pad_token_id",
     "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved",
     "task_specific_params", "tokenizer_class", "transformers.js_config", "transformers_version",
     "unsloth_fixed", "unsloth_version", "use_cache",
 })
 # fmt: on
-_NO_EFFECT_ONLY_AS = {"rope_interleaved": False}  # any other value changes results
+_NO_EFFECT_ONLY_AS = {
+    "rope_interleaved": False,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+}  # any other value changes results
 
 
 def find_family(data: Mapping[str, Any], file: Path) -> Family:

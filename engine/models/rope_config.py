@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.errors import CheckpointError
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
-_SUPPORTED: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+_SUPPORTED: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "longrope")
+_OLD_NAMES = {"su": "longrope"}
 _DEFAULT_THETA = 10000.0
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _KEYS: dict[str, set[str]] = {
@@ -31,12 +32,14 @@ _KEYS: dict[str, set[str]] = {
         "mscale_all_dim",
         "truncate",
     },
+    "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """A rotary embedding over the whole head that pairs its two halves (not adjacent values)."""
+    """A rotary embedding over the first `rotated_dim` values of a head that pairs their two halves (not adjacent
+    values)."""
 
     type: RopeType = "default"
     theta: float = _DEFAULT_THETA
@@ -44,19 +47,31 @@ class RopeConfig:
     original_context: int = 0  # tokens that the model was trained with; llama3 and yarn
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    attention_factor: float = 1.0  # multiplies cos and sin; yarn
+    attention_factor: float = 1.0  # multiplies cos and sin; yarn and longrope
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: the ends of the ramp are rounded to dimensions
+    wave_factors: tuple[float, ...] = ()  # longrope: what each pair's wavelength is multiplied by
+    rotated_dim: int | None = None  # None: the whole head
 
 
-def parse_rope(data: Mapping[str, Any], file: Path, default_theta: float = _DEFAULT_THETA) -> RopeConfig:
-    """Parses `rope_parameters`, or `rope_scaling` with `rope_theta`. Raises CheckpointError for unsupported values."""
+def parse_rope(
+    data: Mapping[str, Any],
+    file: Path,
+    head_dim: int,
+    default_theta: float = _DEFAULT_THETA,
+    default_partial: float | None = None,
+) -> RopeConfig:
+    """Parses `rope_parameters`, or `rope_scaling` with `rope_theta`.
+
+    `default_partial` is the family's rotated part of a head, or None for a family that rotates whole heads. Raises
+    CheckpointError for unsupported values."""
     name = "rope_parameters" if data.get("rope_parameters") else "rope_scaling"
     rope = data.get(name) or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         raise CheckpointError(f"{file}: {name} = {rope!r}; one flat table for all layers is supported")
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = _OLD_NAMES.get(kind, kind)
     if kind not in _SUPPORTED:
         raise CheckpointError(
             f"{file}: {name}.rope_type = {kind!r} is not supported; give a checkpoint with one of "
@@ -69,21 +84,43 @@ def parse_rope(data: Mapping[str, Any], file: Path, default_theta: float = _DEFA
             "results; remove it if it does not"
         )
     partial = rope.get("partial_rotary_factor", data.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise CheckpointError(f"{file}: partial_rotary_factor = {partial!r}; only whole heads (1.0) can be rotated")
+    rotated_dim = _rotated_dim(partial, default_partial, head_dim, file)
     theta = rope.get("rope_theta") or data.get("rope_theta") or default_theta
-    fields = _Fields(rope, f"{file}: {name}")
+    config = _parse_kind(kind, _Fields(rope, f"{file}: {name}"), data, float(theta), rotated_dim)
+    return config if rotated_dim == head_dim else replace(config, rotated_dim=rotated_dim)
+
+
+def _rotated_dim(partial: Any, default: float | None, head_dim: int, file: Path) -> int:
+    if default is None:
+        if partial not in (None, 1, 1.0):
+            raise CheckpointError(f"{file}: partial_rotary_factor = {partial!r}; only whole heads (1.0) can be rotated")
+        return head_dim
+    part = default if partial is None else partial
+    if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
+        raise CheckpointError(f"{file}: partial_rotary_factor = {part!r}: a number above 0 and at most 1 is needed")
+    rotated_dim = int(head_dim * part)
+    if rotated_dim < 2 or rotated_dim % 2 or head_dim % 2:
+        raise CheckpointError(
+            f"{file}: partial_rotary_factor = {part!r} rotates {rotated_dim} of {head_dim} values of a head; give a "
+            "factor that rotates an even number"
+        )
+    return rotated_dim
+
+
+def _parse_kind(kind: str, fields: _Fields, data: Mapping[str, Any], theta: float, rotated_dim: int) -> RopeConfig:
     if kind == "default":
-        return RopeConfig("default", float(theta))
+        return RopeConfig("default", theta)
     if kind == "linear":
-        return RopeConfig("linear", float(theta), factor=fields.positive("factor"))
+        return RopeConfig("linear", theta, factor=fields.positive("factor"))
     context = int(data["max_position_embeddings"])
     original = int(
-        data.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or context
+        data.get("original_max_position_embeddings") or fields.values.get("original_max_position_embeddings") or context
     )
     if kind == "llama3":
-        return _parse_llama3(fields, float(theta), original)
-    return _parse_yarn(fields, float(theta), original, context)
+        return _parse_llama3(fields, theta, original)
+    if kind == "longrope":
+        return _parse_longrope(fields, theta, original, context, rotated_dim)
+    return _parse_yarn(fields, theta, original, context)
 
 
 def _parse_llama3(fields: _Fields, theta: float, original: int) -> RopeConfig:
@@ -109,6 +146,23 @@ def _parse_yarn(fields: _Fields, theta: float, original: int, context: int) -> R
     )
 
 
+def _parse_longrope(fields: _Fields, theta: float, original: int, context: int, rotated_dim: int) -> RopeConfig:
+    """Chooses the long factors for a model whose context exceeds the one it was trained with (Ding et al. 2024,
+    arXiv:2402.13753).
+
+    `transformers` decides by the length of each text and then rotates all its tokens alike. The keys in a page must not
+    depend on how long its text becomes, so that the model's context decides here."""
+    factor = fields.positive("factor", default=context / original)
+    magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return RopeConfig(
+        "longrope",
+        theta,
+        attention_factor=fields.positive("attention_factor", default=magnitude),
+        original_context=original,
+        wave_factors=fields.positives("long_factor" if context > original else "short_factor", rotated_dim // 2),
+    )
+
+
 def _yarn_attention_factor(fields: _Fields, factor: float) -> float:
     """Returns the factor of Peng et al., "YaRN", section 3.4; with `mscale` as the DeepSeek configs use it."""
 
@@ -131,3 +185,10 @@ class _Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise CheckpointError(f"{self.where}.{key} = {value!r}: a positive number is needed")
         return float(value)
+
+    def positives(self, key: str, count: int) -> tuple[float, ...]:
+        values = self.values.get(key)
+        numbers = values if isinstance(values, list) else []
+        if len(numbers) != count or not all(isinstance(number, int | float) and number > 0 for number in numbers):
+            raise CheckpointError(f"{self.where}.{key} = {values!r}: a list of {count} positive numbers is needed")
+        return tuple(float(number) for number in numbers)

@@ -51,13 +51,17 @@ def _attention_shapes(config: ModelConfig) -> Shapes:
     if config.latent is not None:
         return _latent_shapes(config, config.latent)
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    _add_product(shapes, "self_attn.q_proj", q_width, hidden, config.qkv_bias)
-    _add_product(shapes, "self_attn.k_proj", kv_width, hidden, config.qkv_bias)
-    _add_product(shapes, "self_attn.v_proj", kv_width, hidden, config.qkv_bias)
+    shapes: Shapes = {f"{name}.weight": (hidden,) for name in config.family.norms if name is not None}
+    widths = {"q": q_width, "k": kv_width, "v": kv_width}
+    if config.family.fused_products:
+        widths = {"qkv": q_width + 2 * kv_width}
+    for name, width in widths.items():
+        _add_product(shapes, f"self_attn.{name}_proj", width, hidden, config.qkv_bias)
     _add_product(shapes, "self_attn.o_proj", hidden, q_width, config.o_bias)
     if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+        is_wide = config.family.wide_qk_norm
+        shapes["self_attn.q_norm.weight"] = (q_width if is_wide else config.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (kv_width if is_wide else config.head_dim,)
     return shapes
 
 
@@ -85,8 +89,11 @@ def _feed_forward_shapes(config: ModelConfig, layer: int) -> Shapes:
     shapes: Shapes = {}
     experts = config.experts
     if experts is None or layer not in experts.layers:
-        _add_product(shapes, "mlp.gate_proj", inner, hidden, config.mlp_bias)
-        _add_product(shapes, "mlp.up_proj", inner, hidden, config.mlp_bias)
+        if config.family.fused_products:
+            _add_product(shapes, "mlp.gate_up_proj", 2 * inner, hidden, config.mlp_bias)
+        else:
+            _add_product(shapes, "mlp.gate_proj", inner, hidden, config.mlp_bias)
+            _add_product(shapes, "mlp.up_proj", inner, hidden, config.mlp_bias)
         _add_product(shapes, "mlp.down_proj", hidden, inner, config.mlp_bias)
         return shapes
     shapes[experts.names.router] = (experts.num_experts, hidden)

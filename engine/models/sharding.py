@@ -39,18 +39,36 @@ def _attention_slices(config: ModelConfig, shard: Shard) -> TensorSlices:
         }
     kv_heads = shard.kv_heads(config.num_kv_heads)
     slices: TensorSlices = {}
+    if config.family.fused_products:
+        slices["self_attn.qkv_proj.weight"] = _fused_projection(config, heads, kv_heads)
     for name, span in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
         for kind in ("weight", "bias"):
             slices[f"self_attn.{name}_proj.{kind}"] = _rows(span, config.head_dim)
+        if config.family.wide_qk_norm:
+            slices[f"self_attn.{name}_norm.weight"] = _rows(span, config.head_dim)
     slices["self_attn.o_proj.weight"] = _columns(heads, config.head_dim)
     return slices | _summed_bias("self_attn.o_proj", shard)
+
+
+def _fused_projection(config: ModelConfig, heads: range, kv_heads: range) -> TensorSlice:
+    """Returns the rows of the rank's queries, keys and values in the tensor that stores all of them."""
+    width = config.head_dim
+    first_k = config.num_heads * width
+    first_v = first_k + config.num_kv_heads * width
+    more = [(first + kv_heads.start * width, first + kv_heads.stop * width) for first in (first_k, first_v)]
+    return TensorSlice(0, heads.start * width, heads.stop * width, more=tuple(more))
 
 
 def _feed_forward_slices(config: ModelConfig, layer: int, shard: Shard) -> TensorSlices:
     experts = config.experts
     if experts is None or layer not in experts.layers:
-        return _block_slices("mlp", shard.span(config.intermediate_size), shard)
-    slices: TensorSlices = {}
+        inner = shard.span(config.intermediate_size)
+        slices = _block_slices("mlp", inner, shard)
+        if config.family.fused_products:
+            both = (config.intermediate_size + inner.start, config.intermediate_size + inner.stop)
+            slices["mlp.gate_up_proj.weight"] = TensorSlice(0, inner.start, inner.stop, more=(both,))
+        return slices
+    slices = {}
     if experts.shared_size:
         slices |= _block_slices(experts.names.shared, shard.span(experts.shared_size), shard)
     inner = shard.span(experts.intermediate_size)

@@ -62,6 +62,15 @@ class QuantizedWeight:
             return replace(self, codes_OI=codes_OI, scales_OG=self.scales_OG[:, groups], zeros_OG=zeros)
         return replace(self, codes_OI=codes_OI, group_I=self._groups()[start : start + length])
 
+    def take_rows(self, rows_O: torch.Tensor) -> QuantizedWeight:
+        """Returns the given outputs, in that order."""
+        return replace(
+            self,
+            codes_OI=self.codes_OI.view(torch.uint8)[rows_O].view(self.codes_OI.dtype),
+            scales_OG=self.scales_OG[rows_O],
+            zeros_OG=None if self.zeros_OG is None else self.zeros_OG[rows_O],
+        )
+
     def to(self, device: torch.device) -> QuantizedWeight:
         return replace(
             self,
@@ -112,6 +121,18 @@ def join(parts: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
         shape[dim] = sum(part.shape[dim] for part in parts)
         return torch.empty(shape, dtype=parts[0].dtype, device=parts[0].device)
     return torch.cat(list(parts), dim=dim)
+
+
+def take_rows(weight: Weight, rows_O: torch.Tensor) -> Weight:
+    """Returns the weight's outputs in the given order."""
+    if isinstance(weight, QuantizedWeight):
+        return weight.take_rows(rows_O.to(weight.device))
+    return in_order(weight, rows_O)
+
+
+def in_order(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Returns the values of the first dimension in the given order. A meta tensor stays as it is."""
+    return values if values.is_meta else values[order.to(values.device)]
 
 
 def as_plain(weight: Weight, dtype: torch.dtype) -> torch.Tensor:

@@ -101,7 +101,7 @@ class WeightReader:
     def _span(self, name: str) -> FileSpan:
         """Returns the bytes to read: this rank's rows, or the whole tensor where its part is not contiguous."""
         stored, part = self._stored[name], self._slices.get(name)
-        if part is None or part.dim:
+        if part is None or part.dim or part.more:
             return FileSpan(stored.file, stored.offset, stored.num_bytes)
         row_bytes = stored.num_bytes // stored.shape[0]
         start, stop, _ = slice(part.start, part.stop).indices(stored.shape[0])
@@ -198,6 +198,8 @@ class WeightReader:
         values = readers.take(name).view(_TORCH_DTYPES[stored.dtype])
         if part is None:
             return values.view(stored.shape).to(dtype)
+        if part.more:
+            return torch.cat([values.view(stored.shape)[start:stop] for start, stop in part.spans]).to(dtype)
         if part.dim == 0:
             return values.view(-1, *stored.shape[1:]).to(dtype)
         return values.view(stored.shape)[:, part.start : part.stop].to(dtype).contiguous()
@@ -217,7 +219,11 @@ class LayerReader:
 
 
 def _narrow(weight: QuantizedWeight, part: TensorSlice | None) -> QuantizedWeight:
-    return weight if part is None else weight.narrow(part.dim, part.start, part.stop - part.start)
+    if part is None:
+        return weight
+    if part.more:
+        return weight.take_rows(torch.cat([torch.arange(start, stop) for start, stop in part.spans]))
+    return weight.narrow(part.dim, part.start, part.stop - part.start)
 
 
 def _read_slice(file: safe_open, name: str, part: TensorSlice | None) -> torch.Tensor:
@@ -226,4 +232,6 @@ def _read_slice(file: safe_open, name: str, part: TensorSlice | None) -> torch.T
     stored = file.get_slice(name)
     if part.zeros:
         return torch.zeros(stored.get_shape())
+    if part.more:
+        return torch.cat([stored[start:stop] for start, stop in part.spans])
     return stored[part.start : part.stop] if part.dim == 0 else stored[:, part.start : part.stop].contiguous()

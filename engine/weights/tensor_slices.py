@@ -14,18 +14,25 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Places `start` to `stop` along dimension `dim`; with `zeros`, zeros of the whole shape and nothing is read."""
+    """Places `start` to `stop` along dimension `dim`, then those of `more`; with `zeros`, zeros of the whole shape and
+    nothing is read."""
 
     dim: int
     start: int
     stop: int
     zeros: bool = False
+    more: tuple[tuple[int, int], ...] = ()  # further places, of a tensor that stores several products
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The starts and stops of all runs of places, in the order in which they are read."""
+        return ((self.start, self.stop), *self.more)
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the slice of a tensor of shape `whole`."""
         if self.zeros:
             return whole
-        count = len(range(*slice(self.start, self.stop).indices(whole[self.dim])))
+        count = sum(len(range(*slice(start, stop).indices(whole[self.dim]))) for start, stop in self.spans)
         return (*whole[: self.dim], count, *whole[self.dim + 1 :])
 
 

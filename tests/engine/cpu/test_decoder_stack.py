@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 96}, {}),
     "qwen3-window": ("qwen3", WINDOW, {}),
+    "phi3-part": ("phi3", {"partial_rotary_factor": 0.75}, {}),
     "llama-tiles": ("llama", {}, {"page_size": 16}),
     "llama-fp8": ("llama", {}, {"page_size": 16, "kv_dtype": "fp8"}),
     "llama-int8": ("llama", {}, {"page_size": 16, "kv_dtype": "int8"}),

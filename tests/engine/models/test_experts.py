@@ -167,6 +167,9 @@ def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
         ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads = 2: .* each of the 4 heads has its own"),
         ("deepseek_v2", {"attention_bias": True}, "attention_bias = True is unknown"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64 is unknown"),
+        ("glm4_moe", {"kv_lora_rank": 16}, "kv_lora_rank = 16 is unknown for Glm4MoeForCausalLM"),
+        ("glm4_moe", {"partial_rotary_factor": 1.5, "rope_parameters": ...}, "partial_rotary_factor = 1.5: a number"),
+        ("phi3", {"partial_rotary_factor": 0.2, "rope_parameters": ...}, "= 0.2 rotates 3 of 16 values of a head"),
     ],
 )
 def test_inconsistent_experts_are_refused(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:

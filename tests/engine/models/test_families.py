@@ -32,6 +32,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0],
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -98,6 +106,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-some-dense-layers": (
         "qwen3_moe",
         {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-longrope-part": (
+        "phi3",
+        {
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 16,
+            "sliding_window": 10,
+            "hidden_size": 64,
+            "initializer_range": 0.2,
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe-plain-heads-groups": (
+        "glm4_moe",
+        {"use_qk_norm": False, "attention_bias": False, "n_group": 4, "topk_group": 2, "norm_topk_prob": False},
     ),
     "qwen3-yarn-scaled-attention": ("qwen3", {"rope_parameters": {**YARN, "attention_factor": 1.3}}),
 }

@@ -65,9 +65,9 @@ def config(folder: Path, **settings: object) -> EngineConfig:
     )
 
 
-def check_equal(folder: Path, num_ranks: int) -> None:
-    alone = Engine.load(config(folder))
-    split = Engine.load(config(folder, tensor_parallel=num_ranks), launch=launch_threads)
+def check_equal(folder: Path, num_ranks: int, **settings: object) -> None:
+    alone = Engine.load(config(folder, **settings))
+    split = Engine.load(config(folder, tensor_parallel=num_ranks, **settings), launch=launch_threads)
     try:
         for sampling, chunk in ((GREEDY, None), (SEEDED, 8)):
             wanted = generate(alone, PROMPT, sampling, SALT, chunk_tokens=chunk, use_prefix_cache=False)
@@ -87,6 +87,14 @@ def test_more_ranks_than_kv_heads_and_a_vocabulary_that_does_not_divide(tmp_path
     check_equal(make_checkpoint("llama", tmp_path, vocab_size=319, **biases), 4)
 
 
+def test_ranks_take_their_rows_of_fused_and_quantized_products(tmp_path: Path) -> None:
+    check_equal(make_checkpoint("phi3", tmp_path, partial_rotary_factor=0.75), 2, quantization="int8")
+
+
+def test_norms_over_all_heads_count_a_head_that_several_ranks_hold_once(tmp_path: Path) -> None:
+    check_equal(make_checkpoint("olmo2", tmp_path), 4)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_the_ranks_read_every_value_of_every_tensor(num_ranks: int, configs: dict[str, ModelConfig]) -> None:
     for model in configs.values():
@@ -96,7 +104,7 @@ def test_the_ranks_read_every_value_of_every_tensor(num_ranks: int, configs: dic
             if not parts:
                 continue  # read whole
             assert [cut.dim for cut in parts] == [parts[0].dim] * num_ranks, name
-            read = {place for cut in parts for place in range(cut.start, cut.stop)}
+            read = {place for cut in parts for start, stop in cut.spans for place in range(start, stop)}
             assert read == set(range(shape[parts[0].dim])), name
 
 

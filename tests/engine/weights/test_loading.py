@@ -77,7 +77,11 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], objec
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
             "rope_type = 'dynamic' is not supported.*yarn",
         ),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type = 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "ntk"}}, "rope_type = 'ntk' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0, 2.0]}},
+            r"short_factor = \[1.0, 2.0\]: a list of 8 positive numbers",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor = None: a positive number"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2, "twist": 1}},

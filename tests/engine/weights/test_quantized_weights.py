@@ -28,7 +28,7 @@ from engine.weights.quantized_weight import QuantizedWeight, quantize_weight, st
 from kv_transfer.layout.reshard import plan_reshard
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError, ConfigError, TransferRefused
-from tests.support.engine.checkpoints import make_checkpoint
+from tests.support.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.support.engine.isas import needs_native
 from tests.support.serving import GREEDY, SALT
 
@@ -253,9 +253,10 @@ def test_every_layout_gives_the_tokens_of_its_values(layout: str, llama: Path, t
     assert taken < plain  # half of the model's values are in the embedding
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
-def test_experts_and_latents_take_quantized_checkpoints(family: str, tmp_path: Path) -> None:
-    folder = make_checkpoint(family, tmp_path / "whole", moe_intermediate_size=32)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_takes_quantized_checkpoints(family: str, tmp_path: Path) -> None:
+    experts = {"moe_intermediate_size": 32} if family.endswith("moe") or family.startswith("deepseek") else {}
+    folder = make_checkpoint(family, tmp_path / "whole", **experts)
     LAYOUTS["int8 channel"].convert(folder, tmp_path / "quantized", tmp_path / "plain")
     tokens = [
         generate(load(tmp_path / name), PROMPT, replace(GREEDY, max_tokens=8), SALT) for name in ("quantized", "plain")

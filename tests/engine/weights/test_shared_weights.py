@@ -54,6 +54,9 @@ def content(model: Decoder) -> dict[str, bytes]:
         ("llama", torch.bfloat16),
         ("qwen3_moe", torch.float32),
         ("deepseek_v2", torch.bfloat16),
+        ("phi3", torch.bfloat16),
+        ("olmo2", torch.bfloat16),
+        ("glm4_moe", torch.bfloat16),
     ],
     ids=str,
 )

@@ -13,7 +13,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-FAMILIES = ("deepseek_v2", "deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = (
+    "deepseek_v2", "deepseek_v3", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3",
+    "qwen3_moe",
+)  # fmt: skip
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
 _BASE: dict[str, Any] = {
@@ -65,6 +68,18 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "moe_intermediate_size": 16,
         "routed_scaling_factor": 1.5,
+    },
+    "glm4_moe": {
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "num_mtp_layers": 0,
     },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {

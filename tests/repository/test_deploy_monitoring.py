@@ -1,4 +1,4 @@
-"""Tests that the Grafana dashboard and the Prometheus rules name existing metrics and runbooks."""
+"""Tests that the Grafana dashboards and the Prometheus rules name existing metrics and runbooks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ import yaml
 from tests.support.repository.helm_render import CHART, manifests
 from tests.system.test_runbooks import FOLDER, PAGES, metric_names
 
-DASHBOARD = json.loads((CHART / "files" / "grafana-dashboard.json").read_text())
+DASHBOARDS: dict[str, dict[str, Any]] = {
+    path.stem: json.loads(path.read_text()) for path in sorted((CHART / "files" / "dashboards").glob("*.json"))
+}
 RULES = yaml.safe_load((CHART / "files" / "prometheus-rules.yaml").read_text())
-PANELS: list[dict[str, Any]] = [each for each in DASHBOARD["panels"] if each["type"] != "row"]
-ALERTS: list[dict[str, Any]] = [rule for group in RULES["groups"] for rule in group["rules"]]
-ROWS = [
-    "At a glance",
-    "Requests",
-    "TTFT",
-    "ITL",
-    "Pages",
-    "Transfers",
-    "Hit rate",
-    "Admission",
-    "Pools",
-    "Stages",
-    "Workers",
+PANELS: list[dict[str, Any]] = [
+    panel for board in DASHBOARDS.values() for panel in board["panels"] if panel["type"] != "row"
 ]
+ALERTS: list[dict[str, Any]] = [rule for group in RULES["groups"] for rule in group["rules"]]
+ROWS = {
+    "service": ["At a glance", "Requests", "Time to first token", "Output tokens", "Routers"],
+    "pools": ["At a glance", "Workers", "Steps", "KV pages"],
+    "kv-transfer": ["At a glance", "Transfers", "Prefix cache"],
+    "tenants-and-lanes": ["At a glance", "Lanes", "Tenants"],
+}
+KINDS = {"timeseries", "stat", "gauge", "bargauge", "heatmap", "table"}
 
 
 def check(expression: str) -> None:
@@ -43,28 +41,43 @@ def check(expression: str) -> None:
         assert each.endswith(("_total", "_bucket")), f"{each} is not a counter"
 
 
-def test_the_dashboard_has_the_runbooks_rows_and_names_metrics_that_exist() -> None:
-    assert [each["title"] for each in DASHBOARD["panels"] if each["type"] == "row"] == ROWS
-    for panel in PANELS:
+@pytest.mark.parametrize("name", ROWS)
+def test_a_dashboard_has_its_rows_and_names_metrics_that_exist(name: str) -> None:
+    board = DASHBOARDS[name]
+    assert board["uid"] == f"penstock-{name}"
+    assert [each["title"] for each in board["panels"] if each["type"] == "row"] == ROWS[name]
+    assert len({each["id"] for each in board["panels"]}) == len(board["panels"])
+    panels = [each for each in board["panels"] if each["type"] != "row"]
+    assert len({each["title"] for each in panels}) == len(panels)
+    for panel in panels:
+        assert panel["type"] in KINDS
         assert panel["targets"], panel["title"]
         for target in panel["targets"]:
             check(target["expr"])
             shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
             grouped = {label.strip() for by in re.findall(r"by \((.*?)\)", target["expr"]) for label in by.split(",")}
             assert shown <= grouped, f"{panel['title']}: {target['legendFormat']}"
-    assert len({each["id"] for each in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
-def test_every_metric_but_a_few_is_on_the_dashboard() -> None:
+def test_there_are_four_dashboards_of_more_than_graphs() -> None:
+    assert set(DASHBOARDS) == set(ROWS)
+    assert {panel["type"] for panel in PANELS} == KINDS
+    judged = [panel for panel in PANELS if "thresholds" in panel["fieldConfig"]["defaults"]]
+    assert {panel["type"] for panel in judged} >= {"timeseries", "stat", "gauge", "bargauge"}
+    assert all(panel in judged for panel in PANELS if panel["type"] in ("stat", "gauge", "bargauge"))
+
+
+def test_every_metric_but_a_few_is_on_a_dashboard() -> None:
     shown = " ".join(target["expr"] for panel in PANELS for target in panel["targets"])
     unseen = {each for each in metric_names() if each not in shown and not each.endswith("_created")}
     by_worker = {"penstock:worker_preemptions_total", "penstock:worker_preempted_tokens_total"}  # shown in all
     assert unseen == {"penstock:prefix_index_pages", "vllm:request_prompt_tokens", "vllm:cache_config_info", *by_worker}
 
 
-def test_panels_do_not_overlap_and_stay_on_the_page() -> None:
+@pytest.mark.parametrize("name", ROWS)
+def test_panels_do_not_overlap_and_stay_on_the_page(name: str) -> None:
     taken: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
+    for panel in DASHBOARDS[name]["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24
         cells = set(
@@ -85,7 +98,7 @@ def test_alerts_name_metrics_and_a_runbook_that_exist(alert: dict[str, Any]) -> 
     assert alert["alert"] in page.read_text(), f"{page} does not say that this alert leads there"
 
 
-def test_every_symptoms_page_has_an_alert_and_is_named_on_the_dashboard() -> None:
+def test_every_symptoms_page_has_an_alert_and_is_named_on_a_dashboard() -> None:
     text = " ".join(panel["description"] for panel in PANELS)
     alerted = {alert["annotations"]["runbook"].rpartition("/")[2].removesuffix(".md") for alert in ALERTS}
     # The loss of the Ray head shows in no router metric.
@@ -94,11 +107,12 @@ def test_every_symptoms_page_has_an_alert_and_is_named_on_the_dashboard() -> Non
     assert all(page in text for page in set(PAGES) - {"ray-head-lost"})
 
 
-def test_the_chart_holds_the_dashboard_and_the_rules_unchanged() -> None:
+def test_the_chart_holds_the_dashboards_and_the_rules_unchanged() -> None:
     objects = manifests({"metrics": {"dashboard": {"enabled": True}, "rules": {"enabled": True}}})
-    (dashboard,) = [each for each in objects if each["kind"] == "ConfigMap"]
-    assert json.loads(dashboard["data"]["penstock.json"]) == DASHBOARD
-    assert dashboard["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    (boards,) = [each for each in objects if each["kind"] == "ConfigMap"]
+    held = {name: json.loads(text) for name, text in boards["data"].items()}
+    assert held == {f"penstock-{name}.json": board for name, board in DASHBOARDS.items()}
+    assert boards["metadata"]["labels"] == {"grafana_dashboard": "1"}
     (rules,) = [each for each in objects if each["kind"] == "PrometheusRule"]
     assert rules["spec"] == RULES
     assert not [each for each in manifests() if each["kind"] in ("ConfigMap", "PrometheusRule")]

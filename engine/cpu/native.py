@@ -93,7 +93,7 @@ class NativeOps(TorchOps):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         width = x.shape[-1]
-        if not _is_native(x) or x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != width):
+        if not _is_native(x) or weight.dtype != x.dtype or x.stride(-1) != 1 or (x.dim() == 3 and x.stride(1) != width):
             return super().rms_norm(x, weight, eps)
         out = torch.empty(x.shape, dtype=x.dtype)
         self._kernels.rms_norm(
@@ -105,7 +105,8 @@ class NativeOps(TorchOps):
     def add_rms_norm(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not _is_native(x_TD) or not x_TD.is_contiguous() or not residual_TD.is_contiguous():
+        is_native = _is_native(x_TD) and weight_D.dtype == x_TD.dtype
+        if not is_native or not x_TD.is_contiguous() or not residual_TD.is_contiguous():
             return super().add_rms_norm(x_TD, residual_TD, weight_D, eps)
         self._kernels.add_rms_norm(
             x_TD.data_ptr(), residual_TD.data_ptr(), weight_D.data_ptr(), *x_TD.shape, eps,

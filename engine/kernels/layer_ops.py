@@ -44,6 +44,10 @@ class LayerOps(Protocol):
         """Returns silu(first half) * second half."""
         ...
 
+    def gelu_and_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        """Returns gelu(first half) * second half, with gelu's approximation by tanh."""
+        ...
+
     def rope(self, x_TNH: torch.Tensor, cos_sin_T2H: torch.Tensor) -> torch.Tensor:
         """Rotates every head by its token's angles; `cos_sin_T2H` is float32 [T, 2, H / 2]."""
         ...
@@ -58,6 +62,8 @@ class LayerOps(Protocol):
 
 class TorchOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if weight.dtype != x.dtype:  # float32, to be multiplied before the result is rounded
+            return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def add_rms_norm(
@@ -69,6 +75,10 @@ class TorchOps:
     def silu_and_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up_T2F.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def gelu_and_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up_T2F.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
     def rope(self, x_TNH: torch.Tensor, cos_sin_T2H: torch.Tensor) -> torch.Tensor:
         return apply_rope(x_TNH, cos_sin_T2H.to(x_TNH.dtype))

@@ -14,7 +14,7 @@ from engine.kernels.backends import AttentionBackend
 from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from engine.layers.linear import LayerTensors, Linear, fuse
-from engine.layers.projection_norms import ProjectionNorms
+from engine.layers.norms import ProjectionNorms, read_norm
 from engine.layers.rope import rotary_order
 from engine.models.config import ModelConfig
 from engine.models.latent_config import LatentConfig
@@ -47,7 +47,7 @@ class GroupedAttention:
     ) -> None:
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim, self.window = config.head_dim, config.windows[layer]
-        self._scale = config.head_dim**-0.5
+        self._scale, self._softcap = config.attention_scale, config.attention_softcap
         self._projection_norms = projection_norms
         stored = ["qkv"] if config.family.fused_products else list("qkv")
         order_H = rotary_order(config.rope, config.head_dim)
@@ -55,7 +55,8 @@ class GroupedAttention:
         self.qkv = fuse(read, [f"self_attn.{name}_proj" for name in stored], config.qkv_bias, rows_O)
         self.qk_norms: QkNorms | None = None
         if config.qk_norm and projection_norms is None:
-            q_norm_H, k_norm_H = (read(f"self_attn.{name}_norm.weight") for name in "qk")
+            has_offset = config.family.norm_offset
+            q_norm_H, k_norm_H = (read_norm(read(f"self_attn.{name}_norm.weight"), has_offset) for name in "qk")
             if order_H is not None:
                 q_norm_H, k_norm_H = in_order(q_norm_H, order_H), in_order(k_norm_H, order_H)
             self.qk_norms = QkNorms(q_norm_H, k_norm_H, config.rms_norm_eps)
@@ -82,7 +83,9 @@ class GroupedAttention:
             qkv_TX = self._projection_norms(qkv_TX, ops)
         qkv_TXH = qkv_TX.view(-1, self._num_heads + 2 * self._num_kv_heads, self._head_dim)
         q_TNH = attention.store_qkv(qkv_TXH, cos_sin_T2H, self.qk_norms, kv, meta, ops)
-        return attention.paged_attention(q_TNH, kv.pages, meta, self._scale, self.window, scales=kv.scales).flatten(1)
+        return attention.paged_attention(
+            q_TNH, kv.pages, meta, self._scale, self.window, self._softcap, kv.scales
+        ).flatten(1)
 
 
 class LatentAttention:

@@ -25,16 +25,20 @@ class FeedForward(Protocol):
 
 
 class DenseFeedForward:
-    """Computes `down(silu(gate(x)) * up(x))`, with gate and up in one product."""
+    """Computes `down(silu(gate(x)) * up(x))`, or with gelu instead of silu, with gate and up in one product."""
 
-    def __init__(self, read: LayerTensors, block: str, has_bias: bool, is_fused: bool = False) -> None:
+    def __init__(
+        self, read: LayerTensors, block: str, has_bias: bool, is_fused: bool = False, is_gelu: bool = False
+    ) -> None:
         """`is_fused`: the checkpoint stores gate and up as one tensor."""
+        self.is_gelu = is_gelu
         stored = ["gate_up_proj"] if is_fused else ["gate_proj", "up_proj"]
         self.gate_up = fuse(read, [f"{block}.{name}" for name in stored], has_bias)
         self.down = fuse(read, [f"{block}.down_proj"], has_bias)
 
     def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor:
-        return self.down(ops.silu_and_mul(self.gate_up(x_TD)))
+        gate_up_T2F = self.gate_up(x_TD)
+        return self.down(ops.gelu_and_mul(gate_up_T2F) if self.is_gelu else ops.silu_and_mul(gate_up_T2F))
 
 
 class ExpertFeedForward:

@@ -119,7 +119,11 @@ def weight_bytes(
     num_values = sum(math.prod(shape) for shape in shapes.values())
     if model.tie_embeddings and device_type == "cpu":
         num_values += math.prod(shapes[EMBEDDING])
-    float32_bytes = max_context * model.rope_dim * _FLOAT32_BYTES
+    num_tables = 1 if model.local_rope is None else 2
+    float32_bytes = num_tables * max_context * model.rope_dim * _FLOAT32_BYTES
+    if model.family.norm_offset:
+        norms = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("norm.weight"))
+        num_values, float32_bytes = num_values - norms, float32_bytes + norms * _FLOAT32_BYTES
     experts = model.experts
     if experts is not None and experts.float32_router:
         routers = len(experts.layers) * experts.num_experts * (model.hidden_size + experts.sigmoid)  # with its bias

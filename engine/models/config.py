@@ -16,7 +16,8 @@ from engine.models.config_fields import positive_int, read_json
 from engine.models.expert_config import ExpertConfig, parse_experts
 from engine.models.families import PREDICTION_KEYS, Family, find_family, refuse_unknown
 from engine.models.latent_config import LatentConfig, parse_latent
-from engine.models.rope_config import RopeConfig, parse_rope
+from engine.models.rope_config import RopeConfig, parse_ropes
+from engine.models.window_config import read_windows
 from engine.weights.checkpoint import CONFIG_FILE, checkpoint_revision
 from engine.weights.quantization_config import WeightScheme, parse_scheme
 from penstock.errors import CheckpointError
@@ -37,11 +38,15 @@ class ModelConfig:
     context_length: int  # tokens
     rms_norm_eps: float
     rope: RopeConfig
+    local_rope: RopeConfig | None  # of layers with a window; None: `rope`
     windows: tuple[int | None, ...]  # for each layer, tokens that a query sees, itself included; None: all
     tie_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
+    attention_scale: float  # of scores; unused with latents
+    attention_softcap: float | None
+    final_softcap: float | None  # of logits
     mlp_bias: bool
     experts: ExpertConfig | None
     latent: LatentConfig | None  # with latents, num_kv_heads and head_dim describe the halves that pages hold
@@ -74,6 +79,9 @@ class ModelConfig:
             kv_heads, head_dim = 1, latent.page_head_dim
         rope_dim = head_dim if latent is None else latent.rope_dim
         num_layers = positive_int(data, "num_hidden_layers", file)
+        rope, local_rope = parse_ropes(
+            data, file, rope_dim, family.rope_theta, family.local_rope_theta, family.partial_rotary
+        )
         attention_bias = bool(data.get("attention_bias", False))
         return cls(
             family=family,
@@ -86,12 +94,16 @@ class ModelConfig:
             vocab_size=positive_int(data, "vocab_size", file),
             context_length=positive_int(data, "max_position_embeddings", file),
             rms_norm_eps=float(data.get("rms_norm_eps", family.rms_norm_eps)),
-            rope=parse_rope(data, file, rope_dim, family.rope_theta, family.partial_rotary),
-            windows=_read_windows(data, family, num_layers, file),
-            tie_embeddings=bool(data.get("tie_word_embeddings", False)),
+            rope=rope,
+            local_rope=local_rope,
+            windows=read_windows(data, family, num_layers, file),
+            tie_embeddings=bool(data.get("tie_word_embeddings", family.tie_embeddings)),
             qkv_bias=family.qkv_bias or attention_bias,
             o_bias=attention_bias and family.has_o_bias,
             qk_norm=family.qk_norm == "always" or bool(data.get("use_qk_norm", False)),
+            attention_scale=_read_scale(data, family, head_dim, file),
+            attention_softcap=_read_softcap(data, "attn_logit_softcapping", family.attention_softcap, file),
+            final_softcap=_read_softcap(data, "final_logit_softcapping", family.final_softcap, file),
             mlp_bias=bool(data.get("mlp_bias", False)),
             experts=parse_experts(data, family.experts, num_layers, file) if family.experts else None,
             latent=latent,
@@ -119,40 +131,19 @@ def _read_heads(data: Mapping[str, Any], family: Family, file: Path) -> tuple[in
     return heads, kv_heads, head_dim
 
 
-def _read_windows(data: Mapping[str, Any], family: Family, num_layers: int, file: Path) -> tuple[int | None, ...]:
-    if "sliding_window" not in family.keys:
-        return (None,) * num_layers
-    window = data.get("sliding_window", family.sliding_window)
-    if "use_sliding_window" in family.keys and not data.get("use_sliding_window", False):
-        window = None
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise CheckpointError(f"{file}: sliding_window = {window!r}: a positive number of tokens or null is needed")
-    if "layer_types" not in family.keys:
-        return (window,) * num_layers
-    layer_types = data.get("layer_types")
-    if layer_types is None:
-        first = data.get("max_window_layers", 28)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    return tuple(_layer_window(kind, window, file) for kind in _checked_length(layer_types, num_layers, file))
+def _read_scale(data: Mapping[str, Any], family: Family, head_dim: int, file: Path) -> float:
+    if family.query_scalar is None:
+        return float(head_dim**-0.5)
+    return float(positive_int(data, "query_pre_attn_scalar", file, family.query_scalar) ** -0.5)
 
 
-def _checked_length(layer_types: Any, num_layers: int, file: Path) -> list[str]:
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        raise CheckpointError(f"{file}: layer_types = {layer_types!r}: {num_layers} entries are needed, one per layer")
-    return layer_types
-
-
-def _layer_window(kind: str, window: int | None, file: Path) -> int | None:
-    if kind == "full_attention":
+def _read_softcap(data: Mapping[str, Any], key: str, default: float | None, file: Path) -> float | None:
+    value = data.get(key, default)
+    if value is None:
         return None
-    if kind != "sliding_attention":
-        raise CheckpointError(f"{file}: layer_types holds {kind!r}; give full_attention or sliding_attention")
-    if window is None:
-        raise CheckpointError(
-            f"{file}: layer_types holds 'sliding_attention', but sliding_window is off; give use_sliding_window and "
-            "sliding_window"
-        )
-    return window
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise CheckpointError(f"{file}: {key} = {value!r}: a positive number or null is needed")
+    return float(value)
 
 
 def _read_dtype(data: Mapping[str, Any], file: Path) -> str:

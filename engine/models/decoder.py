@@ -21,7 +21,7 @@ from engine.kernels.metadata import AttentionMetadata, KvLayer
 from engine.layers.attention import Attention, GroupedAttention, LatentAttention
 from engine.layers.feed_forward import DenseFeedForward, ExpertFeedForward, FeedForward
 from engine.layers.linear import Linear
-from engine.layers.projection_norms import ProjectionNorms
+from engine.layers.norms import ProjectionNorms, read_norm
 from engine.layers.rope import build_rope_table
 from engine.models.config import ModelConfig
 from engine.models.shapes import EMBEDDING, FINAL_NORM, HEAD, LAYERS_PREFIX
@@ -49,17 +49,25 @@ class Decoder:
         self._embedding_VD = reader.read(EMBEDDING)
         own = shard_model(config, group.shard)
         self._layers = [_Layer(own, reader, layer, config, group) for layer in range(config.num_layers)]
-        self._norm_D = reader.read(FINAL_NORM)
+        self._norm_D = read_norm(reader.read(FINAL_NORM), config.family.norm_offset)
         self._head = Linear(reader.head(HEAD, self._embedding_VD if config.tie_embeddings else None))
         self._dense_shape = DenseShape(
-            config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
+            config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.attention_scale
         )
         self._rope_C2H = build_rope_table(config.rope, config.rope_dim, max_context).to(device)
+        self._local_rope_C2H: torch.Tensor | None = None
+        if config.local_rope is not None:
+            self._local_rope_C2H = build_rope_table(config.local_rope, config.rope_dim, max_context).to(device)
+        self._has_window = [window is not None for window in config.windows]
+        self._softcap = config.final_softcap
+        self._embedding_scale: float | None = None
+        if config.family.scaled_embedding:  # rounded as the embedding is
+            self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=self._embedding_VD.dtype))
 
     def fuse(self, layer_pools: Sequence[KvLayer], attention: AttentionBackend) -> DenseStack | None:
         """Returns the layers as one call, or None where that is not supported: ranks, for instance, must exchange sums
         within each layer."""
-        if self._group.shard.num_ranks > 1:
+        if self._group.shard.num_ranks > 1 or self._local_rope_C2H is not None or self._softcap is not None:
             return None
         layers = [layer.dense() for layer in self._layers]
         dense = [layer for layer in layers if layer is not None]
@@ -82,14 +90,17 @@ class Decoder:
 
         Calls `on_layer(n)` when the K and V of the first n layers are written (on a GPU: when the writes are launched).
         `stack` is the result of `fuse`."""
-        cos_sin_T2H = self._rope_C2H[positions_T]
+        cos_sin_T2H = local_T2H = self._rope_C2H[positions_T]
+        if self._local_rope_C2H is not None:
+            local_T2H = self._local_rope_C2H[positions_T]
         residual_TD = self._embed(token_ids_T)
         if stack is not None:
             return self._head(stack.forward(residual_TD, cos_sin_T2H, sampled_rows_R, meta, on_layer))
         first_norm_D = self._layers[0].input_norm_D
         x_TD = residual_TD if first_norm_D is None else ops.rms_norm(residual_TD, first_norm_D, self._eps)
         for index, layer in enumerate(self._layers):
-            mixed_TA = layer.attention.attend(x_TD, cos_sin_T2H, meta, layer_pools[index], attention, ops)
+            turns_T2H = local_T2H if self._has_window[index] else cos_sin_T2H
+            mixed_TA = layer.attention.attend(x_TD, turns_T2H, meta, layer_pools[index], attention, ops)
             if on_layer is not None:
                 on_layer(index + 1)
             if index + 1 == len(self._layers):  # from here on only the sampled rows matter
@@ -103,7 +114,12 @@ class Decoder:
             x_TD, residual_TD = self._add(ops, x_TD, residual_TD, layer.attention_output_norm_D, layer.mlp_norm_D)
             x_TD = self._group.sum(layer.feed_forward(x_TD, ops))
             x_TD, residual_TD = self._add(ops, x_TD, residual_TD, layer.mlp_output_norm_D, next_norm_D)
-        return self._join_logits(self._head(x_TD))
+        return self._join_logits(self._cap(self._head(x_TD)))
+
+    def _cap(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        if self._softcap is None:
+            return logits_RV
+        return torch.tanh(logits_RV / self._softcap) * self._softcap
 
     def _add(
         self,
@@ -122,7 +138,12 @@ class Decoder:
         return residual_TD, residual_TD
 
     def _embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Embeds tokens; each rank looks up those of its part of the vocabulary."""
+        """Embeds tokens, and scales them in families that do so."""
+        x_TD = self._look_up(token_ids_T)
+        return x_TD if self._embedding_scale is None else x_TD.mul_(self._embedding_scale)
+
+    def _look_up(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Returns a new tensor; each rank looks up the tokens of its part of the vocabulary."""
         if self._group.shard.num_ranks == 1:
             return F.embedding(token_ids_T, self._embedding_VD)
         local_T = token_ids_T - self._own_vocab.start
@@ -148,7 +169,10 @@ class _Layer:
     ) -> None:
         """`config` describes this rank's part of the `whole` model."""
         read = reader.within(f"{LAYERS_PREFIX}{layer}.")
-        norms = [None if name is None else read(f"{name}.weight") for name in config.family.norms]
+        has_offset = config.family.norm_offset
+        norms = [
+            None if name is None else read_norm(read(f"{name}.weight"), has_offset) for name in config.family.norms
+        ]
         self.input_norm_D, self.mlp_norm_D, self.attention_output_norm_D, self.mlp_output_norm_D = norms
         self.attention: Attention
         if config.latent is not None:
@@ -160,14 +184,15 @@ class _Layer:
         if config.experts is not None and layer in config.experts.layers:
             self.feed_forward = ExpertFeedForward(config.experts, read)
         else:
-            self.feed_forward = DenseFeedForward(read, "mlp", config.mlp_bias, config.family.fused_products)
+            family = config.family
+            self.feed_forward = DenseFeedForward(read, "mlp", config.mlp_bias, family.fused_products, family.gelu)
 
     def dense(self) -> DenseLayer | None:
         """Returns the weights for the kernel that runs all layers, or None for a layer that it does not support."""
         attention, mlp = self.attention, self.feed_forward
         if self.input_norm_D is None or self.mlp_norm_D is None or self.attention_output_norm_D is not None:
             return None
-        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, DenseFeedForward):
+        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, DenseFeedForward) or mlp.is_gelu:
             return None
         qkv, out, gate_up, down = attention.qkv.tiles, attention.out.tiles, mlp.gate_up.tiles, mlp.down.tiles
         if qkv is None or out is None or gate_up is None or down is None:

@@ -36,6 +36,9 @@ class NormNames(NamedTuple):
     mlp_output: str | None = None
 
 
+_GEMMA_NORMS = NormNames(
+    "input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"
+)
 _INPUT_NORMS = NormNames("input_layernorm", "post_attention_layernorm")
 
 
@@ -55,6 +58,15 @@ class Family:
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
     sliding_window: int | None = None
     rope_theta: float = 10000.0
+    local_rope_theta: float | None = None  # of layers with a window; None: all layers have one base
+    window_pattern: int | None = None  # without layer_types: every so manieth layer has no window
+    gelu: bool = False  # instead of silu
+    norm_offset: bool = False  # norms store their difference from 1
+    scaled_embedding: bool = False  # the embedding is multiplied by the root of the hidden size
+    tie_embeddings: bool = False
+    query_scalar: int | None = None  # query_pre_attn_scalar; None: scores are scaled by the head dim
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
     partial_rotary: float | None = None  # the rotated part of a head; None: whole heads, without a key in config.json
     rms_norm_eps: float = 1e-6
     experts: ExpertFamily | None = None
@@ -63,6 +75,13 @@ class Family:
 
 
 PREDICTION_KEYS = frozenset({"num_nextn_predict_layers", "num_mtp_layers"})
+_GEMMA_KEYS = frozenset({
+    "hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types", "attention_bias",
+    "rope_local_base_freq",
+})  # fmt: skip
+_GELU_NAMES = ("gelu_pytorch_tanh",)
+_SILU_NAMES = ("silu", "swish")
 _WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
 FAMILIES = (
     Family("LlamaForCausalLM", "llama", keys=frozenset({"attention_bias", "mlp_bias"})),
@@ -127,6 +146,41 @@ FAMILIES = (
         rms_norm_eps=1e-5,
         keys=frozenset({"attention_bias"}),
     ),
+    Family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        norms=_GEMMA_NORMS,
+        num_kv_heads=4,
+        head_dim=256,
+        sliding_window=4096,
+        window_pattern=2,
+        gelu=True,
+        norm_offset=True,
+        scaled_embedding=True,
+        tie_embeddings=True,
+        query_scalar=256,
+        attention_softcap=50.0,
+        final_softcap=30.0,
+        keys=_GEMMA_KEYS - {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"},
+    ),
+    Family(  # of text alone
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        qk_norm="always",
+        norms=_GEMMA_NORMS,
+        num_kv_heads=4,
+        head_dim=256,
+        sliding_window=4096,
+        window_pattern=6,
+        rope_theta=1e6,
+        local_rope_theta=10000.0,
+        gelu=True,
+        norm_offset=True,
+        scaled_embedding=True,
+        tie_embeddings=True,
+        query_scalar=256,
+        keys=_GEMMA_KEYS - {"attn_logit_softcapping"},  # published as null; `transformers` ignores other values
+    ),
     Family(  # GLM-4.5, 4.5-Air and 4.6
         "Glm4MoeForCausalLM",
         "glm4_moe",
@@ -183,8 +237,10 @@ def find_family(data: Mapping[str, Any], file: Path) -> Family:
 
 def refuse_unknown(data: Mapping[str, Any], family: Family, file: Path) -> None:
     """Raises CheckpointError for keys that nothing here reads and that could change results."""
-    if data.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise CheckpointError(f"{file}: hidden_act = {data['hidden_act']!r} is not supported; only 'silu' is")
+    known = _GELU_NAMES if family.gelu else _SILU_NAMES
+    for key in ("hidden_activation", "hidden_act") if family.gelu else ("hidden_act",):
+        if data.get(key, known[0]) not in (*known, *((None,) if family.gelu else ())):
+            raise CheckpointError(f"{file}: {key} = {data[key]!r} is not supported; only {known[0]!r} is")
     for key, value in data.items():
         if key in _READ_KEYS or key in family.keys or value in (None, False) or value in ({}, [], ""):
             continue

@@ -17,6 +17,7 @@ RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 _SUPPORTED: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "longrope")
 _OLD_NAMES = {"su": "longrope"}
 _DEFAULT_THETA = 10000.0
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _KEYS: dict[str, set[str]] = {
     "default": {"factor", "original_max_position_embeddings"},  # written by some exporters, without effect
@@ -53,6 +54,35 @@ class RopeConfig:
     truncate: bool = True  # yarn: the ends of the ramp are rounded to dimensions
     wave_factors: tuple[float, ...] = ()  # longrope: what each pair's wavelength is multiplied by
     rotated_dim: int | None = None  # None: the whole head
+
+
+def parse_ropes(
+    data: Mapping[str, Any],
+    file: Path,
+    head_dim: int,
+    theta: float,
+    local_theta: float | None,
+    partial: float | None,
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Returns the embedding of all layers, or of those without a window, and that of layers with one in families that
+    have two (`local_theta`). Arguments and errors are those of `parse_rope`."""
+    if local_theta is None:
+        return parse_rope(data, file, head_dim, theta, partial), None
+    table = data.get("rope_parameters") or {}
+    if not (isinstance(table, Mapping) and table.keys() & set(_LAYER_TYPES)):
+        local = RopeConfig(theta=float(data.get("rope_local_base_freq") or local_theta))
+        return parse_rope(data, file, head_dim, theta, partial), local
+    if unknown := sorted(set(table) - set(_LAYER_TYPES)):
+        raise CheckpointError(
+            f"{file}: rope_parameters.{unknown[0]} = {table[unknown[0]]!r} is unknown beside those of kinds of layers; "
+            "remove it"
+        )
+    rest = {key: value for key, value in data.items() if key not in ("rope_theta", "rope_scaling")}
+    every, local = (
+        parse_rope(rest | {"rope_parameters": table.get(kind)}, file, head_dim, base, partial)
+        for kind, base in zip(_LAYER_TYPES, (theta, local_theta), strict=True)
+    )
+    return every, local
 
 
 def parse_rope(

@@ -74,7 +74,12 @@ class ModelPart:
         model = ModelConfig.from_folder(config.model)
         max_context = select_context(config, model)
         layout = shard_layout(make_layout(config, model), shard)
-        check_library(config.attention, layout, has_latents=model.latent is not None)
+        check_library(
+            config.attention,
+            layout,
+            has_latents=model.latent is not None,
+            has_softcap=model.attention_softcap is not None,
+        )
         attention = select_backend(config.attention, device)
         quantization = None if config.quantization == "none" else config.quantization
         if shard.num_ranks > 1:

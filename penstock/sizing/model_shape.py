@@ -193,7 +193,7 @@ def shape_from_config(data: Mapping[str, Any], name: str) -> ModelShape:
         intermediate_size=int(data["intermediate_size"]),
         vocab_size=int(data["vocab_size"]),
         context_length=int(data["max_position_embeddings"]),
-        ties_embeddings=bool(data.get("tie_word_embeddings", False)),
+        ties_embeddings=bool(data.get("tie_word_embeddings", str(data.get("model_type")) in _WINDOW_PATTERNS)),
         num_experts=experts,
         num_chosen=int(data.get("num_experts_per_tok") or 0) if experts else 0,
         expert_size=expert_size,
@@ -211,6 +211,7 @@ def shape_from_config(data: Mapping[str, Any], name: str) -> ModelShape:
     )
 
 
+_WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6}  # without layer_types: every so manieth layer has no window
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -223,6 +224,8 @@ def _windows(data: Mapping[str, Any], num_layers: int) -> tuple[int, int]:
     kinds = data.get("layer_types")
     if isinstance(kinds, list):
         return int(window), sum(kind == "sliding_attention" for kind in kinds)
+    if pattern := data.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(str(data.get("model_type"))):
+        return int(window), num_layers - num_layers // int(pattern)
     return int(window), num_layers
 
 

@@ -12,13 +12,15 @@ _DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = {"flashinfer": (64, 128, 256), "varlen": (64, 96, 128, 192, 256)}  # that they have kernels for
 
 
-def check_library(name: str, layout: KVLayout, *, has_latents: bool) -> None:
+def check_library(name: str, layout: KVLayout, *, has_latents: bool, has_softcap: bool = False) -> None:
     """Raises ConfigError where `name` is a library that does not support the model's pages. Accepts other backends."""
     if name not in _HEAD_DIMS:
         return
     problem = fix = ""
     if has_latents:
         problem, fix = "does not support latent attention", "choose engine.attention = 'triton'"
+    elif has_softcap and name == "varlen":
+        problem, fix = "has no soft cap of attention scores", "choose engine.attention = 'triton'"
     elif layout.is_quantized:
         problem = f"supports no scale per token, and engine.kv_dtype = {layout.kv_dtype!r} has them"
         fix = "leave it at 'auto', or choose engine.attention = 'triton'"

@@ -16,7 +16,7 @@ from engine.kernels.triton.attention.paged_prefill import paged_prefill
 from engine.kernels.triton.grouped_gemm import grouped_gemm
 from engine.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.triton.rope_qkv import rope, rope_qkv
-from engine.kernels.triton.swiglu import silu_and_mul
+from engine.kernels.triton.swiglu import gelu_and_mul, silu_and_mul
 from engine.kernels.triton.write_kv import write_kv, write_kv_quantized
 
 
@@ -145,6 +145,9 @@ class TritonOps(TorchOps):
 
     def silu_and_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(gate_up_T2F)
+
+    def gelu_and_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        return gelu_and_mul(gate_up_T2F)
 
     def rope(self, x_TNH: torch.Tensor, cos_sin_T2H: torch.Tensor) -> torch.Tensor:
         return rope(x_TNH, cos_sin_T2H)

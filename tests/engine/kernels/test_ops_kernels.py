@@ -15,7 +15,7 @@ from engine.kernels.triton.backend import TritonAttention, TritonOps
 from engine.kernels.triton.quantize_rows import quantize_rows
 from engine.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.triton.rope_qkv import rope, rope_qkv
-from engine.kernels.triton.swiglu import silu_and_mul
+from engine.kernels.triton.swiglu import gelu_and_mul, silu_and_mul
 from tests.engine.kernels.test_paged_kernels import DEVICE, make_meta
 
 # fp32: sums in another order. bf16 and fp16: the result is rounded once, of values to about 8.
@@ -62,6 +62,7 @@ def test_gates_of_odd_widths(width: int, dtype: torch.dtype) -> None:
     gate_up = noise(5, 2 * width + 4, dtype=dtype)[:, 4:]
     gate_up[0, 0], gate_up[1, 0] = 200.0, -200.0
     check(silu_and_mul(gate_up), TorchOps().silu_and_mul(gate_up.float()), dtype)
+    check(gelu_and_mul(gate_up), TorchOps().gelu_and_mul(gate_up.float()), dtype)
 
 
 @DTYPES
@@ -129,7 +130,7 @@ def test_rows_in_fp8_equal_torch_s_bit_for_bit(shape: tuple[int, int], dtype: to
 
 def test_empty_inputs_give_empty_results() -> None:
     assert rms_norm(noise(3, 8)[:0], noise(8), 1e-6).shape == (0, 8)
-    assert silu_and_mul(noise(3, 8)[:0]).shape == (0, 4)
+    assert silu_and_mul(noise(3, 8)[:0]).shape == gelu_and_mul(noise(3, 8)[:0]).shape == (0, 4)
     assert quantize_rows(noise(3, 8)[:0])[0].shape == (0, 8)
     assert rope(noise(3, 2, 8)[:0], angles(3, 8)[:0]).shape == (0, 2, 8)
 

@@ -169,6 +169,10 @@ def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
         ("qwen3_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size = 64 is unknown"),
         ("glm4_moe", {"kv_lora_rank": 16}, "kv_lora_rank = 16 is unknown for Glm4MoeForCausalLM"),
         ("glm4_moe", {"partial_rotary_factor": 1.5, "rope_parameters": ...}, "partial_rotary_factor = 1.5: a number"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is unknown for Gemma3"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is unknown"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation = 'relu' is not supported; only 'gelu_pytorch"),
+        ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping = 0: a positive number or null"),
         ("phi3", {"partial_rotary_factor": 0.2, "rope_parameters": ...}, "= 0.2 rotates 3 of 16 values of a head"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.engine import Engine
 from engine.generate import generate
+from engine.models.config import ModelConfig
+from engine.models.rope_config import RopeConfig
 from engine.step.batch import build_batch
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import EngineConfig
@@ -119,6 +122,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma2-no-caps-odd-layers": (
+        "gemma2",
+        {"num_hidden_layers": 3, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-scaled-capped-biases": (
+        "gemma3_text",
+        {
+            "final_logit_softcapping": 6.0,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
     "glm4_moe": ("glm4_moe", {}),
     "glm4_moe-plain-heads-groups": (
         "glm4_moe",
@@ -251,6 +271,24 @@ def error_of(logits: torch.Tensor, case: Case) -> float:
     if experts is None or experts.num_chosen == experts.num_experts:
         return float((logits - case.logits).norm() / case.logits.norm())
     return float(((logits - case.logits).norm(dim=1) / case.logits.norm(dim=1)).median())
+
+
+def test_the_spelling_of_published_gemma_files_is_read(tmp_path: Path) -> None:
+    """`transformers` writes the kind of every layer and one table of angles for each; older files have a pattern and
+    two bases."""
+    folder = make_checkpoint("gemma3_text", tmp_path, num_hidden_layers=3, layer_types=None)
+    file = folder / "config.json"
+    data = json.loads(file.read_text())
+    old = {key: value for key, value in data.items() if key not in ("layer_types", "rope_parameters")}
+    old |= {"rope_theta": 1e6, "rope_local_base_freq": 10000, "sliding_window_pattern": 2}
+    old |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    file.write_text(json.dumps(old))
+    model = ModelConfig.from_folder(folder)
+    assert model.windows == (10, None, 10)
+    assert (model.rope.type, model.rope.theta, model.rope.factor) == ("linear", 1e6, 8.0)
+    assert model.local_rope == RopeConfig(theta=10000.0)
+    file.write_text(json.dumps({**data, "layer_types": None, "sliding_window_pattern": 6}))
+    assert ModelConfig.from_folder(folder).windows == (10, 10, 10)
 
 
 def test_warm_up_gives_its_pages_back(case: Case) -> None:

@@ -56,6 +56,7 @@ def content(model: Decoder) -> dict[str, bytes]:
         ("deepseek_v2", torch.bfloat16),
         ("phi3", torch.bfloat16),
         ("olmo2", torch.bfloat16),
+        ("gemma3_text", torch.bfloat16),
         ("glm4_moe", torch.bfloat16),
     ],
     ids=str,

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 FAMILIES = (
-    "deepseek_v2", "deepseek_v3", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3",
-    "qwen3_moe",
+    "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3",
+    "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
@@ -68,6 +68,17 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "moe_intermediate_size": 16,
         "routed_scaling_factor": 1.5,
+    },
+    "gemma2": {
+        "sliding_window": 10,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 6.0,
+    },
+    "gemma3_text": {
+        "sliding_window": 10,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "glm4_moe": {
         "num_hidden_layers": 3,

@@ -1,6 +1,7 @@
-"""Norms of queries and keys that span all heads of a token (OLMo-2, arXiv:2501.00656, section 2), over all ranks.
+"""The weights of norms, and norms of queries and keys that span all heads of a token, over all ranks.
 
-Shapes: `T` tokens, `W` values of the queries or keys that a rank holds, `X` values of a projection, `H` head dim.
+Shapes: `T` tokens, `D` hidden or head dim, `W` values of the queries or keys that a rank holds, `X` values of a
+projection.
 """
 
 from __future__ import annotations
@@ -13,8 +14,17 @@ from engine.models.config import ModelConfig
 from engine.parallel.collectives import ParallelGroup
 
 
+def read_norm(tensor_D: torch.Tensor, has_offset: bool) -> torch.Tensor:
+    """Returns what a norm multiplies with: the stored weight, or in families that store the difference from 1 (Gemma)
+    that sum in float32, because bf16 would round it."""
+    if not has_offset:
+        return tensor_D
+    return torch.empty_like(tensor_D, dtype=torch.float32) if tensor_D.is_meta else tensor_D.float() + 1.0
+
+
 class ProjectionNorms:
-    """Normalises queries by the root mean square of all query heads, and keys by that of all KV heads."""
+    """Normalises queries by the root mean square of all query heads, and keys by that of all KV heads (OLMo-2,
+    arXiv:2501.00656, section 2)."""
 
     def __init__(self, model: ModelConfig, read: LayerTensors, group: ParallelGroup) -> None:
         """`model` describes the whole model, `read` this rank's tensors."""

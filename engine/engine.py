@@ -188,7 +188,7 @@ class Engine:
 
     def prepare(self, work: Sequence[ScheduledSequence]) -> PreparedStep:
         """Returns all that `compute` needs of a step that is not empty; the sequences may change afterwards."""
-        return prepare_step(work, self.layout.page_size)
+        return prepare_step(work, self.layout.page_size, self.model.vocab_size, self.model.eos_token_ids)
 
     def announce(self, step: PreparedStep) -> None:
         """Lets other ranks start on a step as soon as they can.
@@ -206,19 +206,17 @@ class Engine:
         """
         use_device(self.kv_pages.device)
         with self._explaining_failures():
-            device, ends = self.kv_pages.device, self.model.eos_token_ids
-            return compute(step, self._replay, self._group, device, ends, previous, self._masks)
+            return compute(step, self._replay, self._group, self.kv_pages.device, previous, self._masks)
 
     def launch(self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None = None) -> SampledTokens:
-        """Computes a step like `step`, but on a GPU returns before it is done, unless sampling needs a text."""
+        """Computes a step like `step`, but on a GPU returns before it is done."""
         use_device(self.kv_pages.device)
         step = self.prepare(work)
         if self.ranks is not None:
             self.ranks.announce(BroadcastStep(step.host))
-        device, ends = self.kv_pages.device, self.model.eos_token_ids
         with self._explaining_failures():
             forward = partial(self.runner.forward, on_layer=on_layer)
-            return compute(step, forward, self._group, device, ends, masks=self._masks)
+            return compute(step, forward, self._group, self.kv_pages.device, masks=self._masks)
 
     def compute_discarded(self, step: PreparedStep) -> None:
         """Computes a step that awaits a failed one and that other ranks compute too; does nothing without them."""

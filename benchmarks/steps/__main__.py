@@ -110,7 +110,7 @@ class FullWorker:
         marks = [clock()]
         plan = self.worker.begin_step()
         marks.append(clock())
-        laid_out = prepare_step(plan, PAGE_SIZE)
+        laid_out = prepare_step(plan, PAGE_SIZE, VOCAB_SIZE, self.engine.model.eos_token_ids)
         marks.append(clock())
         tokens = self.engine.compute(laid_out).wait()
         marks.append(clock())

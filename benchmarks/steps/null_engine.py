@@ -9,8 +9,9 @@ import torch
 
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
+from engine.sampling.sampler import Sampled
 from engine.step.batch import build_host_batch
-from engine.step.compute import DeviceTokens, PreparedStep
+from engine.step.compute import PreparedStep, SampledTokens
 from engine.step.sequence import SampledToken, ScheduledSequence, StepOutput
 from penstock.kv.events import KvEventLog
 from penstock.kv.page_hash import hash_pages
@@ -41,10 +42,10 @@ class NullEngine:
         self.prefix_cache.insert(hash_pages(range(len(pages)), 1, b"salt"), pages)
         self.pool.release(pages)
 
-    def compute(self, step: PreparedStep) -> DeviceTokens:
+    def compute(self, step: PreparedStep) -> SampledTokens:
         """Returns a canned token of each sampled sequence, as a decode worker's step does."""
         count = len(step.host.sampled_places)
-        return DeviceTokens(step, self._token_ids[:count], self._valid[:count], {})
+        return SampledTokens(step, Sampled(self._token_ids[:count], self._valid[:count]), {})
 
     def step(self, work: Seq[ScheduledSequence]) -> StepOutput:
         """Lays the step out and returns the same token for every sequence, as a prefill worker's step does."""

@@ -11,26 +11,30 @@ Order of operations (as in vLLM and transformers): logit bias, penalties, bans a
 Rows are grouped by what they ask for. On a CPU a greedy row costs one argmax, even beside rows that ask for more. On a
 GPU with Triton one set of kernels (`engine.kernels.triton.sample`) serves greedy and random rows alike.
 
-Shapes: `B` rows of logits, `R` rows of a group, `V` vocabulary.
+Shapes: `R` rows of logits, `E` edited ones, `V` vocabulary.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from engine.sampling.distribution import pad_scores, sample_scores, select_rows
-from engine.sampling.grammar.masks import TokenMasks
-from engine.sampling.logit_edits import edit_logits, is_edited
+from engine.kernels.upload import upload
+from engine.sampling.distribution import pad_scores, sample_scores
+from engine.sampling.grammar.masks import TokenMasks, apply_masks
+from engine.sampling.logit_edits import edit_logits
+from engine.sampling.row_logprobs import RowLogprobs
 from engine.sampling.row_params import SamplingRows, SamplingTensors
+from engine.sampling.step_sampling import StepSampling
 from engine.step.plan import sampling_records
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
 from penstock.errors import InternalError, InvalidInput, PenstockError
-from penstock.types import SamplingParams, TokenLogprob
+from penstock.types import SamplingParams
 
 # Logits and parameters to (token ids, total weights); see `engine.kernels.triton.sample`.
 SampleKernel = Callable[[torch.Tensor, SamplingTensors], tuple[torch.Tensor, torch.Tensor]]
@@ -83,7 +87,61 @@ def _is_finite(totals_R: torch.Tensor) -> torch.Tensor:
     return (totals_R > 0.0) & (totals_R < float("inf"))
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The tokens of a step where they were sampled; on a GPU nobody has waited for them."""
+
+    token_ids_R: torch.Tensor  # int64
+    valid_R: torch.Tensor  # bool: the distribution was finite
+    logprobs: RowLogprobs | None = None
+
+
 @torch.inference_mode()
+def sample_step(
+    logits_RV: torch.Tensor,
+    sampling: StepSampling,
+    masks: TokenMasks | None = None,
+    awaited: torch.Tensor | None = None,
+) -> Sampled:
+    """Samples a token for each row of logits, which are fp32, bf16 or fp16; arithmetic is in fp32.
+
+    `masks` hold every row with a grammar. `awaited` are the step's awaited tokens (see `edit_logits`). On a GPU the
+    host waits for nothing.
+    """
+    edits, rows = sampling.edits, sampling.rows
+    if edits is None:
+        token_ids_R, valid_R = sample_rows(logits_RV, rows)
+    else:
+        edited = edits.index_E
+        index_E = upload(edited, logits_RV.device)
+        edited_EV = logits_RV[index_E].to(torch.float32)
+        edit_logits(edited_EV, edits, awaited)
+        if masks is not None:
+            apply_masks(edited_EV, [sampling.ruled.get(row) for row in edited.tolist()], masks)
+        token_ids_R, valid_R = _sample_both(logits_RV, edited_EV, edited, index_E, rows)
+    logprobs = None
+    if sampling.num_top_R is not None:
+        logprobs = RowLogprobs.of(logits_RV, token_ids_R, sampling.num_top_R)
+    return Sampled(token_ids_R, valid_R, logprobs)
+
+
+def _sample_both(
+    logits_RV: torch.Tensor, edited_EV: torch.Tensor, edited: np.ndarray, index_E: torch.Tensor, rows: SamplingRows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples edited rows from their copies and the others from the model's logits, like `sample_rows`."""
+    if len(edited) == len(rows):
+        return sample_rows(edited_EV, rows)
+    if logits_RV.is_cuda:  # one launch for all rows, which costs a copy
+        return sample_rows(logits_RV.to(torch.float32, copy=True).index_copy_(0, index_E, edited_EV), rows)
+    plain = np.delete(np.arange(len(rows)), edited)
+    token_ids_R = torch.empty(len(rows), dtype=torch.int64)
+    valid_R = torch.empty(len(rows), dtype=torch.bool)
+    index_P = torch.from_numpy(plain)
+    token_ids_R[index_P], valid_R[index_P] = sample_rows(logits_RV[index_P], rows[plain])
+    token_ids_R[index_E], valid_R[index_E] = sample_rows(edited_EV, rows[edited])
+    return token_ids_R, valid_R
+
+
 def sample(
     logits_BV: torch.Tensor,
     rows: SequenceOf[ScheduledSequence],
@@ -92,12 +150,11 @@ def sample(
 ) -> list[SampledToken]:
     """Returns one token per row like `sample_each`. Raises the error of the first row that has one."""
     tokens, failed = sample_each(logits_BV, rows, eos_token_ids, masks)
-    for error in failed.values():
-        raise error
+    for row in sorted(failed):
+        raise failed[row]
     return tokens
 
 
-@torch.inference_mode()
 def sample_each(
     logits_BV: torch.Tensor,
     rows: SequenceOf[ScheduledSequence],
@@ -106,54 +163,56 @@ def sample_each(
 ) -> tuple[list[SampledToken], dict[int, PenstockError]]:
     """Returns one token per row, and the errors of rows whose token means nothing. Blocks until they are known.
 
-    Row i of `logits_BV` belongs to `rows[i].sequence`; `logits_BV` is fp32, bf16 or fp16, on any device; arithmetic is
-    in fp32. `masks` hold every row with a grammar. A row fails if its distribution is not finite or
-    if its grammar allows nothing that the other parameters leave.
+    Row i of `logits_BV` belongs to `rows[i].sequence`. `masks` hold every row with a grammar. See `failed_rows`.
     """
     if logits_BV.shape[0] != len(rows):
         raise InternalError(f"sample: {logits_BV.shape[0]} rows of logits for {len(rows)} sequences")
     sequences = [row.sequence for row in rows]
-    edited = [index for index, sequence in enumerate(sequences) if is_edited(sequence)]
-    plain = [index for index, sequence in enumerate(sequences) if not is_edited(sequence)]
-    token_ids, failed = [0] * len(rows), dict[int, PenstockError]()
-    for group in (plain, edited):
-        if not group:
-            continue
-        group_RV, members = select_rows(logits_BV, group), [sequences[index] for index in group]
-        if group is edited:
-            group_RV = group_RV.to(torch.float32, copy=True)
-            edit_logits(group_RV, members, eos_token_ids, masks)
-        sampled_R, valid_R = sample_rows(group_RV, SamplingRows.of(members))
-        sampled, valid = torch.stack((sampled_R, valid_R.long())).tolist()  # one copy to the host
-        for index, token_id in zip(group, sampled, strict=True):
-            token_ids[index] = token_id
-        if group is edited:
-            failed |= _grammar_errors(group, members, sampled, masks)
-        for index, is_valid in zip(group, valid, strict=True):
-            if not is_valid:
-                failed.setdefault(index, no_distribution(sequences[index]))
-    logprobs = _logprobs(logits_BV, sequences, token_ids)
-    return [SampledToken(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)], failed
+    sampling = StepSampling.of(sequences, logits_BV.shape[1], eos_token_ids)
+    sampled = sample_step(logits_BV, sampling, masks)
+    token_ids, valid = torch.stack((sampled.token_ids_R, sampled.valid_R.long())).tolist()  # one copy to the host
+    logprobs = {} if sampled.logprobs is None else sampled.logprobs.on_host().by_row(token_ids)
+    tokens = [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+    invalid = [row for row, is_valid in enumerate(valid) if not is_valid]
+    return tokens, failed_rows(sampling, token_ids, {row: sequences[row] for row in invalid}, masks)
+
+
+def failed_rows(
+    sampling: StepSampling,
+    token_ids: SequenceOf[int] | np.ndarray,
+    invalid: Mapping[int, Sequence],
+    masks: TokenMasks | None,
+) -> dict[int, PenstockError]:
+    """Returns, by row, why a sampled token means nothing.
+
+    A row fails if its distribution is not finite (`invalid`), if its bans leave no token, or if its grammar allows
+    nothing that the other parameters leave.
+    """
+    failed = {} if sampling.edits is None else dict(sampling.edits.failed)
+    if sampling.ruled:
+        for row, error in _grammar_errors(sampling.ruled, token_ids, masks).items():
+            failed.setdefault(row, error)
+    for row, sequence in invalid.items():
+        failed.setdefault(row, no_distribution(sequence))
+    return failed
 
 
 def _grammar_errors(
-    group: list[int], members: list[Sequence], token_ids: list[int], masks: TokenMasks | None
+    ruled: Mapping[int, Sequence], token_ids: SequenceOf[int] | np.ndarray, masks: TokenMasks | None
 ) -> dict[int, PenstockError]:
-    """Returns, by its index in `group`, why the token of a row with a grammar means nothing."""
+    """Returns, by row, why the token of a row with a grammar means nothing."""
     if masks is None:
         return {
-            index: InternalError(f"request {sequence.request_id}: its grammar's mask was not computed")
-            for index, sequence in zip(group, members, strict=True)
-            if sequence.sampling.grammar is not None
+            row: InternalError(f"request {sequence.request_id}: its grammar's mask was not computed")
+            for row, sequence in ruled.items()
         }
-    ruled = [place for place, sequence in enumerate(members) if sequence.sampling.grammar is not None]
-    allowed = masks.allows([members[place] for place in ruled], [token_ids[place] for place in ruled])
+    allowed = masks.allows(list(ruled.values()), [token_ids[row] for row in ruled])
     failed: dict[int, PenstockError] = {}
-    for place, is_allowed in zip(ruled, allowed, strict=True):
-        if members[place] in masks.failed:
-            failed[group[place]] = masks.failed[members[place]]
+    for (row, sequence), is_allowed in zip(ruled.items(), allowed, strict=True):
+        if sequence in masks.failed:
+            failed[row] = masks.failed[sequence]
         elif not is_allowed:  # every token is at minus infinity, and an argmax takes the first
-            failed[group[place]] = InvalidInput(
+            failed[row] = InvalidInput(
                 "sampling", "leaves no token that its grammar allows; relax the bans beside the grammar"
             )
     return failed
@@ -199,26 +258,3 @@ def _sample_random(logits_RV: torch.Tensor, rows: SamplingRows) -> tuple[torch.T
     parts = [sample_scores(pad_scores(logits_RV[chunk]), rows[chunk], vocab_size) for chunk in chunks]
     token_ids, totals = zip(*parts, strict=True)
     return torch.cat(token_ids), torch.cat(totals)
-
-
-def _logprobs(
-    logits_BV: torch.Tensor, sequences: SequenceOf[Sequence], token_ids: list[int]
-) -> dict[int, TokenLogprob]:
-    """Returns log-probabilities of the unedited distribution, by row, for rows that ask for them."""
-    num_top = {
-        row: sequence.sampling.logprobs
-        for row, sequence in enumerate(sequences)
-        if sequence.sampling.logprobs is not None
-    }
-    if not num_top:
-        return {}
-    rows = list(num_top)
-    logprobs_RV = select_rows(logits_BV, rows).float().log_softmax(-1)
-    chosen_R1 = torch.tensor([[token_ids[row]] for row in rows], device=logits_BV.device)
-    values = logprobs_RV.gather(1, chosen_R1)[:, 0].tolist()
-    top = logprobs_RV.topk(min(max(num_top.values()), logits_BV.shape[1]), dim=-1)
-    found: dict[int, TokenLogprob] = {}
-    for row, value, ids, likeliest in zip(rows, values, top.indices.tolist(), top.values.tolist(), strict=True):
-        pairs = tuple(zip(ids, likeliest, strict=True))[: num_top[row]]
-        found[row] = TokenLogprob(token_ids[row], value, pairs)
-    return found

@@ -2,8 +2,8 @@
 
 `prepare_step` reads sequences and rows, on the step loop. `compute` gives the device its work; on a GPU it returns
 before the device is done, and the next step may follow at once, with the tokens of this one fed back on the device.
-`DeviceTokens.wait` brings the tokens to the host. The last two stages read no sequence unless sampling needs its text;
-then no later step may be in flight, and the text must not change until the step is over.
+`SampledTokens.wait` brings the tokens to the host. The last two stages read no sequence unless a grammar rules its next
+token; then no later step may be in flight, and the text must not change until the step is over.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from engine.kernels.upload import upload
 from engine.parallel.collectives import ParallelGroup
-from engine.sampling.grammar.masks import MaskThread
+from engine.sampling.grammar.masks import MaskThread, TokenMasks
 from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.row_params import SamplingRows
-from engine.sampling.sampler import no_distribution, sample_each, sample_rows
+from engine.sampling.sampler import Sampled, failed_rows, sample_step
+from engine.sampling.step_sampling import StepSampling
 from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
 from engine.step.plan import StepPlan
 from engine.step.prompt_scores import PromptScores
@@ -61,7 +61,7 @@ class PreparedStep:
 
     work: Seq[ScheduledSequence]
     host: HostBatch
-    sampling: SamplingRows | None  # None if sampling needs texts: `engine.sampling.sampler.sample` reads the sequences
+    sampling: StepSampling  # a row for each row of logits
     awaited_rows: np.ndarray | None  # int64, batch rows whose token the previous step samples; None if all are known
     awaited_places: np.ndarray | None  # ... and the place of each in that step's work
 
@@ -79,50 +79,52 @@ class PreparedStep:
         return by_place[places]
 
 
-def prepare_step(work: Seq[ScheduledSequence], page_size: int) -> PreparedStep:
+def prepare_step(
+    work: Seq[ScheduledSequence], page_size: int, vocab_size: int, eos_token_ids: Collection[int]
+) -> PreparedStep:
     host = build_host_batch(work, page_size)
     awaited_rows = awaited_places = None
     if isinstance(work, StepPlan):
         awaited_rows, awaited_places = work.rows.awaited_rows, work.rows.awaited_places
-    return PreparedStep(work, host, _sampling_rows(work, host), awaited_rows, awaited_places)
+    rows, special = _sampling_rows(work, host)
+    sampling = StepSampling.at(rows, special, vocab_size, eos_token_ids, awaited_rows)
+    return PreparedStep(work, host, sampling, awaited_rows, awaited_places)
 
 
-def _sampling_rows(work: Seq[ScheduledSequence], host: HostBatch) -> SamplingRows | None:
-    rows = None
+def _sampling_rows(work: Seq[ScheduledSequence], host: HostBatch) -> tuple[SamplingRows, Mapping[int, Sequence]]:
+    """Returns the parameters of all sampled rows, and the sequences of those that may need more."""
+    rows, special, num_rows = None, dict[int, Sequence](), 0
     if isinstance(work, StepPlan):
-        if work.rows.needs_text:
-            return None
+        num_rows, special = len(work.rows), work.rows.special()
         # The position of the next token is the context length.
-        rows = SamplingRows(work.rows.members.params, host.context_B[: len(work.rows)])
+        rows = SamplingRows(work.rows.members.params, host.context_B[:num_rows])
         if not work.chunks:
-            return rows
-    num_rows = len(work.rows) if isinstance(work, StepPlan) else 0
+            return rows, special
     sequences = [work[place].sequence for place in host.sampled_places[num_rows:].tolist()]
-    if any(sequence.sampling_needs_text for sequence in sequences):
-        return None
+    special.update(enumerate(sequences, num_rows))
     if rows is None:
-        return SamplingRows.of(sequences)
-    return rows.then(SamplingRows.of(sequences)) if sequences else rows
+        return SamplingRows.of(sequences), special
+    return (rows.then(SamplingRows.of(sequences)) if sequences else rows), special
 
 
-class DeviceTokens:
+class SampledTokens:
     """Sampled tokens on the device, while they are copied to the host."""
 
     def __init__(
         self,
         step: PreparedStep,
-        token_ids_R: torch.Tensor,
-        valid_R: torch.Tensor,
+        sampled: Sampled,
         scores: Mapping[int, PromptScores],
+        masks: TokenMasks | None = None,
     ) -> None:
-        """`scores` are on the host already."""
-        self.token_ids_R = token_ids_R
         self._step = step
         self._scores = scores
-        self._copied: torch.cuda.Event | None = None
-        self._host = (token_ids_R, valid_R)
-        if token_ids_R.is_cuda:
-            self._host = (_start_copy(token_ids_R), _start_copy(valid_R))
+        self._masks = masks
+        self.token_ids_R = sampled.token_ids_R
+        self._host, self._copied = sampled, None
+        if sampled.token_ids_R.is_cuda:
+            logprobs = sampled.logprobs and sampled.logprobs.on_host(_start_copy)
+            self._host = Sampled(_start_copy(sampled.token_ids_R), _start_copy(sampled.valid_R), logprobs)
             self._copied = torch.cuda.Event(blocking=True)  # waiting must not take a core
             self._copied.record()
 
@@ -134,17 +136,30 @@ class DeviceTokens:
         """Blocks until the tokens are on the host."""
         if self._copied is not None:
             self._copied.synchronize()
-        token_ids, valid = (column.numpy() for column in self._host)
+        token_ids, valid = self._host.token_ids_R.numpy(), self._host.valid_R.numpy()
         step, places, num_rows = self._step, self._step.host.sampled_places, self._step.num_rows
         chunks: list[int | None] = [None] * (len(step.work) - num_rows)
         if chunks:
             for place, token_id in zip(places[num_rows:].tolist(), token_ids[num_rows:].tolist(), strict=True):
                 chunks[place - num_rows] = token_id
-        tokens = StepTokens(token_ids[:num_rows], chunks, scores=self._scores)
-        if not valid.all():
-            sequences = [step.work[place].sequence for place in places[~valid].tolist()]
-            tokens.failed.extend((sequence, no_distribution(sequence)) for sequence in sequences)
+        logprobs: Mapping[int, TokenLogprob] = {}
+        if self._host.logprobs is not None:
+            by_row = self._host.logprobs.by_row(token_ids)
+            logprobs = {int(places[row]): logprob for row, logprob in by_row.items()}
+        tokens = StepTokens(token_ids[:num_rows], chunks, logprobs, scores=self._scores)
+        edits = step.sampling.edits
+        if edits is not None or not valid.all():
+            tokens.failed.extend(self._failed(token_ids, valid))
         return tokens
+
+    def _failed(self, token_ids: np.ndarray, valid: np.ndarray) -> list[tuple[Sequence, PenstockError]]:
+        step = self._step
+        sequences = {row: self._sequence(row) for row in np.flatnonzero(~valid).tolist()}
+        failed = failed_rows(step.sampling, token_ids, sequences, self._masks)
+        return [(self._sequence(row), error) for row, error in failed.items()]
+
+    def _sequence(self, row: int) -> Sequence:
+        return self._step.work[int(self._step.host.sampled_places[row])].sequence
 
 
 def _start_copy(column: torch.Tensor) -> torch.Tensor:
@@ -152,31 +167,11 @@ def _start_copy(column: torch.Tensor) -> torch.Tensor:
     return host.copy_(column, non_blocking=True)
 
 
-class HostTokens:
-    """Sampled tokens that are on the host already."""
-
-    def __init__(self, tokens: StepTokens, device: torch.device) -> None:
-        self._tokens = tokens
-        self._device = device
-
-    def at(self, places: np.ndarray) -> torch.Tensor:
-        """See `DeviceTokens.at`."""
-        by_place = np.concatenate((self._tokens.rows, [token_id or 0 for token_id in self._tokens.chunks]))
-        return upload(by_place.astype(np.int64)[places], self._device)
-
-    def wait(self) -> StepTokens:
-        return self._tokens
-
-
-SampledTokens: TypeAlias = DeviceTokens | HostTokens
-
-
 def compute(
     step: PreparedStep,
     forward: Forward,
     group: ParallelGroup,
     device: torch.device,
-    eos_token_ids: Collection[int],
     previous: SampledTokens | None = None,
     masks: MaskThread | None = None,
 ) -> SampledTokens:
@@ -185,8 +180,8 @@ def compute(
     `previous` is the step before, required if this step awaits tokens of it. `masks` are required if a grammar rules a
     token.
     """
-    rows = [] if step.sampling is not None else [step.work[place] for place in step.host.sampled_places]
-    pending = masks.start([row.sequence for row in rows]) if masks is not None else None
+    sampling = step.sampling
+    pending = masks.start(list(sampling.ruled.values())) if masks is not None and sampling.ruled else None
     awaited = None
     if step.awaited_places is not None:
         assert previous is not None
@@ -199,19 +194,9 @@ def compute(
         logits_RV = logits_RV[: len(places)]
     if not len(places):  # nothing is sampled, but `wait` must still tell when the step is over
         none = torch.empty(0, dtype=torch.int64, device=device)
-        return DeviceTokens(step, none, none.bool(), scores)
-    if step.sampling is not None:
-        return DeviceTokens(step, *sample_rows(logits_RV, step.sampling), scores)
-    token_ids: list[int | None] = [None] * len(step.work)
-    logprobs: dict[int, TokenLogprob] = {}
-    sampled, errors = sample_each(logits_RV, rows, eos_token_ids, pending.wait() if pending else None)
-    for place, token in zip(places.tolist(), sampled, strict=True):
-        token_ids[place] = token.token_id
-        if token.logprob is not None:
-            logprobs[place] = token.logprob
-    tokens = StepTokens.from_list(token_ids, step.num_rows, logprobs, scores)
-    tokens.failed.extend((rows[index].sequence, error) for index, error in errors.items())
-    return HostTokens(tokens, device)
+        return SampledTokens(step, Sampled(none, none.bool()), scores)
+    found = pending.wait() if pending else None
+    return SampledTokens(step, sample_step(logits_RV, sampling, found, awaited), scores, found)
 
 
 def compute_discarded(step: PreparedStep, forward: Forward, group: ParallelGroup, device: torch.device) -> None:

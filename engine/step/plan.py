@@ -26,7 +26,8 @@ _NEVER = np.iinfo(np.int64).max
 ROW_PARAMS = np.dtype(
     [
         ("end", np.int64),  # length at which the sequence ends in any case, in tokens
-        ("needs_text_below", np.int64),  # below this length, sampling needs more than these columns
+        ("special_below", np.int64),  # below this length, sampling needs more than these columns
+        ("needs_text", np.bool_),  # `Sequence.sampling_needs_text`
         ("eos_ends", np.bool_),
         ("has_stops", np.bool_),  # any of its tokens may end it, or have others follow at once
         # Read by `engine.sampling`.
@@ -50,19 +51,20 @@ class EndConditions:
 
 def sampling_records(samplings: Iterable[SamplingParams]) -> np.ndarray:
     """Returns `ROW_PARAMS` records in which only the sampling fields mean anything."""
-    return np.array([(0, 0, False, False, *_sampling_fields(sampling)) for sampling in samplings], ROW_PARAMS)
+    return np.array([(0, 0, False, False, False, *_sampling_fields(sampling)) for sampling in samplings], ROW_PARAMS)
 
 
 def row_params(sequence: Sequence, ends: EndConditions) -> tuple[object, ...]:
     """Returns the fields of `ROW_PARAMS` in order; writing a whole record costs as much as writing a single field."""
-    sampling, needs_text_below = sequence.sampling, 0
+    sampling, special_below = sequence.sampling, 0
     if sampling.edits_every_token or sampling.logprobs is not None:
-        needs_text_below = int(_NEVER)
+        special_below = int(_NEVER)
     elif sampling.min_tokens:
-        needs_text_below = sequence.num_prompt_tokens + sampling.min_tokens
+        special_below = sequence.num_prompt_tokens + sampling.min_tokens
     return (
         min(sequence.num_prompt_tokens + sampling.max_tokens, ends.context_length),
-        needs_text_below,
+        special_below,
+        sequence.sampling_needs_text,
         not sampling.ignore_eos,
         bool(sampling.stop_token_ids) or sampling.grammar is not None,
         *_sampling_fields(sampling),
@@ -77,7 +79,17 @@ def _sampling_fields(sampling: SamplingParams) -> tuple[bool, float, int, float,
 class RowMembers:
     """The sequences that have a row, and their parameters. Immutable and shared by steps until a row comes or goes."""
 
-    __slots__ = ("eos_ends", "has_stops", "items", "last_R", "needs_text_below", "params", "places_R", "texts")
+    __slots__ = (
+        "eos_ends",
+        "has_stops",
+        "items",
+        "last_R",
+        "needs_text",
+        "params",
+        "places_R",
+        "special_below",
+        "texts",
+    )
 
     def __init__(self, items: list[ScheduledSequence], texts: list[list[int]], params: np.ndarray) -> None:
         self.items = items  # one token each
@@ -88,7 +100,8 @@ class RowMembers:
         # None if no row sets the field, so that steps skip the comparison.
         self.eos_ends = _if_any(params["eos_ends"])
         self.has_stops = _if_any(params["has_stops"])
-        self.needs_text_below = _if_any(params["needs_text_below"])
+        self.needs_text = _if_any(params["needs_text"])
+        self.special_below = _if_any(params["special_below"])
 
     def __len__(self) -> int:
         return len(self.items)
@@ -131,11 +144,13 @@ class DecodeRows:
         """See `ScheduledSequence.num_contexts`; the sum over all rows."""
         return float(self.positions_R.sum()) + len(self) / 2
 
-    @property
-    def needs_text(self) -> bool:
-        """Whether sampling some row reads its text, or returns more than a token."""
-        below = self.members.needs_text_below
-        return below is not None and bool((self.positions_R + 1 < below).any())
+    def special(self) -> dict[int, Sequence]:
+        """Returns, by row, the sequences whose next token needs more than `ROW_PARAMS` to be sampled: edits, a grammar
+        or log-probabilities."""
+        below = self.members.special_below
+        if below is None:
+            return {}
+        return {row: self.items[row].sequence for row in (self.positions_R + 1 < below).nonzero()[0].tolist()}
 
     def may_end(self, token_ids_R: np.ndarray, eos_token_ids: Collection[int]) -> np.ndarray:
         """Returns a mask of the rows that may end with these sampled tokens; `finish_reason` decides."""

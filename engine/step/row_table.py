@@ -135,10 +135,9 @@ class RowTable:
         return [self._items[row].sequence for row in is_full.nonzero()[0].tolist()]
 
     def needs_text(self) -> bool:
-        """Returns whether sampling some row's next token reads its text, or returns more than a token."""
-        below = self._current_members().needs_text_below
-        count = len(self._items)
-        return below is not None and bool(((self._position[:count] + 1 < below) & self._continuing()).any())
+        """Returns whether sampling some row's next token requires that the host knows every token before it."""
+        needs_text = self._current_members().needs_text
+        return needs_text is not None and bool((needs_text & self._continuing()).any())
 
     def _continuing(self) -> np.ndarray:
         """Returns a mask of the rows to compute next: all but those certain to end with the in-flight step."""

@@ -16,6 +16,7 @@ from penstock.types import Lane, PageHash, PageId, RequestId, SamplingParams, To
 
 if TYPE_CHECKING:
     from engine.sampling.grammar.matcher import GrammarMatcher
+    from engine.sampling.text_edits import TextEdits
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +37,7 @@ class Sequence:
     lane: Lane = Lane.STANDARD  # its priority class, for schedulers and links
     is_decoding: bool = False  # all tokens but the last have their KV; no count is kept while this holds
     matcher: GrammarMatcher | None = None  # of `sampling.grammar`; set before the sequence is scheduled
+    edits: TextEdits | None = None  # what `sampling` does to its logits; set by the first step that samples
     _num_prefilled: int = 0  # leading tokens with KV, unless `is_decoding`
 
     @property
@@ -73,11 +75,13 @@ class Sequence:
 
     @property
     def sampling_needs_text(self) -> bool:
-        """Whether sampling its next token reads its text, or returns more than a token."""
+        """Whether sampling its next token requires that the host knows every token before it.
+
+        A grammar's mask follows from the text. With a few allowed tokens, bad sequences may ban all of them, which is
+        an error that names the place.
+        """
         sampling = self.sampling
-        return bool(
-            sampling.edits_every_token or sampling.logprobs is not None or self.num_output_tokens < sampling.min_tokens
-        )
+        return sampling.grammar is not None or bool(sampling.bad_sequences and sampling.allowed_token_ids)
 
     @property
     def scores_prompt(self) -> bool:

@@ -102,7 +102,7 @@ def test_the_loop_answers_as_a_worker_would() -> None:
 
         def prepare(self, work: Sequence[ScheduledSequence]) -> PreparedStep:
             self.steps.append(sum(item.num_tokens for item in work))
-            return prepare_step(work, self.layout.page_size)
+            return prepare_step(work, self.layout.page_size, self.model.vocab_size, self.model.eos_token_ids)
 
         def announce(self, step: PreparedStep) -> None: ...
 

@@ -53,12 +53,13 @@ class TokenMasks:
         return [self.places[sequence] for sequence in sequences]
 
 
-def apply_masks(logits_RV: torch.Tensor, sequences: Seq[Sequence], masks: TokenMasks) -> None:
-    """Sets, in place, the logits of tokens that the grammar of a row's sequence does not allow to minus infinity."""
-    rows = [row for row, sequence in enumerate(sequences) if sequence in masks.places]
-    if not rows:
+def apply_masks(logits_RV: torch.Tensor, sequences: Seq[Sequence | None], masks: TokenMasks) -> None:
+    """Sets, in place, the logits of tokens that the grammar of a row's sequence, if any, does not allow to minus
+    infinity."""
+    ruled = {row: one for row, one in enumerate(sequences) if one is not None and one in masks.places}
+    if not ruled:
         return
-    places, words_GW = masks.rows_of(sequences[row] for row in rows), masks.words_GW
+    rows, places, words_GW = list(ruled), masks.rows_of(ruled.values()), masks.words_GW
     if places != list(range(len(words_GW))):
         words_GW = words_GW[places]
     (mask_on_host if logits_RV.device.type == "cpu" else mask_on_device)(logits_RV, rows, words_GW)

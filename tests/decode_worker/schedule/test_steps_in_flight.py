@@ -33,7 +33,7 @@ from engine.step.sequence import ScheduledSequence, Sequence
 from engine.step.thread import StepThread
 from penstock.config import DecodeConfig
 from penstock.errors import InternalError
-from penstock.types import PageId, RequestId, Role, SamplingParams
+from penstock.types import Grammar, GrammarKind, PageId, RequestId, Role, SamplingParams
 from penstock.v1 import worker_pb2
 from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
@@ -247,7 +247,11 @@ def test_prompts_are_computed_ahead_beside_decoding_and_their_first_tokens_fed_b
 
 
 @pytest.mark.parametrize(
-    "sampling", [SamplingParams(max_tokens=9, logprobs=1), SamplingParams(max_tokens=9, min_tokens=2)]
+    "sampling",
+    [
+        SamplingParams(max_tokens=9, grammar=Grammar(GrammarKind.REGEX, "a*")),
+        SamplingParams(max_tokens=9, allowed_token_ids=(3, 4), bad_sequences=((3, 4),)),
+    ],
 )
 def test_a_prompt_whose_first_token_depends_on_its_text_is_ended_by_a_step_that_follows_no_other(
     sampling: SamplingParams,
@@ -422,17 +426,20 @@ async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monke
         SamplingParams(max_tokens=33, temperature=1.0, seed=9, stop_token_ids=tuple(range(3, 40))),
         SamplingParams(max_tokens=24, temperature=0.0, repetition_penalty=1.25, ignore_eos=True),
         SamplingParams(max_tokens=28, temperature=0.5, seed=1, logprobs=2, min_tokens=20),
+        SamplingParams(max_tokens=31, temperature=0.5, seed=2, presence_penalty=0.5, logit_bias={7: 1.5, 8: -4.0}),
+        SamplingParams(max_tokens=31, seed=3, frequency_penalty=0.5, bad_sequences=((5,), (6, 7), (9, 9, 9))),
     ]
     prompts = [[(7 * i + j) % (VOCAB_SIZE - 2) + 2 for j in range(3 + 11 * i)] for i in range(8)]
     answers = []
-    num_ahead = num_chunks_ahead = 0
+    num_ahead = num_chunks_ahead = num_special_ahead = 0
     counted = DecodeScheduler.schedule_ahead
 
     def count(scheduler: DecodeScheduler, max_chunk_tokens: int | None) -> StepPlan | None:
-        nonlocal num_ahead, num_chunks_ahead
+        nonlocal num_ahead, num_chunks_ahead, num_special_ahead
         plan = counted(scheduler, max_chunk_tokens)
         num_ahead += plan is not None
         num_chunks_ahead += len(plan.chunks) if plan is not None else 0
+        num_special_ahead += len(plan.rows.special()) if plan is not None else 0
         return plan
 
     monkeypatch.setattr(DecodeScheduler, "schedule_ahead", count)
@@ -445,7 +452,7 @@ async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monke
         ) as (prefill, decode):
             async with caller(decode) as router:
                 received = []
-                for only in (kinds[:2], kinds[:3], kinds):  # with penalties, steps are not scheduled ahead
+                for only in (kinds[:2], kinds[:3], kinds):
                     streams = [
                         router.submit(prompt, only[i % len(only)], [prefill] if i % 3 else [])
                         for i, prompt in enumerate(prompts)
@@ -459,6 +466,7 @@ async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monke
             assert isinstance(decode._driver, StepDriver)
         assert (num_ahead > 0) == ahead
         assert (num_chunks_ahead > 0) == ahead
+        assert (num_special_ahead > 0) == ahead
     assert answers[0] == answers[1]
 
 

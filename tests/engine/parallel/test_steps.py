@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,8 @@ from engine.graphs.cuda_graphs import GraphRunner
 from engine.parallel.model_part import ModelPart
 from engine.parallel.spawn import serve_rank
 from engine.parallel.worker_rank import RankProgress, WorkerRank
+from engine.sampling.sampler import Sampled, sample_step
+from engine.sampling.step_sampling import StepSampling
 from engine.step.compute import PreparedStep
 from kv_transfer.ranks.rank_main import extend
 from penstock.config import EngineConfig
@@ -175,7 +178,7 @@ async def _answers(model: Path, num_ranks: int, run_ahead: bool, kinds: list[Sam
 async def test_workers_of_two_ranks_run_ahead_and_recover_from_failed_steps(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Makes sampling that needs texts fail whenever it is part of a batch.
+    """Makes sampling fail in every step that edits logits and is computed with others.
 
     The step behind a failed one is computed on every rank, and discarded.
     """
@@ -202,9 +205,11 @@ async def test_workers_of_two_ranks_run_ahead_and_recover_from_failed_steps(
     assert counts["ahead"] > 0
     assert counts["discarded"] == 0
 
-    def fail(*arguments: object) -> None:
-        raise InternalError("no finite distribution")
+    def fail(logits: torch.Tensor, sampling: StepSampling, *others: Any) -> Sampled:
+        if sampling.edits is not None:
+            raise InternalError("no finite distribution")
+        return sample_step(logits, sampling, *others)
 
-    monkeypatch.setattr("engine.step.compute.sample_each", fail)
+    monkeypatch.setattr("engine.step.compute.sample_step", fail)
     assert await _answers(model, NUM_RANKS, True, kinds) == expected
     assert counts["discarded"] > 0

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from engine.sampling.counter_random import uniform
+from engine.sampling.logit_edits import edit_logits
 from engine.sampling.sampler import sample
+from engine.sampling.step_sampling import StepSampling
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
 from penstock.errors import InternalError, InvalidInput
 from penstock.types import RequestId, SamplingParams
@@ -235,10 +237,10 @@ def test_repetition_penalty_equals_that_of_transformers() -> None:
     token_ids = torch.randint(0, 50, (1, 40)).tolist()[0]
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([token_ids]), logits.clone())
     scheduled = row(token_ids[:25], token_ids[25:], temperature=0.0, repetition_penalty=1.7)
-    from engine.sampling.logit_edits import edit_logits
-
     edited = logits.clone()
-    edit_logits(edited, [scheduled.sequence], frozenset())
+    edits = StepSampling.of([scheduled.sequence], 50, frozenset()).edits
+    assert edits is not None
+    edit_logits(edited, edits)
     torch.testing.assert_close(edited, expected, rtol=1e-6, atol=0)
     assert tokens_of(sample(logits, [scheduled], EOS)) == [int(expected.argmax())]
 

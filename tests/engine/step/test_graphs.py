@@ -68,7 +68,10 @@ def decode(engine: Engine, ahead: bool, counts: list[int] | None = None) -> list
     )
     sequences = []
     for i, prompt in enumerate(PROMPTS):
-        sampling = SamplingParams(max_tokens=9 + 5 * i, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
+        penalty = 1.0 + 0.5 * (i % 3 == 2)
+        sampling = SamplingParams(
+            max_tokens=9 + 5 * i, temperature=0.8 * (i % 2), seed=i, repetition_penalty=penalty, ignore_eos=True
+        )
         sequences.append(Sequence(RequestId(str(i)), list(prompt), len(prompt), sampling, b"salt"))
         scheduler.track(sequences[-1])
         scheduler.compute_here(sequences[-1])

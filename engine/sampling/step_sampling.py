@@ -1,0 +1,62 @@
+"""All that sampling a step needs besides logits: parameters, edits, and which rows have a grammar or log-probabilities.
+
+Made while a step is laid out, on the step loop; `engine.sampling.sampler` takes it on the thread that computes the
+step. Only rows with a grammar name their sequences: their masks are computed from the texts, which must not change
+until then.
+
+Imports numpy but no torch of its own. Shapes: `R` rows of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.sampling.row_edits import RowEdits
+from engine.sampling.row_params import SamplingRows
+from engine.step.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepSampling:
+    """How the rows of one step are sampled."""
+
+    rows: SamplingRows
+    edits: RowEdits | None  # None: no row is edited
+    num_top_R: np.ndarray | None  # int64, alternatives whose log-probability is wanted, -1: no log-probabilities at all
+    ruled: Mapping[int, Sequence]  # those with a grammar, by row
+
+    @classmethod
+    def of(cls, sequences: Seq[Sequence], vocab_size: int, eos_token_ids: Collection[int]) -> StepSampling:
+        """Returns how to sample the next token of each of these sequences, all of whose tokens are known."""
+        return cls.at(SamplingRows.of(sequences), dict(enumerate(sequences)), vocab_size, eos_token_ids)
+
+    @classmethod
+    def at(
+        cls,
+        rows: SamplingRows,
+        special: Mapping[int, Sequence],
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        awaited_rows: np.ndarray | None = None,
+    ) -> StepSampling:
+        """`special` holds every row that asks for more than a distribution, in ascending order.
+
+        `awaited_rows` are the rows whose last token is not known yet, ascending.
+        """
+        edited = {row: one for row, one in special.items() if _is_edited(one, int(rows.positions[row]))}
+        edits = RowEdits.of(edited, rows.positions, vocab_size, eos_token_ids, awaited_rows)
+        wanted = {row: one.sampling.logprobs for row, one in special.items() if one.sampling.logprobs is not None}
+        num_top_R = None
+        if wanted:
+            num_top_R = np.full(len(rows), -1)
+            num_top_R[list(wanted)] = list(wanted.values())
+        return cls(rows, edits, num_top_R, {row: one for row, one in edited.items() if one.sampling.grammar})
+
+
+def _is_edited(sequence: Sequence, position: int) -> bool:
+    sampling = sequence.sampling
+    return sampling.edits_every_token or position - sequence.num_prompt_tokens < sampling.min_tokens

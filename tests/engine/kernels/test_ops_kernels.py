@@ -51,6 +51,14 @@ def test_norms_of_odd_shapes(shape: tuple[int, int], dtype: torch.dtype) -> None
     check(normed, TorchOps().rms_norm(kept.float(), weight.float(), 1e-5), dtype)  # of the sum as it is stored
 
 
+def test_weights_of_norms_may_be_more_precise_than_what_they_normalise() -> None:
+    x, residual, weight = noise(5, 123, dtype=torch.bfloat16), noise(5, 123, dtype=torch.bfloat16) - 1, noise(123)
+    check(rms_norm(x, weight, 1e-5), TorchOps().rms_norm(x.float(), weight, 1e-5), torch.bfloat16)
+    normed, kept = add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    check(normed, TorchOps().rms_norm(kept.float(), weight, 1e-5), torch.bfloat16)
+    check(TorchOps().rms_norm(x, weight, 1e-5), TorchOps().rms_norm(x.float(), weight, 1e-5), torch.bfloat16)
+
+
 def test_heads_of_a_projection_are_normalised() -> None:
     heads = noise(5, 7, 80)[:, 2:5]
     check(rms_norm(heads, noise(80), 1e-3), TorchOps().rms_norm(heads, noise(80), 1e-3), torch.float32)

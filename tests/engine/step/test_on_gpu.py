@@ -30,6 +30,11 @@ MODELS: list[tuple[str, dict[str, str]]] = [
     ("qwen3_moe", {}),
     ("deepseek_v3", {}),
     ("mistral", {"quantization": "int8"}),
+    ("gemma2", {}),
+    ("gemma3_text", {}),
+    ("glm4_moe", {}),
+    ("olmo2", {}),
+    ("phi3", {}),
 ]
 
 

@@ -197,7 +197,7 @@ gpu-check:
 	exit $$failed
 
 results: setup
-	$(PY) -m benchmarks.results_page
+	$(PY) -m benchmarks.common.results_page
 
 # The site's environment: the extra `docs` alone, pinned, and mermaid for diagrams where npm is. Building needs no network.
 DOCS := .venv-docs

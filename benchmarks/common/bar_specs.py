@@ -115,7 +115,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
     "validation": (BarSpec("Measured and predicted", ".*", ""),),
     "weights": (BarSpec("Loading weights, s", "(?P<row>.+)", "s"),),
 }
-OTHER = tuple(
-    BarSpec(f"Figures in {unit}", "(?P<row>.+)", re.escape(unit))
-    for unit in ("s", "ms", "us", "tokens/s", "GB/s", "TB/s", "TFLOPS")
-)
+# Of a benchmark without specs: a chart for each unit, or where that would be too long, for what rows begin with.
+_UNITS = ("s", "ms", "us", "tokens/s", "GB/s", "TFLOP/s", "%")
+OTHER = tuple(BarSpec(f"Figures in {unit}", "(?P<row>.+)", re.escape(unit)) for unit in _UNITS)
+OTHER_PARTS = tuple(BarSpec(f"In {unit}", "(?P<row>(?P<part>[^,:]+).*)", re.escape(unit)) for unit in _UNITS)

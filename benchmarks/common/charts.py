@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.bar_specs import OTHER, SPECS, BarSpec
+from benchmarks.common.bar_specs import OTHER, OTHER_PARTS, SPECS, BarSpec
 from penstock.charts.bars import BarChart, render_bars
 from penstock.charts.scale import Axis
 from penstock.charts.svg import Chart, Series, render_svg
 
 Result = Mapping[str, Any]
 _OURS = "Penstock"
-_MAX_ROWS = 60  # of a chart that no spec describes
+_MAX_ROWS = 40  # of a benchmark without specs, above which its charts are parted
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,14 @@ class NamedChart:
 
 def charts_of(result: Result) -> list[NamedChart]:
     """Returns the charts of a result in their order; none for a result without rows and curves."""
-    machine, rows, found = machine_of(result), list(rows_of(result)), []
+    machine, rows = machine_of(result), list(rows_of(result))
     specs = SPECS.get(str(result.get("name")), OTHER)
-    for spec in specs:
-        for chart in _bars(spec, rows, machine):
-            if chart.rows and (specs is not OTHER or len(chart.rows) <= _MAX_ROWS):
-                found.append(NamedChart(chart.title, render_bars(chart) + "\n"))
+    if specs is OTHER and len(rows) > _MAX_ROWS:
+        specs = OTHER_PARTS
+    charts = [chart for spec in specs for chart in _bars(spec, rows, machine)]
+    if specs is OTHER_PARTS:
+        charts = [chart for chart in charts if len(chart.rows) > 1]
+    found = [NamedChart(chart.title, render_bars(chart) + "\n") for chart in charts]
     for curves in result.get("curves", ()):
         found.append(NamedChart(curves["title"], render_svg(_curves(curves, machine)) + "\n"))
     return found

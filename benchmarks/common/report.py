@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from rich.table import Table
 from benchmarks.common.charts import write_charts
 from penstock.charts.svg import cumulative_points
 
+_CURVE_POINTS = 101
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 _PACKAGES = ("torch", "triton", "ray", "grpcio", "tokenizers", "nixl-cu12", "nixl-cu13", "numpy")
 
@@ -50,11 +52,11 @@ class Curves:
 
 
 def distribution(title: str, unit: str, values: Mapping[str, Iterable[float]]) -> Curves:
-    """Returns the cumulative distribution of each label's values, at most 101 points of four digits each."""
+    """Returns the cumulative distribution of each label's values, at most 102 points of four digits each."""
     lines = {}
     for label, found in values.items():
         points = cumulative_points(found)
-        kept = [*points[:-1:4], *points[-1:]]
+        kept = [*points[: -1 : max(1, math.ceil(len(points) / _CURVE_POINTS))], *points[-1:]]
         lines[label] = [(float(f"{value:.4g}"), round(share, 4)) for value, share in kept]
     return Curves(title, unit, "share of values", lines, log_x=True)
 

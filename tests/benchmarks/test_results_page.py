@@ -11,7 +11,7 @@ import pytest
 from benchmarks.common import bar_specs
 from benchmarks.common.charts import charts_of, machine_of, rows_of, write_charts
 from benchmarks.common.report import RESULTS, Curves, Row, distribution, publish, write_result
-from benchmarks.results_page import DOCS, SUBJECTS, main
+from benchmarks.common.results_page import DOCS, SUBJECTS, main
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,8 +28,11 @@ def test_the_page_shows_the_committed_results(tmp_path: Path) -> None:
     assert written == {file.name: file.read_text() for file in (DOCS / "results").iterdir()}, stale
 
 
-def test_every_committed_result_is_on_the_page() -> None:
-    assert {file.stem for file in RESULTS.glob("*.json")} <= {subject.name for subject in SUBJECTS}
+def test_a_result_that_nobody_has_described_is_on_the_page(tmp_path: Path) -> None:
+    publish("new_one", "two steps", [Row("start", 2.0, "s")], tmp_path / "results", quiet=True)
+    main(["--results", str(tmp_path / "results"), "--docs", str(tmp_path)])
+    assert "## New one" in (tmp_path / "results.md").read_text()
+    assert "new_one" not in {subject.name for subject in SUBJECTS}
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
@@ -64,6 +67,13 @@ def test_a_published_benchmark_has_charts_beside_its_result(tmp_path: Path) -> N
     assert sorted(file.name for file in tmp_path.iterdir()) == ["unknown-0.svg", "unknown.json"], "stale ones go"
 
 
+def test_many_rows_of_an_unknown_benchmark_are_parted() -> None:
+    names = [f"decode, batch {number}" for number in range(30)] + [f"prefill, {number}" for number in range(30)]
+    rows = [{"metric": name, "value": 1.0, "unit": "us", "baseline": None} for name in (*names, "alone")]
+    charts = charts_of({"name": "unknown", "rows": rows})
+    assert [chart.title for chart in charts] == ["In us: decode", "In us: prefill"]
+
+
 def test_kinds_stand_beside_each_other_and_have_one_name() -> None:
     rows = [
         {"metric": "TTFT p50 at 2/s, 1P+1D", "value": 2.0, "unit": "ms", "baseline": "Penstock colocated"}
@@ -90,6 +100,8 @@ def test_a_distribution_keeps_its_ends() -> None:
     curves = distribution("t", "s", {"many": range(1, 10_001)})
     assert isinstance(curves, Curves)
     points = curves.series["many"]
-    assert len(points) <= 101
+    assert len(points) <= 102
     assert points[0] == (1.0, 0.0001)
     assert points[-1] == (10_000.0, 1.0)
+    few = distribution("t", "s", {"few": [2.0, 1.0], "none": []})
+    assert few.series == {"few": [(1.0, 0.5), (2.0, 1.0)], "none": []}

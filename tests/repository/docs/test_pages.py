@@ -1,7 +1,8 @@
-"""Tests what quickstarts and the tuning guide say: commands parse, files exist, figures follow from the code."""
+"""Tests what pages say: commands parse, files exist, and figures of the tuning guide follow from the code."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 from collections.abc import Iterator
@@ -20,33 +21,49 @@ from penstock.sizing.model_shape import find_shape
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 TUNING = DOCS / "tuning.md"
-PAGES = [*sorted((DOCS / "quickstart").glob("*.md")), TUNING]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def command_lines(page: Path) -> Iterator[str]:
-    """Yields the commands of a page's blocks, continued lines joined, and those in its text."""
-    text = page.read_text()
-    for block in re.findall(r"(?ms)^```\n(.*?)^```", text):
+    """Yields the commands of a page's blocks, continued lines joined."""
+    for block in re.findall(r"(?ms)^```(?:console)?\n(.*?)^```", page.read_text()):
         yield from (line.strip() for line in re.sub(r"\\\n", " ", block).splitlines())
-    yield from re.findall(r"`(penstock [^`\n]+|make [^`\n]+)`", re.sub(r"(?ms)^```.*?^```", "", text))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_of_penstock_parse_and_make_targets_exist(page: Path) -> None:
-    targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_blocks_parse(page: Path) -> None:
     for line in command_lines(page):
-        for command in re.findall(r"(?:^|-- |\.venv/bin/)penstock ([a-z].*)", line)[:1]:
-            words = shlex.split(command)
-            assert find_group(words[0]), line
-            if len(words) > 1:  # else it is named, not called
-                cli.make_parser(words[0]).parse_args(words)  # exits for an unknown flag
-        if line.startswith("make "):
-            assert line.split()[1] in targets, line
+        if called := re.match(r"(?:\$ |kubectl exec .* -- |\.venv/bin/)?penstock ([a-z].*)", line):
+            words = shlex.split(called[1].split(" | ")[0], comments=True)
+            cli.make_parser(words[0]).parse_args(words)  # exits for an unknown flag
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_text_exist(page: Path) -> None:
+    text = re.sub(r"(?ms)^ *```.*?^ *```", "", page.read_text())
+    targets = set(re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text()))
+    for called in re.findall(r"`penstock\s+([a-z][^`]*)`", text):
+        name, *words = called.split()
+        assert find_group(name), called
+        shown = subparser_help(name) if any(word.startswith("--") for word in words) else ""
+        for flag in re.findall(r"(?<!\S)--[a-z-]+", " ".join(words)):
+            assert flag in shown, called
+    for target in re.findall(r"`make\s+([a-z-]+)", text):
+        assert target in targets, target
+
+
+def subparser_help(name: str) -> str:
+    (actions,) = [each for each in cli.make_parser(name)._actions if isinstance(each, argparse._SubParsersAction)]
+    parsers = [actions.choices[name]]
+    for action in parsers[0]._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            parsers += action.choices.values()
+    return "\n".join(parser.format_help() for parser in parsers)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_of_the_repository_exist(page: Path) -> None:
-    for path in re.findall(r"(?<!/)(?:deploy|models|benchmarks)/[\w./-]+\w", page.read_text()):
+    for path in re.findall(r"(?<!/)(?:deploy|models|benchmarks(?!/results))/[\w./-]+\w", page.read_text()):
         assert (ROOT / path).exists(), path
 
 

@@ -23,10 +23,10 @@ FOLDERS = {
     "router/": "authenticates, admits, tokenizes, chooses the pair, streams text; neither torch nor ray",
     "cluster/": "Ray, the controller, scaling, the command line",
     "simulator/": "the same decisions in virtual time: trace replays, seeded faults",
-    "benchmarks/": "each prints a table and writes results/NAME.json",
+    "benchmarks/": "each prints a table and writes results/NAME.json with charts",
     "models/": "the bundled model, a smaller draft model, and the code that trains both",
     "deploy/": "ray up, KubeRay, a Helm chart, the image, example configurations",
-    "docs/": "architecture, one page a folder, configuration, deployment, runbooks, lab notes",
+    "docs/": "quickstarts, concepts, one page a folder, references, deployment, runbooks, results, lab notes",
     "tests/": "unit, property, process and fault tests; they mirror this tree",
 }
 BLOCK = re.compile(r"```tree\n.*?```", re.DOTALL)

@@ -1,7 +1,7 @@
 """Writes `docs/results.md` and its charts from the committed results (`make results`).
 
-`python -m benchmarks.results_page` reads `benchmarks/results/*.json` and nothing else: it measures nothing, and gives
-the same files on every machine. A benchmark without a result is listed as not run.
+`python -m benchmarks.common.results_page` reads `benchmarks/results/*.json` and nothing else: it measures nothing, and
+gives the same files on every machine. A benchmark without a result is listed as not run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from benchmarks.common.charts import Result, charts_of, machine_of, write_charts
 from benchmarks.common.report import RESULTS
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+_NOTES = "lab-notes/README.md"
 _MAX_SHOWN = 8  # charts of a section; the others unfold
 _VERSIONS = ("python", "torch", "ray")
 
@@ -235,7 +236,9 @@ def render(results: Path, charts: Path) -> str:
     for stale in charts.glob("*.svg"):
         stale.unlink()
     parts, missing = [_HEAD], []
-    for subject in SUBJECTS:
+    described = {subject.name for subject in SUBJECTS}
+    names = sorted({file.stem for file in results.glob("*.json")} - described)
+    for subject in (*SUBJECTS, *map(_undescribed, names)):
         file = results / f"{subject.name}.json"
         if file.exists():
             parts.append(_section(subject, {"name": subject.name} | json.loads(file.read_text()), charts))
@@ -243,6 +246,12 @@ def render(results: Path, charts: Path) -> str:
             missing.append(f"* **{subject.title}.** {subject.about} `{subject.command}`")
     parts.append("## Not yet run\n\nNo result of these is committed.\n\n" + "\n".join(missing or ["* none"]) + "\n")
     return "\n".join(parts)
+
+
+def _undescribed(name: str) -> Subject:
+    """Returns a subject for a result that nobody has described here yet."""
+    about = "Its module says what it measures."
+    return Subject(name, name.replace("_", " ").capitalize(), about, f"python -m benchmarks.{name}", _NOTES)
 
 
 def _section(subject: Subject, result: Result, charts: Path) -> str:
@@ -261,7 +270,7 @@ def _section(subject: Subject, result: Result, charts: Path) -> str:
 
 def _facts(result: Result) -> Iterator[str]:
     """Yields sentences about the machine, the workload and the versions of a result, as far as it has them."""
-    if "rows" not in result and "cases" not in result:  # counts of a suite
+    if "versions" not in result:  # counts of a suite
         for suite, counts in result.items():
             if isinstance(counts, dict):
                 yield f"{suite}: {', '.join(f'{name} {value}' for name, value in counts.items())}."
@@ -276,7 +285,7 @@ def _facts(result: Result) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.results_page", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.common.results_page", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of results.md, whose charts go to results/")
     options = parser.parse_args(argv)

@@ -65,12 +65,13 @@ class NativeAttention(TorchAttention):
         window: int | None,
         softcap: float | None = None,
         scales: torch.Tensor | None = None,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = q_TNH.shape
         _, _, num_kv_heads, page_size, _ = pool_layer.shape
         odd = head_dim % _HEAD_DIM_MULTIPLE.get(q_TNH.dtype, head_dim + 1) != 0
-        if odd or softcap is not None:
-            return super().paged_attention(q_TNH, pool_layer, meta, scale, window, softcap, scales)
+        if odd or softcap is not None or sinks_N is not None:
+            return super().paged_attention(q_TNH, pool_layer, meta, scale, window, softcap, scales, sinks_N)
         assert scales is not None or q_TNH.dtype == pool_layer.dtype, "Q and the pool have one dtype"
         assert q_TNH.stride()[1:] == (head_dim, 1), "a token's heads are contiguous"
         check_pool(pool_layer, scales)

@@ -59,10 +59,12 @@ class AttentionBackend(Protocol):
         window: int | None,
         softcap: float | None = None,
         scales: torch.Tensor | None = None,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns causal attention of each query over its sequence's pages, [T, N, H].
 
-        `window` counts the query itself; with `softcap` a score s becomes softcap * tanh(s / softcap). Never waits for
+        `window` counts the query itself; with `softcap` a score s becomes softcap * tanh(s / softcap). `sinks_N`
+        has a score for each query head that takes its share of the weights but has no value. Never waits for
         the device, and reads only bounds of `meta` on the host, so a CUDA graph can capture the call."""
         ...
 

@@ -66,6 +66,12 @@ def check_queries(
         check_like_pool(operation, name, tensor, pool_layer if scales is None else q_TNH)
 
 
+def check_sinks(operation: str, sinks_N: torch.Tensor | None, num_heads: int) -> None:
+    """Checks that there is one sink for each query head, if there are any."""
+    if sinks_N is not None and (sinks_N.shape != (num_heads,) or not sinks_N.is_contiguous()):
+        raise ValueError(f"{operation}: sinks_N has shape {tuple(sinks_N.shape)}; expected ({num_heads},), contiguous")
+
+
 def check_like_pool(operation: str, name: str, tensor: torch.Tensor, pool_layer: torch.Tensor) -> None:
     if tensor.stride(-1) != 1:
         raise ValueError(f"{operation}: {name} has strides {tensor.stride()}; the last must be 1")

@@ -90,9 +90,10 @@ class TorchAttention:
         window: int | None,
         softcap: float | None = None,
         scales: torch.Tensor | None = None,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plan = self._plan_of(meta, pool_layer, window)
-        return _attend(q_TNH, pool_layer, plan, scale, softcap=softcap, scales=scales)
+        return _attend(q_TNH, pool_layer, plan, scale, softcap=softcap, scales=scales, sinks_N=sinks_N)
 
     def latent_attention(
         self,
@@ -161,12 +162,13 @@ def _attend(
     softcap: float | None = None,
     rank: int | None = None,
     scales: torch.Tensor | None = None,
+    sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
     outputs, start = [], 0
     for part in parts:
         stop = start + part.num_sequences if part.token_rows is None else q_TNH.shape[0]
         gathered = _gather(pool_layer, part) if scales is None else _dequantize(pool_layer, part, scales, q_TNH.dtype)
-        outputs.append(_attend_part(q_TNH, slice(start, stop), gathered, part, scale, softcap, rank))
+        outputs.append(_attend_part(q_TNH, slice(start, stop), gathered, part, scale, softcap, rank, sinks_N))
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -179,6 +181,7 @@ def _attend_part(
     scale: float,
     softcap: float | None,
     rank: int | None,
+    sinks_N: torch.Tensor | None,
 ) -> torch.Tensor:
     keys, values = gathered  # [K, B, C, H]
     num_kv_heads = keys.shape[0]
@@ -192,11 +195,18 @@ def _attend_part(
         values = keys[..., :rank]
     visible_BGQC = part.visible_BQC[:, None].expand(-1, groups, -1, -1)
     visible_BXC = visible_BGQC.reshape(1, batch, groups * query_len, -1)
-    if softcap is None:
+    if softcap is None and sinks_N is None:
         o_KBXH = F.scaled_dot_product_attention(q_KBXH, keys, values, attn_mask=visible_BXC, scale=scale)
     else:
-        scores = softcap * torch.tanh(q_KBXH.float() @ keys.float().transpose(2, 3) * (scale / softcap))
-        weights = scores.masked_fill(~visible_BXC, float("-inf")).softmax(-1)
+        scores = q_KBXH.float() @ keys.float().transpose(2, 3) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible_BXC, float("-inf"))
+        if sinks_N is None:
+            weights = scores.softmax(-1)
+        else:
+            sinks_K1GQ = sinks_N.float().view(num_kv_heads, 1, groups, 1).expand(-1, batch, -1, query_len)
+            weights = torch.cat((scores, sinks_K1GQ.flatten(2)[..., None]), dim=-1).softmax(-1)[..., :-1]
         o_KBXH = (weights @ values.float()).to(q_KBXH.dtype)
     o_BQKGH = o_KBXH.view(num_kv_heads, batch, groups, query_len, -1).permute(1, 3, 0, 2, 4)
     o_XNH = o_BQKGH.reshape(batch * query_len, num_kv_heads * groups, -1)

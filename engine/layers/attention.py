@@ -60,6 +60,7 @@ class GroupedAttention:
             if order_H is not None:
                 q_norm_H, k_norm_H = in_order(q_norm_H, order_H), in_order(k_norm_H, order_H)
             self.qk_norms = QkNorms(q_norm_H, k_norm_H, config.rms_norm_eps)
+        self.sinks_N = read("self_attn.sinks") if config.family.sinks else None
         self.out = fuse(read, ["self_attn.o_proj"], config.o_bias)
 
     def _projection_rows(self, order_H: torch.Tensor) -> torch.Tensor:
@@ -84,7 +85,7 @@ class GroupedAttention:
         qkv_TXH = qkv_TX.view(-1, self._num_heads + 2 * self._num_kv_heads, self._head_dim)
         q_TNH = attention.store_qkv(qkv_TXH, cos_sin_T2H, self.qk_norms, kv, meta, ops)
         return attention.paged_attention(
-            q_TNH, kv.pages, meta, self._scale, self.window, self._softcap, kv.scales
+            q_TNH, kv.pages, meta, self._scale, self.window, self._softcap, kv.scales, self.sinks_N
         ).flatten(1)
 
 

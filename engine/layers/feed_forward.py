@@ -16,6 +16,7 @@ import torch
 
 from engine.kernels.layer_ops import LayerOps
 from engine.layers.linear import GroupedLinear, LayerTensors, Linear, fuse
+from engine.layers.stacked_experts import StackedExperts
 from engine.models.expert_config import ExpertConfig
 from engine.weights.quantized_weight import Weight, stack_rows
 
@@ -48,9 +49,19 @@ class ExpertFeedForward:
         self._config = config
         names = config.names
         router_ED = read(names.router)
-        self._router = Linear(router_ED.float() if config.float32_router else router_ED)
+        shift_E = read(names.router_shift) if names.is_stacked else None
+        self._router = Linear(router_ED.float() if config.float32_router else router_ED, shift_E)
         self._bias_E = read(names.router_bias).float() if config.sigmoid else None
         self._shared = DenseFeedForward(read, names.shared, False) if config.shared_size else None
+
+        self._gate_up_bias_EX: torch.Tensor | None = None
+        self._down_bias_ED: torch.Tensor | None = None
+        if names.is_stacked:
+            stacked = StackedExperts(config, read, router_ED.dtype)
+            self._gate_up_bias_EX, self._down_bias_ED = stacked.gate_up_bias_EX, stacked.down_bias_ED
+            self._gate_up = GroupedLinear(config.num_experts, stacked.gate_up)
+            self._down = GroupedLinear(config.num_experts, stacked.down)
+            return
 
         def gate_up(expert: int) -> Weight:
             return stack_rows([read.weight(name, is_expert=True) for name in names.of(expert)[:2]], router_ED.dtype)
@@ -69,11 +80,26 @@ class ExpertFeedForward:
         num_tokens, num_chosen = chosen_TC.shape
         pair_X, start_E1 = group_by_expert(chosen_TC, config.num_experts)
         gate_up_X2F = ops.grouped_gemm(x_TD, self._gate_up, start_E1, pair_X // num_chosen)
-        out_XD = ops.grouped_gemm(ops.silu_and_mul(gate_up_X2F), self._down, start_E1, None)
+        if self._gate_up_bias_EX is None or self._down_bias_ED is None or config.swiglu is None:
+            out_XD = ops.grouped_gemm(ops.silu_and_mul(gate_up_X2F), self._down, start_E1, None)
+        else:
+            expert_X = chosen_TC.flatten().index_select(0, pair_X)
+            gate_up_X2F = gate_up_X2F + self._gate_up_bias_EX.index_select(0, expert_X)
+            inner_XF = clamped_swiglu(gate_up_X2F, *config.swiglu)
+            out_XD = ops.grouped_gemm(inner_XF, self._down, start_E1, None)
+            out_XD = out_XD + self._down_bias_ED.index_select(0, expert_X)
         by_pair_XD = torch.empty_like(out_XD).index_copy_(0, pair_X, out_XD)
         by_token_TCD = by_pair_XD.view(num_tokens, num_chosen, out_XD.shape[1])
         out_TD = (by_token_TCD * (weight_TC * config.scaling)[:, :, None]).sum(dim=1).to(x_TD.dtype)
         return out_TD if self._shared is None else out_TD + self._shared(x_TD, ops)
+
+
+def clamped_swiglu(gate_up_X2F: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
+    """Returns the activation of gpt-oss (arXiv:2508.10925), [X, F]: gates are bounded above, ups on both
+    sides, and 1 is added to ups."""
+    gate_XF, up_XF = gate_up_X2F.chunk(2, dim=1)
+    gate_XF = gate_XF.clamp(max=limit)
+    return (up_XF.clamp(-limit, limit) + 1) * gate_XF * torch.sigmoid(gate_XF * alpha)
 
 
 def choose_experts(

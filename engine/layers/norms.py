@@ -24,7 +24,7 @@ def read_norm(tensor_D: torch.Tensor, has_offset: bool) -> torch.Tensor:
 
 class ProjectionNorms:
     """Normalises queries by the root mean square of all query heads, and keys by that of all KV heads (OLMo-2,
-    arXiv:2501.00656, section 2)."""
+    arXiv:2501.00656)."""
 
     def __init__(self, model: ModelConfig, read: LayerTensors, group: ParallelGroup) -> None:
         """`model` describes the whole model, `read` this rank's tensors."""

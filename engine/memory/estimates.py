@@ -16,6 +16,7 @@ from engine.models.config import ModelConfig
 from engine.models.shapes import EMBEDDING, HEAD, product_shapes, tensor_shapes
 from engine.models.sharding import tensor_slices
 from engine.parallel.shard import WHOLE, Shard, shard_model
+from engine.weights.checkpoint import CODE_SUFFIXES
 from engine.weights.quantization_config import int4_group
 from engine.weights.quantized_layouts import BITS
 from penstock.config import EngineConfig
@@ -116,7 +117,7 @@ def weight_bytes(
     shapes = {
         name: slices[name].shape(shape) if name in slices else shape for name, shape in tensor_shapes(model).items()
     }
-    num_values = sum(math.prod(shape) for shape in shapes.values())
+    num_values = sum(math.prod(shape) * _values_of(name) for name, shape in shapes.items())
     if model.tie_embeddings and device_type == "cpu":
         num_values += math.prod(shapes[EMBEDDING])
     num_tables = 1 if model.local_rope is None else 2
@@ -129,6 +130,11 @@ def weight_bytes(
         routers = len(experts.layers) * experts.num_experts * (model.hidden_size + experts.sigmoid)  # with its bias
         num_values, float32_bytes = num_values - routers, float32_bytes + routers * _FLOAT32_BYTES
     return num_values * DTYPE_BYTES[dtype] + float32_bytes
+
+
+def _values_of(name: str) -> int:
+    """Returns how many values a stored element becomes: a byte of MXFP4 codes two, its scale none."""
+    return 2 if name.endswith(CODE_SUFFIXES[0]) else 0 if name.endswith(CODE_SUFFIXES[1]) else 1
 
 
 def saved_bytes(

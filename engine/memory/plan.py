@@ -114,7 +114,13 @@ def _loaded_bytes(
     _, forms = check_tensors(Path(config.model), shapes, optional_tensors(model), model.scheme)
     if layout.dtype != "float32":
         check_slice_groups(tensor_slices(model, shard), shapes, model.scheme, forms, config.quantization)
-    check_library(config.attention, layout, has_latents=model.latent is not None)
+    check_library(
+        config.attention,
+        layout,
+        has_latents=model.latent is not None,
+        has_softcap=model.attention_softcap is not None,
+        has_sinks=model.family.sinks,
+    )
     plain = estimates.weight_bytes(model, layout.dtype, device.type, estimates.select_context(config, model), shard)
     return (
         plain

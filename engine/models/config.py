@@ -82,7 +82,10 @@ class ModelConfig:
         rope, local_rope = parse_ropes(
             data, file, rope_dim, family.rope_theta, family.local_rope_theta, family.partial_rotary
         )
-        attention_bias = bool(data.get("attention_bias", False))
+        attention_bias = bool(data.get("attention_bias", family.attention_bias))
+        if family.needs_rope and not (data.get("rope_parameters") or data.get("rope_scaling")):
+            raise CheckpointError(f"{file}: rope_scaling is missing; give the config.json of the published checkpoint")
+        experts = parse_experts(data, family.experts, num_layers, file) if family.experts else None
         return cls(
             family=family,
             num_layers=num_layers,
@@ -105,14 +108,14 @@ class ModelConfig:
             attention_softcap=_read_softcap(data, "attn_logit_softcapping", family.attention_softcap, file),
             final_softcap=_read_softcap(data, "final_logit_softcapping", family.final_softcap, file),
             mlp_bias=bool(data.get("mlp_bias", False)),
-            experts=parse_experts(data, family.experts, num_layers, file) if family.experts else None,
+            experts=experts,
             latent=latent,
             dtype=_read_dtype(data, file),
             eos_token_ids=_read_token_ids(data, file) | _read_token_ids(generation, generation_file),
             revision=checkpoint_revision(folder),
             generation_defaults=_read_generation_defaults(generation),
             num_prediction_layers=max((int(data.get(key) or 0) for key in PREDICTION_KEYS & family.keys), default=0),
-            scheme=parse_scheme(data, file),
+            scheme=None if experts is not None and experts.mxfp4 else parse_scheme(data, file),
         )
 
 

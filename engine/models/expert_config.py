@@ -23,6 +23,8 @@ class ExpertNames:
     up: str
     down: str
     shared: str = ""  # the block that every token also passes, if there is one
+    gate_block: str = "gate"  # the router
+    is_stacked: bool = False  # all experts of a layer are one tensor, with biases, and so has the router
 
     def of(self, expert: int) -> tuple[str, str, str]:
         prefix = f"{self.block}.experts.{expert}"
@@ -30,7 +32,20 @@ class ExpertNames:
 
     @property
     def router(self) -> str:
-        return f"{self.block}.gate.weight"
+        return f"{self.block}.{self.gate_block}.weight"
+
+    @property
+    def router_shift(self) -> str:
+        """The bias of a stacked layer's router, added to its product."""
+        return f"{self.block}.{self.gate_block}.bias"
+
+    def stored(self, product: str, mxfp4: bool) -> tuple[str, ...]:
+        """Returns the tensors that hold a product of all stacked experts: values, or blocks of codes and scales."""
+        name = f"{self.block}.experts.{product}"
+        return (f"{name}_blocks", f"{name}_scales") if mxfp4 else (name,)
+
+    def stacked_bias(self, product: str) -> str:
+        return f"{self.block}.experts.{product}_bias"
 
     @property
     def router_bias(self) -> str:
@@ -66,6 +81,7 @@ DEEPSEEK_KEYS = frozenset({
     "n_shared_experts", "moe_intermediate_size", "first_k_dense_replace", "moe_layer_freq", "routed_scaling_factor",
     "topk_method", "scoring_func", "n_group", "topk_group", "ep_size",
 })  # fmt: skip
+STACKED_KEYS = frozenset({"swiglu_limit", "swiglu_alpha", "experts_per_token"})
 SPARSITY_KEYS = frozenset({"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob"})
 
 MIXTRAL = ExpertFamily(ExpertNames("block_sparse_moe", "w1", "w3", "w2"), 8, 2, "intermediate_size", "always")
@@ -96,6 +112,11 @@ DEEPSEEK_V3 = ExpertFamily(
 )
 GLM4_MOE = replace(DEEPSEEK_V3, num_experts=128, num_groups=1, num_chosen_groups=1)
 
+GPT_OSS = ExpertFamily(
+    ExpertNames("mlp", "", "", "", gate_block="router", is_stacked=True), 128, 4, "intermediate_size", "always"
+)
+MXFP4_GROUP = 32  # inputs that share a scale
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
@@ -111,6 +132,8 @@ class ExpertConfig:
     num_chosen_groups: int = 1  # groups that a token's experts may come from
     float32_router: bool = False
     sigmoid: bool = False
+    swiglu: tuple[float, float] | None = None  # limit and alpha of a clamped SwiGLU; None: silu
+    mxfp4: bool = False  # stacked experts are stored in MXFP4
 
 
 def parse_experts(data: Mapping[str, Any], family: ExpertFamily, num_layers: int, file: Path) -> ExpertConfig:
@@ -125,6 +148,11 @@ def parse_experts(data: Mapping[str, Any], family: ExpertFamily, num_layers: int
             f"{file}: num_experts_per_tok = {num_chosen} is more than the {num_experts} experts; give at most that"
         )
     inner = positive_int(data, family.inner_key, file, 768)
+    if data.get("experts_per_token", num_chosen) != num_chosen:
+        raise CheckpointError(
+            f"{file}: experts_per_token = {data['experts_per_token']!r} and num_experts_per_tok = {num_chosen} differ; "
+            "keep one"
+        )
     groups = _groups(data, family, num_experts, num_chosen, file)
     return ExpertConfig(
         names=family.names,
@@ -140,7 +168,27 @@ def parse_experts(data: Mapping[str, Any], family: ExpertFamily, num_layers: int
         num_chosen_groups=groups[1],
         float32_router=family.float32_router,
         sigmoid=family.sigmoid,
+        swiglu=_swiglu(data, file) if family.names.is_stacked else None,
+        mxfp4=_is_mxfp4(data, family, inner, file),
     )
+
+
+def _swiglu(data: Mapping[str, Any], file: Path) -> tuple[float, float]:
+    limit, alpha = data.get("swiglu_limit", 7.0), data.get("swiglu_alpha", 1.702)
+    for key, value in (("swiglu_limit", limit), ("swiglu_alpha", alpha)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise CheckpointError(f"{file}: {key} = {value!r}: a positive number is needed")
+    return float(limit), float(alpha)
+
+
+def _is_mxfp4(data: Mapping[str, Any], family: ExpertFamily, inner: int, file: Path) -> bool:
+    scheme = data.get("quantization_config")
+    if not family.names.is_stacked or not isinstance(scheme, Mapping) or scheme.get("quant_method") != "mxfp4":
+        return False
+    for key, width in (("intermediate_size", inner), ("hidden_size", positive_int(data, "hidden_size", file))):
+        if width % MXFP4_GROUP:
+            raise CheckpointError(f"{file}: {key} = {width}: MXFP4 needs a multiple of {MXFP4_GROUP}")
+    return True
 
 
 def _groups(

@@ -17,9 +17,11 @@ from engine.models.expert_config import (
     DEEPSEEK_V3,
     EXPERT_KEYS,
     GLM4_MOE,
+    GPT_OSS,
     MIXTRAL,
     QWEN3_MOE,
     SPARSITY_KEYS,
+    STACKED_KEYS,
     ExpertFamily,
 )
 from engine.models.latent_config import LATENT_KEYS
@@ -49,6 +51,9 @@ class Family:
     architecture: str
     model_type: str
     qkv_bias: bool = False  # always present, without a key in config.json
+    attention_bias: bool = False  # the default of attention_bias in config.json
+    sinks: bool = False  # each query head has a score that takes its share of the weights and has no value
+    needs_rope: bool = False  # config.json must describe the rotary embedding
     has_o_bias: bool = True  # attention_bias adds one to the output projection too
     qk_norm: Literal["never", "always", "configured"] = "never"  # configured: by use_qk_norm
     wide_qk_norm: bool = False  # the norms of queries and keys span all heads instead of one
@@ -191,6 +196,23 @@ FAMILIES = (
         rms_norm_eps=1e-5,
         experts=GLM4_MOE,
         keys=EXPERT_KEYS | DEEPSEEK_KEYS | PREDICTION_KEYS | {"norm_topk_prob", "use_qk_norm", "attention_bias"},
+    ),
+    Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        attention_bias=True,
+        sinks=True,
+        needs_rope=True,
+        num_kv_heads=8,
+        head_dim=64,
+        sliding_window=128,
+        window_pattern=2,
+        rope_theta=150000.0,
+        rms_norm_eps=1e-5,
+        experts=GPT_OSS,
+        keys=EXPERT_KEYS
+        | STACKED_KEYS
+        | {"attention_bias", "sliding_window", "layer_types", "initial_context_length"},  # the last has no effect
     ),
 )
 

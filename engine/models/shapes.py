@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from engine.models.config import ModelConfig
+from engine.models.expert_config import MXFP4_GROUP, ExpertConfig
 from engine.models.latent_config import LatentConfig
 
 LAYERS_PREFIX = "model.layers."
@@ -32,7 +33,12 @@ def product_shapes(config: ModelConfig, with_experts: bool = True) -> dict[str, 
     found: dict[str, tuple[int, int]] = {}
     for name, shape in tensor_shapes(config).items():
         is_expert = ".experts." in name
-        if len(shape) != 2 or not name.startswith(LAYERS_PREFIX) or any(f"{part}." in name for part in rearranged):
+        if (
+            len(shape) != 2
+            or not name.startswith(LAYERS_PREFIX)
+            or not name.endswith(".weight")
+            or any(f"{part}." in name for part in rearranged)
+        ):
             continue
         if (is_expert and with_experts) or (name.endswith("_proj.weight") and not is_expert):
             found[name] = (shape[0], shape[1])
@@ -62,6 +68,8 @@ def _attention_shapes(config: ModelConfig) -> Shapes:
         is_wide = config.family.wide_qk_norm
         shapes["self_attn.q_norm.weight"] = (q_width if is_wide else config.head_dim,)
         shapes["self_attn.k_norm.weight"] = (kv_width if is_wide else config.head_dim,)
+    if config.family.sinks:
+        shapes["self_attn.sinks"] = (config.num_heads,)
     return shapes
 
 
@@ -97,6 +105,8 @@ def _feed_forward_shapes(config: ModelConfig, layer: int) -> Shapes:
         _add_product(shapes, "mlp.down_proj", hidden, inner, config.mlp_bias)
         return shapes
     shapes[experts.names.router] = (experts.num_experts, hidden)
+    if experts.names.is_stacked:
+        return shapes | _stacked_shapes(experts, hidden)
     if experts.sigmoid:
         shapes[experts.names.router_bias] = (experts.num_experts,)
     if experts.shared_size:
@@ -107,6 +117,20 @@ def _feed_forward_shapes(config: ModelConfig, layer: int) -> Shapes:
         gate, up, down = experts.names.of(expert)
         shapes[gate] = shapes[up] = (experts.intermediate_size, hidden)
         shapes[down] = (hidden, experts.intermediate_size)
+    return shapes
+
+
+def _stacked_shapes(experts: ExpertConfig, hidden: int) -> Shapes:
+    names, count, inner = experts.names, experts.num_experts, experts.intermediate_size
+    shapes: Shapes = {names.router_shift: (count,)}
+    for product, outputs, inputs in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+        shapes[names.stacked_bias(product)] = (count, outputs)
+        stored = names.stored(product, experts.mxfp4)
+        if experts.mxfp4:
+            groups = inputs // MXFP4_GROUP
+            shapes[stored[0]], shapes[stored[1]] = (count, outputs, groups, MXFP4_GROUP // 2), (count, outputs, groups)
+        else:
+            shapes[stored[0]] = (count, inputs, outputs)
     return shapes
 
 

@@ -8,6 +8,7 @@ ranks, at its end. Only rank 0 reads a bias that is added to such a sum.
 from __future__ import annotations
 
 from engine.models.config import ModelConfig
+from engine.models.expert_config import MXFP4_GROUP, ExpertConfig
 from engine.models.shapes import EMBEDDING, HEAD, LAYERS_PREFIX
 from engine.parallel.shard import Shard, check_degree
 from engine.weights.tensor_slices import TensorSlice, TensorSlices
@@ -47,6 +48,8 @@ def _attention_slices(config: ModelConfig, shard: Shard) -> TensorSlices:
         if config.family.wide_qk_norm:
             slices[f"self_attn.{name}_norm.weight"] = _rows(span, config.head_dim)
     slices["self_attn.o_proj.weight"] = _columns(heads, config.head_dim)
+    if config.family.sinks:
+        slices["self_attn.sinks"] = _rows(heads)
     return slices | _summed_bias("self_attn.o_proj", shard)
 
 
@@ -72,9 +75,25 @@ def _feed_forward_slices(config: ModelConfig, layer: int, shard: Shard) -> Tenso
     if experts.shared_size:
         slices |= _block_slices(experts.names.shared, shard.span(experts.shared_size), shard)
     inner = shard.span(experts.intermediate_size)
+    if experts.names.is_stacked:
+        return slices | _stacked_slices(experts, inner, shard)
     for expert in range(experts.num_experts):
         gate, up, down = experts.names.of(expert)
         slices |= {gate: _rows(inner), up: _rows(inner), down: _columns(inner)}
+    return slices
+
+
+def _stacked_slices(experts: ExpertConfig, inner: range, shard: Shard) -> TensorSlices:
+    names, mxfp4 = experts.names, experts.mxfp4
+    both = (2 * inner.start, 2 * inner.stop)  # gates and ups alternate
+    slices: TensorSlices = {names.stacked_bias("gate_up_proj"): TensorSlice(1, *both)}
+    width = MXFP4_GROUP if mxfp4 else 1
+    for name in names.stored("gate_up_proj", mxfp4):
+        slices[name] = TensorSlice(1 if mxfp4 else 2, *both)
+    for name in names.stored("down_proj", mxfp4):
+        slices[name] = TensorSlice(2 if mxfp4 else 1, inner.start // width, inner.stop // width)
+    if shard.rank:
+        slices[names.stacked_bias("down_proj")] = TensorSlice(0, 0, 0, zeros=True)
     return slices
 
 

@@ -79,6 +79,7 @@ class ModelPart:
             layout,
             has_latents=model.latent is not None,
             has_softcap=model.attention_softcap is not None,
+            has_sinks=model.family.sinks,
         )
         attention = select_backend(config.attention, device)
         quantization = None if config.quantization == "none" else config.quantization

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from engine.cache.kv_layout import KVLayout
 from engine.models.config import ModelConfig
+from engine.models.expert_config import MXFP4_GROUP
 from penstock.errors import ConfigError
 
 
@@ -43,6 +44,8 @@ def check_degree(model: ModelConfig, num_ranks: int) -> None:
     if model.experts is not None:
         sizes["of an expert's width"] = model.experts.intermediate_size
         sizes["of the shared experts' width"] = model.experts.shared_size
+        if model.experts.mxfp4:
+            sizes["groups of an expert's inputs"] = model.experts.intermediate_size // MXFP4_GROUP
     for name, size in sizes.items():
         if size % num_ranks:
             raise ConfigError(

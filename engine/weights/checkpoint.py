@@ -25,6 +25,7 @@ _SAMPLES = 16  # per file, evenly spread: hashing everything would take minutes
 _SAMPLE_BYTES = 4096
 # Also one sample per tensor, for so many tensors: some fine-tunes change a few tensors, but change those throughout.
 _MAX_TENSOR_SAMPLES = 4096
+CODE_SUFFIXES = ("_blocks", "_scales")  # of stacked experts in MXFP4: bytes
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 _DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # old exports store what follows from the configuration
 
@@ -115,7 +116,8 @@ def check_tensors(
                 f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, config.json asks for "
                 f"{list(expected[name])}; both must be of one checkpoint"
             )
-        if tensor.dtype not in _FLOAT_DTYPES and name not in quantized:
+        known = ("U8",) if name.endswith(CODE_SUFFIXES) else _FLOAT_DTYPES
+        if tensor.dtype not in known and name not in quantized:
             raise CheckpointError(
                 f"{tensor.file}: tensor {name} is stored as {tensor.dtype}; give unquantized weights "
                 f"({', '.join(_FLOAT_DTYPES)}), or the quantization_config that belongs to these"

@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 from safetensors import safe_open
 
-from engine.weights.checkpoint import check_tensors
+from engine.weights.checkpoint import CODE_SUFFIXES, check_tensors
 from engine.weights.file_readers import STRIPE_BYTES, DeviceReaders, FileSpan, ReadAhead
 from engine.weights.quantization_config import WeightScheme
 from engine.weights.quantized_weight import Kind, QuantizedWeight, Weight, quantize_weight
@@ -191,6 +191,8 @@ class WeightReader:
         return torch.empty(whole if own is None else own.shape(whole), dtype=self._dtype_of(name), device=self._device)
 
     def _dtype_of(self, name: str) -> torch.dtype:
+        if name.endswith(CODE_SUFFIXES):
+            return torch.uint8
         return torch.float32 if name.endswith(_FLOAT32_SUFFIX) else self._dtype
 
     def _take(self, readers: DeviceReaders, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -202,7 +204,7 @@ class WeightReader:
             return torch.cat([values.view(stored.shape)[start:stop] for start, stop in part.spans]).to(dtype)
         if part.dim == 0:
             return values.view(-1, *stored.shape[1:]).to(dtype)
-        return values.view(stored.shape)[:, part.start : part.stop].to(dtype).contiguous()
+        return values.view(stored.shape).narrow(part.dim, part.start, part.stop - part.start).to(dtype).contiguous()
 
 
 class LayerReader:
@@ -234,4 +236,6 @@ def _read_slice(file: safe_open, name: str, part: TensorSlice | None) -> torch.T
         return torch.zeros(stored.get_shape())
     if part.more:
         return torch.cat([stored[start:stop] for start, stop in part.spans])
+    if part.dim == 2:
+        return stored[:, :, part.start : part.stop].contiguous()
     return stored[part.start : part.stop] if part.dim == 0 else stored[:, part.start : part.stop].contiguous()

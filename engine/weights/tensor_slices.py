@@ -53,7 +53,8 @@ def check_slice_groups(
     quantized to while they are loaded."""
     for name, part in slices.items():
         inputs, is_stored = shapes.get(name, (0,))[-1], name.removesuffix(".weight") in stored
-        if part.dim == 0 or part.zeros or not (is_stored or quantization == "int4"):
+        is_product = name.endswith(".weight") and part.dim == 1 and not part.zeros
+        if not is_product or not (is_stored or quantization == "int4"):
             continue
         group = scheme.group_of(inputs) if scheme is not None and is_stored else int4_group(inputs)
         if group >= inputs or not (part.start % group or part.stop % group):

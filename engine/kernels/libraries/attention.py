@@ -55,8 +55,10 @@ class LibraryAttention:
         window: int | None,
         softcap: float | None = None,
         scales: torch.Tensor | None = None,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert scales is None, "refused by engine.kernels.libraries.capabilities"
+        assert sinks_N is None, "refused by engine.kernels.libraries.capabilities"
         if self._library.takes_decodes:
             o_TNH = torch.empty_like(q_TNH)
             self._library.attend(q_TNH, pool_layer, meta, o_TNH, scale, window, softcap)

@@ -12,13 +12,15 @@ _DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = {"flashinfer": (64, 128, 256), "varlen": (64, 96, 128, 192, 256)}  # that they have kernels for
 
 
-def check_library(name: str, layout: KVLayout, *, has_latents: bool, has_softcap: bool = False) -> None:
+def check_library(name: str, layout: KVLayout, *, has_latents: bool, has_softcap: bool, has_sinks: bool) -> None:
     """Raises ConfigError where `name` is a library that does not support the model's pages. Accepts other backends."""
     if name not in _HEAD_DIMS:
         return
     problem = fix = ""
     if has_latents:
         problem, fix = "does not support latent attention", "choose engine.attention = 'triton'"
+    elif has_sinks:
+        problem, fix = "has no attention sinks", "choose engine.attention = 'triton'"
     elif has_softcap and name == "varlen":
         problem, fix = "has no soft cap of attention scores", "choose engine.attention = 'triton'"
     elif layout.is_quantized:

@@ -65,6 +65,7 @@ class TritonAttention:
         window: int | None,
         softcap: float | None = None,
         scales: torch.Tensor | None = None,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         o_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         decodes = slice(0, meta.num_decodes)  # rows and sequences alike: each has one query token
@@ -80,6 +81,7 @@ class TritonAttention:
                 max_context_len=meta.max_context_len,
                 softcap=softcap,
                 scales=scales,
+                sinks_N=sinks_N,
             )
         if meta.num_decodes < meta.num_sequences:
             paged_prefill(
@@ -96,6 +98,7 @@ class TritonAttention:
                 first_row=meta.num_decodes,
                 softcap=softcap,
                 scales=scales,
+                sinks_N=sinks_N,
             )
         return o_TNH
 

@@ -73,7 +73,13 @@ def make_problem(
     return Problem(meta, pool[:, 1], q, k, v)
 
 
-def define(problem: Problem, scale: float, window: int | None, softcap: float | None = None) -> torch.Tensor:
+def define(
+    problem: Problem,
+    scale: float,
+    window: int | None,
+    softcap: float | None = None,
+    sinks_N: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Computes attention by its definition, query by query, in float64."""
     meta, (_, _, num_kv_heads, _, head_dim) = problem.meta, problem.pool_layer.shape
     group, outputs = problem.q_TNH.shape[1] // num_kv_heads, []
@@ -88,7 +94,10 @@ def define(problem: Problem, scale: float, window: int | None, softcap: float | 
             seen = slice(first, position + 1)
             q_KGH = problem.q_TNH[token].double().view(num_kv_heads, group, head_dim)
             scores = q_KGH @ keys[:, seen].transpose(1, 2) * scale
-            weights = (scores if softcap is None else softcap * (scores / softcap).tanh()).softmax(-1)
+            scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+            if sinks_N is not None:
+                scores = torch.cat((scores, sinks_N.double().view(num_kv_heads, group, 1)), dim=-1)
+            weights = scores.softmax(-1)[..., : len(range(position + 1)[seen])]
             outputs.append((weights @ values[:, seen]).reshape(-1, head_dim))
     return torch.stack(outputs)
 
@@ -279,6 +288,18 @@ def test_threads_may_step_at_the_same_time() -> None:
         thread.join(timeout=60)
         assert not thread.is_alive()
     assert wrong == []
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_take_their_share_of_the_weights(window: int | None, softcap: float | None) -> None:
+    problem = make_problem(LENGTHS["mixed"], page_size=4, heads=(4, 2), head_dim=8)
+    sinks_N = torch.tensor([-3.0, 0.0, 1.5, 20.0])
+    out = TorchAttention().paged_attention(
+        problem.q_TNH, problem.pool_layer, problem.meta, 0.3, window, softcap, None, sinks_N
+    )
+    expected = define(problem, 0.3, window, softcap, sinks_N)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])

@@ -75,6 +75,7 @@ def check(
     softcap: float | None = None,
     dtype: torch.dtype = torch.float32,
     stored: torch.dtype | None = None,
+    has_sinks: bool = False,
 ) -> None:
     """Checks the Triton backend's attention against the reference, computed in fp32 from the same rounded inputs."""
     torch.manual_seed(sum(context_lens) + dim)
@@ -84,9 +85,10 @@ def check(
     # The reference multiplies masked weights by stale values, so it gets zeros instead of NaN.
     pool_layer, clean, scales = quantize(pool_layer, stored) if stored else (*[pool_layer.to(dtype)] * 2, None)
     q_TNH = torch.randn(sum(query_lens), heads[0], dim, device=DEVICE).to(dtype)
-    o_TNH = TritonAttention().paged_attention(q_TNH, pool_layer, meta, dim**-0.5, window, softcap, scales)
+    sinks_N = torch.linspace(-3, 6, heads[0], device=DEVICE).to(dtype) if has_sinks else None
+    o_TNH = TritonAttention().paged_attention(q_TNH, pool_layer, meta, dim**-0.5, window, softcap, scales, sinks_N)
     clean = clean.float().nan_to_num()
-    expected = TorchAttention().paged_attention(q_TNH.float(), clean, meta, dim**-0.5, window, softcap)
+    expected = TorchAttention().paged_attention(q_TNH.float(), clean, meta, dim**-0.5, window, softcap, None, sinks_N)
     assert o_TNH.dtype == dtype
     torch.testing.assert_close(o_TNH.float(), expected, **TOLERANCE[dtype])
 
@@ -104,6 +106,17 @@ ODD_CONTEXTS = [1, 15, 16, 17, 123]
 @pytest.mark.parametrize("dim", [64, 80])
 def test_decode_of_odd_contexts(dim: int, dtype: torch.dtype) -> None:
     check([1] * 5, ODD_CONTEXTS, dim=dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 17])
+def test_sinks_of_decodes_and_chunks(window: int | None, softcap: float | None) -> None:
+    """A context of 700 tokens is split among programs, of which only the first counts the sink."""
+    check([1, 1, 7, 33], [9, 700, 90, 33], window=window, softcap=softcap, dim=32, has_sinks=True)
+
+
+def test_sinks_over_quantized_pages() -> None:
+    check([1, 5], [40, 70], dim=32, dtype=torch.bfloat16, stored=torch.int8, has_sinks=True)
 
 
 @pytest.mark.parametrize("window", [1, 16, 17, 100, 1000])

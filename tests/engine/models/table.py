@@ -40,6 +40,7 @@ MODELS = {
     "olmo2": "OLMo-2",
     "gemma2": "Gemma-2",
     "gemma3_text": "Gemma-3 1B, and text-only exports of the others",
+    "gpt_oss": "gpt-oss-20b and -120b, in MXFP4 or plain",
     "glm4_moe": "GLM-4.5, 4.5-Air, 4.6",
 }
 ONE_CALL = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3"})  # on a CPU in bf16
@@ -47,7 +48,6 @@ REFUSED = {
     "Gemma3ForConditionalGeneration": "Gemma-3 with images",
     "Gemma3nForConditionalGeneration": "Gemma-3n",
     "Llama4ForConditionalGeneration": "Llama 4",
-    "GptOssForCausalLM": "gpt-oss",
     "Phi4MMForCausalLM": "Phi-4-multimodal",
     "PhiMoEForCausalLM": "Phi-3.5-MoE",
     "Olmo3ForCausalLM": "OLMo-3",

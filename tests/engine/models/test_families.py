@@ -98,6 +98,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "q_lora_rank": None,
         },
     ),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss-no-biases-window-everywhere": (
+        "gpt_oss",
+        {"attention_bias": False, "layer_types": ["sliding_attention"] * 2, "swiglu_limit": 7.0},
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral-window-one-expert": ("mixtral", {"sliding_window": 10, "num_experts_per_tok": 1}),
     "mixtral-all-experts-tied": ("mixtral", {"num_experts_per_tok": 5, "tie_word_embeddings": True}),

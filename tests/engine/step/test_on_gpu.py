@@ -33,6 +33,7 @@ MODELS: list[tuple[str, dict[str, str]]] = [
     ("gemma2", {}),
     ("gemma3_text", {}),
     ("glm4_moe", {}),
+    ("gpt_oss", {}),
     ("olmo2", {}),
     ("phi3", {}),
 ]

@@ -182,7 +182,7 @@ class Quantizer:
         stored: Stored = {}
         values: Stored = {}
         for name, tensor in load_file(list_weight_files(folder)[0]).items():
-            if name.endswith("_proj.weight") or ".experts." in name:
+            if name.endswith("_proj.weight") or (".experts." in name and name.endswith(".weight")):
                 form, values[name] = self.quantize(name.removesuffix(".weight"), tensor.float())
                 stored |= form
             else:

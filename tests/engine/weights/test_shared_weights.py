@@ -57,6 +57,7 @@ def content(model: Decoder) -> dict[str, bytes]:
         ("phi3", torch.bfloat16),
         ("olmo2", torch.bfloat16),
         ("gemma3_text", torch.bfloat16),
+        ("gpt_oss", torch.bfloat16),
         ("glm4_moe", torch.bfloat16),
     ],
     ids=str,

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 FAMILIES = (
-    "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "llama", "mistral", "mixtral", "olmo2", "phi3",
-    "qwen2", "qwen3", "qwen3_moe",
+    "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "llama", "mistral", "mixtral",
+    "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
@@ -92,6 +92,19 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "num_mtp_layers": 0,
     },
+    "gpt_oss": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 10,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "truncate": False,
+        },
+    },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "num_experts": 8,
@@ -117,7 +130,8 @@ def make_checkpoint(
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:  # norms and biases are ones and zeros at first, which would hide mistakes
+            # Norms and biases are ones and zeros at first, which would hide mistakes.
+            if parameter.dim() == 1 or name.endswith("proj_bias"):
                 parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.3))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

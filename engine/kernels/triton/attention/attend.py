@@ -36,6 +36,13 @@ class Scores:
 
 
 @triton.jit
+def begin_with_sinks(sink_ptr_R, is_row_R, split, max_R, sum_R):
+    """Returns the largest score and the sum of weights with each row's sink, which is the first split's alone."""
+    sink_R = tl.load(sink_ptr_R, mask=is_row_R, other=float("-inf")).to(tl.float32) * 1.4426950408889634  # log2
+    return tl.where(split == 0, sink_R, max_R), tl.where(split == 0, sum_R + 1.0, sum_R)
+
+
+@triton.jit
 def attend(
     q_RH,  # in DOT_TYPE
     position_R,  # of each row's query in its sequence; read only with SEEN == 2

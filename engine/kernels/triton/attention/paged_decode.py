@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.checks import check_index, check_queries
+from engine.kernels.checks import check_index, check_queries, check_sinks
 from engine.kernels.metadata import MIN_SPLIT_TOKENS
-from engine.kernels.triton.attention.attend import LIFT, Scores, attend
+from engine.kernels.triton.attention.attend import LIFT, Scores, attend, begin_with_sinks
 from engine.kernels.triton.attention.join_splits import PER_STEP, Partials, choose_splits, join_splits, split_of
 from engine.kernels.triton.attention.tuning import KernelConfig, select_config
 from engine.kernels.triton.common import dot_type, next_power_of_2
@@ -44,6 +44,7 @@ def paged_decode(
     max_context_len: int,
     softcap: float | None = None,
     scales: torch.Tensor | None = None,
+    sinks_N: torch.Tensor | None = None,
     num_splits: int | None = None,
     config: KernelConfig | None = None,
 ) -> None:
@@ -55,6 +56,7 @@ def paged_decode(
     """
     num_sequences, num_heads, head_dim = q_BNH.shape
     num_kv_heads, page_size = pool_layer.shape[2:4]
+    check_sinks("paged_decode", sinks_N, num_heads)
     check_queries("paged_decode", q_BNH, o_BNH, pool_layer, scales)
     check_index("paged_decode", "page_table_BP", page_table_BP, torch.int32, (num_sequences, -1))
     check_index("paged_decode", "context_lens_B", context_lens_B, torch.int32, (num_sequences,))
@@ -69,7 +71,8 @@ def paged_decode(
     partials = Partials.empty(q_BNH, splits) if splits > 1 else None
     scores = Scores.of(scale, softcap)
     _decode_kernel[(num_kv_heads, splits, num_sequences)](
-        q_BNH, pool_layer, q_BNH if scales is None else scales, page_table_BP, context_lens_B, o_BNH,
+        q_BNH, pool_layer, q_BNH if scales is None else scales, q_BNH if sinks_N is None else sinks_N,
+        page_table_BP, context_lens_B, o_BNH,
         o_BNH if partials is None else partials.o_TNXH, o_BNH if partials is None else partials.lse_TNX,
         scores.factor, scores.cap, window or 0,
         q_BNH.stride(0), q_BNH.stride(1), o_BNH.stride(0), o_BNH.stride(1), *pool_layer.stride()[:4],
@@ -77,6 +80,7 @@ def paged_decode(
         GROUPS=groups, GROUPS_PADDED=config.rows, HEAD_DIM=head_dim, HEAD_DIM_PADDED=padded, PAGE_SIZE=page_size,
         SPLIT=splits > 1, MIN_TOKENS=MIN_SPLIT_TOKENS if num_splits is None else config.tile, TILE=config.tile,
         DOT_TYPE=dot_type(q_BNH.dtype, pool_layer.dtype), HAS_CAP=softcap is not None, HAS_SCALES=scales is not None,
+        HAS_SINKS=sinks_N is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if partials is not None:
@@ -116,6 +120,7 @@ def _decode_kernel(
     q_ptr,  # [B, N, H], last stride 1
     pool_ptr,  # [P, 2, K, S, H], last stride 1
     scales_ptr,  # fp32 [P, 2, K, S], last stride 1; read only with HAS_SCALES
+    sinks_ptr,  # [N]; read only with HAS_SINKS
     page_table_ptr,  # int32 [B, max_pages], last stride 1
     context_lens_ptr,  # int32 [B]
     o_ptr,  # [B, N, H], last stride 1; written unless SPLIT
@@ -148,6 +153,7 @@ def _decode_kernel(
     DOT_TYPE: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # grid: (K, X, B): heads of one page are adjacent
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -171,8 +177,11 @@ def _decode_kernel(
     q_GH = tl.load(q_ptr_GH, mask=mask_GH, other=0.0).to(DOT_TYPE)
     keys = pool_ptr + kv_head * pool_stride_k
     key_scales = scales_ptr + kv_head * scales_stride_k
+    sum_G = tl.zeros([GROUPS_PADDED], tl.float32)
+    if HAS_SINKS:
+        max_G, sum_G = begin_with_sinks(sinks_ptr + head_G, in_group_G, split, max_G, sum_G)
     max_G, sum_G, o_GH = attend(
-        q_GH, group_G, max_G, tl.zeros([GROUPS_PADDED], tl.float32),
+        q_GH, group_G, max_G, sum_G,
         tl.zeros([GROUPS_PADDED, HEAD_DIM_PADDED], tl.float32), begin, end,
         page_table_ptr + sequence * table_stride_b, keys, keys + pool_stride_kind, key_scales,
         key_scales + scales_stride_kind, pool_stride_p, pool_stride_s, scales_stride_p, factor, cap, window,

@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.checks import check_index, check_queries
+from engine.kernels.checks import check_index, check_queries, check_sinks
 from engine.kernels.metadata import MIN_SPLIT_TOKENS
-from engine.kernels.triton.attention.attend import LIFT, Scores, attend
+from engine.kernels.triton.attention.attend import LIFT, Scores, attend, begin_with_sinks
 from engine.kernels.triton.attention.join_splits import PER_STEP, Partials, choose_splits, join_splits, split_of
 from engine.kernels.triton.attention.tuning import KernelConfig, fitted, select_config
 from engine.kernels.triton.common import cdiv, dot_type, next_power_of_2
@@ -42,6 +42,7 @@ def paged_prefill(
     first_row: int = 0,
     softcap: float | None = None,
     scales: torch.Tensor | None = None,
+    sinks_N: torch.Tensor | None = None,
     num_splits: int | None = None,
     config: KernelConfig | None = None,
 ) -> None:
@@ -54,6 +55,7 @@ def paged_prefill(
     num_sequences = context_lens_B.shape[0]
     num_heads, head_dim = q_TNH.shape[1:]
     num_kv_heads, page_size = pool_layer.shape[2:4]
+    check_sinks("paged_prefill", sinks_N, num_heads)
     check_queries("paged_prefill", q_TNH, o_TNH, pool_layer, scales)
     check_index("paged_prefill", "page_table_BP", page_table_BP, torch.int32, (num_sequences, -1))
     check_index("paged_prefill", "query_start_B1", query_start_B1, torch.int32, (num_sequences + 1,))
@@ -72,7 +74,8 @@ def paged_prefill(
     partials = Partials.empty(q_TNH, splits) if splits > 1 else None
     scores = Scores.of(scale, softcap)
     _prefill_kernel[(tiles, num_kv_heads * splits, num_sequences)](
-        q_TNH, pool_layer, q_TNH if scales is None else scales, page_table_BP, query_start_B1, context_lens_B, o_TNH,
+        q_TNH, pool_layer, q_TNH if scales is None else scales, q_TNH if sinks_N is None else sinks_N,
+        page_table_BP, query_start_B1, context_lens_B, o_TNH,
         o_TNH if partials is None else partials.o_TNXH, o_TNH if partials is None else partials.lse_TNX,
         scores.factor, scores.cap, window or 0,
         q_TNH.stride(0), q_TNH.stride(1), o_TNH.stride(0), o_TNH.stride(1), *pool_layer.stride()[:4],
@@ -80,7 +83,8 @@ def paged_prefill(
         GROUPS=groups, HEAD_DIM=head_dim, HEAD_DIM_PADDED=padded, PAGE_SIZE=page_size,
         SPLIT=splits > 1, MIN_TOKENS=MIN_SPLIT_TOKENS if num_splits is None else config.tile,
         ROWS=config.rows, TILE=config.tile, DOT_TYPE=dot_type(q_TNH.dtype, pool_layer.dtype),
-        HAS_CAP=softcap is not None, HAS_SCALES=scales is not None, HAS_WINDOW=window is not None,
+        HAS_CAP=softcap is not None, HAS_SCALES=scales is not None,
+        HAS_SINKS=sinks_N is not None, HAS_WINDOW=window is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if partials is not None:
@@ -134,6 +138,7 @@ def _prefill_kernel(
     q_ptr,  # [T, N, H], last stride 1
     pool_ptr,  # [P, 2, K, S, H], last stride 1
     scales_ptr,  # fp32 [P, 2, K, S], last stride 1; read only with HAS_SCALES
+    sinks_ptr,  # [N]; read only with HAS_SINKS
     page_table_ptr,  # int32 [B, max_pages], last stride 1
     query_start_ptr,  # int32 [B + 1]
     context_lens_ptr,  # int32 [B]
@@ -167,6 +172,7 @@ def _prefill_kernel(
     DOT_TYPE: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):  # grid: (tiles of the longest chunk, K * X, B): tiles of one head are adjacent, since they read the same pages
     QUERIES: tl.constexpr = ROWS // GROUPS  # of a tile; remaining rows stay empty
@@ -203,6 +209,8 @@ def _prefill_kernel(
 
     max_R = tl.full([ROWS], float("-inf"), tl.float32)
     sum_R = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        max_R, sum_R = begin_with_sinks(sinks_ptr + head_R, is_row_R, split, max_R, sum_R)
     o_RH = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
     table = page_table_ptr + sequence * table_stride_b
     keys = pool_ptr + kv_head * pool_stride_k

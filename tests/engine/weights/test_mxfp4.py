@@ -1,0 +1,111 @@
+"""Experts stored in MXFP4, as gpt-oss publishes them: values, and the tokens of the same values stored plain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.engine import Engine
+from engine.generate import generate
+from engine.layers.stacked_experts import decode_mxfp4
+from engine.memory.plan import plan_memory
+from engine.models.config import ModelConfig
+from penstock.config import EngineConfig
+from penstock.errors import CheckpointError, ConfigError
+from penstock.types import SamplingParams
+from tests.engine.memory.test_memory_plan import HOST, tensors_of
+from tests.engine.parallel.test_tensor_parallel import launch_threads
+from tests.support.engine.checkpoints import make_checkpoint
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+PROMPT = [(7 * place) % 250 + 2 for place in range(37)]
+
+
+def test_codes_are_decoded_as_the_format_defines() -> None:
+    """Every code, the lower half of a byte first, and the smallest and largest exponents that bf16 has."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    blocks = (codes[:, None] | (codes.flip(0)[:, None] << 4)).repeat(1, 16)[:, None]
+    wanted = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+    for exponent in (1, 120, 127, 131, 250):
+        values = decode_mxfp4(blocks, torch.full((16, 1), exponent, dtype=torch.uint8), torch.bfloat16)
+        scale = 2.0 ** (exponent - 127)
+        assert values[:, 0].tolist() == [value * scale for value in wanted]
+        assert values[:, 31].tolist() == [value * scale for value in reversed(wanted)]
+
+
+def quantize(weight_EIO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns blocks and exponents of the weight's nearest smaller magnitudes."""
+    groups = weight_EIO.transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (groups.abs().amax(3).clamp(min=1e-6) / 6).log2().ceil()
+    scaled = groups / exponents.exp2()[..., None]
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = torch.bucketize(scaled.abs().contiguous(), magnitudes, right=True).sub(1) + 8 * (scaled < 0)
+    pairs = codes.to(torch.uint8).unflatten(3, (16, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4, (exponents + 127).to(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint in MXFP4, and one with its values in float32."""
+    plain = make_checkpoint("gpt_oss", tmp_path_factory.mktemp("plain"))
+    coded = make_checkpoint("gpt_oss", tmp_path_factory.mktemp("coded"))
+    tensors = load_file(plain / "model.safetensors")
+    stored = {}
+    for name, values in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = values
+            continue
+        blocks, exponents = quantize(values)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks.contiguous(), exponents.contiguous()
+        decoded = [decode_mxfp4(*expert, torch.float32).T for expert in zip(blocks, exponents, strict=True)]
+        tensors[name] = torch.stack(decoded).contiguous()
+    save_file(tensors, plain / "model.safetensors")
+    save_file(stored, coded / "model.safetensors")
+    config = json.loads((coded / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (coded / "config.json").write_text(json.dumps(config))
+    return coded, plain
+
+
+def settings(folder: Path, **more: object) -> EngineConfig:
+    values = {"model": str(folder), "num_pages": 16, "page_size": 4, "num_threads": 1, "dtype": "float32", **more}
+    return EngineConfig.model_validate(values)
+
+
+def test_tokens_are_those_of_the_values(folders: tuple[Path, Path]) -> None:
+    coded, plain = (Engine.load(settings(folder)) for folder in folders)
+    wanted = generate(plain, PROMPT, GREEDY)
+    assert generate(coded, PROMPT, GREEDY) == wanted
+    split = Engine.load(settings(folders[0], tensor_parallel=2), launch=launch_threads)
+    try:
+        assert generate(split, PROMPT, GREEDY) == wanted
+    finally:
+        split.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_counts_decoded_values(dtype: str, folders: tuple[Path, Path]) -> None:
+    config = settings(folders[0], dtype=dtype, device="cpu")
+    held = tensors_of(Engine.load(config).runner._model)
+    assert plan_memory(config, HOST).weight_bytes == sum(tensor.nbytes for tensor in held.values())
+
+
+def test_groups_that_do_not_fit_are_refused_by_name(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel = 4 does not divide the model's 2 groups of an expert's"):
+        plan_memory(settings(folders[0], tensor_parallel=4), HOST)
+    data = json.loads((folders[0] / "config.json").read_text())
+    for changes, problem in (
+        ({"intermediate_size": 48}, "intermediate_size = 48: MXFP4 needs a multiple of 32"),
+        ({"swiglu_limit": -1}, "swiglu_limit = -1: a positive number"),
+        ({"experts_per_token": 3}, "experts_per_token = 3 and num_experts_per_tok = 2 differ"),
+        ({"rope_parameters": None}, "rope_scaling is missing"),
+        ({"quantization_config": {"quant_method": "mxfp6"}}, "quant_method = 'mxfp6' is not supported"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(data | changes))
+        (tmp_path / "model.safetensors").write_bytes((folders[0] / "model.safetensors").read_bytes())
+        with pytest.raises(CheckpointError, match=problem):
+            ModelConfig.from_folder(tmp_path)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +27,13 @@ from engine.kernels.metadata import AttentionMetadata, KvLayer, Lengths, QkNorms
 from engine.kernels.triton.copy_pages import copy_pages
 from engine.kernels.triton.quantized_gemm import make_product
 from engine.kernels.triton.sample import sample_tokens
-from engine.sampling.row_params import SamplingTensors
+from engine.sampling.row_params import SamplingRows, SamplingTensors
+from engine.sampling.sampler import sample_step
+from engine.sampling.step_sampling import StepSampling
+from engine.step.sequence import Sequence
 from engine.weights.quantized_weight import Kind, quantize_weight
 from penstock.errors import ConfigError
-from penstock.types import SamplingParams
+from penstock.types import RequestId, SamplingParams
 
 TOY_HEADS = (2, 1)
 _LIBRARY_STEPS = {
@@ -196,6 +200,7 @@ def memory_rows(bench: BenchDevice, backend: AttentionBackend, ops: LayerOps, by
 def sampling_rows(bench: BenchDevice) -> Iterator[Row]:
     """Yields sampling over a vocabulary of 128256, after a check of rows that are not finite."""
     yield _nan_row(bench)
+    yield from _edited_rows(bench)
     for batch in bench.pick([64, 256], [2]):
         logits = torch.randn(batch, bench.pick(128_256, 300), device=bench.device) * 3
         for name, sampling in (
@@ -212,6 +217,40 @@ def sampling_rows(bench: BenchDevice) -> Iterator[Row]:
             }[name]
             theirs_s = bench.seconds(call)  # it may synchronize, which a graph may not
             yield Row(f"sampling, {name}, batch {batch}", ours_s * 1e6, "us", base, theirs_s * 1e6)
+
+
+def _edited_rows(bench: BenchDevice) -> Iterator[Row]:
+    """Yields sampling of greedy rows of 2000 tokens with penalties, a bias and log-probabilities, whose last token is
+    awaited: laying them out on the host, and all of it, beside greedy rows that ask for nothing."""
+    batch, length, vocab_size = bench.pick((64, 2000, 128_256), (2, 20, 300))
+    logits = torch.randn(batch, vocab_size, device=bench.device).bfloat16()
+    awaited = torch.arange(batch, device=bench.device)
+
+    def lay_out(sequences: list[Sequence]) -> StepSampling:
+        rows = SamplingRows.of(sequences)
+        rows = SamplingRows(rows.records, rows.positions + 1)
+        return StepSampling.at(rows, dict(enumerate(sequences)), vocab_size, (2,), np.arange(batch))
+
+    def sequences_of(**sampling: Any) -> list[Sequence]:
+        params = SamplingParams(max_tokens=9, temperature=0.0, **sampling)
+        texts = [[(7919 * row + 31 * place) % vocab_size for place in range(length)] for row in range(batch)]
+        return [Sequence(RequestId("r"), text, length // 2, params, b"") for text in texts]
+
+    plain = sequences_of()
+    plain_s = bench.seconds(lambda: sample_step(logits, lay_out(plain)))
+    kinds: dict[str, dict[str, Any]] = {
+        "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
+        "a bias and a bad word": {"logit_bias": {5: 1.0}, "bad_sequences": ((3, 4),)},
+        "20 log-probabilities": {"logprobs": 20},
+    }
+    for name, sampling in kinds.items():
+        edited = sequences_of(**sampling)
+        took_s = bench.seconds(lambda: sample_step(logits, lay_out(edited), None, awaited))  # noqa: B023
+        yield Row(f"sampling, {name}, batch {batch}", took_s * 1e6, "us", "greedy rows alone", plain_s * 1e6)
+        started_s = time.perf_counter()
+        lay_out(edited)
+        host_s = time.perf_counter() - started_s
+        yield Row(f"sampling, {name}, batch {batch}, laid out on the host", host_s * 1e6, "us")
 
 
 def _nan_row(bench: BenchDevice) -> Row:

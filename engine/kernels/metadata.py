@@ -1,13 +1,14 @@
 """What attention kernels need to know about a batch besides its tensors.
 
-`engine.step.batch` builds it once per step; every layer's kernels read it and never change it.
+`engine.step.batch` builds it once per step; every layer's kernels read it and change nothing but `plans`.
 
 Shapes: `T` tokens in the batch, `B` sequences, `P` pages of the pool, `S` page size, `K` KV heads, `H` head dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch
 # Bounds on splitting a context among the programs of a GPU.
 MIN_SPLIT_TOKENS = 256  # below, joining costs more than another program gains
 MAX_SPLITS = 64
+SPLIT_TOKENS = 512  # of a work item of decode attention: 128 KiB of K and of V at head dim 128 in bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class AttentionMetadata:
     slot_page_T: torch.Tensor  # int64 [T], the page that receives the token's K and V
     slot_offset_T: torch.Tensor  # int64 [T], the token's place in the page
     lengths: Lengths | None = None  # None inside a CUDA graph, where only the device knows them
+    # By window: what a backend has derived from these lengths on the device, for the layers that follow.
+    plans: dict[int | None, Any] = field(default_factory=dict)
 
     @property
     def num_sequences(self) -> int:

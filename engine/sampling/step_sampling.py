@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from engine.sampling.row_edits import RowEdits
 from engine.sampling.row_params import SamplingRows
 from engine.step.sequence import Sequence
+
+_NOBODY: Mapping[int, Sequence] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class StepSampling:
 
         `awaited_rows` are the rows whose last token is not known yet, ascending.
         """
+        if not special:
+            return cls(rows, None, None, _NOBODY)
         edited = {row: one for row, one in special.items() if _is_edited(one, int(rows.positions[row]))}
         edits = RowEdits.of(edited, rows.positions, vocab_size, eos_token_ids, awaited_rows)
         wanted = {row: one.sampling.logprobs for row, one in special.items() if one.sampling.logprobs is not None}

@@ -93,7 +93,8 @@ def prepare_step(
 
 def _sampling_rows(work: Seq[ScheduledSequence], host: HostBatch) -> tuple[SamplingRows, Mapping[int, Sequence]]:
     """Returns the parameters of all sampled rows, and the sequences of those that may need more."""
-    rows, special, num_rows = None, dict[int, Sequence](), 0
+    rows, num_rows = None, 0
+    special: dict[int, Sequence] = {}
     if isinstance(work, StepPlan):
         num_rows, special = len(work.rows), work.rows.special()
         # The position of the next token is the context length.

@@ -51,6 +51,7 @@ def test_a_rehearsal_runs_every_benchmark(
         "latents",
         "sampling, top-k",
         "sampling, NaN rows",
+        "sampling, penalties",
         "paged decode, ragged",
         "fp8 product",
         "exposed over",

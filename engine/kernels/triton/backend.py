@@ -10,6 +10,7 @@ import torch
 
 from engine.kernels.layer_ops import ExpertWeights, LayerOps, TorchOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
+from engine.kernels.triton.attention.decode_plan import plan_decodes
 from engine.kernels.triton.attention.paged_decode import paged_decode
 from engine.kernels.triton.attention.paged_latent import paged_latent
 from engine.kernels.triton.attention.paged_prefill import paged_prefill
@@ -70,6 +71,8 @@ class TritonAttention:
         o_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         decodes = slice(0, meta.num_decodes)  # rows and sequences alike: each has one query token
         if meta.num_decodes:
+            if window not in meta.plans:
+                meta.plans[window] = plan_decodes(meta.context_lens_B[decodes], window)
             paged_decode(
                 q_TNH[decodes],
                 pool_layer,
@@ -82,6 +85,7 @@ class TritonAttention:
                 softcap=softcap,
                 scales=scales,
                 sinks_N=sinks_N,
+                plan=meta.plans[window],
             )
         if meta.num_decodes < meta.num_sequences:
             paged_prefill(

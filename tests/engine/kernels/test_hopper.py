@@ -43,7 +43,8 @@ def compiled() -> dict[str, list[dict[str, Any]]]:
 def test_every_launch_fits_a_multiprocessor(compiled: dict[str, list[dict[str, Any]]]) -> None:
     kernels = {kernel["kernel"] for launches in compiled.values() for kernel in launches}
     assert kernels >= {
-        "_decode_kernel", "_prefill_kernel", "_latent_kernel", "_join_kernel", "_gemm_kernel", "_norm_kernel",
+        "_decode_kernel", "_plan_kernel", "_join_items_kernel", "_prefill_kernel", "_latent_kernel", "_join_kernel",
+        "_gemm_kernel", "_norm_kernel",
         "_rope_kernel", "_swiglu_kernel", "_scan_kernel", "_weigh_kernel", "_narrow_kernel", "_mass_kernel",
         "_pick_kernel", "_write_quantized_kernel", "_rows_kernel",
     }  # fmt: skip

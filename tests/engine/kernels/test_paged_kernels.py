@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.kernels import kv_quantization
 from engine.kernels.backends import select_backend
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.reference import TorchAttention
 from engine.kernels.triton.attention import join_splits
+from engine.kernels.triton.attention.decode_plan import plan_decodes, plan_decodes_reference
 from engine.kernels.triton.attention.paged_decode import paged_decode
 from engine.kernels.triton.attention.paged_prefill import paged_prefill
 from engine.kernels.triton.backend import TritonAttention
@@ -164,11 +167,11 @@ def test_groups_wider_than_a_tensor_core_tile() -> None:
     check([1, 1], [5, 37], heads=(20, 1), dim=32)
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 3, 5])
-@pytest.mark.parametrize("window", [None, 50])
-def test_a_split_context_gives_the_same_as_a_whole_one(num_splits: int, window: int | None) -> None:
-    """Also where some splits of a sequence are empty, and with a sequence without context, which gives zeros."""
-    torch.manual_seed(num_splits)
+@pytest.mark.parametrize("split_tokens", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 90])
+def test_a_split_context_gives_the_same_as_a_whole_one(split_tokens: int, window: int | None) -> None:
+    """Also beside sequences of one item, and with a sequence without context, which gives zeros."""
+    torch.manual_seed(split_tokens)
     context_lens = [1, 40, 200]
     meta = make_meta([1, 1, 1], context_lens, 16, 20)
     pool_layer = make_pool_layer(meta, 20, 2, 16, 32)
@@ -177,11 +180,49 @@ def test_a_split_context_gives_the_same_as_a_whole_one(num_splits: int, window: 
     table = torch.cat([meta.page_table_BP, torch.zeros_like(meta.page_table_BP[:1])])
     lens = torch.cat([meta.context_lens_B, torch.zeros_like(meta.context_lens_B[:1])])
     o_BNH = torch.full_like(q_BNH, 7.0)
-    paged_decode(
-        q_BNH, pool_layer, table, lens, o_BNH, scale=0.2, window=window, max_context_len=200, num_splits=num_splits
-    )
+    plan = plan_decodes(lens, window, split_tokens=split_tokens)
+    paged_decode(q_BNH, pool_layer, table, lens, o_BNH, scale=0.2, window=window, max_context_len=200, plan=plan)
     torch.testing.assert_close(o_BNH[:3], expected, **TOLERANCE[torch.float32])
     assert torch.equal(o_BNH[3], torch.zeros_like(o_BNH[3]))
+
+
+def test_attention_of_a_sequence_does_not_depend_on_the_batch() -> None:
+    """To the bit: its context is split by its own length, whatever the other lengths and the bound."""
+    torch.manual_seed(0)
+    context_lens = [700, 3, 520, 90, 1030, 64]
+    meta = make_meta([1] * 6, context_lens, 16, 200)
+    pool_layer = make_pool_layer(meta, 200, 1, 16, 32)
+    q_BNH = torch.randn(6, 2, 32, device=DEVICE)
+
+    def attend(rows: list[int], bound: int) -> torch.Tensor:
+        q, table, lens = (column[rows].contiguous() for column in (q_BNH, meta.page_table_BP, meta.context_lens_B))
+        o = torch.empty_like(q)
+        paged_decode(q, pool_layer, table, lens, o, scale=0.2, window=None, max_context_len=bound)
+        return o
+
+    together = attend(list(range(6)), 4096)
+    expected = TorchAttention().paged_attention(q_BNH, pool_layer.nan_to_num(), meta, 0.2, None)
+    torch.testing.assert_close(together, expected, **TOLERANCE[torch.float32])
+    for row, context in enumerate(context_lens):
+        assert torch.equal(attend([row], context)[0], together[row])
+    assert torch.equal(attend([4, 1, 0], 1030), together[[4, 1, 0]])
+
+
+@given(
+    context_lens=st.lists(st.integers(0, 2000), min_size=1, max_size=12),
+    window=st.sampled_from([None, 1, 100, 900]),
+    num_spare_items=st.sampled_from([0, 1, 7, 1024]),
+    block=st.sampled_from([4, 256]),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_items_of_decodes(context_lens: list[int], window: int | None, num_spare_items: int, block: int) -> None:
+    lens_B = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
+    plan = plan_decodes(lens_B, window, split_tokens=64, num_spare_items=num_spare_items, block=block)
+    starts, size, sequences = plan_decodes_reference(context_lens, window, 64, num_spare_items)
+    assert plan.start_B1.tolist() == starts
+    assert plan.size_1.item() == size
+    assert plan.sequence_W[: starts[-1]].tolist() == sequences
+    assert len(sequences) <= plan.max_items
 
 
 @pytest.mark.parametrize(("num_splits", "window"), [(2, None), (5, 50)])

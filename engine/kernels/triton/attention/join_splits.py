@@ -55,9 +55,13 @@ def choose_splits(num_programs: int, reach: int, tile_bytes: int, device: torch.
 
     `reach` bounds the tokens that a query sees; a program holds `tile_bytes` of the context in shared memory at once.
     """
-    resident = max(1, min(_SHARED_BYTES // tile_bytes, _MAX_RESIDENT))
-    wanted = round(resident * _num_multiprocessors(device) / num_programs)
+    wanted = round(num_resident(tile_bytes, device) / num_programs)
     return max(1, min(wanted, reach // MIN_SPLIT_TOKENS, MAX_SPLITS))
+
+
+def num_resident(tile_bytes: int, device: torch.device) -> int:
+    """Returns how many programs that hold `tile_bytes` of shared memory each the device computes at once."""
+    return max(1, min(_SHARED_BYTES // tile_bytes, _MAX_RESIDENT)) * _num_multiprocessors(device)
 
 
 @lru_cache

@@ -52,7 +52,7 @@ from worker.metrics.model_work import find_work
 from worker.metrics.port import MetricsPort
 from worker.metrics.step_metrics import StepMetrics
 from worker.service import WorkerService
-from worker.start_progress import StartReporter
+from worker.start_progress import StartReporter, load_replica
 from worker.ticket_log import TicketLog
 
 
@@ -129,7 +129,7 @@ class WorkerShell:
         self.channels = Channels(self.trust.channel)
         self._watching = asyncio.create_task(self.trust.watcher.follow(), name="key files")
         if self.replica is None:
-            self.replica = await asyncio.to_thread(Replica.load, config.engine, progress.on_weights, self._launch)
+            self.replica = await asyncio.to_thread(load_replica, config.engine, progress, self._launch)
         self.description = describe(self.replica.engine, config, self.epoch)
         self.step_metrics = StepMetrics(self.description)
         return self.replica.engine

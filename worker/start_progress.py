@@ -10,6 +10,12 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.parallel.leader import Launch
+    from engine.replica import Replica
+    from penstock.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +30,10 @@ class StartReporter:
         self._report = report
         self._reported_share: float | None = None
 
+    def on_build(self) -> None:
+        """Kernels for the machine's CPU are compiled, by this process or by another one that this one waits for."""
+        self._report("building CPU kernels, once for this machine")
+
     def on_weights(self, share: float) -> None:
         """`share` of the weights is read, 0 to 1."""
         last = self._reported_share
@@ -34,6 +44,24 @@ class StartReporter:
     def on_graphs(self, done: int, total: int) -> None:
         """`done` of `total` batch sizes are captured."""
         self._report(f"capturing graphs {done}/{total}")
+
+
+def report_build(progress: StartReporter) -> None:
+    """Reports a build of CPU kernels that is to come or in progress. Blocks while libraries are imported."""
+    import torch
+
+    from engine.cpu.library import needs_build
+
+    if not torch.cuda.is_available() and needs_build():
+        progress.on_build()
+
+
+def load_replica(config: EngineConfig, progress: StartReporter, launch: Launch) -> Replica:
+    """Loads a replica and reports how far it is. Blocks. Raises CheckpointError or ConfigError."""
+    from engine.replica import Replica
+
+    report_build(progress)
+    return Replica.load(config, progress.on_weights, launch)
 
 
 def parse_stage(line: str) -> tuple[str, float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ class StartProgress:
 
     def __init__(self) -> None:
         self._states: dict[str, str] = {}
+        self._stages: dict[str, str] = {}
         self._live: Any = None
 
     def __enter__(self) -> StartProgress:
@@ -29,8 +31,16 @@ class StartProgress:
         if self._live is not None:
             self._live.update(_start_grid(status))
             return
-        for line in state_changes(self._states, status):
+        for line in (*state_changes(self._states, status), *self._stage_changes(status)):
             print(line, file=sys.stderr, flush=True)
+
+    def _stage_changes(self, status: admin_pb2.StatusResponse) -> Iterator[str]:
+        """Yields a line for each worker that has begun another stage of its start."""
+        for worker in status.workers:
+            name, (stage, _) = worker.member.worker_id, parse_stage(worker.detail)
+            if worker.state == "starting" and stage and self._stages.get(name) != stage:
+                self._stages[name] = stage
+                yield f"{name}: {stage}"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

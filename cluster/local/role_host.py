@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from penstock.config import WorkerConfig
 from penstock.errors import InvalidInput, Unavailable
 from penstock.types import Epoch, Role, WorkerId
-from worker.start_progress import StartReporter
+from worker.start_progress import StartReporter, load_replica, report_build
 
 if TYPE_CHECKING:
     from decode_worker.server import DecodeServer
@@ -90,16 +90,17 @@ class RoleHost:
         """Loads the model and serves, unless this is a spare; reports progress to `stages`. Raises CheckpointError or
         ConfigError."""
         stages = stages or StartReporter()
+        if self._warming.is_alive():  # it builds kernels that it finds nowhere
+            await asyncio.to_thread(report_build, stages)
         await asyncio.to_thread(self._warming.join)
         if self._serving is not None:
             await self._serving.start(stages)
             return
-        from engine.replica import Replica
         from kv_transfer.ranks.rank_main import launch_ranks
 
         self._make(self._config, None)  # imports what it will serve with
         launch = self._launch or launch_ranks
-        self._replica = await asyncio.to_thread(Replica.load, self._config.engine, stages.on_weights, launch)
+        self._replica = await asyncio.to_thread(load_replica, self._config.engine, stages, launch)
         if self._config.role is Role.DECODE:  # the first thing a decode server would do
             largest = self._config.decode.max_batch_sequences
             await asyncio.to_thread(self._replica.engine.capture_graphs, stages.on_graphs, largest)

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -79,6 +80,17 @@ def load_native(isa: str | None = None) -> NativeKernels | None:
     return None
 
 
+def needs_build() -> bool:
+    """Returns whether `load_native` would build kernels first: there is a compiler and nothing that it has built."""
+    compiler, isas = shutil.which(os.environ.get("CXX", "g++")), candidates()
+    if compiler is None or not isas:
+        return False
+    try:
+        return not _target(compiler, isas[0]).exists()
+    except (OSError, subprocess.SubprocessError):  # a compiler that does not run builds nothing
+        return False
+
+
 def load_library() -> ctypes.CDLL | None:
     """Returns the shared library that `load_native` chooses."""
     kernels = load_native()
@@ -112,16 +124,22 @@ def _open(compiler: str | None, isa: Isa) -> ctypes.CDLL | None:
 
 
 def _build(compiler: str, isa: Isa) -> Path:
-    flags = (*_FLAGS, *isa.flags)
-    target = _cache_folder() / f"{isa.name}-{_digest(compiler, flags)}" / "kernels.so"
+    target = _target(compiler, isa)
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _only_builder(target.with_name("lock")):
         if not target.exists():
-            _compile(compiler, flags, target)
-            log.info("built the CPU kernels: %s", target)
+            log.info("building the CPU kernels for %s, once for this machine", isa.name)
+            started_s = time.monotonic()
+            _compile(compiler, (*_FLAGS, *isa.flags), target)
+            log.info("built the CPU kernels in %.0f s: %s", time.monotonic() - started_s, target)
     return target
+
+
+def _target(compiler: str, isa: Isa) -> Path:
+    """Returns where the library of this source, compiler and instruction set is, or will be."""
+    return _cache_folder() / f"{isa.name}-{_digest(compiler, (*_FLAGS, *isa.flags))}" / "kernels.so"
 
 
 def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from worker.start_progress import StartReporter, parse_stage, progress_bar
+from worker.start_progress import StartReporter, load_replica, parse_stage, progress_bar
 
 
 def test_a_worker_reports_every_twentieth_of_its_weights_and_each_graph() -> None:
@@ -61,3 +62,21 @@ def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     with progress_bar("decode-0") as report:
         report("capturing graphs 7/14")
     assert "capturing graphs 7/14" in terminal.getvalue()
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_first_start_says_that_kernels_are_built(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    loaded = object()
+
+    def load(config: object, on_progress: Callable[[float], None], launch: object) -> object:
+        on_progress(0.5)
+        return loaded
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("engine.cpu.library.needs_build", lambda: not built)
+    monkeypatch.setattr("engine.replica.Replica.load", load)
+    assert load_replica(None, StartReporter(lines.append), None) is loaded  # type: ignore[arg-type, comparison-overlap]
+    building = [] if built else ["building CPU kernels, once for this machine"]
+    assert lines == [*building, "loading weights 50%"]
+    assert all(parse_stage(line) == (line, None) for line in building)

@@ -20,6 +20,7 @@ from cluster.cli.catalog import GROUPS
 from cluster.cli.commands.running.serve import how_to_call, serve_config
 from cluster.cli.main import main, make_parser
 from cluster.cli.restart_policy import may_restart
+from cluster.cli.start_progress import StartProgress
 from cluster.cli.table import format_table, state_changes
 from cluster.ray import connection
 from cluster.ray import launch as launching
@@ -282,6 +283,23 @@ def test_tables_align_and_each_change_is_printed_once() -> None:
     )
     assert state_changes(states, status) == ["w is lost: killed"]
     assert state_changes(states, status) == []
+
+
+def test_a_start_without_a_terminal_prints_each_stage_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def status(state: str, detail: str) -> admin_pb2.StatusResponse:
+        worker = admin_pb2.WorkerStatus(member=admin_pb2.Member(worker_id="w"), state=state, detail=detail)
+        return admin_pb2.StatusResponse(workers=[worker])
+
+    with StartProgress() as progress:
+        for detail in ("", "building CPU kernels, once for this machine", "loading weights 5%", "loading weights 50%"):
+            progress.show(status("starting", detail))
+        progress.show(status("ready", ""))
+    assert capsys.readouterr().err.splitlines() == [
+        "w is starting",
+        "w: building CPU kernels, once for this machine",
+        "w: loading weights",
+        "w is ready",
+    ]
 
 
 def test_a_free_port_lies_outside_the_ephemeral_range() -> None:

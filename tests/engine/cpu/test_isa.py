@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.cpu import library
 from engine.cpu.isa import ISAS, VARIABLE, choose, supported
 from engine.cpu.library import load_native
 from penstock.errors import ConfigError
@@ -85,3 +86,20 @@ def test_processes_that_start_together_build_once(tmp_path: Path, dies: bool) ->
     assert codes == ([-9, 0, 0] if dies else [0, 0, 0])
     assert calls.read_text().split() == ["link"]
     assert len(list((tmp_path / "cache").rglob("kernels.so"))) == 1
+
+
+def test_a_build_is_needed_until_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho compiler 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    isas = supported()
+    assert library.needs_build() is bool(isas)
+    if isas:
+        target = library._target(str(compiler), isas[0])
+        target.parent.mkdir(parents=True)
+        target.touch()
+        assert not library.needs_build()
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    assert not library.needs_build(), "nothing can be built"

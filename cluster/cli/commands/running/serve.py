@@ -62,6 +62,7 @@ def run(arguments: Namespace) -> int:
     signal.signal(signal.SIGTERM, on_sigterm)
     losses_s: list[float] = []
     while True:
+        started_s = time.monotonic()
         try:
             with StartProgress() as progress:
                 deployment = launch(config, progress.show, attach=arguments.attach)
@@ -69,7 +70,7 @@ def run(arguments: Namespace) -> int:
             return _INTERRUPTED
         grace_s = 0.0
         try:
-            _print_ready(deployment)
+            _print_ready(deployment, time.monotonic() - started_s)
             if config.address:
                 deployment.leave()
                 print("It runs in the Ray cluster from now on; `penstock stop` ends it.")
@@ -136,10 +137,12 @@ def _import_launch() -> Callable[..., RayDeployment]:
     return launch
 
 
-def _print_ready(deployment: RayDeployment) -> None:
+def _print_ready(deployment: RayDeployment, took_s: float) -> None:
     config = deployment.config
     endpoints = {"http": deployment.http_address, "grpc": deployment.grpc_address, "admin": deployment.admin_address}
-    num_workers = f"{config.prefill_pool.replicas} prefill + {config.decode_pool.replicas} decode workers"
+    num_workers = (
+        f"{config.prefill_pool.replicas} prefill + {config.decode_pool.replicas} decode workers, in {took_s:.0f} s"
+    )
     if not config.routers:
         usage = how_to_follow(deployment.admin_address, config.admin_host)
         print(f"ready: {config.model_name}, {num_workers}, no router of its own\n\n{usage}\n", flush=True)

@@ -127,6 +127,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
     "gemma2": ("gemma2", {}),
     "gemma2-no-caps-odd-layers": (
         "gemma2",

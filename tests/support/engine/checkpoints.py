@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 FAMILIES = (
     "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "llama", "mistral", "mixtral",
-    "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe",
+    "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
@@ -106,6 +106,19 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         },
     },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "olmo3": {
+        "sliding_window": 10,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
     "qwen3_moe": {
         "num_experts": 8,
         "num_experts_per_tok": 3,

@@ -33,6 +33,10 @@ class LayerTensors(Protocol):
         """Returns the weight of a matrix product, quantized where `can_multiply` holds for it."""
         ...
 
+    def multipliable(self, quantized: QuantizedWeight, is_expert: bool = False) -> Weight:
+        """Returns the weight as it is where `can_multiply` holds for it, and else its values."""
+        ...
+
 
 class QuantizedProduct(Protocol):
     """`x_TI @ values.T + bias_O` on a GPU."""

@@ -1,7 +1,8 @@
 """Experts that a checkpoint stores as one tensor a layer, gate and up interleaved (gpt-oss), plain or in MXFP4.
 
 MXFP4 (OCP Microscaling Formats v1.0) stores 32 inputs as 16 bytes of two e2m1 codes, the lower half first, and a byte
-with the exponent of the scale they share. It is decoded while loading.
+with the exponent of the scale they share. e4m3 represents every e2m1 value, so the weights become fp8 codes with a
+scale for each group where the machine multiplies with those, and plain values elsewhere; both are exact.
 
 Shapes: `E` experts, `D` hidden, `F` intermediate, `O` out, `I` in, `G` groups of 32 inputs.
 """
@@ -11,11 +12,11 @@ from __future__ import annotations
 import torch
 
 from engine.layers.linear import LayerTensors
-from engine.models.expert_config import ExpertConfig
-from engine.weights.quantized_weight import join
+from engine.models.expert_config import MXFP4_GROUP, ExpertConfig
+from engine.weights.quantized_weight import QuantizedWeight, Weight, join
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_EXPONENT_BIAS = 127
+_FLOAT32_FRACTION_BITS = 23
 
 
 class StackedExperts:
@@ -24,35 +25,39 @@ class StackedExperts:
 
     def __init__(self, config: ExpertConfig, read: LayerTensors, dtype: torch.dtype) -> None:
         names = config.names
-        self._is_coded, self._dtype = config.mxfp4, dtype
+        self._is_coded, self._dtype, self._read = config.mxfp4, dtype, read
         self._gate_up = [read(name) for name in names.stored("gate_up_proj", config.mxfp4)]
         self._down = [read(name) for name in names.stored("down_proj", config.mxfp4)]
         self.gate_up_bias_EX = _halves(read(names.stacked_bias("gate_up_proj")).T).T.contiguous()
         self.down_bias_ED = read(names.stacked_bias("down_proj"))
 
-    def gate_up(self, expert: int) -> torch.Tensor:
+    def gate_up(self, expert: int) -> Weight:
         """Returns [2 * F, D], the gates first."""
-        return _halves(self._weight(self._gate_up, expert))
+        if not self._is_coded:
+            return _halves(self._gate_up[0][expert].T)
+        return self._weight(*(_halves(stored[expert]) for stored in self._gate_up))
 
-    def down(self, expert: int) -> torch.Tensor:
+    def down(self, expert: int) -> Weight:
         """Returns [D, F]."""
-        return self._weight(self._down, expert)
+        if not self._is_coded:
+            return self._down[0][expert].T.contiguous()
+        return self._weight(*(stored[expert] for stored in self._down))
 
-    def _weight(self, stored: list[torch.Tensor], expert: int) -> torch.Tensor:
-        if self._is_coded:
-            return decode_mxfp4(stored[0][expert], stored[1][expert], self._dtype)
-        return stored[0][expert].T.contiguous()
+    def _weight(self, blocks_OGB: torch.Tensor, exponents_OG: torch.Tensor) -> Weight:
+        if blocks_OGB.is_meta:
+            shape = (blocks_OGB.shape[0], MXFP4_GROUP * blocks_OGB.shape[1])
+            return torch.empty(shape, dtype=self._dtype, device=blocks_OGB.device)
+        return self._read.multipliable(unpack_mxfp4(blocks_OGB, exponents_OG), is_expert=True)
 
 
-def decode_mxfp4(blocks_OGB: torch.Tensor, exponents_OG: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the values [O, 32 * G]; bf16 and float32 represent all of them exactly. On meta nothing is computed."""
-    outputs, groups, _ = blocks_OGB.shape
-    if blocks_OGB.is_meta:
-        return torch.empty((outputs, 32 * groups), dtype=dtype, device=blocks_OGB.device)
+def unpack_mxfp4(blocks_OGB: torch.Tensor, exponents_OG: torch.Tensor) -> QuantizedWeight:
+    """Returns the weight [O, 32 * G] as e4m3 codes with a scale for each group of 32 inputs."""
     signed = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], device=blocks_OGB.device)
+    as_e4m3 = signed.to(torch.float8_e4m3fn).view(torch.uint8)
     codes_OGX2 = torch.stack((blocks_OGB & 0xF, blocks_OGB >> 4), dim=-1)
-    values_OGI = signed[codes_OGX2.flatten(2).int()]
-    return torch.ldexp(values_OGI, (exponents_OG.int() - _EXPONENT_BIAS)[..., None]).flatten(1).to(dtype)
+    codes_OI = as_e4m3[codes_OGX2.flatten(1).int()].view(torch.float8_e4m3fn)
+    scales_OG = (exponents_OG.int() << _FLOAT32_FRACTION_BITS).view(torch.float32)  # the biases are the same; 0 is 0
+    return QuantizedWeight("fp8", codes_OI, scales_OG, None, MXFP4_GROUP)
 
 
 def _halves(rows: torch.Tensor) -> torch.Tensor:

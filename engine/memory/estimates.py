@@ -13,6 +13,7 @@ from collections.abc import Collection
 from engine.cache.kv_layout import DTYPE_BYTES, KVLayout
 from engine.memory.device_memory import DeviceType
 from engine.models.config import ModelConfig
+from engine.models.expert_config import MXFP4_GROUP
 from engine.models.shapes import EMBEDDING, HEAD, product_shapes, tensor_shapes
 from engine.models.sharding import tensor_slices
 from engine.parallel.shard import WHOLE, Shard, shard_model
@@ -147,9 +148,12 @@ def saved_bytes(
     """
     scheme = model.scheme
     kind = scheme.kind if scheme is not None else quantization
-    if kind not in BITS or dtype not in (("bfloat16",) if device_type == "cpu" else ("bfloat16", "float16")):
+    if dtype not in (("bfloat16",) if device_type == "cpu" else ("bfloat16", "float16")):
         return 0
-    saved = _saved_by_head(model, dtype, device_type) if scheme is None else 0
+    saved = _saved_by_mxfp4(model, dtype)
+    if kind not in BITS:
+        return saved
+    saved += _saved_by_head(model, dtype, device_type) if scheme is None else 0
     products = product_shapes(model, with_experts=device_type == "cpu" or kind == "fp8")
     if scheme is not None:
         products[HEAD] = (model.vocab_size, model.hidden_size)
@@ -161,6 +165,15 @@ def saved_bytes(
         scales = rows * -(-columns // group) * _FLOAT32_BYTES * (1 + has_zeros)
         saved += rows * columns * DTYPE_BYTES[dtype] - rows * columns * BITS[kind] // 8 - scales
     return saved
+
+
+def _saved_by_mxfp4(model: ModelConfig, dtype: str) -> int:
+    """Returns what experts that are stored in MXFP4 save, as fp8 with a scale for each group."""
+    experts = model.experts
+    if experts is None or not experts.mxfp4:
+        return 0
+    num_values = 3 * len(experts.layers) * experts.num_experts * experts.intermediate_size * model.hidden_size
+    return num_values * (DTYPE_BYTES[dtype] - 1) - num_values // MXFP4_GROUP * _FLOAT32_BYTES
 
 
 def _saved_by_head(model: ModelConfig, dtype: str, device_type: DeviceType) -> int:

@@ -123,16 +123,17 @@ class WeightReader:
             assert self._quantization is not None, "else it was read plain"
             exact = self._whole(name).to(device=self._device, dtype=self._dtype)
             quantized = _narrow(quantize_weight(exact, self._quantization), self._slices.get(name))
-        return self._multipliable(quantized, is_expert)
+        return self.multipliable(quantized, is_expert)
 
     def head(self, name: str, tied: torch.Tensor | None) -> Weight:
         """Returns the weight of the output head: `name`, or the embedding that it is `tied` to. A head that is
         quantized here becomes int8 whatever the layers become, because every token passes through it."""
         if self._device.type == "meta" or self._quantization is None:
             return self.weight(name) if tied is None else tied
-        return self._multipliable(quantize_weight(self.read(name) if tied is None else tied, "int8"))
+        return self.multipliable(quantize_weight(self.read(name) if tied is None else tied, "int8"))
 
-    def _multipliable(self, quantized: QuantizedWeight, is_expert: bool = False) -> Weight:
+    def multipliable(self, quantized: QuantizedWeight, is_expert: bool = False) -> Weight:
+        """Returns the weight as it is where the machine can multiply with it, and else its values."""
         self._num_quantized += 1
         if self._can_multiply(quantized, self._dtype, is_expert):
             return quantized
@@ -218,6 +219,9 @@ class LayerReader:
 
     def weight(self, name: str, is_expert: bool = False) -> Weight:
         return self._reader.weight(self._prefix + name, is_expert)
+
+    def multipliable(self, quantized: QuantizedWeight, is_expert: bool = False) -> Weight:
+        return self._reader.multipliable(quantized, is_expert)
 
 
 def _narrow(weight: QuantizedWeight, part: TensorSlice | None) -> QuantizedWeight:

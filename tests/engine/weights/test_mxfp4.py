@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.engine.quality import compare, logits
 from engine.engine import Engine
 from engine.generate import generate
-from engine.layers.stacked_experts import decode_mxfp4
+from engine.layers.stacked_experts import unpack_mxfp4
 from engine.memory.plan import plan_memory
 from engine.models.config import ModelConfig
 from penstock.config import EngineConfig
@@ -20,6 +21,7 @@ from penstock.types import SamplingParams
 from tests.engine.memory.test_memory_plan import HOST, tensors_of
 from tests.engine.parallel.test_tensor_parallel import launch_threads
 from tests.support.engine.checkpoints import make_checkpoint
+from tests.support.engine.isas import needs_native
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPT = [(7 * place) % 250 + 2 for place in range(37)]
@@ -31,7 +33,7 @@ def test_codes_are_decoded_as_the_format_defines() -> None:
     blocks = (codes[:, None] | (codes.flip(0)[:, None] << 4)).repeat(1, 16)[:, None]
     wanted = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
     for exponent in (1, 120, 127, 131, 250):
-        values = decode_mxfp4(blocks, torch.full((16, 1), exponent, dtype=torch.uint8), torch.bfloat16)
+        values = unpack_mxfp4(blocks, torch.full((16, 1), exponent, dtype=torch.uint8)).dequantize(torch.bfloat16)
         scale = 2.0 ** (exponent - 127)
         assert values[:, 0].tolist() == [value * scale for value in wanted]
         assert values[:, 31].tolist() == [value * scale for value in reversed(wanted)]
@@ -61,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             continue
         blocks, exponents = quantize(values)
         stored[f"{name}_blocks"], stored[f"{name}_scales"] = blocks.contiguous(), exponents.contiguous()
-        decoded = [decode_mxfp4(*expert, torch.float32).T for expert in zip(blocks, exponents, strict=True)]
+        decoded = [unpack_mxfp4(*expert).dequantize(torch.float32).T for expert in zip(blocks, exponents, strict=True)]
         tensors[name] = torch.stack(decoded).contiguous()
     save_file(tensors, plain / "model.safetensors")
     save_file(stored, coded / "model.safetensors")
@@ -87,8 +89,18 @@ def test_tokens_are_those_of_the_values(folders: tuple[Path, Path]) -> None:
         split.close()
 
 
+def test_in_bf16_codes_stay_codes_and_logits_near(folders: tuple[Path, Path]) -> None:
+    """Products with codes are those of exact values: the error is at most that of a checkpoint of plain values."""
+    coded, plain, exact = (
+        logits(Engine.load(settings(folder, dtype=dtype)), PROMPT)
+        for folder, dtype in ((folders[0], "bfloat16"), (folders[1], "bfloat16"), (folders[1], "float32"))
+    )
+    assert compare(coded, exact).error < max(0.05, 1.25 * compare(plain, exact).error)
+
+
+@needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_plan_counts_decoded_values(dtype: str, folders: tuple[Path, Path]) -> None:
+def test_the_plan_counts_codes_or_values(dtype: str, folders: tuple[Path, Path]) -> None:
     config = settings(folders[0], dtype=dtype, device="cpu")
     held = tensors_of(Engine.load(config).runner._model)
     assert plan_memory(config, HOST).weight_bytes == sum(tensor.nbytes for tensor in held.values())

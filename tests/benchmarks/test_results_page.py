@@ -1,4 +1,4 @@
-"""Tests the charts of benchmark results, and that docs/results.md shows the committed results."""
+"""Tests the charts of benchmark results, and the page that collects them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ import pytest
 from benchmarks.common import bar_specs
 from benchmarks.common.charts import charts_of, machine_of, rows_of, write_charts
 from benchmarks.common.report import RESULTS, Curves, Row, distribution, publish, write_result
-from benchmarks.common.results_page import DOCS, SUBJECTS, main
+from benchmarks.common.results_page import SUBJECTS, main
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def texts(svg: str) -> list[str]:
     return [each.text or "" for each in ElementTree.fromstring(svg).iter(f"{SVG}text")]
-
-
-def test_the_page_shows_the_committed_results(tmp_path: Path) -> None:
-    main(["--docs", str(tmp_path)])
-    stale = "docs/results.md is stale: run `make results`"
-    assert (tmp_path / "results.md").read_text() == (DOCS / "results.md").read_text(), stale
-    written = {file.name: file.read_text() for file in (tmp_path / "results").iterdir()}
-    assert written == {file.name: file.read_text() for file in (DOCS / "results").iterdir()}, stale
 
 
 def test_a_result_that_nobody_has_described_is_on_the_page(tmp_path: Path) -> None:

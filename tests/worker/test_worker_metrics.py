@@ -66,6 +66,15 @@ def port() -> Iterator[MetricsPort]:
     opened.close()
 
 
+def test_names_keep_their_colons_when_prometheus_prefers_openmetrics(port: MetricsPort) -> None:
+    accept = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,*/*;q=0.1"
+    request = urllib.request.Request(f"http://127.0.0.1:{port.port}/metrics", headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10.0) as answer:
+        text = answer.read().decode()
+    assert "\npenstock:worker_open_requests{" in text
+    assert "\nvllm:num_requests_running{" in text
+
+
 def test_a_report_is_exported_under_the_names_that_dashboards_know(port: MetricsPort) -> None:
     series = scrape(f"127.0.0.1:{port.port}")
     mine = {"worker": "w", "role": "decode", "model_name": "m"}

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 _IDLE_S = 5.0  # without a byte, after which a connection is closed
 
@@ -29,7 +34,7 @@ class MetricsPort:
         tried = range(port, (last_port or port) + 1)
         for number in tried:
             try:
-                self._server = make_server(host, number, make_wsgi_app(registry), server_type, _Handler)
+                self._server = make_server(host, number, _make_app(registry), server_type, _Handler)
                 break
             except OSError as error:
                 if number == tried[-1]:
@@ -46,6 +51,21 @@ class MetricsPort:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _make_app(registry: CollectorRegistry) -> WSGIApplication:
+    """Answers every scraper in the text format, as routers do.
+
+    The library's own app would answer Prometheus in OpenMetrics, where its escaping replaces the colon in names:
+    `penstock:worker_steps_total` would be stored as `penstock_worker_steps_total`, which no dashboard knows.
+    """
+
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        body = generate_latest(registry)
+        start_response("200 OK", [("Content-Type", CONTENT_TYPE_LATEST), ("Content-Length", str(len(body)))])
+        return [body]
+
+    return answer
 
 
 class _Server(ThreadingWSGIServer):

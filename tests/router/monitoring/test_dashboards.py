@@ -1,0 +1,44 @@
+"""Runs the query of every panel against a real Prometheus: each is valid, and has data where a demo can make it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.router.dashboard_page import BOARDS, in_prometheus, queries
+from tests.support.router.prometheus import PROMETHEUS, Prometheus, demo_load, watched_deployment
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(PROMETHEUS is None, reason="needs Prometheus (apt-get install prometheus)"),
+]
+
+# What a healthy demo on CPUs cannot show: (dashboard, panel) of queries that may return nothing.
+NO_DATA = {
+    ("pools", "Device use"),  # no published peak is known of a CPU
+    ("service", "Failures a second"),
+    ("service", "Traces a second"),  # traces are off
+    ("tenants-and-lanes", "Refusals a second"),
+}
+LOAD_S = 12.0
+
+
+@pytest.fixture(scope="module")
+def prometheus() -> Iterator[Prometheus]:
+    with watched_deployment() as (router, keys, server):
+        with demo_load(router, keys):
+            time.sleep(LOAD_S)  # several scrapes, so that rates exist
+        yield server
+
+
+@pytest.mark.parametrize("board", BOARDS)
+def test_every_panel_of_a_dashboard_has_data(board: str, prometheus: Prometheus) -> None:
+    empty: set[tuple[str, str, str]] = set()
+    for panel in BOARDS[board]["panels"]:
+        for query in queries(panel):
+            if not prometheus.over_time(in_prometheus(query), 30.0):
+                empty.add((board, panel["title"], query))
+    assert {each[:2] for each in empty} == {each for each in NO_DATA if each[0] == board}, empty

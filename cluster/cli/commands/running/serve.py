@@ -9,6 +9,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.cli.restart_policy import may_restart
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
     from cluster.ray.launch import RayDeployment
 
 _INTERRUPTED = 130
+BUNDLED_MODEL = Path(__file__).resolve().parents[4] / "models" / "penstock-tiny"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", metavar="DIR", help="a Hugging Face checkpoint folder")
+    add("--model", metavar="DIR", help="a Hugging Face checkpoint folder, or penstock-tiny: the bundled one")
     add("--config", metavar="FILE", help="TOML or JSON with more settings; flags override it")
     add("--prefill", type=int, metavar="N", help="prefill workers; default 1")
     add("--decode", type=int, metavar="M", help="decode workers; default 1")
@@ -112,7 +114,11 @@ def serve_config(arguments: Namespace) -> ServeConfig:
     _set(data, ("decode_pool", "engine", "tensor_parallel"), arguments.decode_tp)
     _set(data, ("decode", "placement"), "local" if arguments.colocated else None)
     if "model" not in data:
-        raise ConfigError("model is missing: give --model DIR, a Hugging Face checkpoint folder")
+        raise ConfigError(
+            "model is missing: give --model DIR, a Hugging Face checkpoint folder; the bundled one is penstock-tiny"
+        )
+    if data["model"] == BUNDLED_MODEL.name and not Path(BUNDLED_MODEL.name).exists():
+        data["model"] = str(BUNDLED_MODEL)
     return parse(ServeConfig, data, source=arguments.config or "penstock serve")
 
 

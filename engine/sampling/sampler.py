@@ -257,4 +257,5 @@ def _sample_random(logits_RV: torch.Tensor, rows: SamplingRows) -> tuple[torch.T
     chunks = [slice(start, start + step) for start in range(0, len(rows), step)]
     parts = [sample_scores(pad_scores(logits_RV[chunk]), rows[chunk], vocab_size) for chunk in chunks]
     token_ids, totals = zip(*parts, strict=True)
-    return torch.cat(token_ids), torch.cat(totals)
+    # Without a distribution, the walk may end in the padding.
+    return torch.cat(token_ids).clamp_(max=vocab_size - 1), torch.cat(totals)

@@ -11,7 +11,7 @@ import torch
 
 from engine.sampling.counter_random import uniform
 from engine.sampling.logit_edits import edit_logits
-from engine.sampling.sampler import sample
+from engine.sampling.sampler import sample, sample_each
 from engine.sampling.step_sampling import StepSampling
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
 from penstock.errors import InternalError, InvalidInput
@@ -341,6 +341,31 @@ def test_logprobs_go_to_the_rows_that_ask_and_as_many_as_they_ask() -> None:
     output = sample(torch.randn(4, 8), rows, EOS)
     assert output[0].logprob is None
     assert [len(token.logprob.top) for token in output[1:] if token.logprob is not None] == [0, 3, 8]
+
+
+@pytest.mark.parametrize("vocab_size", [300, 5003, 300_000])
+def test_the_likeliest_tokens_are_those_of_a_sort_with_equals_in_the_order_of_the_vocabulary(vocab_size: int) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(5, vocab_size) * 3).to(torch.bfloat16)  # with many equals
+    logits[1] = 0.0
+    logits[2, 7:] = float("-inf")
+    logits[3, -1] = 50.0
+    output = sample(logits, [row(logprobs=20, temperature=0.0)] * 5, EOS)
+    expected = logits.float().log_softmax(-1)
+    for scores, token in zip(expected, output, strict=True):
+        assert token.logprob is not None
+        found = [token_id for token_id, _ in token.logprob.top]
+        values = torch.tensor([value for _, value in token.logprob.top])
+        torch.testing.assert_close(values, scores.sort(descending=True).values[:20], rtol=1e-5, atol=1e-5)
+        if vocab_size // 128 > 20:
+            assert found == scores.sort(descending=True, stable=True).indices[:20].tolist()
+
+
+def test_a_row_that_is_not_finite_fails_beside_rows_with_logprobs() -> None:
+    logits = torch.randn(3, 5003)
+    logits[1, 9] = float("nan")
+    _, failed = sample_each(logits, [row(logprobs=3) for _ in range(3)], EOS)
+    assert list(failed) == [1]
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------

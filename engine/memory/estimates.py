@@ -38,9 +38,12 @@ _SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
 SCORED_TOKENS = 128
 _FLOAT32_BYTES = 4
 _PAGE_ID_BYTES = 4
-# Rows of partial attention results that split contexts leave to be joined: 132 multiprocessors with 4 programs of 32
-# rows each, and a third more because the number of splits is rounded up.
-_SPLIT_ROWS = 132 * 4 * 32 * 4 // 3
+# Rows of partial attention results that split contexts leave to be joined. Of latents: 132 multiprocessors with 4
+# programs of 32 rows each, and a third more because the number of splits is rounded up.
+_LATENT_SPLIT_ROWS = 132 * 4 * 32 * 4 // 3
+# All other decodes have so many work items beyond one a sequence, of a row for each query head
+# (`engine.kernels.triton.attention.decode_plan.NUM_SPARE_ITEMS`).
+SPARE_DECODE_ITEMS = 1024
 
 
 def saturating_tokens(device_type: DeviceType) -> int:
@@ -203,9 +206,12 @@ def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceTyp
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     num_pages = -(-select_context(config, model) // config.page_size)
     table_bytes = config.cuda_graphs * num_pages * _PAGE_ID_BYTES
-    row_values = model.head_dim if model.latent is None else model.latent.rank
-    split_bytes = _SPLIT_ROWS * row_values * _FLOAT32_BYTES
     own = shard_model(model, shard)  # except the logits: the first rank has those of the whole vocabulary
+    if own.latent is not None:
+        split_values = _LATENT_SPLIT_ROWS * own.latent.rank
+    else:
+        split_values = (config.cuda_graphs + SPARE_DECODE_ITEMS) * own.num_heads * own.head_dim
+    split_bytes = split_values * _FLOAT32_BYTES
     return step_bytes(own, dtype, config.cuda_graphs, config.cuda_graphs) + split_bytes + table_bytes
 
 

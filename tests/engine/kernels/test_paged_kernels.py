@@ -12,11 +12,12 @@ from engine.kernels.backends import select_backend
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.reference import TorchAttention
 from engine.kernels.triton.attention import join_splits
-from engine.kernels.triton.attention.decode_plan import plan_decodes, plan_decodes_reference
+from engine.kernels.triton.attention.decode_plan import NUM_SPARE_ITEMS, plan_decodes, plan_decodes_reference
 from engine.kernels.triton.attention.paged_decode import paged_decode
 from engine.kernels.triton.attention.paged_prefill import paged_prefill
 from engine.kernels.triton.backend import TritonAttention
 from engine.kernels.triton.write_kv import write_kv
+from engine.memory.estimates import SPARE_DECODE_ITEMS
 from penstock.errors import ConfigError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -206,6 +207,10 @@ def test_attention_of_a_sequence_does_not_depend_on_the_batch() -> None:
     for row, context in enumerate(context_lens):
         assert torch.equal(attend([row], context)[0], together[row])
     assert torch.equal(attend([4, 1, 0], 1030), together[[4, 1, 0]])
+
+
+def test_the_memory_plan_counts_the_items() -> None:
+    assert SPARE_DECODE_ITEMS == NUM_SPARE_ITEMS
 
 
 @given(

@@ -87,9 +87,9 @@ def _is_finite(totals_R: torch.Tensor) -> torch.Tensor:
     return (totals_R > 0.0) & (totals_R < float("inf"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Sampled:
-    """The tokens of a step where they were sampled; on a GPU nobody has waited for them."""
+    """The tokens of a step where they were sampled; on a GPU nobody has waited for them. Immutable."""
 
     token_ids_R: torch.Tensor  # int64
     valid_R: torch.Tensor  # bool: the distribution was finite

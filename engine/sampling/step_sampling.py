@@ -23,9 +23,9 @@ from engine.step.sequence import Sequence
 _NOBODY: Mapping[int, Sequence] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StepSampling:
-    """How the rows of one step are sampled."""
+    """How the rows of one step are sampled. Immutable; not frozen, which would take a microsecond of every step."""
 
     rows: SamplingRows
     edits: RowEdits | None  # None: no row is edited

@@ -55,13 +55,16 @@ def admin_stub(arguments: Namespace) -> Iterator[tuple[admin_pb2_grpc.AdminStub,
         try:
             yield admin_pb2_grpc.AdminStub(channel), auth_metadata(token)
         except grpc.RpcError as error:
-            answered = any(key == STATUS_DETAILS for key, _ in error.trailing_metadata() or ())  # type: ignore[attr-defined]
-            typed = from_rpc_error(error)
-            raise (typed if answered and type(typed) is Unavailable else _with_advice(typed, address)) from error
+            raise _with_advice(error, address) from error
 
 
-def _with_advice(error: PenstockError, address: str) -> PenstockError:
-    if type(error) is Unavailable:
+def _with_advice(failed: grpc.RpcError, address: str) -> PenstockError:
+    """Returns the error of a failed call, with the fix where the address, the port or the token is at fault."""
+    answered = any(key == STATUS_DETAILS for key, _ in failed.trailing_metadata() or ())  # type: ignore[attr-defined]
+    error = from_rpc_error(failed)
+    if not answered and (advice := _without_admin_service(failed, address)):
+        return advice
+    if type(error) is Unavailable and not answered:
         return Unavailable(
             f"no deployment answers at {address}; start one with `penstock serve`, or give its --admin address"
         )
@@ -70,6 +73,19 @@ def _with_advice(error: PenstockError, address: str) -> PenstockError:
             f"{address} wants another token; call from the account that runs the deployment, or give its --secret-file"
         )
     return error
+
+
+def _without_admin_service(failed: grpc.RpcError, address: str) -> PenstockError | None:
+    """Returns the error of a server that is no Admin service or does not answer, or None."""
+    code, details = failed.code(), (failed.details() or "").lower()  # type: ignore[attr-defined]
+    advice = "give the deployment's --admin address, by default port 50052"
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return Unavailable(f"the server at {address} has no such Admin call; {advice}, and run the same release")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"{address} did not answer before the call's deadline; look at the server, or {advice}")
+    if "http1" in details or "http/1" in details:
+        return Unavailable(f"{address} speaks HTTP, not gRPC; {advice}")
+    return None
 
 
 def to_json(message: Message, indent: int | None = None) -> str:

@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from cluster.cli import commands
+from cluster.cli.admin import admin_call
 from cluster.cli.catalog import GROUPS
 from cluster.cli.commands.running.serve import how_to_call, serve_config
 from cluster.cli.main import main, make_parser
@@ -26,7 +27,7 @@ from cluster.ray import connection
 from cluster.ray import launch as launching
 from cluster.ray.connection import MINIMUM_RAY
 from penstock.config import ServeConfig
-from penstock.errors import ConfigError, InvalidInput
+from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput
 from penstock.rpc.addresses import callable_host
 from penstock.rpc.secret import digest_of
 from penstock.v1 import admin_pb2, admin_pb2_grpc, common_pb2, worker_pb2
@@ -217,6 +218,15 @@ def test_chat_keeps_its_history_without_failed_turns(
     assert "messages: no" in capsys.readouterr().err
 
 
+def test_chat_exits_2_when_its_last_answer_failed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    with FakeServer(FakeInference([InvalidInput("messages", "no")])) as server:
+        assert main(["chat", "--server", server.address]) == 2
+    assert "messages: no" in capsys.readouterr().err
+
+
 def _end_of_file(lines: Iterator[str]) -> str:
     following = next(lines, None)
     if following is None:
@@ -273,6 +283,44 @@ def test_an_unreachable_deployment_is_reported_with_the_fix(capsys: pytest.Captu
             "no deployment answers at 127.0.0.1:1; start one with `penstock serve`, or give its --admin address"
         )
     assert refusal(capsys, "generate", "hi", "--server", "127.0.0.1:1").startswith("127.0.0.1:1: ")
+
+
+def test_a_grpc_server_without_the_admin_service_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        message = refusal(capsys, "status", "--admin", f"127.0.0.1:{port}")
+    finally:
+        server.stop(None).wait(5)
+    assert message.startswith(f"the server at 127.0.0.1:{port} has no such Admin call; give the deployment's --admin")
+
+
+def test_an_http_server_at_the_admin_address_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with ThreadPoolExecutor(1) as executor:
+            answered = executor.submit(_refuse_as_http, listening)
+            message = refusal(capsys, "status", "--admin", address)
+            answered.result(5)
+    assert message.startswith(f"{address} speaks HTTP, not gRPC; give the deployment's --admin")
+
+
+def _refuse_as_http(listening: socket.socket) -> None:
+    listening.settimeout(5)
+    peer, _ = listening.accept()
+    with peer:
+        peer.settimeout(5)
+        peer.recv(4096)
+        peer.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+def test_a_server_that_hangs_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        arguments = make_parser("status").parse_args(["status", "--admin", address])
+        with pytest.raises(DeadlineExceeded, match=f"{address} did not answer before the call's deadline"):
+            admin_call(arguments, "Status", admin_pb2.StatusRequest(), timeout_s=0.3)
 
 
 def test_tables_align_and_each_change_is_printed_once() -> None:

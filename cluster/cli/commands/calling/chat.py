@@ -18,7 +18,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Reads a line, streams the answer, keeps both as history. Ctrl-C ends the answer, Ctrl-D the conversation."""
+    """Reads a line, streams the answer, keeps both as history. Ctrl-C ends the answer, Ctrl-D the conversation.
+
+    The exit status is 2 if the last answer failed, so that a script that pipes its lines in sees it.
+    """
+    exit_status = 0
     messages: list[ChatMessage] = []
     if arguments.system:
         messages.append({"role": "system", "content": arguments.system})
@@ -28,11 +32,12 @@ def run(arguments: Namespace) -> int:
                 line = input("> ").strip()
             except (EOFError, KeyboardInterrupt):
                 print()
-                return 0
+                return exit_status
             if not line:
                 continue
             messages.append({"role": "user", "content": line})
             answer = _answer(client, arguments, messages)
+            exit_status = 2 if answer is None else 0
             if answer is None:
                 messages.pop()  # a turn that failed is not part of the conversation
             else:

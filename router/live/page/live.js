@@ -1,7 +1,7 @@
 "use strict";
 // Asks the router for its state once a second, and shows it. Keeps five minutes of what it was given.
 
-const KEPT_S = 300, RECENT_S = 60, MOVING_S = 10, BUCKET_S = 5, FEW = 8, MANY = 24;
+const KEPT_S = 300, RECENT_S = 60, MOVING_S = 10, BUCKET_S = 5, FEW = 8, MANY = 24, MAX_EDGES = 60;
 const $ = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const kept = { requests: [], counts: [], last: 0, router: "", state: null, chosen: null };
@@ -140,12 +140,13 @@ function describe(worker) {
   return parts.join(", ");
 }
 
-function showWorker(worker, box) {
+function showWorker(worker, box, isSmall) {
   box.className = `worker${worker.leaving || (worker.ready && worker.avoided) ? " leaving" : worker.ready ? "" : " away"}`;
   box.dataset.worker = worker.id;
   box.title = describe(worker);
   const name = document.createElement("b"), note = document.createElement("small");
-  name.textContent = worker.id;
+  const role = `${worker.role}-`;
+  name.textContent = isSmall && worker.id.startsWith(role) ? worker.id.slice(role.length) : worker.id;
   note.textContent = worker.leaving ? "leaving" : !worker.ready ? "away" : worker.avoided ? "avoided"
     : worker.role === "prefill" ? `${worker.running} running, ${plain(worker.queued_prefill_tokens)} tokens wait`
       : `${worker.running} running, ${worker.waiting} waiting`;
@@ -167,7 +168,7 @@ function showPool(role, workers) {
       pool.append(box);
     }
     known.delete(worker.id);
-    showWorker(worker, box);
+    showWorker(worker, box, workers.length > MANY);
   }
   for (const gone of known.values()) gone.remove();
 }
@@ -177,7 +178,7 @@ function showChosen() {
   $("worker-detail").textContent = worker ? describe(worker) : "";
 }
 
-// An edge for each pair of workers that moved pages lately, as wide as their number is high.
+// An edge for each of the pairs of workers that moved most pages lately, as wide as their number is high.
 function showEdges(state) {
   const moved = new Map();
   for (const request of kept.requests) {
@@ -188,13 +189,15 @@ function showEdges(state) {
   const frame = $("fleet").getBoundingClientRect(), boxes = new Map();
   for (const box of document.querySelectorAll(".worker")) boxes.set(box.dataset.worker, box.getBoundingClientRect());
   $("edges").setAttribute("viewBox", `0 0 ${frame.width} ${frame.height}`);
-  $("edges").replaceChildren(...[...moved].flatMap(([pair, pages]) => {
+  const busiest = [...moved].sort((one, other) => other[1] - one[1]).slice(0, MAX_EDGES);
+  const widest = state.workers.length > 2 * MANY ? 2 : 8;
+  $("edges").replaceChildren(...busiest.flatMap(([pair, pages]) => {
     const [from, to] = pair.split("\n").map((id) => boxes.get(id));
     if (!from || !to) return [];
     const x1 = from.right - frame.left, y1 = from.top + from.height / 2 - frame.top;
     const x2 = to.left - frame.left, y2 = to.top + to.height / 2 - frame.top, middle = (x1 + x2) / 2;
     const path = element("path", { d: `M${x1} ${y1}C${middle} ${y1} ${middle} ${y2} ${x2} ${y2}`,
-      "stroke-width": Math.min(8, 1 + Math.log2(1 + pages) / 2) });
+      "stroke-width": Math.min(widest, 1 + Math.log2(1 + pages) / 2) });
     path.dataset.pair = pair;
     return [path];
   }));

@@ -157,10 +157,14 @@ def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
 
 
 async def abort(context: grpc.aio.ServicerContext, error: PenstockError) -> NoReturn:
-    """Ends a call with the google.rpc status of `error`."""
+    """Ends a call with the google.rpc status of `error`, or with a reset if its client takes no status."""
     status = to_status(error)
     metadata = ((STATUS_DETAILS, status.SerializeToString()),)
-    await context.abort(error.code, status.message, trailing_metadata=metadata)
+    try:
+        await context.abort(error.code, status.message, trailing_metadata=metadata)
+    except grpc.aio.InternalError:  # what was written before is stuck, or the client is gone
+        log.info("reset a call that takes no status: %s", status.message)
+        raise asyncio.CancelledError from None  # which ends the call without a traceback
     raise AssertionError("context.abort returned")
 
 
@@ -205,6 +209,9 @@ async def typed_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]
         await abort(context, error)
     except grpc.aio.AbortError:
         raise
+    except grpc.aio.InternalError as error:  # a read or write of a call whose client is gone
+        log.info("a call ended while it was served: %s", error)
+        raise asyncio.CancelledError from None
     except Exception as error:
         log.exception("a handler failed")
         await abort(context, InternalError(f"internal error: {type(error).__name__}"))

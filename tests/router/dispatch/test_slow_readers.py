@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 
 import grpc
@@ -20,7 +21,7 @@ from tests.support.router.router_fakes import FakeWorker, running_router, until
 from tests.support.router.small_sockets import connect_small, shrink_sent_buffers
 
 NEVER_S = 600.0  # a limit that this test does not reach
-MANY = 400  # tokens with twenty alternatives each: several times what the sockets and windows here hold
+MANY = 1600  # tokens with twenty alternatives each: many times what the sockets and windows here hold
 # gRPC windows that do not grow, so that a reader who stops is noticed after 64 KiB
 SMALL_WINDOWS = [("grpc.http2.lookahead_bytes", 65536), ("grpc.http2.bdp_probe", 0)]
 
@@ -71,7 +72,7 @@ def num_inside(router):
     return router.server.context.gate.admission.num_inside
 
 
-def num_cut(router, limit):
+def was_cut(router, limit):
     return f'penstock:limited_total{{limit="{limit}",model_name="penstock-tiny"}} 1.0' in metrics(router)
 
 
@@ -108,7 +109,7 @@ async def test_a_client_that_takes_nothing_is_cut_off(api):
     limits = {"write_stall_s": 0.2, "read_grace_s": NEVER_S}
     async with running_router(worker, limits=limits, default_timeout_s=NEVER_S) as router:
         async with UNREAD[api](router) as client:
-            await until(lambda: num_cut(router, "write_stall_s"), 60.0)
+            await until(lambda: was_cut(router, "write_stall_s"), 60.0)
             await until(lambda: not num_inside(router), 60.0)
             await ends_early(api, client)
 
@@ -119,9 +120,22 @@ async def test_a_stream_is_cut_off_after_its_deadline_and_grace(api):
     limits = {"write_stall_s": NEVER_S, "read_grace_s": 0.5}
     async with running_router(worker, limits=limits, max_timeout_s=5.0) as router:
         async with UNREAD[api](router) as client:  # without a deadline of its own: the default applies
-            await until(lambda: num_cut(router, "read_grace_s"), 60.0)
+            await until(lambda: was_cut(router, "read_grace_s"), 60.0)
             await until(lambda: not num_inside(router), 60.0)
             await ends_early(api, client)
+
+
+async def test_clients_that_leave_while_their_messages_wait_cost_no_traceback(caplog):
+    worker = await long_answers().start()
+    limits = {"write_stall_s": NEVER_S, "read_grace_s": NEVER_S}
+    async with running_router(worker, limits=limits, default_timeout_s=NEVER_S) as router:
+        async with grpc.aio.insecure_channel(router.grpc_address, options=SMALL_WINDOWS) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            # The first calls fill the connection's window, so those after them cannot send anything.
+            calls = [stub.Generate(request("Hello", max_tokens=MANY, logprobs=20)) for _ in range(4)]
+            await worker.until(lambda fake: len(fake.submits) == len(calls), 60.0)
+            await until(lambda: not num_inside(router), 60.0)
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def ends_early(api, client):

@@ -1,0 +1,43 @@
+"""Tests how a call of a gRPC server ends when its handler fails and when its client takes no status."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+import pytest
+
+from penstock.errors import InvalidInput
+from penstock.rpc.server import abort, typed_errors
+
+
+class UnwritableContext:
+    """The context of a call whose earlier messages are stuck: nothing more can be sent."""
+
+    async def abort(self, *args, **kwargs):
+        raise grpc.aio.InternalError("Failed 'execute_batch': TOO_MANY_OPERATIONS")
+
+
+async def test_a_call_that_takes_no_status_ends_without_one(caplog):
+    caplog.set_level(logging.INFO)
+    with pytest.raises(asyncio.CancelledError):
+        await abort(UnwritableContext(), InvalidInput("n", "is 0; it must be at least 1"))
+    assert "is 0; it must be at least 1" in caplog.text
+
+
+async def test_a_write_to_a_client_that_is_gone_is_no_failure_of_the_handler(caplog):
+    caplog.set_level(logging.INFO)
+    with pytest.raises(asyncio.CancelledError):
+        async with typed_errors(UnwritableContext()):
+            raise grpc.aio.InternalError("Failed 'send_message'")
+    assert "ended while it was served" in caplog.text
+    assert all(record.levelno < logging.ERROR for record in caplog.records)
+
+
+async def test_a_failure_of_the_handler_is_logged_with_its_cause(caplog):
+    with pytest.raises(asyncio.CancelledError):
+        async with typed_errors(UnwritableContext()):
+            raise ValueError("a bug")
+    assert "a handler failed" in caplog.text
+    assert "ValueError: a bug" in caplog.text

@@ -74,7 +74,7 @@ async def many_completions(target: AttackTarget) -> None:
         raise Breach("completions of clients that left are still held")
 
 
-async def _route(made: grpc.aio.Channel, key: str) -> inference_pb2.RouteResponse | grpc.StatusCode:
+async def _route(made: grpc.aio.Channel, key: str) -> inference_pb2.RouteResponse | grpc.aio.AioRpcError:
     request = inference_pb2.GenerateRequest(text="Once upon a time", sampling={"max_tokens": 4})
     call = made.unary_unary(
         ROUTE, request_serializer=bytes, response_deserializer=inference_pb2.RouteResponse.FromString
@@ -82,7 +82,16 @@ async def _route(made: grpc.aio.Channel, key: str) -> inference_pb2.RouteRespons
     try:
         return await call(request.SerializeToString(), timeout=20.0, metadata=(("authorization", f"Bearer {key}"),))
     except grpc.aio.AioRpcError as error:
-        return error.code()
+        return error
+
+
+async def _ticket(target: AttackTarget) -> inference_pb2.RouteResponse:
+    """Returns a ticket of the attacker's tenant."""
+    async with channel(target.grpc) as made:
+        routed = await _route(made, target.key)
+    if isinstance(routed, grpc.aio.AioRpcError):
+        raise Breach(f"Route was answered {routed.code().name}: {routed.details()}")
+    return routed
 
 
 async def _stream(address: str, ticket: bytes) -> grpc.StatusCode:
@@ -97,11 +106,8 @@ def _at(address: str) -> str:
 
 
 async def forged_tickets(target: AttackTarget) -> None:
-    """Changes a ticket's bytes, makes some up, and sends those of 8 MiB."""
-    async with channel(target.grpc) as made:
-        routed = await _route(made, target.key)
-    if isinstance(routed, grpc.StatusCode):
-        raise Breach(f"Route was answered {routed.name}")
+    """Changes a ticket's bytes, makes some up, and sends those of 8 MiB. The true ticket still serves afterwards."""
+    routed = await _ticket(target)
     address, ticket = _at(routed.address), routed.ticket
     forged = [bytes([ticket[0] ^ 1]) + ticket[1:], ticket[:-1] + bytes([ticket[-1] ^ 1]), ticket[:-32], b"", b"\0" * 32]
     forged += [ticket + ticket, b"\xff" * (256 << 10), b"\xff" * (7 << 20)]
@@ -118,14 +124,14 @@ async def forged_tickets(target: AttackTarget) -> None:
             code, _ = await call_code(made, method, ticket, timeout_s=5.0)
         if code is not grpc.StatusCode.UNIMPLEMENTED:
             raise Breach(f"the lookaside port answered {method} {code.name}")
+    code = await _stream(address, ticket)
+    if code is not grpc.StatusCode.OK:
+        raise Breach(f"beside forged tickets the true one was answered {code.name}")
 
 
 async def repeated_tickets(target: AttackTarget) -> None:
     """Uses one ticket 50 times, at once and later: one stream may begin."""
-    async with channel(target.grpc) as made:
-        routed = await _route(made, target.key)
-    if isinstance(routed, grpc.StatusCode):
-        raise Breach(f"Route was answered {routed.name}")
+    routed = await _ticket(target)
     address = _at(routed.address)
     codes = collections.Counter(await asyncio.gather(*(_stream(address, routed.ticket) for _ in range(50))))
     codes[await _stream(address, routed.ticket)] += 1
@@ -137,12 +143,12 @@ async def hoarded_tickets(target: AttackTarget) -> None:
     """Asks for 300 tickets and uses none: a tenant gets its share, others get theirs, and the slots come back."""
     async with channel(target.grpc) as made:
         routed = await asyncio.gather(*(_route(made, target.key) for _ in range(300)))
-        granted = sum(not isinstance(each, grpc.StatusCode) for each in routed)
+        granted = sum(not isinstance(each, grpc.aio.AioRpcError) for each in routed)
         if granted > MAX_REQUESTS:
             raise Breach(f"{granted} unused tickets for a tenant of {MAX_REQUESTS} requests at once")
         other = await _route(made, target.credentials.victim_key)
-        if isinstance(other, grpc.StatusCode):
-            raise Breach(f"beside {granted} unused tickets another tenant was answered {other.name}")
+        if isinstance(other, grpc.aio.AioRpcError):
+            raise Breach(f"beside {granted} unused tickets another tenant was answered {other.code().name}")
         if not await target.wait_until_idle(NUM_VICTIMS, 25.0):
             raise Breach("unused tickets hold requests 25 s later")
 

@@ -39,7 +39,7 @@ class KvAwareConfig(FrozenConfig):
     decode_weight: float = Field(0.5, ge=0)
     """Cost of a second of decoding, relative to a second before the first token."""
     contention_weight: float = Field(4.0, ge=0)
-    """Cost of delaying waiting prompts by a second, relative to a second of the request's own delay."""
+    """Cost of delaying waiting requests by a second, relative to a second of the request's own delay."""
     temperature_s: float = Field(0.0, ge=0)
     """Samples pairs with odds exp(-cost / temperature_s); 0 always takes the cheapest."""
     affinity_s: float = Field(0.5, ge=0)

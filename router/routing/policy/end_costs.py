@@ -90,9 +90,13 @@ class EndCosts:
         )
 
     def decode(self, demand: PlacementDemand, views: Sequence[WorkerView], rng: random.Random) -> list[End]:
-        """Prices decoding on each worker. The transfer belongs to the pair and is not included."""
+        """Prices decoding on each worker, and the delay of those that wait there for pages.
+
+        The transfer belongs to the pair and is not included.
+        """
         tie_breaker = rng.random
-        costs = prices.all_decode_s(demand, views, self._weights.decode_weight)
+        weights = self._weights
+        costs = prices.all_decode_s(demand, views, weights.decode_weight, weights.contention_weight)
         bonuses = self._session_bonuses(demand, views)
         return [
             (cost_s - bonus_s, tie_breaker(), view, bonus_s, 0.0)

@@ -46,8 +46,11 @@ def all_prefill_like_s(demand: PlacementDemand, views: Sequence[WorkerView], lik
     ]
 
 
-def all_decode_s(demand: PlacementDemand, views: Sequence[WorkerView], weight: float) -> list[float]:
-    """Returns each view's `admission_s` plus `weight` times the cost of decoding there, harm included."""
+def all_decode_s(
+    demand: PlacementDemand, views: Sequence[WorkerView], weight: float, delay_weight: float
+) -> list[float]:
+    """Returns each view's `admission_s`, `weight` times the cost of decoding there, harm included, and `delay_weight`
+    times `page_delay_s`."""
     output_tokens, num_tokens = demand.output_tokens * weight, demand.num_tokens
     cached = demand.cached_tokens.get
     costs = []
@@ -56,7 +59,7 @@ def all_decode_s(demand: PlacementDemand, views: Sequence[WorkerView], weight: f
         free = view.load.free_pages - view.sent.num_pages
         missing = num_tokens - cached(view.worker_id, 0) or 1
         if missing > free * view.page_size or view.num_requests >= (view.limits.max_running or view.num_requests + 1):
-            seconds += admission_s(demand, view)
+            seconds += admission_s(demand, view) + delay_weight * page_delay_s(demand, view)
         costs.append(seconds)
     return costs
 
@@ -67,7 +70,10 @@ def transfer_bytes(demand: PlacementDemand, view: WorkerView) -> float:
 
 
 def admission_s(demand: PlacementDemand, view: WorkerView) -> float:
-    """Returns the time until sequences that run there now have freed enough pages and a slot."""
+    """Returns the time until sequences that run there now have freed enough pages and a slot.
+
+    Requests that wait there already come first, and each of them wants as many pages as those that run have.
+    """
     load, num_requests = view.load, view.num_requests
     if not num_requests:
         return 0.0
@@ -77,11 +83,22 @@ def admission_s(demand: PlacementDemand, view: WorkerView) -> float:
     if load.total_pages:
         missing = -(-demand.uncached_on(view.worker_id) // view.page_size) + view.sent.num_pages - load.free_pages
         if missing > 0:
-            wait_s = remaining_s * min(1.0, missing / max(1, load.total_pages - load.free_pages))
+            used = max(1, load.total_pages - load.free_pages)
+            missing += load.num_waiting * used // max(1, load.num_running)
+            wait_s = remaining_s * missing / used
     limit = view.limits.max_running
     if limit and num_requests >= limit:
         wait_s = max(wait_s, remaining_s * (num_requests + 1 - limit) / limit)
     return wait_s
+
+
+def page_delay_s(demand: PlacementDemand, view: WorkerView) -> float:
+    """Returns by how much requests that wait there for pages are delayed, summed: this one takes pages from them."""
+    load = view.load
+    pages = -(-demand.uncached_on(view.worker_id) // view.page_size)
+    if not load.num_waiting or pages + view.sent.num_pages <= load.free_pages:
+        return 0.0
+    return load.num_waiting * demand.output_tokens * view.step_s * pages / max(1, load.total_pages)
 
 
 def harm_s(demand: PlacementDemand, view: WorkerView) -> float:

@@ -1,0 +1,63 @@
+"""The delay of requests that wait for pages: they are placed where their conversation is, while pages are short."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.config import KvAwareConfig
+from penstock.types import WorkerId, WorkerLoad
+from router.routing.policy import prices
+from router.routing.policy.interface import PlacementDemand, WorkerLimits, WorkerView
+from router.routing.policy.kv_aware import KvAwarePolicy
+
+A, B = WorkerId("a"), WorkerId("b")
+PREFILL = [WorkerView(WorkerId("p"), WorkerLoad(), 16)]
+REMOTE = WorkerLimits(max_local_tokens=0)
+
+
+def decode(worker_id: WorkerId, free_pages: int, num_waiting: int, num_running: int = 8) -> WorkerView:
+    load = WorkerLoad(
+        num_running=num_running, num_waiting=num_waiting, free_pages=free_pages, total_pages=1000, step_s=0.02
+    )
+    return WorkerView(worker_id, load, 16, limits=REMOTE)
+
+
+def chosen(cached: dict[WorkerId, int], views: list[WorkerView], weights: KvAwareConfig | None = None) -> WorkerId:
+    demand = PlacementDemand(4000, 1.0, cached_tokens=cached)
+    return KvAwarePolicy(weights or KvAwareConfig()).choose(demand, views, PREFILL, random.Random(0)).decode
+
+
+def test_a_conversation_stays_where_its_pages_are_while_others_wait_for_pages() -> None:
+    busier_holder = [decode(A, 4, num_waiting=6), decode(B, 4, num_waiting=5)]
+    assert chosen({A: 3900}, busier_holder) == A
+    blind = KvAwareConfig(contention_weight=0.0)
+    assert chosen({}, busier_holder) == chosen({}, busier_holder, blind) == B
+
+
+def test_where_the_pages_suffice_nobody_is_delayed() -> None:
+    demand = PlacementDemand(4000, 1.0)
+    assert prices.page_delay_s(demand, decode(A, 250, num_waiting=50)) == 0.0
+    assert prices.page_delay_s(demand, decode(A, 249, num_waiting=0)) == 0.0
+    assert prices.page_delay_s(demand, decode(A, 249, num_waiting=1)) > 0.0
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 249), st.integers(0, 4000))
+def test_more_who_wait_and_fewer_cached_pages_cost_more(waiting: int, running: int, free: int, cached: int) -> None:
+    view, longer = decode(A, free, waiting, running), decode(A, free, waiting + 1, running)
+    less, more = PlacementDemand(4000, 1.0), PlacementDemand(4000, 1.0, cached_tokens={A: cached})
+    assert prices.admission_s(less, view) <= prices.admission_s(less, longer)
+    assert prices.admission_s(more, view) <= prices.admission_s(less, view)
+    assert prices.page_delay_s(less, view) <= prices.page_delay_s(less, longer)
+    assert prices.page_delay_s(more, view) <= prices.page_delay_s(less, view)
+
+
+def test_the_wait_for_pages_counts_those_who_came_first() -> None:
+    """Eight sequences share 1000 pages; four that wait want half of them before this one gets any."""
+    demand = PlacementDemand(1600, 1.0, output_tokens=100.0)
+    alone, behind = (prices.admission_s(demand, decode(A, 0, waiting)) for waiting in (0, 4))
+    assert alone < behind
+    remaining_s = 100.0 * decode(A, 0, 4).step_s / 2
+    assert behind == remaining_s * (100 + 500) / 1000

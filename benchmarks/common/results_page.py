@@ -155,6 +155,13 @@ SUBJECTS = (
         "lab-notes/policies.md",
     ),
     Subject(
+        "overload",
+        "Routing beyond the capacity",
+        "Placement policies with more traffic than the workers can serve, in virtual time; the page has the charts.",
+        "make bench-overload",
+        "overload.md",
+    ),
+    Subject(
         "autoscale",
         "The autoscaler on traces",
         "The autoscaler beside queue lengths and beside a policy that knows the trace, in virtual time.",

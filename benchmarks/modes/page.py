@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.common.docs_tables import markdown_table, replace_between
 from benchmarks.common.process_group import ROOT
 from benchmarks.common.report import Row, hardware
 from benchmarks.modes.deployments import AUTO, COLOCATED, SPLIT, VLLM
@@ -145,7 +145,7 @@ def write_docs(studies: Sequence[WorkloadStudy], docs: Path = DOCS) -> None:
     machine = hardware()
     parts = [
         f"Measured on {machine['cores']} cores of {machine.get('cpu', 'an unknown processor')}.",
-        _markdown(*goodput_table(studies)),
+        markdown_table(*goodput_table(studies)),
     ]
     for study in studies:
         some = next(iter(study.results.values()))
@@ -155,14 +155,5 @@ def write_docs(studies: Sequence[WorkloadStudy], docs: Path = DOCS) -> None:
             names.append(f"{study.name}-{index}.svg")
             (folder / names[-1]).write_text(render_svg(chart) + "\n")
         parts.append("\n".join(f"![{study.name}](modes/{name})" for name in names))
-        parts.append(_markdown(*latency_table(study)))
-    file = docs / "modes.md"
-    text = file.read_text()
-    assert BEGIN in text, f"{file} has no line {BEGIN}"
-    body = "\n\n".join([BEGIN, *parts, END])
-    file.write_text(re.sub(f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: body, text, flags=re.DOTALL))
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        parts.append(markdown_table(*latency_table(study)))
+    replace_between(docs / "modes.md", BEGIN, END, "\n\n".join(parts))

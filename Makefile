@@ -7,7 +7,10 @@ MODEL ?= models/penstock-tiny
 # More than there are cores: tests wait about as long as they compute.
 TEST_PROCESSES ?= 4
 
-.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-replay bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check results docs tune clean
+# Tests and servers start many processes; compiling every module again in each of them costs a sixth of their start.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-replay bench-overload bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-quantized conformance attack soak gpu-check results docs tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -26,6 +29,7 @@ help:
 	@echo "make bench-stages   where the time to first token goes, with prompts computed remotely, split and locally"
 	@echo "make bench-modes    disaggregated against colocated at equal cores over loads and SLOs; writes docs/modes.md"
 	@echo "make bench-replay   every policy on every trace in virtual time   (PENSTOCK_TRACES=DIR for recorded ones)"
+	@echo "make bench-overload every policy beyond the capacity, in virtual time; writes docs/overload.md"
 	@echo "make bench-faults   workers, routers, a node and the controller killed or frozen: noticed when, replaced when"
 	@echo "make bench-startup  a worker cold, from a spare, after a kill and a freeze; weights loaded first and shared"
 	@echo "make bench-autoscale   the autoscaler beside one that goes by queue lengths, in virtual time"
@@ -137,6 +141,9 @@ bench-modes: setup
 
 bench-replay: setup
 	$(PY) -m benchmarks.replay
+
+bench-overload: setup
+	$(PY) -m benchmarks.overload
 
 bench-faults: setup
 	$(PY) -m benchmarks.cluster.faults

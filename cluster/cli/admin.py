@@ -18,6 +18,7 @@ from cluster.cli.options import client_tls
 from penstock.client.auth import auth_metadata
 from penstock.errors import (
     STATUS_DETAILS,
+    ConfigError,
     DeadlineExceeded,
     PenstockError,
     Unauthenticated,
@@ -80,11 +81,11 @@ def _without_admin_service(failed: grpc.RpcError, address: str) -> PenstockError
     code, details = failed.code(), (failed.details() or "").lower()  # type: ignore[attr-defined]
     advice = "give the deployment's --admin address, by default port 50052"
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return Unavailable(f"the server at {address} has no such Admin call; {advice}, and run the same release")
+        return ConfigError(f"the server at {address} has no such Admin call; {advice}, and run the same release")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{address} did not answer before the call's deadline; look at the server, or {advice}")
     if "http1" in details or "http/1" in details:
-        return Unavailable(f"{address} speaks HTTP, not gRPC; {advice}")
+        return ConfigError(f"{address} speaks HTTP, not gRPC; {advice}")
     return None
 
 

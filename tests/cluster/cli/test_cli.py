@@ -291,9 +291,13 @@ def test_a_grpc_server_without_the_admin_service_is_named(capsys: pytest.Capture
     server.start()
     try:
         message = refusal(capsys, "status", "--admin", f"127.0.0.1:{port}")
+        assert main(["doctor", "--json", "--no-transfers", "--admin", f"127.0.0.1:{port}"]) == 1
+        found = json.loads(capsys.readouterr().out)["findings"]
     finally:
         server.stop(None).wait(5)
     assert message.startswith(f"the server at 127.0.0.1:{port} has no such Admin call; give the deployment's --admin")
+    (deployment,) = [each for each in found if each["check"] == "deployment"]
+    assert (deployment["verdict"], deployment["advice"]) == ("problem", message)
 
 
 def test_an_http_server_at_the_admin_address_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,7 +87,7 @@ def _examine(arguments: Namespace) -> Iterator[Finding]:
 
 def _check_without_deployment(admin: str, error: PenstockError, config: ServeConfig | None) -> Iterator[Finding]:
     if not isinstance(error, Unavailable):
-        yield Finding("deployment", admin, Severity.PROBLEM, "its Admin service refuses the call", error.message)
+        yield Finding("deployment", admin, Severity.PROBLEM, "its server does not answer the call", error.message)
         return
     advice = "start one with `penstock serve`, or name its --admin address"
     yield Finding("deployment", admin, Severity.SKIPPED, "none answers there", advice)

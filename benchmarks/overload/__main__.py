@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from benchmarks.common.report import RESULTS, versions
 from benchmarks.overload.page import Study, judgement_table, write_docs
-from benchmarks.overload.study import LOADS, POLICIES, TRAFFIC, RunResult, Traffic, cases, run_all
+from benchmarks.overload.study import LOADS, POLICIES, TRAFFIC, RunResult, TracePart, cases, run_all
 from penstock.errors import InvalidInput
 
 FILE = RESULTS / "overload.json"
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _available(traffic: Sequence[Traffic]) -> list[Traffic]:
+def _available(traffic: Sequence[TracePart]) -> list[TracePart]:
     found = []
     for each in traffic:
         try:

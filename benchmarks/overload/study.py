@@ -29,7 +29,7 @@ _SHORTEST = 400  # requests of a part that is worth a replay
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TracePart:
     """A part of a trace, of at most `limit` requests."""
 
     name: str
@@ -50,11 +50,11 @@ class Traffic:
 
 
 TRAFFIC = (
-    Traffic("Mooncake, first half", "mooncake_conversation_first3000.jsonl.gz"),
-    Traffic("Mooncake, second half", "mooncake_conversation_first3000.jsonl.gz", skipped=1500),
-    Traffic("agents", "agents_sessions_40.jsonl.gz", limit=500, fills_memory=True),
-    Traffic("shared prefixes", GENERATED),
-    Traffic("Azure conversation", "azure2023_conv_first5000.jsonl.gz"),
+    TracePart("Mooncake, first half", "mooncake_conversation_first3000.jsonl.gz"),
+    TracePart("Mooncake, second half", "mooncake_conversation_first3000.jsonl.gz", skipped=1500),
+    TracePart("agents", "agents_sessions_40.jsonl.gz", limit=500, fills_memory=True),
+    TracePart("shared prefixes", GENERATED),
+    TracePart("Azure conversation", "azure2023_conv_first5000.jsonl.gz"),
 )
 
 
@@ -62,7 +62,7 @@ TRAFFIC = (
 class Run:
     """One replay."""
 
-    traffic: Traffic
+    traffic: TracePart
     load: float
     policy: str
     seed: int = 0
@@ -115,7 +115,7 @@ def run(case: Run) -> RunResult:
     return RunResult(case.traffic.name, case.load, case.policy, case.seed, factor, single, summary)
 
 
-def cases(traffic: Sequence[Traffic], loads: Sequence[float], policies: Sequence[str], num_seeds: int) -> list[Run]:
+def cases(traffic: Sequence[TracePart], loads: Sequence[float], policies: Sequence[str], num_seeds: int) -> list[Run]:
     return [Run(*each) for each in product(traffic, loads, policies, range(num_seeds))]
 
 

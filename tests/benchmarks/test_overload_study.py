@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.overload.page import BEGIN, END, Study, figures_table, judgement_table, write_docs
-from benchmarks.overload.study import Run, RunResult, Traffic, cases, run
+from benchmarks.overload.study import Run, RunResult, TracePart, cases, run
 from penstock.errors import InvalidInput
 from simulator.replay import GENERATED
 from simulator.report import Summary
@@ -69,7 +69,7 @@ def test_results_come_back_from_their_file() -> None:
 
 
 def test_a_run_offers_the_load_that_it_names() -> None:
-    few = Traffic("few", GENERATED, limit=400)
+    few = TracePart("few", GENERATED, limit=400)
     found = run(Run(few, 1.5, "least-loaded"))
     assert found.summary.num_requests == 400
     assert found.summary.num_failed == 0
@@ -79,4 +79,4 @@ def test_a_run_offers_the_load_that_it_names() -> None:
 
 def test_a_part_that_is_too_short_is_refused() -> None:
     with pytest.raises(InvalidInput, match="has 100 requests after the first 300"):
-        Traffic("rest", GENERATED, skipped=300, limit=100).requests(0)
+        TracePart("rest", GENERATED, skipped=300, limit=100).requests(0)

@@ -64,7 +64,8 @@ demo: setup
 PYTEST := $(PY) -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test: setup
-	$(PYTEST)
+	@mkdir -p build
+	$(PYTEST); status=$$?; echo $$status > build/test-status; exit $$status
 
 test-fast: setup
 	$(PYTEST) -m "not processes and not slow"

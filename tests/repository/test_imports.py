@@ -131,6 +131,17 @@ def test_only_cluster_imports_ray() -> None:
     assert users <= {"cluster"}
 
 
+def test_the_proto_compiler_has_a_process_of_its_own() -> None:
+    """In one process with it NIXL's library aborts while it is loaded."""
+    users = [
+        path.name
+        for folder in [*ARROWS, "benchmarks", "tests"]
+        for path in (ROOT / folder).rglob("*.py")
+        if any(module.split(".")[0] == "grpc_tools" for module in imported_modules(path))
+    ]
+    assert users == []
+
+
 def test_only_the_command_line_imports_the_simulator() -> None:
     users = {
         name

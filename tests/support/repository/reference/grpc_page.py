@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 
 import google.rpc
@@ -15,7 +16,6 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorProto,
     FileDescriptorSet,
 )
-from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parents[4]
 FILES = ("inference.proto", "common.proto", "admin.proto")
@@ -49,18 +49,17 @@ def render() -> str:
 
 
 def _compiled() -> FileDescriptorSet:
-    """Returns the protos with their comments. Raises RuntimeError if one of them is not valid."""
+    """Returns the protos with their comments. Raises CalledProcessError if one of them is not valid.
+
+    The compiler has a process of its own: in one process with it, NIXL's library aborts while it is loaded.
+    """
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "set")
-        includes = (
-            ROOT / "proto",
-            resources.files("grpc_tools") / "_proto",
-            Path(next(iter(google.rpc.__path__))).parents[1],
-        )
+        includes = (ROOT / "proto", Path(next(iter(google.rpc.__path__))).parents[1])
         names = sorted(str(path.relative_to(ROOT / "proto")) for path in (ROOT / "proto").rglob("*.proto"))
         flags = ["--include_source_info", "--include_imports", f"--descriptor_set_out={target}"]
-        if protoc.main(["protoc", *(f"-I{path}" for path in includes), *flags, *names]):
-            raise RuntimeError("protoc failed")
+        command = [sys.executable, "-m", "grpc_tools.protoc", *(f"-I{path}" for path in includes)]
+        subprocess.run([*command, *flags, *names], check=True, timeout=60)
         return FileDescriptorSet.FromString(target.read_bytes())
 
 

@@ -1,11 +1,12 @@
 """Plans the memory of a replica without loading it: weights, KV pages, steps, and what fits. Torch-free.
 
 Called by `penstock plan-memory`. It reads `config.json` and the headers of weight files, and takes all sizes from
-`engine.memory.estimates`, as the engine does.
+`engine.memory.estimates`, as the engine does. Where there are no weight files, `config.json` alone has to do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from engine.models.config import ModelConfig
 from engine.models.shapes import optional_tensors, tensor_shapes
 from engine.models.sharding import tensor_slices
 from engine.parallel.shard import Shard, shard_layout, shard_model
-from engine.weights.checkpoint import check_tensors
+from engine.weights.checkpoint import check_tensors, has_weight_files
 from engine.weights.tensor_slices import check_slice_groups
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
@@ -42,6 +43,7 @@ class MemoryPlan:
     max_context: int  # tokens that a request may have
     largest_batch: dict[int, int]  # by context in tokens: how many such sequences the pool holds at once
     num_ranks: int = 1
+    has_weights: bool = True  # False: no weight file was there to be held against config.json
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -61,7 +63,8 @@ def plan_memory(
     Raises CheckpointError if the files do not fit together, and ConfigError, with the fix, if the device cannot serve
     the model so or, with `context`, not even one request of that many tokens.
     """
-    model = ModelConfig.from_folder(config.model)
+    has_weights = has_weight_files(Path(config.model))
+    model = ModelConfig.from_folder(config.model, has_weights=has_weights)
     max_context = estimates.select_context(config, model)
     if context is not None and not 1 <= context <= max_context:
         raise ConfigError(
@@ -81,7 +84,7 @@ def plan_memory(
     step = estimates.step_bytes(
         shard_model(model, shard), layout.dtype, num_tokens, max_sequences + estimates.SCORED_TOKENS
     )
-    _check_weights(config, device, layout, weights, free - step)
+    _check_weights(config, model, device, layout, weights, free - step)
     num_pages = estimates.count_pages(config, layout, device.type, free)
     kv_bytes = num_pages * layout.page_bytes
     host_tier = config.host_memory_bytes // layout.page_bytes * layout.page_bytes
@@ -103,6 +106,7 @@ def plan_memory(
         max_context=max_context,
         largest_batch={tokens: num_pages // -(-tokens // layout.page_size) for tokens in contexts},
         num_ranks=shard.num_ranks,
+        has_weights=has_weights,
     )
 
 
@@ -111,7 +115,15 @@ def _loaded_bytes(
 ) -> int:
     """Returns the weights' size on one rank, after the checks that loading makes."""
     shapes = tensor_shapes(model)
-    _, forms = check_tensors(Path(config.model), shapes, optional_tensors(model), model.scheme)
+    forms: Mapping[str, object] = {}
+    if has_weight_files(Path(config.model)):
+        _, forms = check_tensors(Path(config.model), shapes, optional_tensors(model), model.scheme)
+    elif model.scheme is not None:
+        raise ConfigError(
+            f"{config.model} holds no weights, and config.json alone does not say which of them are stored quantized; "
+            "fetch the weight files too, or give the config.json of the model that is not quantized, with "
+            "engine.quantization"
+        )
     if layout.dtype != "float32":
         check_slice_groups(tensor_slices(model, shard), shapes, model.scheme, forms, config.quantization)
     check_library(
@@ -128,15 +140,22 @@ def _loaded_bytes(
     )
 
 
-def _check_weights(config: EngineConfig, device: DeviceMemory, layout: KVLayout, weights: int, left: int) -> None:
+def _check_weights(
+    config: EngineConfig, model: ModelConfig, device: DeviceMemory, layout: KVLayout, weights: int, left: int
+) -> None:
     if left >= 2 * layout.page_bytes:
         return
     narrower = layout.dtype == "float32"
+    ways = ["engine.dtype = bfloat16, which halves them"] if narrower else []
+    if not narrower and config.quantization == "none" and model.scheme is None:
+        ways.append("engine.quantization = int8, which halves them")
+    if device.type == "cuda":  # on a CPU all ranks share the memory
+        ways.append(f"engine.tensor_parallel = {2 * config.tensor_parallel}, on as many devices")
     needed = device.total_bytes - left + 2 * layout.page_bytes
     raise ConfigError(
         f"the weights of {config.model} take {in_units(weights)} in {layout.dtype}, and {device.name} has "
         f"{in_units(device.total_bytes)}: no room for two KV pages and a step; give a device with at least "
-        f"{in_units(needed)}{', or engine.dtype = bfloat16, which halves them' if narrower else ''}"
+        f"{', or '.join([in_units(needed), *ways])}"
     )
 
 

@@ -63,9 +63,11 @@ class ModelConfig:
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> ModelConfig:
-        """Parses a Hugging Face checkpoint folder. Raises CheckpointError, which names the file, the value and the
-        fix."""
+    def from_folder(cls, path: str | Path, *, has_weights: bool = True) -> ModelConfig:
+        """Parses a Hugging Face checkpoint folder. Raises CheckpointError, which names the file, the value and the fix.
+
+        Without weights there is nothing to name the revision by; it is empty.
+        """
         folder = Path(path)
         file = folder / CONFIG_FILE
         data = read_json(file)
@@ -112,7 +114,7 @@ class ModelConfig:
             latent=latent,
             dtype=_read_dtype(data, file),
             eos_token_ids=_read_token_ids(data, file) | _read_token_ids(generation, generation_file),
-            revision=checkpoint_revision(folder),
+            revision=checkpoint_revision(folder) if has_weights else "",
             generation_defaults=_read_generation_defaults(generation),
             num_prediction_layers=max((int(data.get(key) or 0) for key in PREDICTION_KEYS & family.keys), default=0),
             scheme=None if experts is not None and experts.mxfp4 else parse_scheme(data, file),

@@ -15,12 +15,20 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing; give a Hugging Face checkpoint folder") from error
+        raise CheckpointError(f"{file} is missing; {_where_to_get(file.parent)}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}; give valid JSON") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{file} holds {type(data).__name__}; a JSON object is needed")
     return data
+
+
+def _where_to_get(folder: Path) -> str:
+    """Returns what to do about a checkpoint folder that is none."""
+    if folder.exists() or len(folder.parts) != 2 or folder.is_absolute():
+        return "give a Hugging Face checkpoint folder"
+    name = folder.parts[1]
+    return f"if that is a model of the Hugging Face Hub, run `hf download {folder} --local-dir {name}` and give {name}"
 
 
 def positive_int(data: Mapping[str, Any], key: str, file: Path, default: int | None = None) -> int:

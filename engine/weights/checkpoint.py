@@ -39,6 +39,11 @@ class StoredTensor:
     offset: int  # of its first byte in the file
 
 
+def has_weight_files(folder: Path) -> bool:
+    """Whether the folder holds weights, or an index of them."""
+    return any((folder / name).exists() for name in (INDEX_FILE, SINGLE_FILE))
+
+
 def list_weight_files(folder: Path) -> list[Path]:
     """Returns every file that the index names, or the single file. Raises CheckpointError if a file is missing."""
     index = folder / INDEX_FILE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,12 @@ def test_a_pool_without_memory_is_refused() -> None:
     [
         ({}, DeviceMemory("small", "cuda", 601 << 20), None, r"weights of .* in float32.* engine.dtype = bfloat16"),
         ({}, DeviceMemory("small", "cpu", 1 << 20), None, r"give a device with at least 1\d\.\d\d MiB"),
+        (
+            {"dtype": "bfloat16"},
+            DeviceMemory("small", "cuda", 601 << 20),
+            None,
+            r"at least \d+\.\d\d MiB, or engine.quantization = int8, .*, or engine.tensor_parallel = 2, on as many",
+        ),
         ({"num_pages": 900_000}, HOST, None, r"KV pages take 41.* left; give engine.num_pages = \d+ at most"),
         ({"kv_memory_bytes": 5 << 30}, HOST, None, r"KV pages take 5.00 GiB.* engine.kv_memory_bytes = \d+ at most"),
         ({"host_memory_bytes": 4 << 30}, HOST, None, r"engine.host_memory_bytes = 4294967296 leaves no room"),
@@ -227,6 +234,44 @@ def test_the_command_prints_a_plan_or_the_problem(capsys: pytest.CaptureFixture[
     assert "a context of 2000 tokens takes 63 pages" in capsys.readouterr().err
     assert main([*ask, "--role", "prefill"]) == 0
     assert "a page of 16" in capsys.readouterr().out
+
+
+def test_config_json_alone_gives_the_same_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shutil.copy(BUNDLED / "config.json", tmp_path)
+    plans = []
+    for model in (BUNDLED, tmp_path, tmp_path / "config.json"):
+        assert main(["plan-memory", str(model), "--device", "cpu:2GiB", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    whole, *alone = plans
+    assert [plan.pop("has_weights") for plan in plans] == [True, False, False]
+    assert alone == [whole, whole]
+    assert main(["plan-memory", str(tmp_path), "--device", "cpu:2GiB"]) == 0
+    assert "No weight file is there" in capsys.readouterr().out
+
+
+def test_quantized_weights_need_their_headers(tmp_path: Path) -> None:
+    data = json.loads((BUNDLED / "config.json").read_text())
+    data["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="does not say which of them are stored quantized; fetch the weight files"):
+        plan_memory(EngineConfig(model=str(tmp_path)), HOST)
+
+
+def test_the_flag_for_ranks_divides_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["plan-memory", str(BUNDLED), "--device", "H200", "--json"]
+    plans = []
+    for flags in ([], ["--tp", "2"]):
+        assert main([*ask, *flags]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert [plan["num_ranks"] for plan in plans] == [1, 2]
+    assert plans[1]["weight_bytes"] < plans[0]["weight_bytes"]
+
+
+def test_a_name_of_the_hub_is_answered_with_the_way_to_download_it() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"`hf download some/model-8B --local-dir model-8B` and give"
+    ):
+        plan_memory(EngineConfig(model="some/model-8B"), HOST)
 
 
 @pytest.mark.processes

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from cluster.cli.table import format_table
 from engine.memory.device_memory import find_device
 from engine.memory.plan import MemoryPlan, in_units, plan_memory
+from engine.weights.checkpoint import CONFIG_FILE
 from penstock.config import ServeConfig, parse, read
 from penstock.types import Role
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a Hugging Face checkpoint folder")
+    add("model", metavar="MODEL", help="a Hugging Face checkpoint folder; its config.json alone will do")
     add("--device", default="cpu", metavar="D", help="cpu, cuda, H200, 24GiB, cpu:64GiB ...; default: %(default)s")
     add("--context", type=int, metavar="N", help="tokens of a request that must fit")
+    add("--tp", type=int, metavar="N", help="ranks that share a replica, each on a device; engine.tensor_parallel")
     add("--config", metavar="FILE", help="the deployment's settings, as for `penstock serve`")
     add("--role", choices=[role.value for role in Role], default=Role.DECODE.value, help="default: %(default)s")
     add("--json", action="store_true", help="print JSON")
@@ -26,7 +29,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Prints the plan. Raises what `engine.memory.plan.plan_memory` raises: why a plan cannot work."""
-    data = (read(arguments.config) if arguments.config else {}) | {"model": arguments.model}
+    given = Path(arguments.model)
+    model = str(given.parent) if given.name == CONFIG_FILE and given.is_file() else arguments.model
+    data = (read(arguments.config) if arguments.config else {}) | {"model": model}
+    if arguments.tp is not None:
+        data["engine"] = {**data.get("engine", {}), "tensor_parallel": arguments.tp}
     config = parse(ServeConfig, data, source=arguments.config or "penstock plan-memory")
     role = Role(arguments.role)
     worker = config.prefill if role is Role.PREFILL else config.decode
@@ -48,6 +55,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "device": asdict(plan.device),
         "num_ranks": plan.num_ranks,
         "model": model.family.architecture,
+        "has_weights": plan.has_weights,
         "dtype": layout.dtype,
         "kv_dtype": layout.kv_dtype if layout.is_quantized else layout.dtype,
         "weight_bytes": plan.weight_bytes,
@@ -92,7 +100,7 @@ def describe(plan: MemoryPlan, max_sequences: int) -> str:
     table = format_table(
         ("context", "largest batch"), [(str(context), str(batch)) for context, batch in plan.largest_batch.items()]
     )
-    notes = []
+    notes = [] if plan.has_weights else ["No weight file is there, so the weights are what config.json makes of them."]
     if max(plan.largest_batch.values()) > max_sequences:
         notes.append(f"A step takes at most {max_sequences} sequences, unless max_batch_sequences is raised.")
     if tokens < plan.max_context:

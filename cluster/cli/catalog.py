@@ -77,6 +77,7 @@ GROUPS = (
             "fit": "write what steps cost on a running deployment, for the simulator and for planning",
         },
     ),
+    CommandGroup("shell", "set up your shell", {"completion": "print a script that completes commands and flags"}),
 )
 
 

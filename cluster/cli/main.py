@@ -6,8 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 
 from cluster.cli.catalog import GROUPS, find_group, format_groups, load_command, suggest_command
+from cluster.cli.command_parser import CommandParser, nested_parsers
 from penstock.errors import InvalidInput, PenstockError
 from penstock.process import set_up_logging
 
@@ -19,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        arguments = make_parser(*_command_of(words)).parse_args(words)
+        arguments = _parse(words)
         set_up_logging("penstock")
         return int(arguments.run(arguments))
     except PenstockError as error:
@@ -32,15 +34,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parses the words. An unknown flag ends the process with the usage of its own command."""
+    names = _command_of(words)
+    parser = make_parser(*names)
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        command = nested_parsers(parser).get(names[0], parser)
+        inner = nested_parsers(command)
+        action = next((inner[word] for word in words[1:] if word in inner), command)
+        action.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments
+
+
+def _version() -> str:
+    try:
+        return metadata.version("penstock")
+    except metadata.PackageNotFoundError:  # a source tree that nobody installed
+        return "of an unknown version"
+
+
 def make_parser(*names: str) -> argparse.ArgumentParser:
     """Builds the parser of these commands, or of all of them without names. It imports the commands it parses."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="penstock",
         usage="penstock COMMAND ...",
         description="Serve a language model, or call one that is served.",
         epilog=f"{format_groups()}\n\n`penstock COMMAND --help` shows the flags of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"penstock {_version()}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS)
     for group in GROUPS:
         for name, text in group.help_lines.items():

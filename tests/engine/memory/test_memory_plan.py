@@ -268,9 +268,7 @@ def test_the_flag_for_ranks_divides_the_weights(capsys: pytest.CaptureFixture[st
 
 
 def test_a_name_of_the_hub_is_answered_with_the_way_to_download_it() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"`hf download some/model-8B --local-dir model-8B` and give"
-    ):
+    with pytest.raises(CheckpointError, match=r"`hf download some/model-8B --local-dir model-8B` and give"):
         plan_memory(EngineConfig(model="some/model-8B"), HOST)
 
 

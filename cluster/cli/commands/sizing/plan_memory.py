@@ -31,9 +31,9 @@ def run(arguments: Namespace) -> int:
     """Prints the plan. Raises what `engine.memory.plan.plan_memory` raises: why a plan cannot work."""
     given = Path(arguments.model)
     model = str(given.parent) if given.name == CONFIG_FILE and given.is_file() else arguments.model
-    data = (read(arguments.config) if arguments.config else {}) | {"model": model}
+    data: dict[str, Any] = dict(read(arguments.config) if arguments.config else {}) | {"model": model}
     if arguments.tp is not None:
-        data["engine"] = {**data.get("engine", {}), "tensor_parallel": arguments.tp}
+        data["engine"] = dict(data.get("engine", {})) | {"tensor_parallel": arguments.tp}
     config = parse(ServeConfig, data, source=arguments.config or "penstock plan-memory")
     role = Role(arguments.role)
     worker = config.prefill if role is Role.PREFILL else config.decode

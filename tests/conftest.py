@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    from tests.support.suite.one_ray import make_scheduler  # a GPU machine may lack xdist
+    from tests.support.suite.scheduling import make_scheduler  # a GPU machine may lack xdist
 
     return make_scheduler(config, log)
 

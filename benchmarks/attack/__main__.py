@@ -21,9 +21,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.attack.attacks.readers import ORDINARY_USE
 from benchmarks.attack.machine import CoresLeft
-from benchmarks.attack.table import ATTACKS, AttackFunction, describe
+from benchmarks.attack.table import ATTACKS, ORDINARY_USE, AttackFunction, describe
 from benchmarks.attack.target import AttackTarget, WitnessProcess, attacked_deployment, becomes, started_witness
 from benchmarks.attack.verdict import MIB, AttackOutcome, Bounds, Breach, Memory, is_held
 from benchmarks.common.report import Row, publish

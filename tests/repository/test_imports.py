@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.repository import house
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -94,13 +97,16 @@ ROOMS: dict[str, set[str]] = {
 IMPURE = {"asyncio", "grpc", "ray", "socket", "subprocess", "threading", "time", "os", "logging", "httpx", "fastapi"}
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+@functools.cache
+def imported_modules(path: Path) -> tuple[str, ...]:
+    found: list[str] = []
+    for node in house.nodes(str(path.relative_to(ROOT))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; name the module in full"
-            yield node.module or ""
+            found.append(node.module or "")
+    return tuple(found)
 
 
 @pytest.mark.parametrize("folder", ARROWS)
@@ -228,7 +234,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = {}
     for name, path in modules.items():
         targets = set()
-        for node in _runtime_imports(ast.parse(path.read_text())):
+        for node in _runtime_imports(house.parse(str(path.relative_to(ROOT)))):
             if isinstance(node, ast.ImportFrom) and node.module:
                 full = [f"{node.module}.{alias.name}" for alias in node.names]
                 targets |= {each if each in modules else node.module for each in full}

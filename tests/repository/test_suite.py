@@ -17,8 +17,8 @@ import pytest
 from tests.support.prefork.module_process import ModuleProcess, start_module
 from tests.support.repository.house import ROOT, tracked_files
 from tests.support.suite import costs
-from tests.support.suite.one_ray import RAY_FILES, OneRayScheduling
 from tests.support.suite.own_processes import ProcessStarted, is_own
+from tests.support.suite.scheduling import RAY_FILES, SOURCE_FILES, GroupedFiles
 
 NOTHING = [sys.executable, "-c", ""]
 TIMEOUT_S = 240.0
@@ -111,8 +111,9 @@ def test_the_dearest_files_come_first_and_each_file_stays_together() -> None:
 
 
 def test_all_files_that_start_a_ray_go_to_one_process() -> None:
-    scopes = object.__new__(OneRayScheduling)
+    scopes = object.__new__(GroupedFiles)
     assert {scopes._split_scope(f"{file}::test_a") for file in RAY_FILES} == {"ray"}
+    assert {scopes._split_scope(f"{file}::test_a") for file in SOURCE_FILES} == {"sources"}
     assert scopes._split_scope("tests/a/test_b.py::test_c") == "tests/a/test_b.py"
     starts_ray = re.compile(
         r"^from cluster\.ray\.launch import .*\blaunch\b|^from tests\.support\.ray_nodes|--head --block"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import itertools
 import json
+import time
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
 
 from benchmarks.attack.attacks.messages import GENERATE
-from benchmarks.attack.attacks.readers import NUM_VICTIMS
+from benchmarks.attack.attacks.readers import NUM_READERS, NUM_VICTIMS
 from benchmarks.attack.sockets import connection, post
 from benchmarks.attack.target import AttackTarget, call_code, channel
 from benchmarks.attack.verdict import Breach
@@ -19,12 +22,17 @@ from penstock.v1 import common_pb2, inference_pb2
 
 _NUM_CLIENTS = 200
 _NUM_REQUESTS = 1000
+_ORDINARY_S = 3.0  # of as many clients as may be served at once, each of which waits for its answers
 _SERVED_OR_REFUSED = {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
 def _request(max_tokens: int, text: str = "Once upon a time") -> bytes:
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return inference_pb2.GenerateRequest(text=text, sampling=sampling).SerializeToString()
+
+
+def _long_prompt(rank: int, max_tokens: int) -> bytes:
+    return _request(max_tokens, f"{rank} children went to the river. " * 20)
 
 
 async def _must_be_released(target: AttackTarget) -> None:
@@ -65,7 +73,7 @@ async def leave_before_the_first_token(target: AttackTarget) -> None:
 
         async def one(rank: int) -> None:
             call = made.unary_stream(GENERATE, request_serializer=bytes, response_deserializer=bytes)(
-                _request(500, f"{rank} children went to the river. " * 20),
+                _long_prompt(rank, max_tokens=500),
                 timeout=10.0,
                 metadata=(("authorization", f"Bearer {target.key}"),),
             )
@@ -93,4 +101,28 @@ async def thousand_requests_at_once(target: AttackTarget) -> None:
     await _must_be_released(target)
 
 
+async def _wait_for_answers(target: AttackTarget, request: Callable[[int], bytes]) -> None:
+    """Sends one request after another from as many clients as the tenant may have at once, for `_ORDINARY_S`."""
+    ranks, end_s = itertools.count(), time.monotonic() + _ORDINARY_S
+    async with channel(target.grpc) as made:
+
+        async def one() -> None:
+            while time.monotonic() < end_s:
+                await call_code(made, GENERATE, request(next(ranks)), target.key)
+
+        await asyncio.gather(*(one() for _ in range(NUM_READERS)))
+    await _must_be_released(target)
+
+
+async def short_answers(target: AttackTarget) -> None:
+    """Takes the answers of the thousand requests one after another, as 24 clients do."""
+    await _wait_for_answers(target, lambda _: _request(16))
+
+
+async def first_tokens(target: AttackTarget) -> None:
+    """Takes one token of each prompt that others leave before its first one."""
+    await _wait_for_answers(target, lambda rank: _long_prompt(rank, max_tokens=1))
+
+
+ORDINARY_USE = {leave_before_the_first_token: first_tokens, thousand_requests_at_once: short_answers}
 ATTACKS = (one_token_and_leave, leave_before_the_first_token, thousand_requests_at_once)

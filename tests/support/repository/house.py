@@ -50,6 +50,13 @@ def parse(name: str) -> ast.Module:
     return ast.parse((ROOT / name).read_text(), name)
 
 
+@functools.cache
+def nodes(name: str) -> tuple[ast.AST, ...]:
+    """Returns the module, classes, functions and imports of a file: all that these checks look at."""
+    kept = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom)
+    return tuple(node for node in ast.walk(parse(name)) if isinstance(node, kept))
+
+
 def crowded_folders(*prefixes: str) -> list[str]:
     """Lists folders with more than MAX_ENTRIES modules and sub-packages; generated stubs and csrc are exempt."""
     entries: defaultdict[str, set[str]] = defaultdict(set)
@@ -82,9 +89,9 @@ def fragments(*prefixes: str) -> list[str]:
     """Lists docstrings that begin as a sentence fragment."""
     found = []
     for name in sources(*prefixes):
-        for node in ast.walk(parse(name)):
+        for node in nodes(name):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node) or ""
+                text = (ast.get_docstring(node, clean=False) or "").lstrip()
                 if FRAGMENT.match(text):
                     found.append(f"{name}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}")
     return found

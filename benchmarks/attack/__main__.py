@@ -29,6 +29,7 @@ from benchmarks.common.report import Row, publish
 
 _BEFORE_S = 2.0
 _AFTER_S = 0.5
+_FREED_WITHIN_S = 10.0  # by threads that are still at work for callers who have left
 _AT_LEAST_S = 2.0  # a shorter attack is repeated: a few tokens show no pace
 _ATTACK_TIMEOUT_S = 60.0
 _SAMPLE_S = 0.05
@@ -64,7 +65,9 @@ class PeakMemory(threading.Thread):
         return Memory(self.before, self.peak, self.last)
 
 
-async def run_attack(target: AttackTarget, witness: WitnessProcess, attack: AttackFunction) -> AttackOutcome:
+async def run_attack(
+    target: AttackTarget, witness: WitnessProcess, attack: AttackFunction, bounds: Bounds
+) -> AttackOutcome:
     pids, ordinary = await target.pids(), None
     if attack in ORDINARY_USE:
         await witness.window()
@@ -92,6 +95,11 @@ async def run_attack(target: AttackTarget, witness: WitnessProcess, attack: Atta
     took_s = time.monotonic() - began_s
     await asyncio.sleep(_AFTER_S)
     during, cores_during = await witness.window(), cores.end()
+
+    async def is_freed() -> bool:
+        return memory.last - memory.before <= bounds.kept_bytes
+
+    await becomes(is_freed, _FREED_WITHIN_S)
     found = AttackOutcome(
         attack.__name__,
         took_s,
@@ -125,9 +133,9 @@ async def run_all(
     """Runs the attacks one by one. What shows in measurements alone must show twice: the machine has other work too."""
     outcomes = []
     for name in names:
-        outcome = await run_attack(target, witness, ATTACKS[name])
+        outcome = await run_attack(target, witness, ATTACKS[name], bounds)
         if outcome.faults(bounds) and not (outcome.breach or outcome.replaced):
-            outcome = await run_attack(target, witness, ATTACKS[name])
+            outcome = await run_attack(target, witness, ATTACKS[name], bounds)
         outcomes.append(outcome)
         faults = outcome.faults(bounds)
         print(f"{name}: {'; '.join(faults) if faults else 'held'} ({_figures(outcome)})", flush=True)

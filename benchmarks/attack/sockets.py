@@ -107,6 +107,7 @@ class Http2:
         self.writer = writer
         self.counts: dict[int, int] = {}
         self.closed = asyncio.Event()
+        self._ended = asyncio.Event()
         self._task = asyncio.create_task(self._read()) if reads else None
 
     @classmethod
@@ -143,7 +144,9 @@ class Http2:
                 length, kind, flags, stream = h2.parse_head(await self._reader.readexactly(h2.HEAD_BYTES))
                 payload = await self._reader.readexactly(length)
                 self.counts[kind] = self.counts.get(kind, 0) + 1
-                if kind == h2.SETTINGS and not flags & h2.ACK:
+                if kind == h2.RST_STREAM or (kind == h2.HEADERS and flags & h2.END_STREAM):
+                    self._ended.set()
+                elif kind == h2.SETTINGS and not flags & h2.ACK:
                     self.writer.write(h2.frame(h2.SETTINGS, h2.ACK, 0))
                 elif kind == h2.PING and not flags & h2.ACK:
                     self.writer.write(h2.frame(h2.PING, h2.ACK, 0, payload))
@@ -153,6 +156,14 @@ class Http2:
                     self.writer.write(h2.frame(h2.WINDOW_UPDATE, 0, stream, update))
         except (OSError, asyncio.IncompleteReadError):
             self.closed.set()
+            self._ended.set()
+
+    async def has_ended(self, within_s: float) -> bool:
+        """Returns whether the other side ends its first call, or the connection, within the time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._ended.wait()
+        return self._ended.is_set()
 
     async def close(self) -> None:
         if self._task is not None:

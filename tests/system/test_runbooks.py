@@ -63,6 +63,7 @@ PAGES = (
     "upgrade-a-model",
     "rotate-keys",
 )
+_BETWEEN_REQUESTS_S = 0.05
 KILLED = {"pool-is-down": "prefill-0", "router-lost": "router-0"}  # before the page's commands run
 
 
@@ -234,13 +235,13 @@ def run(command: str, http_address: str) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def traffic(address: str) -> Iterator[None]:
-    """Sends requests from a few callers, each prompt new to every cache; none may fail."""
+    """Sends requests from a few callers, each prompt new to every cache; none may fail. Leaves the cores to others."""
     ended = threading.Event()
 
     def ask(caller: int) -> None:
         with Client(address, timeout_s=120) as client:
             for number in itertools.count():
-                if ended.is_set():
+                if ended.wait(_BETWEEN_REQUESTS_S):
                     return
                 client.complete(f"{caller} and {number} little pigs went to the market.", max_tokens=20)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 
 import grpc
 
-from benchmarks.attack.sockets import connection, http_request, post, read_answer
+from benchmarks.attack import http2_frames as h2
+from benchmarks.attack.sockets import Http2, connection, http_request, post, read_answer
 from benchmarks.attack.target import AttackTarget, call_code, channel
 from benchmarks.attack.verdict import Breach
 from penstock.v1 import common_pb2, inference_pb2
@@ -16,6 +18,7 @@ GENERATE = "/penstock.v1.Inference/Generate"
 TOKENIZE = "/penstock.v1.Inference/Tokenize"
 LARGEST = 8 * 1024 * 1024 - 1024
 _REFUSED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED}
+_LIE_ENDS_WITHIN_S = 10.0  # of which a call's own deadline is one
 CHAT = '{"messages":[{"role":"user","content":"x"}],'
 _WORDS = "Once upon a time there was a careful boy named Paul. "
 
@@ -230,22 +233,28 @@ async def path_tricks(target: AttackTarget) -> None:
 
 
 async def framing_lies(target: AttackTarget) -> None:
-    """Announces gRPC messages longer than what follows, of 4 GiB, and compressed ones that are not."""
-    from benchmarks.attack import http2_frames as h2
-    from benchmarks.attack.sockets import Http2
-
+    """Announces gRPC messages longer than what follows, of 4 GiB, and compressed ones that are not; 100 of each."""
     lies = [
         b"\0" + struct.pack(">I", 0xFFFFFFFF) + b"x" * 100,
         b"\0" + struct.pack(">I", 1000) + b"x",
         b"\1" + struct.pack(">I", 1000) + b"\xff" * 1000,
         b"\7" * 1000,
     ]
-    for lie in lies:
+    headers = h2.grpc_headers(GENERATE, target.grpc, target.key, "1S")
+
+    async def is_ended(lie: bytes) -> bool:
+        """Returns whether the call has ended within its deadline and a few seconds more."""
         made = await Http2.open(target.grpc)
-        headers = h2.grpc_headers(GENERATE, target.grpc, target.key, "5S")
         await made.send(h2.frame(h2.HEADERS, h2.END_HEADERS, 1, h2.header_block(headers)))
         await made.send(b"".join(h2.data_frames(1, lie)))
-        await made.close()
+        try:
+            return await made.has_ended(_LIE_ENDS_WITHIN_S)
+        finally:
+            await made.close()
+
+    ended = await asyncio.gather(*(is_ended(lie) for lie in lies * 100))
+    if not all(ended):
+        raise Breach(f"{ended.count(False)} of {len(ended)} calls whose framing lies outlived their deadline")
 
 
 async def stored_responses(target: AttackTarget) -> None:

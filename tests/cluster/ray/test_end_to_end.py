@@ -149,7 +149,7 @@ def _decode_workers(deployment: RayDeployment, busy: int) -> list[admin_pb2.Work
         running = [each for each in workers if each.member.role == "decode" and each.load.num_running > 0]
         if len(running) == busy:
             return running
-        time.sleep(0.01)
+        time.sleep(0.05)
     raise AssertionError(f"{len(running)} decode workers are busy, not {busy}")
 
 
@@ -326,7 +326,7 @@ def _busiest_decode_worker(deployment: RayDeployment) -> admin_pb2.WorkerStatus:
         busiest = max(decode, key=lambda each: each.load.num_running)
         if busiest.load.num_running >= 2:
             return busiest
-        time.sleep(0.01)
+        time.sleep(0.05)
     raise AssertionError("no decode worker runs two sequences")
 
 

@@ -32,6 +32,7 @@ PROMETHEUS = shutil.which("prometheus")
 LANES = {"chat": "interactive", "search": "standard", "nightly": "bulk"}  # by tenant
 _MODEL = Path(__file__).resolve().parents[3] / "models" / "penstock-tiny"
 _TIMEOUT_S = 60.0
+_BETWEEN_REQUESTS_S = 0.05  # of one caller, so that the load leaves the cores to others
 _TOKEN = "a-token-of-this-deployment-alone"
 _CONFIG = """
 global: {scrape_interval: 1s, scrape_timeout: 1s}
@@ -121,7 +122,7 @@ def demo_load(router: str, keys: Mapping[str, str], num_callers: int = 6) -> Ite
 
     def call() -> None:
         with httpx.Client(base_url=f"http://{router}", timeout=_TIMEOUT_S) as http:
-            while not stopping.is_set():
+            while not stopping.wait(_BETWEEN_REQUESTS_S):
                 number = next(numbers)
                 tenant = list(keys)[number % len(keys)]
                 tail = " and then" * (4 << number % 5)

@@ -12,7 +12,7 @@ AttackFunction = Callable[[AttackTarget], Awaitable[None]]
 ROOMS = (operators, messages, grammars, quotas, connections, readers, storms)
 ATTACKS: Mapping[str, AttackFunction] = {attack.__name__: attack for room in ROOMS for attack in room.ATTACKS}
 # what an attack differs from in one thing: others may lose as much pace as beside that
-ORDINARY_USE: Mapping[AttackFunction, AttackFunction] = readers.ORDINARY_USE | storms.ORDINARY_USE
+ORDINARY_USE: Mapping[AttackFunction, AttackFunction] = quotas.ORDINARY_USE | readers.ORDINARY_USE | storms.ORDINARY_USE
 
 
 def describe(attack: AttackFunction) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import time
 
 import grpc
 import grpc.aio
@@ -18,6 +19,8 @@ ROUTE = "/penstock.v1.Inference/Route"
 STREAM = "/penstock.v1.Lookaside/Stream"
 _LONGEST = "".join(f"{rank} careful children, named Paul; " for rank in range(120_000))[:3_900_000]
 _FLOOD_S = 6.0
+_ORDINARY_S = 3.0
+_NUM_TICKET_USERS = 12
 
 
 async def tokenizer_flood(target: AttackTarget) -> None:
@@ -94,10 +97,9 @@ async def _ticket(target: AttackTarget) -> inference_pb2.RouteResponse:
     return routed
 
 
-async def _stream(address: str, ticket: bytes) -> grpc.StatusCode:
-    async with channel(address) as made:
-        message = inference_pb2.StreamRequest(ticket=ticket).SerializeToString()
-        return (await call_code(made, STREAM, message, timeout_s=20.0))[0]
+async def _stream(made: grpc.aio.Channel, ticket: bytes) -> grpc.StatusCode:
+    message = inference_pb2.StreamRequest(ticket=ticket).SerializeToString()
+    return (await call_code(made, STREAM, message, timeout_s=20.0))[0]
 
 
 def _at(address: str) -> str:
@@ -112,7 +114,8 @@ async def forged_tickets(target: AttackTarget) -> None:
     forged = [bytes([ticket[0] ^ 1]) + ticket[1:], ticket[:-1] + bytes([ticket[-1] ^ 1]), ticket[:-32], b"", b"\0" * 32]
     forged += [ticket + ticket, b"\xff" * (256 << 10), b"\xff" * (7 << 20)]
     for each in forged:
-        code = await _stream(address, each)
+        async with channel(address) as made:
+            code = await _stream(made, each)
         if code not in (
             grpc.StatusCode.UNAUTHENTICATED,
             grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -124,7 +127,8 @@ async def forged_tickets(target: AttackTarget) -> None:
             code, _ = await call_code(made, method, ticket, timeout_s=5.0)
         if code is not grpc.StatusCode.UNIMPLEMENTED:
             raise Breach(f"the lookaside port answered {method} {code.name}")
-    code = await _stream(address, ticket)
+    async with channel(address) as made:
+        code = await _stream(made, ticket)
     if code is not grpc.StatusCode.OK:
         raise Breach(f"beside forged tickets the true one was answered {code.name}")
 
@@ -132,11 +136,26 @@ async def forged_tickets(target: AttackTarget) -> None:
 async def repeated_tickets(target: AttackTarget) -> None:
     """Uses one ticket 50 times, at once and later: one stream may begin."""
     routed = await _ticket(target)
-    address = _at(routed.address)
-    codes = collections.Counter(await asyncio.gather(*(_stream(address, routed.ticket) for _ in range(50))))
-    codes[await _stream(address, routed.ticket)] += 1
+    async with channel(_at(routed.address)) as made:
+        codes = collections.Counter(await asyncio.gather(*(_stream(made, routed.ticket) for _ in range(50))))
+        codes[await _stream(made, routed.ticket)] += 1
     if codes[grpc.StatusCode.OK] > 1 or set(codes) - {grpc.StatusCode.OK, grpc.StatusCode.PERMISSION_DENIED}:
         raise Breach(f"51 uses of a ticket were answered { ({code.name: count for code, count in codes.items()}) }")
+
+
+async def single_tickets(target: AttackTarget) -> None:
+    """Takes and uses one ticket after another from twelve clients for 3 s: no more than 16 may be unused."""
+    end_s = time.monotonic() + _ORDINARY_S
+
+    async def one() -> None:
+        routed = await _ticket(target)
+        async with channel(_at(routed.address)) as made:
+            while await _stream(made, routed.ticket) is grpc.StatusCode.OK and time.monotonic() < end_s:
+                routed = await _ticket(target)
+
+    await asyncio.gather(*(one() for _ in range(_NUM_TICKET_USERS)))
+    if not await target.wait_until_idle(NUM_VICTIMS):
+        raise Breach(f"of tickets that were used, {await target.describe_held()}")
 
 
 async def hoarded_tickets(target: AttackTarget) -> None:
@@ -153,6 +172,7 @@ async def hoarded_tickets(target: AttackTarget) -> None:
             raise Breach("unused tickets hold requests 25 s later")
 
 
+ORDINARY_USE = {repeated_tickets: single_tickets}
 ATTACKS = (
     tokenizer_flood,
     chat_flood,

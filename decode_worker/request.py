@@ -17,6 +17,7 @@ from penstock import wire
 from penstock.errors import PenstockError
 from penstock.types import FinishReason, TokenLogprob, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
+from worker.pull.policy import PrefixSource
 
 _MAX_PREEMPTIONS = 16  # whose moments are kept
 
@@ -153,6 +154,8 @@ class DecodeRequest:
     times: StageTimes = field(default_factory=StageTimes)
     transfer: TransferKey | None = None  # the attempt in flight
     hedge: HedgeAttempt | None = None  # until one of the two attempts begins
+    prefix_source: PrefixSource | None = None  # which this worker may pull from
+    pull: common_pb2.Pull | None = None  # by the worker that computed the prompt
     must_be_remote: bool = False  # its prompt is computed by the first candidate, whatever that costs
     placed: PricedPlace | None = None  # where its prompt is computed, for the last time
     prices: list[common_pb2.PrefillPrice] = field(default_factory=list)  # what was predicted of that, and other ways
@@ -191,7 +194,7 @@ class DecodeRequest:
 
     def inherit(self, other: DecodeRequest) -> None:
         """Continues the sequence of `other` under this request's stream and deadline."""
-        self.sequence, self.times, self.prices = other.sequence, other.times, other.prices
+        self.sequence, self.times, self.prices, self.pull = other.sequence, other.times, other.prices, other.pull
         self.prefilled_by, self.cached_tokens, self.pages_moved = (
             other.prefilled_by,
             other.cached_tokens,
@@ -222,6 +225,7 @@ class DecodeRequest:
             prefill_cached_tokens=self.cached_tokens,
             decode_cached_tokens=cached_tokens,
             prices=self.prices,
+            pull=self.pull,
             preempted_ms=[(at_s - times.submitted_s) * 1e3 for at_s in times.preempted_s],
             decode_first_token_ms=(times.first_token_s - times.placed_s) * 1e3 if times.first_token_s else 0.0,
         )

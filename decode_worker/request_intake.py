@@ -18,6 +18,7 @@ from engine.step.loop import StepLoop
 from penstock.errors import DeadlineExceeded, PenstockError
 from penstock.types import Epoch, TransferId
 from penstock.v1 import worker_pb2
+from worker.pull.policy import source_from_wire
 from worker.sequence_message import sequence_from_wire
 
 
@@ -69,8 +70,16 @@ def _request(submit: worker_pb2.DecodeSubmit, stream: RouterStream, deadline_s: 
             item.prefill_s,
             item.num_ranks or 1,
             item.cached_tokens,
+            item.prefix_source if item.HasField("prefix_source") else None,
         )
         for item in submit.prefill_candidates
     )
-    must_be_remote = submit.remote_prefill
-    return DecodeRequest(submit.stream_id, sequence, stream, candidates, deadline_s, must_be_remote=must_be_remote)
+    return DecodeRequest(
+        submit.stream_id,
+        sequence,
+        stream,
+        candidates,
+        deadline_s,
+        must_be_remote=submit.remote_prefill,
+        prefix_source=source_from_wire(submit.prefix_source) if submit.HasField("prefix_source") else None,
+    )

@@ -75,8 +75,9 @@ class DecodeServer:
         transfers = TransferTable(engine, receiver, self._prefill_calls, self.epoch, config.transfer, loop.post)
         self._grammars = GrammarQueue(engine.grammars, engine.model.eos_token_ids, loop.post)
         context_length = shell.description.context_length
-        worker = DecodeWorker(self._worker_id, engine, transfers, config.decode, context_length, self._grammars)
-        self.worker = worker
+        worker = self.worker = DecodeWorker(
+            self._worker_id, engine, transfers, config.decode, context_length, self._grammars, shell.pulls
+        )
         worker.on_step.append(shell.step_metrics.observe)
         self._driver = StepDriver(worker, engine, config.worker_id, loop.post)
 

@@ -36,6 +36,7 @@ from penstock.errors import Cancelled, InvalidInput, Overloaded, PenstockError
 from penstock.types import TransferKey, WorkerId, WorkerLoad
 from penstock.v1 import common_pb2, worker_pb2
 from penstock.worker_metrics import HANDOFF_MISMATCHES
+from worker.pull.prompts import PrefixPulls
 from worker.sequence_message import check_token_ids
 
 log = logging.getLogger(__name__)
@@ -54,8 +55,10 @@ class DecodeWorker:
         config: DecodeConfig,
         context_length: int,
         grammars: GrammarQueue | None = None,
+        pulls: PrefixPulls | None = None,
     ) -> None:
-        """Without `grammars` requests that have one are refused."""
+        """Without `grammars` requests that have one are refused; without `pulls` nothing is pulled from other
+        workers."""
         self._worker_id = worker_id
         self._engine = engine
         self._config = config
@@ -68,7 +71,15 @@ class DecodeWorker:
         self._delivery = TokenDelivery()
         self._pace = Pace()
         self._prefills = PrefillAttempts(
-            worker_id, engine.layout, self.scheduler, transfers, config, self._pace, events=self, report=self._report
+            worker_id,
+            engine.layout,
+            self.scheduler,
+            transfers,
+            config,
+            self._pace,
+            events=self,
+            report=self._report,
+            pulls=pulls,
         )
         self.after_step: list[Callable[[], None]] = []  # called between two steps, and when there was nothing to do
         self.on_release: list[Callable[[DecodeRequest], None]] = []  # called when a request ends here or has migrated
@@ -192,6 +203,7 @@ class DecodeWorker:
         if request is None:
             return
         self._prefills.on_computed(request, first, now_s)
+        request.pull = first.pull
         if self._transfers.is_part(key):
             request.times.part = RemotePart(now_s, first.queue_s, first.prefill_s)
             request.cached_tokens = max(request.cached_tokens, first.cached_tokens)

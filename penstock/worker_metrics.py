@@ -32,6 +32,10 @@ TRANSPORT_FALLBACKS = WorkerMetric("transport_fallbacks", "Transports that did n
 HANDOFF_MISMATCHES = WorkerMetric(
     "handoff_mismatches", "Transfers that contradicted their manifest: recomputed, never decoded"
 )
+PULLS = WorkerMetric("pulls", "Pulls of cached pages from other workers that have ended")
+PULL_FAILURES = WorkerMetric("pull_failures", "Pulls that brought less than was asked for: the rest was computed")
+PULLED_PAGES = WorkerMetric("pulled_pages", "KV pages pulled from other workers instead of being computed")
+PULL_SECONDS = WorkerMetric("pull_seconds", "Seconds that pulls took")
 
 METRICS = {
     metric.name: metric
@@ -44,6 +48,10 @@ METRICS = {
         TRANSFER_FAILURES,
         TRANSPORT_FALLBACKS,
         HANDOFF_MISMATCHES,
+        PULLS,
+        PULL_FAILURES,
+        PULLED_PAGES,
+        PULL_SECONDS,
     )
 }
 

@@ -13,6 +13,8 @@ from kv_transfer.layout.reshard import ReshardPlan
 from kv_transfer.session.lease import Lease
 from penstock.errors import PenstockError
 from penstock.types import PageHash, PageId, TransferKey
+from penstock.v1 import common_pb2
+from worker.pull.policy import PrefixSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class FirstToken:
     queue_s: float
     prefill_s: float
     cached_tokens: int
+    pull: common_pb2.Pull | None = None  # what was pulled before
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class PrefillJob:
     sequence: Sequence
     emit: Callable[[PrefillOutcome], None]  # called on the step loop
     submitted_s: float
+    prefix_source: PrefixSource | None = None  # may be pulled from
+    pull: common_pb2.Pull | None = None  # the account of what was
     lease: Lease | None = None  # of the receiver; set on submission
     plan: ReshardPlan | None = None  # from this worker's pages to the receiver's; set on submission
     started_s: float = 0.0

@@ -46,7 +46,9 @@ class PrefillServer:
         shell.description.chunk_tokens = config.prefill.max_batch_tokens or engine.saturating_tokens
         self._grammars = GrammarQueue(engine.grammars, engine.model.eos_token_ids, shell.loop.post)
         context_length = shell.description.context_length
-        worker = self.worker = PrefillWorker(engine, shell.sender, config, context_length, grammars=self._grammars)
+        worker = self.worker = PrefillWorker(
+            engine, shell.sender, config, context_length, grammars=self._grammars, pulls=shell.pulls
+        )
         worker.on_step.append(shell.step_metrics.observe)
         service = PrefillService(worker, shell.loop)
         core = RoleCore(

@@ -16,6 +16,7 @@ from penstock.types import PageId, TransferKey
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, PrefillOutcome, Pushed, ReservePages
 from prefill_worker.worker import PrefillWorker
+from worker.pull.policy import source_from_wire
 from worker.sequence_message import sequence_from_wire
 
 
@@ -36,6 +37,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 sequence=sequence_from_wire(start),
                 emit=lambda outcome: _post(event_loop, outcomes, outcome),
                 submitted_s=time.monotonic(),
+                prefix_source=source_from_wire(start.prefix_source) if start.HasField("prefix_source") else None,
             )
             self._loop.post(lambda: self._worker.submit(job, start.offer))
             expired = DeadlineExceeded(f"the prefill of {start.request_id} did not end within its deadline")
@@ -87,6 +89,7 @@ def _outcome_to_wire(outcome: PrefillOutcome) -> worker_pb2.PrefillEvent:
                     queue_ms=outcome.queue_s * 1e3,
                     prefill_ms=outcome.prefill_s * 1e3,
                     cached_tokens=outcome.cached_tokens,
+                    pull=outcome.pull,
                 )
             )
         case Pushed():

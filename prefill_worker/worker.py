@@ -29,9 +29,11 @@ from penstock.config import WorkerConfig
 from penstock.errors import Cancelled, InvalidInput, PenstockError, TransferError
 from penstock.kv.page_hash import hash_pages
 from penstock.types import PageHash, PageId, StepTotals, TransferKey, WorkerLoad
+from penstock.v1 import common_pb2
 from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, Pushed, ReservePages
 from prefill_worker.layerwise_push import LayerwisePush, LayerwiseStep
 from prefill_worker.scheduler import PrefillScheduler
+from worker.pull.prompts import PrefixPulls
 from worker.sequence_message import check_token_ids
 
 log = logging.getLogger(__name__)
@@ -63,11 +65,13 @@ class PrefillWorker:
         context_length: int,
         clock: Callable[[], float] = time.monotonic,
         grammars: GrammarQueue | None = None,
+        pulls: PrefixPulls | None = None,
     ) -> None:
         """`context_length` is what both the model and the pool hold, in tokens. Without `grammars` jobs that have one
-        are refused."""
+        are refused; without `pulls` nothing is pulled from other workers."""
         self._engine = engine
         self._grammars = grammars
+        self._pulls = pulls
         self._context_length = context_length
         self._sender = sender
         self._checksums = config.transfer.checksums
@@ -108,6 +112,16 @@ class PrefillWorker:
         job.lease = Lease(self._lease_s, self._clock())
         self._jobs[job.key] = job
         self._by_sequence[job.sequence] = job
+        if self._pulls is None:
+            self._prepare(job, None)
+        else:
+            self._pulls.bring(job.sequence, job.prefix_source, partial(self._prepare, job))
+
+    def _prepare(self, job: PrefillJob, pull: common_pb2.Pull | None) -> None:
+        """Queues a job for which no more pages are pulled, once its grammar is compiled, unless it has ended."""
+        job.pull = pull
+        if job.key not in self._jobs or job.error is not None:
+            return
         if self._grammars is None:
             self.scheduler.add(job.sequence)
         else:
@@ -285,7 +299,8 @@ class PrefillWorker:
 
     def _complete(self, job: PrefillJob, token: SampledToken, now_s: float) -> None:
         job.computed = True
-        job.emit(FirstToken(token, job.started_s - job.submitted_s, now_s - job.started_s, job.cached_tokens))
+        queue_s, prefill_s = job.started_s - job.submitted_s, now_s - job.started_s
+        job.emit(FirstToken(token, queue_s, prefill_s, job.cached_tokens, job.pull))
 
     def _push_batch(self, work: list[ScheduledSequence], pushes: dict[PrefillJob, LayerwisePush]) -> None:
         for scheduled in work:

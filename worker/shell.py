@@ -51,6 +51,8 @@ from worker.metrics.collector import WorkerCollector
 from worker.metrics.model_work import find_work
 from worker.metrics.port import MetricsPort
 from worker.metrics.step_metrics import StepMetrics
+from worker.pull.client import PullClient
+from worker.pull.prompts import PrefixPulls
 from worker.service import WorkerService
 from worker.start_progress import StartReporter, load_replica
 from worker.ticket_log import TicketLog
@@ -95,9 +97,11 @@ class WorkerShell:
     sender: KvSender
     source: PageSource
     intake: PageIntake
+    pulls: PrefixPulls
     channels: Channels
     fences: FenceKeeper
     service: WorkerService
+    handover: HandoverService
     rpc: GrpcServer
 
     def __init__(
@@ -135,7 +139,7 @@ class WorkerShell:
         return self.replica.engine
 
     async def open_transfers(self) -> None:
-        """Opens the sender and everything that hands cached pages over; a receiver is opened on its first use."""
+        """Opens the sender and everything that copies cached pages; a receiver is opened on its first use."""
         config, post, engine = self.config, self.loop.post, self._engine
         self.sender = await asyncio.to_thread(
             open_sender,
@@ -147,6 +151,10 @@ class WorkerShell:
         )
         self.source = PageSource(engine, self.sender)
         self.intake = PageIntake(engine, self.open_receiver, config.transfer.timeout_s, post)
+        self._pull_client = PullClient(post, self.channels, WorkerId(config.worker_id), self.epoch)
+        self.pulls = PrefixPulls(
+            engine, self._pull_client.start, lambda: self._core.load().prefill_steps, config.transfer
+        )
         self.fences = FenceKeeper(
             self.channels.use, lambda key: post(partial(self._on_quiesced, key)), self.open_receiver
         )
@@ -181,14 +189,16 @@ class WorkerShell:
         names = worker_pb2.DESCRIPTOR.services_by_name
         self.rpc = self.trust.server([names["Worker"], names[service], names["PageHandover"]])
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.rpc.server)
-        worker_pb2_grpc.add_PageHandoverServicer_to_server(self._handover_service(), self.rpc.server)
+        self.handover = self._handover_service()
+        worker_pb2_grpc.add_PageHandoverServicer_to_server(self.handover, self.rpc.server)
         for add in add_services:
             add(self.rpc.server)
 
     def _handover_service(self) -> HandoverService:
         post = self.loop.post
         client = HandoverClient(self.source, post, self.channels, WorkerId(self.config.worker_id), self.epoch)
-        return HandoverService(client, self.intake, post, self.fences, self.epoch, lambda: self.address)
+        max_pulls = self.config.transfer.max_pulls if self.description.pulls else 0
+        return HandoverService(client, self.intake, post, self.fences, self.epoch, lambda: self.address, max_pulls)
 
     async def serve(self) -> None:
         """Starts the step loop and listens. Raises ConfigError where a port is taken."""
@@ -236,7 +246,7 @@ class WorkerShell:
             TRANSFER_FAILURES.name: float(stats.num_failures),
             TRANSPORT_FALLBACKS.name: float(stats.num_fallbacks),
         }
-        return replace(load, metrics={**load.metrics, **own})
+        return replace(load, metrics={**load.metrics, **own, **self.pulls.metrics.values()})
 
     def _sweep(self, now_s: float) -> float | None:
         self._fenced_s = self._engine.pool.oldest_fence_s
@@ -286,6 +296,7 @@ class WorkerShell:
     async def close_channels(self) -> None:
         """Closes the channels to other workers, and reads no more keys."""
         self._watching.cancel()
+        await self._pull_client.close()
         await self.channels.close()
 
     async def stop_loop(self) -> None:
@@ -314,6 +325,7 @@ def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.W
         page_bytes=engine.model_layout.page_bytes,
         kv_digest=engine.model_layout.kv_digest(),
         num_ranks=engine.num_ranks,
+        pulls=config.engine.prefix_caching and config.transfer.pull,
         silent_cache=config.engine.prefix_caching and not config.engine.kv_events,
         labels=wire.labels_to_wire(labels),
     )

@@ -147,6 +147,7 @@ class TicketStream:
             salt=self._salt,
             timeout_ms=max(1, int((self._deadline_s - time.monotonic()) * 1e3)),
             prefill_candidates=state.prefill_candidates,
+            prefix_source=state.prefix_source if state.HasField("prefix_source") else None,
             lane=ticket.lane,
         )
 

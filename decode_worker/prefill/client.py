@@ -22,7 +22,7 @@ from kv_transfer.session.transfer_session import Manifest
 from penstock import wire
 from penstock.errors import PenstockError, from_rpc_error, from_status
 from penstock.types import Epoch, Lane, PageHash, PageId, SamplingParams, TransferKey, WorkerId
-from penstock.v1 import worker_pb2
+from penstock.v1 import common_pb2, worker_pb2
 from worker.channels import Channels
 from worker.fence_keeper import FenceKeeper
 
@@ -40,6 +40,7 @@ class PrefillCandidate:
     prefill_s: float
     num_ranks: int = 1  # processes that its pages are split between
     cached_tokens: int = 0  # of the prompt, in its cache, as the router knows it
+    prefix_source: worker_pb2.PrefixSource | None = None  # which it may pull from
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class RemoteFirstToken:
     queue_s: float
     prefill_s: float
     cached_tokens: int
+    pull: common_pb2.Pull | None = None  # what it has pulled before
 
 
 class TransferEvents(Protocol):
@@ -202,7 +204,8 @@ class PrefillClient:
 def _first_token(event: worker_pb2.PrefillFirstToken) -> RemoteFirstToken:
     logprob = wire.logprob_from_wire(event.logprob) if event.HasField("logprob") else None
     token = SampledToken(event.token_id, logprob)
-    return RemoteFirstToken(token, event.queue_ms / 1e3, event.prefill_ms / 1e3, event.cached_tokens)
+    pull = event.pull if event.HasField("pull") else None
+    return RemoteFirstToken(token, event.queue_ms / 1e3, event.prefill_ms / 1e3, event.cached_tokens, pull)
 
 
 def _manifest(event: worker_pb2.PrefillPushed) -> Manifest:
@@ -222,5 +225,6 @@ def _start_message(prefill: RemotePrefill, offer: bytes) -> worker_pb2.PrefillCo
             timeout_ms=max(1, int(prefill.timeout_s * 1e3)),
             offer=offer,
             lane=wire.lane_to_wire(prefill.lane),
+            prefix_source=prefill.candidate.prefix_source,
         )
     )

@@ -51,6 +51,8 @@ class PromptDemand:
     step_tokens: int  # of prompts that one step computes at most
     page_size: int  # tokens
     token_bytes: float  # of KV
+    pulled_tokens: int = 0  # that this worker would pull from another one before it computes the rest
+    pull_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class PrefillPlacement:
 
     def _all(self, demand: PromptDemand, options: Sequence[RemoteOption], now_s: float) -> Iterator[PricedPlace]:
         limit = self._config.max_local_tokens
-        may_be_local = limit is None or demand.num_tokens - demand.cached_tokens <= limit
+        may_be_local = limit is None or demand.num_tokens - demand.cached_tokens - demand.pulled_tokens <= limit
         if may_be_local:
             yield self._local(demand)
         best = options[0]  # the router's order also counts sessions, replicas and links; the others are for failures
@@ -132,9 +134,10 @@ class PrefillPlacement:
             yield self._split(demand, best, num_remote, now_s)
 
     def _local(self, demand: PromptDemand) -> PricedPlace:
-        uncached = _num_computed(demand.num_tokens, demand.cached_tokens)
+        uncached = _num_computed(demand.num_tokens, demand.cached_tokens + demand.pulled_tokens)
         costs = self._chunks(demand, demand.num_tokens - uncached)
-        return PricedPlace(PrefillPlace.LOCAL, costs.total_s, demand.num_running * costs.added_s)
+        first_token_s = demand.pull_s + costs.total_s
+        return PricedPlace(PrefillPlace.LOCAL, first_token_s, demand.num_running * costs.added_s)
 
     def _remote(self, demand: PromptDemand, option: RemoteOption, now_s: float) -> PricedPlace:
         prefill_s = self.remote.prefill_s(option.worker_id, option.prefill_s, now_s)

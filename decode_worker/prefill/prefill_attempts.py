@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 from decode_worker.prefill.client import PrefillCandidate, RemoteFirstToken, TransferEvents
 from decode_worker.prefill.placement_policy import (
@@ -30,7 +31,8 @@ from engine.step.plan import StepPlan
 from penstock.config import DecodeConfig
 from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, PenstockError, TransferError
 from penstock.types import TransferKey, WorkerId
-from penstock.v1 import worker_pb2
+from penstock.v1 import common_pb2, worker_pb2
+from worker.pull.prompts import PrefixPulls
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +50,10 @@ class PrefillAttempts:
         pace: Pace,
         events: TransferEvents,
         report: Callable[[DecodeRequest, worker_pb2.PrefillOutcome], None],
+        pulls: PrefixPulls | None = None,
     ) -> None:
-        """`events` receives what prefill workers answer; `report` is called with each remote attempt's outcome."""
+        """`events` receives what prefill workers answer; `report` is called with each remote attempt's outcome. Without
+        `pulls` nothing is pulled from other workers."""
         self._worker_id = worker_id
         self._layout = layout
         self._scheduler = scheduler
@@ -58,6 +62,7 @@ class PrefillAttempts:
         self._pace = pace
         self._events = events
         self._report = report
+        self._pulls = pulls
         self._policy = PrefillPlacement(config)
 
     def place(self, request: DecodeRequest) -> None:
@@ -69,7 +74,10 @@ class PrefillAttempts:
         chosen = decision.chosen
         if chosen.place is PrefillPlace.LOCAL:
             request.prefilled_by = self._worker_id
-            self._scheduler.compute_here(request.sequence)
+            if self._pulls is None:
+                self._scheduler.compute_here(request.sequence)
+            else:
+                self._pulls.bring(request.sequence, request.prefix_source, partial(self._compute_here, request))
             return
         assert chosen.option is not None
         candidate = next(one for one in request.candidates if one.worker_id == chosen.option.worker_id)
@@ -84,10 +92,17 @@ class PrefillAttempts:
             chosen.num_remote if chosen.place is PrefillPlace.SPLIT else None,
         )
 
+    def _compute_here(self, request: DecodeRequest, pull: common_pb2.Pull | None) -> None:
+        """Queues a request for which no more pages are pulled, unless it has ended meanwhile."""
+        if self._scheduler.is_tracked(request.sequence):
+            request.pull = pull
+            self._scheduler.compute_here(request.sequence)
+
     def _choose(self, request: DecodeRequest, now_s: float) -> PrefillDecision:
         sequence, layout, scheduler = request.sequence, self._layout, self._scheduler
         room = self._config.max_batch_tokens - scheduler.num_running
         within = self._pace.chunk_tokens_within(self._config.itl_target_s)
+        pull = self._pulls.predict(sequence, request.prefix_source) if self._pulls is not None else None
         demand = PromptDemand(
             num_tokens=len(sequence.token_ids),
             cached_tokens=scheduler.peek_cached_tokens(sequence),
@@ -96,6 +111,8 @@ class PrefillAttempts:
             step_tokens=max(1, room if within is None else min(room, within)),
             page_size=layout.page_size,
             token_bytes=layout.page_bytes / layout.page_size,
+            pulled_tokens=pull[0] if pull else 0,
+            pull_s=pull[1].pull_s if pull else 0.0,
         )
         # A prefill worker returns the first token alone, without scores of the prompt.
         options = [] if sequence.scores_prompt else [_option(candidate) for candidate in request.candidates]

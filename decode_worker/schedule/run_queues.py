@@ -55,6 +55,9 @@ class RunQueues:
         """Sequences that hold pages: running, paused, or with a transfer in flight."""
         return len(self.running) + sum(1 for entry in self._detached if entry.sequence.pages)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._entries
+
     def __getitem__(self, sequence: Sequence) -> TrackedSequence:
         return self._entries[sequence]
 

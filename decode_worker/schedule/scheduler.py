@@ -89,6 +89,10 @@ class DecodeScheduler:
         """Gives the sequence its rank."""
         self._queues.track(sequence)
 
+    def is_tracked(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence has its rank, and has not been forgotten."""
+        return sequence in self._queues
+
     def rank(self, sequence: Sequence) -> tuple[float, int]:
         """Returns a tracked sequence's rank; lower goes first."""
         return self._queues[sequence].rank

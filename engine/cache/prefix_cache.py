@@ -172,6 +172,20 @@ class PrefixCache:
         held = [node for page, node in self._chains.by_page.items() if self.pool.num_references(page)]
         return self._chains.rooted((*held, *sorted(idle, key=lambda node: not node.num_uses)), max_pages)
 
+    def num_on_device(self, hashes: Sequence[PageHash]) -> int:
+        """Returns how many leading pages are cached on the device, without a reference or any side effect."""
+        return len(self._chains.leading(hashes))
+
+    def find(self, hashes: Sequence[PageHash]) -> list[CachedPage]:
+        """Returns the longest leading run of these consecutive pages that is cached on the device.
+
+        The run may begin anywhere in a prompt. The caller takes references.
+        """
+        return [
+            CachedPage(node.page_hash, node.parent.page_hash if node.parent else None, node.page)
+            for node in self._chains.leading(hashes)
+        ]
+
     def lacking(self, pages: Sequence[tuple[PageHash, PageHash | None]]) -> list[int]:
         """Returns the indexes of the (page, parent) pairs that could be cached here and are not; touches the others."""
         if not self.enabled:

@@ -81,6 +81,13 @@ class TransferConfig(FrozenConfig):
     chunk. By default what the transport gains from."""
     checksums: bool = False
     """Verifies the xxh3 checksum of every page before it is used."""
+    pull: bool = True
+    """Pulls the cached pages of a prompt's prefix from another worker where that is predicted to take less than
+    computing them, and sends them to workers that ask. Such pages are verified by checksum in any case."""
+    min_pull_tokens: int = Field(512, ge=1)
+    """Fewest tokens whose pages are worth a pull."""
+    max_pulls: int = Field(8, ge=1)
+    """Pulls in flight into one worker, and as many out of it; prompts beyond them are computed."""
 
 
 class LabelsConfig(FrozenConfig):

@@ -563,7 +563,7 @@ class DecodeWorker:
 
 
 class PageHandoverStub:
-    """Served by every worker, whatever its role: hands cached pages of a worker that drains over to other workers.
+    """Served by every worker, whatever its role: copies cached pages to other workers, when it drains or when they pull them.
     """
 
     def __init__(self, channel):
@@ -582,10 +582,15 @@ class PageHandoverStub:
                 request_serializer=penstock_dot_v1_dot_worker__pb2.ReceivePagesCommand.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_worker__pb2.ReceivePagesEvent.FromString,
                 _registered_method=True)
+        self.SendPages = channel.unary_unary(
+                '/penstock.v1.PageHandover/SendPages',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.SendPagesRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.SendPagesResponse.FromString,
+                _registered_method=True)
 
 
 class PageHandoverServicer:
-    """Served by every worker, whatever its role: hands cached pages of a worker that drains over to other workers.
+    """Served by every worker, whatever its role: copies cached pages to other workers, when it drains or when they pull them.
     """
 
     def HandOver(self, request, context):
@@ -598,6 +603,14 @@ class PageHandoverServicer:
     def ReceivePages(self, request_iterator, context):
         """Receives one batch from another worker. Commands: start, then finish; closed is always the last and says that
         nothing will be written any more. Events: destination, then cached; or refused, at any point.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SendPages(self, request, context):
+        """Called by a worker that pulls a prefix: copies the named pages to its cache by ReceivePages; returns once that is
+        over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -616,6 +629,11 @@ def add_PageHandoverServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_v1_dot_worker__pb2.ReceivePagesCommand.FromString,
                     response_serializer=penstock_dot_v1_dot_worker__pb2.ReceivePagesEvent.SerializeToString,
             ),
+            'SendPages': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendPages,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.SendPagesRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.SendPagesResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'penstock.v1.PageHandover', rpc_method_handlers)
@@ -625,7 +643,7 @@ def add_PageHandoverServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PageHandover:
-    """Served by every worker, whatever its role: hands cached pages of a worker that drains over to other workers.
+    """Served by every worker, whatever its role: copies cached pages to other workers, when it drains or when they pull them.
     """
 
     @staticmethod
@@ -672,6 +690,33 @@ class PageHandover:
             '/penstock.v1.PageHandover/ReceivePages',
             penstock_dot_v1_dot_worker__pb2.ReceivePagesCommand.SerializeToString,
             penstock_dot_v1_dot_worker__pb2.ReceivePagesEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.PageHandover/SendPages',
+            penstock_dot_v1_dot_worker__pb2.SendPagesRequest.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.SendPagesResponse.FromString,
             options,
             channel_credentials,
             insecure,

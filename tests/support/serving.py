@@ -101,6 +101,7 @@ class Caller:
         num_prompt_tokens: int | None = None,
         timeout_s: float = TIMEOUT_S,
         ticket: str = "",
+        source: worker_pb2.PrefixSource | None = None,
     ) -> int:
         """Returns the stream id."""
         stream_id = self._next_id
@@ -118,6 +119,7 @@ class Caller:
             timeout_ms=int(timeout_s * 1e3),
             prefill_candidates=[_candidate(server) for server in prefill],
             ticket=ticket,
+            prefix_source=source,
         )
         self._commands.put_nowait(worker_pb2.DecodeCommand(submit=submit))
         return stream_id

@@ -17,7 +17,17 @@ import grpc.aio
 
 from penstock import wire
 from penstock.errors import DeadlineExceeded, PenstockError, TransferError, from_rpc_error, from_status, to_status
-from penstock.types import CachedPage, Epoch, HandoverTarget, PageId, TransferId, TransferKey, WorkerId
+from penstock.types import (
+    CachedPage,
+    Epoch,
+    HandoverTarget,
+    Lane,
+    PageHash,
+    PageId,
+    TransferId,
+    TransferKey,
+    WorkerId,
+)
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.channels import Channels
 from worker.handover.source import PageSource
@@ -45,11 +55,13 @@ class HandoverReport:
 class _Batch:
     key: TransferKey
     pages: Sequence[CachedPage]
+    lane: Lane = Lane.BULK
     commands: asyncio.Queue[worker_pb2.ReceivePagesCommand | None] = field(default_factory=asyncio.Queue)
     sent: asyncio.Future[PenstockError | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    is_pushed: bool = False  # set on the step loop
+    is_pushed: bool = False  # set on the step loop, as is the next
+    is_over: bool = False  # so that it must not be pushed any more
 
     def close(self, error: PenstockError | None = None) -> None:
         closed = worker_pb2.ReceivePagesClosed(error=to_status(error) if error else None)
@@ -89,8 +101,26 @@ class HandoverClient:
             )
         )
 
+    async def send(
+        self, target: HandoverTarget, hashes: Sequence[PageHash], timeout_s: float, own_address: str, lane: Lane
+    ) -> tuple[int, HandoverReport]:
+        """Sends the leading ones of these consecutive pages that are cached here, and returns how many those are."""
+        deadline_s = time.monotonic() + timeout_s
+        taking = asyncio.ensure_future(self._on_loop(lambda: self._source.take(hashes)))
+        try:
+            pages = await asyncio.shield(taking)
+        except asyncio.CancelledError:  # the caller has gone; the pages are taken all the same
+            taking.add_done_callback(lambda taken: self._post(lambda: self._source.release(taken.result())))
+            raise
+        return len(pages), await self._send_share(target, pages, deadline_s, own_address, lane)
+
     async def _send_share(
-        self, target: HandoverTarget, pages: list[CachedPage], deadline_s: float, own_address: str
+        self,
+        target: HandoverTarget,
+        pages: list[CachedPage],
+        deadline_s: float,
+        own_address: str,
+        lane: Lane = Lane.BULK,
     ) -> HandoverReport:
         report, num_begun = HandoverReport(), 0
         try:
@@ -100,7 +130,7 @@ class HandoverClient:
                     raise DeadlineExceeded(f"{len(pages) - num_begun} pages were not begun within the deadline")
                 batch = pages[num_begun : num_begun + self._batch_pages]
                 num_begun += len(batch)
-                await self._send_batch(target, batch, left_s, own_address, report)
+                await self._send_batch(target, batch, left_s, own_address, report, lane)
         except PenstockError as error:
             report.problem = f"{target.worker_id}: {error.message}"
         finally:
@@ -116,9 +146,10 @@ class HandoverClient:
         left_s: float,
         own_address: str,
         report: HandoverReport,
+        lane: Lane,
     ) -> None:
         """Adds the outcome to `report`. Raises PenstockError."""
-        batch = _Batch(TransferKey(TransferId(uuid.uuid4().hex), self._epoch, target.epoch), pages)
+        batch = _Batch(TransferKey(TransferId(uuid.uuid4().hex), self._epoch, target.epoch), pages, lane)
         start = worker_pb2.ReceivePagesStart(
             transfer=wire.transfer_key_to_wire(batch.key),
             pages=[worker_pb2.CachedPage(hash=page.page_hash, parent=page.parent or b"") for page in pages],
@@ -138,7 +169,6 @@ class HandoverClient:
             except TimeoutError:
                 raise DeadlineExceeded("a batch did not end within the deadline") from None
             finally:
-                self._post(lambda: None if batch.is_pushed else self._source.release(pages))
                 self._end(batch, call)
 
     async def _follow(
@@ -167,24 +197,42 @@ class HandoverClient:
 
     def _push(self, batch: _Batch, destination: worker_pb2.ReceivePagesDestination, own: Sequence[PageId]) -> None:
         """Runs on the step loop."""
+        if batch.is_over:
+            raise TransferError("the batch was given up before its pages were pushed")
         event_loop = batch.sent.get_loop()
 
         def on_sent(error: PenstockError | None) -> None:
             self._source.release(batch.pages)
             event_loop.call_soon_threadsafe(_settle, batch.sent, error)
 
-        self._source.push(batch.key, destination.offer, own, [PageId(page) for page in destination.pages], on_sent)
+        pages = [PageId(page) for page in destination.pages]
+        self._source.push(batch.key, destination.offer, own, pages, on_sent, batch.lane)
         batch.is_pushed = True
 
     def _end(self, batch: _Batch, call: Call) -> None:
-        """Sends `closed` once nothing is written any more; a target that misses it asks for the transfer's state."""
-        if batch.is_pushed and not batch.sent.done():
-            self._post(lambda: self._source.abort(batch.key))
-            batch.sent.add_done_callback(lambda sent: batch.hang_up())
-            timer = asyncio.get_running_loop().call_later(_CLOSE_TIMEOUT_S, call.cancel)
-            call.add_done_callback(lambda call: timer.cancel())
-        else:
-            batch.hang_up()
+        """Sends `closed` once nothing is written any more; a target that misses it asks for the transfer's state.
+
+        The step loop decides: a push that was asked for when the batch was given up may still be on its way there.
+        """
+        event_loop = batch.sent.get_loop()
+
+        def stop() -> None:
+            batch.is_over = True
+            if batch.is_pushed:
+                self._source.abort(batch.key)
+            else:
+                self._source.release(batch.pages)
+            event_loop.call_soon_threadsafe(hang_up)
+
+        def hang_up() -> None:
+            if batch.is_pushed and not batch.sent.done():
+                batch.sent.add_done_callback(lambda sent: batch.hang_up())
+                timer = event_loop.call_later(_CLOSE_TIMEOUT_S, call.cancel)
+                call.add_done_callback(lambda call: timer.cancel())
+            else:
+                batch.hang_up()
+
+        self._post(stop)
 
     async def _on_loop(self, work: Callable[[], ResultT]) -> ResultT:
         """Runs `work` on the step loop and returns its result or raises its PenstockError."""

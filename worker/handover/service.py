@@ -1,4 +1,5 @@
-"""The gRPC service of page hand-over: `HandOver` at a worker that drains, `ReceivePages` at the remaining ones.
+"""The gRPC service of page hand-over: `HandOver` at a worker that drains, `SendPages` at one that others pull from,
+and `ReceivePages` at the workers that get the pages.
 
 Serves workers of either role. It translates and nothing else: `HandoverClient` and `PageIntake` do the work.
 """
@@ -13,7 +14,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc.aio
 
 from penstock import wire
-from penstock.errors import InvalidInput, PenstockError, TransferError, Unavailable, from_status, to_status
+from penstock.errors import (
+    InvalidInput,
+    Overloaded,
+    PenstockError,
+    TransferError,
+    TransferRefused,
+    Unavailable,
+    from_status,
+    to_status,
+)
 from penstock.rpc.addresses import require_source_address
 from penstock.rpc.server import read_start, typed_errors
 from penstock.types import Epoch, HandoverTarget, PageHash, PageId, TransferKey, WorkerId
@@ -24,6 +34,9 @@ from worker.handover.client import HandoverClient, Post
 from worker.handover.intake import PageIntake
 
 log = logging.getLogger(__name__)
+
+_MAX_NAMED_PAGES = 65536  # in one call
+_RETRY_AFTER_S = 1.0
 
 
 class ReceivePagesCall(CallEvents[worker_pb2.ReceivePagesEvent]):
@@ -68,14 +81,17 @@ class HandoverService(worker_pb2_grpc.PageHandoverServicer):
         fences: FenceKeeper,
         epoch: Epoch,
         address: Callable[[], str],
+        max_pulls: int,
     ) -> None:
-        """`address` returns where this worker listens."""
+        """`address` returns where this worker listens; `max_pulls` bounds the pulls that it serves at once, 0: none."""
         self._client = client
         self._intake = intake
         self._post = post
         self._fences = fences
         self._epoch = epoch
         self._address = address
+        self._max_pulls = max_pulls
+        self._num_pulls = 0
 
     async def HandOver(
         self, request: worker_pb2.HandOverRequest, context: grpc.aio.ServicerContext
@@ -97,6 +113,38 @@ class HandoverService(worker_pb2_grpc.PageHandoverServicer):
                 elapsed_ms=(time.monotonic() - started_s) * 1e3,
                 problems=[report.problem for report in reports if report.problem],
             )
+
+    async def SendPages(
+        self, request: worker_pb2.SendPagesRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.SendPagesResponse:
+        async with typed_errors(context):
+            self._check_pull(request)
+            own = require_source_address(request.source_address or self._address())
+            asked = request.target
+            target = HandoverTarget(WorkerId(asked.worker_id), Epoch(asked.epoch), asked.address, asked.max_pages)
+            hashes, lane = [PageHash(page) for page in request.page_hashes], wire.lane_from_wire(request.lane)
+            self._num_pulls += 1
+            try:
+                num_held, report = await self._client.send(target, hashes, request.timeout_ms / 1e3, own, lane)
+            finally:
+                self._num_pulls -= 1
+            num_bytes = report.num_sent * self._client.page_bytes
+            return worker_pb2.SendPagesResponse(
+                num_held=num_held, num_pages=report.num_pages, num_bytes=num_bytes, problem=report.problem
+            )
+
+    def _check_pull(self, request: worker_pb2.SendPagesRequest) -> None:
+        """Raises PenstockError unless the pull can be served."""
+        if request.source_epoch != self._epoch:
+            raise TransferError(f"source_epoch is {request.source_epoch}; this is {self._epoch}")
+        if request.target.epoch == self._epoch:
+            raise InvalidInput("target", f"has {self._epoch}, this very worker's epoch; name another worker")
+        if len(request.page_hashes) > _MAX_NAMED_PAGES:
+            raise InvalidInput("page_hashes", f"has {len(request.page_hashes)} pages; name at most {_MAX_NAMED_PAGES}")
+        if not self._max_pulls:
+            raise TransferRefused("transfer.pull is off at this worker")
+        if self._num_pulls >= self._max_pulls:
+            raise Overloaded(f"{self._num_pulls} pulls are in flight from this worker, its limit", _RETRY_AFTER_S)
 
     async def ReceivePages(
         self, request_iterator: AsyncIterator[worker_pb2.ReceivePagesCommand], context: grpc.aio.ServicerContext

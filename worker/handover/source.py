@@ -13,7 +13,7 @@ from engine.engine import Engine
 from kv_transfer.endpoints import KvSender
 from kv_transfer.ranks.head_routes import split_offer
 from penstock.errors import PenstockError
-from penstock.types import CachedPage, Epoch, HandoverTarget, Lane, PageId, TransferKey
+from penstock.types import CachedPage, Epoch, HandoverTarget, Lane, PageHash, PageId, TransferKey
 from worker.handover.policy import assign_pages
 
 OnSent = Callable[[PenstockError | None], None]
@@ -56,17 +56,29 @@ class PageSource:
             self._engine.pool.share([page.page for page in picked[epoch]])
         return picked
 
+    def take(self, hashes: Sequence[PageHash]) -> list[CachedPage]:
+        """Returns the leading ones of these consecutive pages that are cached; the caller must `release` them."""
+        found = self._engine.prefix_cache.find(hashes)
+        self._engine.pool.share([page.page for page in found])
+        return found
+
     def release(self, pages: Sequence[CachedPage]) -> None:
         self._engine.pool.release([page.page for page in pages])
 
     def push(
-        self, key: TransferKey, offer: bytes, src_pages: Sequence[PageId], dst_pages: Sequence[PageId], on_sent: OnSent
+        self,
+        key: TransferKey,
+        offer: bytes,
+        src_pages: Sequence[PageId],
+        dst_pages: Sequence[PageId],
+        on_sent: OnSent,
+        lane: Lane = Lane.BULK,
     ) -> None:
         """Starts to write the pages; `on_sent` is called once, with the outcome, when nothing is written any more.
 
         Raises TransferError or TransferRefused before anything is written.
         """
-        self._sender.open(key, offer, Lane.BULK)
+        self._sender.open(key, offer, lane)
         self._pushes[key] = _Push(on_sent)
         tokens = range(len(src_pages) * self._engine.layout.page_size)  # pages have the same size at both ends
         self._sender.push_tokens(key, 0, tokens, src_pages, dst_pages)

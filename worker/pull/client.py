@@ -1,0 +1,94 @@
+"""Asks other workers for pages: one call a pull, which ends by its deadline. Runs on the server's event loop.
+
+The pages themselves come by `PageHandover.ReceivePages`, as those of a draining worker do, and are cached batch by
+batch once they are verified. The call only says when no more will come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+
+from penstock import wire
+from penstock.errors import DeadlineExceeded, PenstockError, TransferError, from_rpc_error
+from penstock.types import Epoch, Lane, PageHash, WorkerId
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from worker.channels import Channels
+from worker.pull.policy import PrefixSource
+
+Post = Callable[[Callable[[], None]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PullRequest:
+    """Consecutive pages of one prompt that a source shall send."""
+
+    source: PrefixSource
+    hashes: Sequence[PageHash]
+    lane: Lane
+    timeout_s: float
+
+
+class PullClient:
+    """Owns one task for each pull."""
+
+    def __init__(self, post: Post, channels: Channels, worker_id: WorkerId, epoch: Epoch) -> None:
+        """`post` runs a call on the step loop."""
+        self._post = post
+        self._channels = channels
+        self._worker_id = worker_id
+        self._epoch = epoch
+        self._running = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, pull: PullRequest, on_end: Callable[[PenstockError | None], None]) -> None:
+        """Starts a pull, from any thread. `on_end` is called on the step loop, once, by the deadline: with the problem
+        if the source has not sent everything that was asked for."""
+        self._running.call_soon_threadsafe(self._start, pull, on_end)
+
+    async def close(self) -> None:
+        """Cancels the pulls in flight."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, pull: PullRequest, on_end: Callable[[PenstockError | None], None]) -> None:
+        task = asyncio.create_task(self._follow(pull, on_end))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _follow(self, pull: PullRequest, on_end: Callable[[PenstockError | None], None]) -> None:
+        problem: PenstockError | None = None
+        try:
+            async with asyncio.timeout(pull.timeout_s), self._channels.use(pull.source.address) as channel:
+                stub = worker_pb2_grpc.PageHandoverStub(channel)
+                answer = await stub.SendPages(self._request(pull), timeout=pull.timeout_s)
+            if answer.problem:
+                problem = TransferError(answer.problem)
+            elif answer.num_held < len(pull.hashes):
+                problem = TransferError(f"the source holds {answer.num_held} of {len(pull.hashes)} pages")
+        except TimeoutError:
+            problem = DeadlineExceeded(f"the source has not sent the pages within {pull.timeout_s:.3g} s")
+        except grpc.aio.AioRpcError as error:
+            problem = from_rpc_error(error)
+        except PenstockError as error:
+            problem = error
+        finally:
+            self._post(lambda: on_end(problem))
+
+    def _request(self, pull: PullRequest) -> worker_pb2.SendPagesRequest:
+        source = pull.source
+        target = worker_pb2.HandOverTarget(
+            worker_id=self._worker_id, epoch=self._epoch, address=source.own_address, max_pages=len(pull.hashes)
+        )
+        return worker_pb2.SendPagesRequest(
+            target=target,
+            page_hashes=pull.hashes,
+            source_address=source.address,
+            source_epoch=source.epoch,
+            timeout_ms=max(1, int(pull.timeout_s * 1e3)),
+            lane=wire.lane_to_wire(pull.lane),
+        )

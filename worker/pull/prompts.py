@@ -1,0 +1,147 @@
+"""Holds prompts back while a part of their pages is pulled from another worker. Runs on the step loop.
+
+A prompt waits in no queue and holds no page meanwhile; once the pull is over, however it ended, the prompt finds in the
+prefix cache what has come and the rest is computed. Prompts that lack the same pages wait for one pull.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from engine.engine import Engine
+from engine.step.sequence import Sequence as TokenSequence
+from penstock.config import TransferConfig
+from penstock.errors import PenstockError
+from penstock.types import PageHash, StepTotals
+from penstock.v1 import common_pb2
+from penstock.worker_metrics import PULL_FAILURES, PULL_SECONDS, PULLED_PAGES, PULLS, WorkerMetrics
+from worker.pull.client import PullRequest
+from worker.pull.policy import MissingPages, PrefixSource, PullCosts, PullPlan
+
+log = logging.getLogger(__name__)
+
+Then = Callable[[common_pb2.Pull | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a prompt would get from its source."""
+
+    source: PrefixSource
+    hashes: Sequence[PageHash]  # of the leading pages that the source holds
+    num_here: int  # leading ones of them that are in this pool
+    missing: MissingPages
+
+
+@dataclass(slots=True)
+class _Pull:
+    wanted: _Wanted
+    started_s: float
+    waiting: list[Callable[[PenstockError | None], None]] = field(default_factory=list)
+
+
+class PrefixPulls:
+    """Owns the pulls in flight and what is learned from them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        start: Callable[[PullRequest, Callable[[PenstockError | None], None]], None],
+        totals: Callable[[], StepTotals],
+        config: TransferConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`start` is `PullClient.start`; `totals` returns the steps that have computed prompts here."""
+        self._engine = engine
+        self._start = start
+        self._totals = totals
+        self._config = config
+        self._clock = clock
+        self._page_size = engine.layout.page_size
+        self._open: dict[PageHash, _Pull] = {}  # by their first pages
+        self.costs = PullCosts()
+        self.metrics = WorkerMetrics()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def predict(self, sequence: TokenSequence, source: PrefixSource | None) -> tuple[int, PullPlan] | None:
+        """Returns how many tokens a pull would bring for the prompt, and what it takes; None where none is worth it."""
+        wanted = self._wanted(sequence, source)
+        plan = self._plan(wanted) if wanted is not None else None
+        return (wanted.missing.num_tokens, plan) if wanted is not None and plan is not None else None
+
+    def bring(self, sequence: TokenSequence, source: PrefixSource | None, then: Then) -> None:
+        """Calls `then` once the prompt's pages are here or will not come: at once where no pull is worth it.
+
+        `then` receives an account of the pull, if there was one, and runs on the step loop. The prompt may have ended
+        by then.
+        """
+        wanted = self._wanted(sequence, source)
+        if wanted is None:
+            then(None)
+            return
+        first = wanted.hashes[wanted.num_here]
+        pull = self._open.get(first)
+        if pull is None:
+            plan = self._plan(wanted) if len(self._open) < self._config.max_pulls else None
+            if plan is None:
+                then(None)
+                return
+            pull = self._open[first] = _Pull(wanted, self._clock())
+            request = PullRequest(wanted.source, wanted.hashes[wanted.num_here :], sequence.lane, plan.patience_s)
+            self._start(request, lambda problem: self._on_end(first, problem))
+        began_s = self._clock()
+        pull.waiting.append(lambda problem: then(self._account(wanted, began_s, problem)))
+
+    def _wanted(self, sequence: TokenSequence, source: PrefixSource | None) -> _Wanted | None:
+        cache, size = self._engine.prefix_cache, self._page_size
+        if source is None or not self._config.pull or not cache.enabled or sequence.scores_prompt:
+            return None
+        # At least one token is computed, because the first sampled token needs its logits.
+        num_pages = min((len(sequence.token_ids) - 1) // size, source.cached_tokens // size)
+        hashes = sequence.hash_full_pages(size)[:num_pages]
+        num_spared = num_pages - cache.peek(hashes)
+        if num_spared * size < self._config.min_pull_tokens:
+            return None
+        num_here = cache.num_on_device(hashes)
+        num_bytes = (num_pages - num_here) * self._engine.model_layout.page_bytes
+        missing = MissingPages(num_spared * size, (num_pages - num_spared) * size, num_bytes)
+        return _Wanted(source, hashes, num_here, missing)
+
+    def _plan(self, wanted: _Wanted) -> PullPlan | None:
+        self.costs.on_steps(self._totals())
+        return self.costs.plan(wanted.source, wanted.missing, self._clock())
+
+    def _on_end(self, first: PageHash, problem: PenstockError | None) -> None:
+        pull = self._open.pop(first)
+        wanted, now_s = pull.wanted, self._clock()
+        seconds = now_s - pull.started_s
+        num_pulled = self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.num_here
+        if num_pulled < len(wanted.hashes) - wanted.num_here:
+            self.metrics.add(PULL_FAILURES)
+            self.costs.on_failed(wanted.source, wanted.missing, seconds, now_s)
+            log.info("pulled %d pages from %s: %s", num_pulled, wanted.source.worker_id, problem or "it sent no more")
+        else:
+            self.costs.on_pulled(wanted.source, wanted.missing, seconds, now_s)
+        self.metrics.add(PULLS)
+        self.metrics.add(PULLED_PAGES, max(0, num_pulled))
+        self.metrics.add(PULL_SECONDS, seconds)
+        for resume in pull.waiting:
+            resume(problem)
+
+    def _account(self, wanted: _Wanted, began_s: float, problem: PenstockError | None) -> common_pb2.Pull:
+        num_pulled = max(0, self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.num_here)
+        num_wanted = len(wanted.hashes) - wanted.num_here
+        reason = "" if num_pulled == num_wanted else (problem.message if problem else "not all of them came")
+        return common_pb2.Pull(
+            source=wanted.source.worker_id,
+            wanted_tokens=num_wanted * self._page_size,
+            pulled_tokens=num_pulled * self._page_size,
+            pull_ms=(self._clock() - began_s) * 1e3,
+            problem=reason,
+        )

@@ -73,6 +73,7 @@ def _set_times(request: DecodeRequest, state: worker_pb2.SequenceState, now_s: f
     request.cached_tokens = timing.cached_tokens
     request.pages_moved = timing.pages_moved
     request.prices = list(timing.prices)
+    request.pull = timing.pull if timing.HasField("pull") else None
     request.num_preemptions = timing.num_preemptions
     request.num_migrations = timing.num_migrations + 1
     request.migration_pause_s = timing.migration_pause_ms / 1e3

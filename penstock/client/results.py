@@ -6,7 +6,7 @@ Shared by the blocking and the asyncio client. No I/O, no clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from penstock.client.chat import Chat, ChatMessage, checked_text, set_chat
@@ -37,6 +37,17 @@ class PrefillPrice:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixPull:
+    """A prompt's prefix that the worker which computed the prompt has pulled from another one's cache, or tried to."""
+
+    source: str  # worker id
+    wanted_tokens: int
+    pulled_tokens: int  # of these, that arrived in time
+    pull_ms: float
+    problem: str  # empty: all arrived
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """The stages of one completion in milliseconds, and the workers that served it."""
 
@@ -57,6 +68,7 @@ class Timing:
     decode_cached_tokens: int = 0  # prompt tokens in the decode worker's cache
     prices: tuple[PrefillPrice, ...] = ()  # the chosen way to compute the prompt, then other ways
     decode_first_token_ms: float = 0.0  # what these predict: placed at the decode worker to first token there
+    pull: PrefixPull | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,14 +287,19 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> Chunk:
     )
 
 
-DataT = TypeVar("DataT", Usage, Timing, PrefillPrice)
+DataT = TypeVar("DataT", Usage, PrefillPrice, PrefixPull)
+
+
+_PLAIN_TIMING = [item.name for item in fields(Timing) if item.name not in ("prices", "pull")]
 
 
 def _timing(message: common_pb2.Timing) -> Timing:
-    return replace(_fields(Timing, message), prices=tuple(_fields(PrefillPrice, price) for price in message.prices))
+    plain = {name: getattr(message, name) for name in _PLAIN_TIMING}
+    prices = tuple(_fields(PrefillPrice, price) for price in message.prices)
+    return Timing(**plain, prices=prices, pull=_fields(PrefixPull, message.pull) if message.HasField("pull") else None)
 
 
-def _fields(kind: type[DataT], message: common_pb2.Usage | common_pb2.Timing | common_pb2.PrefillPrice) -> DataT:
+def _fields(kind: type[DataT], message: common_pb2.Usage | common_pb2.PrefillPrice | common_pb2.Pull) -> DataT:
     return kind(**{item.name: getattr(message, item.name) for item in fields(kind)})
 
 

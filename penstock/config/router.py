@@ -87,6 +87,9 @@ class RouterConfig(KvAwareConfig):
     """Longest deadline, in seconds, that a request may name."""
     max_inflight: int = Field(16384, ge=1)
     """Requests in flight, waiting ones included; further ones are refused with RESOURCE_EXHAUSTED."""
+    pull: bool = True
+    """Counts on workers to pull a prompt's prefix from each other where that is predicted to take less than computing
+    it, and names the source to them; only where all workers have `transfer.pull`."""
     ticket_lifetime_s: float = Field(5.0, gt=0, le=60)
     """Seconds between a ticket's signing and its use at the decode worker."""
     max_redispatches: int = Field(3, ge=0)

@@ -68,7 +68,11 @@ class DispatchedCompletion:
             self._link.cancel(self._stream_id)
 
     def submission(
-        self, request: PreparedRequest, candidates: Sequence[worker_pb2.PrefillCandidate], timeout_s: float
+        self,
+        request: PreparedRequest,
+        candidates: Sequence[worker_pb2.PrefillCandidate],
+        timeout_s: float,
+        prefix_source: worker_pb2.PrefixSource | None = None,
     ) -> worker_pb2.DecodeCommand:
         """Returns the command that starts the completion at a worker, or continues it after its emitted tokens."""
         command = worker_pb2.DecodeCommand()
@@ -81,6 +85,8 @@ class DispatchedCompletion:
         submit.salt = request.salt
         submit.timeout_ms = max(1, int(timeout_s * 1e3))
         submit.prefill_candidates.extend(candidates)
+        if prefix_source is not None:
+            submit.prefix_source.CopyFrom(prefix_source)
         submit.lane = wire.lane_to_wire(request.lane)
         return command
 

@@ -69,7 +69,7 @@ def make_context(
 ) -> DispatchContext:
     """`limits_of` returns what the tenant of a name may use."""
     policy = make_policy(config.policy, config)
-    placer = Placer(fleet, policy, random.Random(), config.max_replicas, metrics.mispredicted)
+    placer = Placer(fleet, policy, random.Random(), config.max_replicas, metrics.mispredicted, config.pull)
     gate = AdmissionGate(config, fleet, metrics.admission, random.Random(), limits_of)
     demand = DemandCounter(config.slo)
     counts = CompletionCounts(metrics, gate.retries, demand, config.slo)

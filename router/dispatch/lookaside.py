@@ -174,6 +174,7 @@ class Lookaside:
                 token_ids=before.token_ids if before else (),
                 finished=before is not None and before.finished,
                 prefill_candidates=placed.candidates if placed else (),
+                prefix_source=placed.prefix_source if placed else None,
             )
         return ticket
 

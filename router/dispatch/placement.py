@@ -25,7 +25,7 @@ from router.routing.index.pending_prompts import MAX_MARKS_PER_PROMPT, mark_page
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.index.prefix_match import PrefixMatch
 from router.routing.placement_core import Commitment, PlacementCore, num_naming_pages
-from router.routing.policy.interface import PairChoice, PlacementPolicy
+from router.routing.policy.interface import PairChoice, PlacementPolicy, PullOffer, PullPlan
 
 _FIRST_HASHES = 4  # pages of a prompt hashed before the index shows whether more are worth it
 _NEXT_HASHES = 32  # pages hashed if they are; twice as many each time from there on
@@ -101,6 +101,8 @@ class Placement:
     candidates: list[worker_pb2.PrefillCandidate]
     choice: PairChoice
     commitment: Commitment
+    token_bytes: float  # of KV
+    prefix_source: worker_pb2.PrefixSource | None = None  # for the decode worker
 
 
 class FleetLinkPricing:
@@ -134,12 +136,15 @@ class Placer:
         rng: random.Random,
         max_replicas: int,
         on_error: Callable[[str, float], None],
+        may_pull: bool = True,
     ) -> None:
-        """`on_error` receives each stage's name and by how many seconds it was mispredicted."""
+        """`on_error` receives each stage's name and by how many seconds it was mispredicted. Without `may_pull` no
+        worker learns whom it could pull a prefix from."""
         self._fleet = fleet
         self._policy = policy
         self._rng = rng
         self._on_error = on_error
+        self._may_pull = may_pull
         self.predictions = Predictions()
         self._core = PlacementCore(fleet.ledger, fleet.costs, fleet.links, max_replicas)
 
@@ -176,6 +181,7 @@ class Placer:
             prefix=pages.prefix,
             session=request.session,
             explain=request.explain,
+            pull=self._pull_offer(group, cached, below),
         )
         views, sent_to = self._core.views, functools.partial(self._fleet.sent_to, now_s=now_s)
         choice = self._policy.choose(demand, views(decode, sent_to), views(prefill, sent_to), self._rng)
@@ -190,7 +196,19 @@ class Placer:
             return () if scores_prompt else pages.all_marks(computes.page_size)
 
         commitment = self._core.commit(choice, demand, chosen.description.page_size, now_s, marks)
-        return Placement(chosen, candidates, choice, commitment)
+        source = _source(choice.decode_pull, group, chosen.address)
+        return Placement(chosen, candidates, choice, commitment, group.token_bytes, source)
+
+    def _pull_offer(
+        self, group: WorkerGroup, cached: Mapping[WorkerId, int], below: Mapping[WorkerId, int]
+    ) -> PullOffer | None:
+        if not (self._may_pull and group.pulls and cached):
+            return None
+        members = {worker.worker_id for worker in (*group.decode, *group.prefill)}
+        on_device = {
+            worker_id: tokens - below.get(worker_id, 0) for worker_id, tokens in cached.items() if worker_id in members
+        }
+        return self._fleet.pulls.offer(on_device)
 
     def _pending_tokens(self, pages: PromptPages, group: WorkerGroup) -> dict[WorkerId, int]:
         pending: dict[WorkerId, int] = {}
@@ -203,8 +221,15 @@ class Placer:
         self._core.on_end(num_output_tokens)
         if timing.pages_moved and timing.prefill_worker == placement.choice.score.prefill and not _is_split(timing):
             self._core.on_transfer(placement.choice, placement.commitment, timing.transfer_ms / 1e3)
+        self._learn_pull(placement, timing)
         self._compare_times(placement, timing, num_output_tokens)
         self._compare_caches(placement, timing)
+
+    def _learn_pull(self, placement: Placement, timing: common_pb2.Timing) -> None:
+        choice, computed_by = placement.choice, WorkerId(timing.prefill_worker)
+        counted_on = choice.score.pull if computed_by == (choice.score.prefill or choice.decode) else None
+        pull = timing.pull if timing.HasField("pull") else None
+        self._fleet.pulls.on_end(counted_on, computed_by, pull, placement.token_bytes)
 
     def _compare_times(self, placement: Placement, timing: common_pb2.Timing, num_output_tokens: int) -> None:
         score, decode = placement.choice.score, placement.choice.decode
@@ -274,7 +299,24 @@ def _candidates(choice: PairChoice, group: WorkerGroup) -> list[worker_pb2.Prefi
             queue_s=estimate.queue_s,
             prefill_s=estimate.prefill_s,
             num_ranks=members[estimate.worker_id].description.num_ranks,
-            cached_tokens=estimate.cached_tokens,
+            cached_tokens=estimate.pull.tokens if estimate.pull else estimate.cached_tokens,
+            prefix_source=_source(estimate.pull, group, members[estimate.worker_id].address),
         )
         for estimate in choice.candidates
     ]
+
+
+def _source(pull: PullPlan | None, group: WorkerGroup, own_address: str) -> worker_pb2.PrefixSource | None:
+    """Names the source of a pull to the worker at `own_address`."""
+    if pull is None:
+        return None
+    source = next(worker for worker in (*group.prefill, *group.decode) if worker.worker_id == pull.source)
+    return worker_pb2.PrefixSource(
+        worker_id=pull.source,
+        epoch=source.epoch,
+        address=source.address,
+        own_address=own_address,
+        cached_tokens=pull.tokens,
+        pull_s=pull.pull_s,
+        compute_s=pull.compute_s,
+    )

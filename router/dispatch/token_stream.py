@@ -306,7 +306,7 @@ class TokenStream:
         completion.placements.append(placed)
         completion.sent_s = time.monotonic()
         timeout_s = self._request.deadline_s - completion.sent_s
-        command = completion.submission(self._request, placed.candidates, timeout_s)
+        command = completion.submission(self._request, placed.candidates, timeout_s, placed.prefix_source)
         leg = LegCause.REDISPATCHED if completion.legs else LegCause.PLACED
         completion.submit(placed.decode, command, completion.sent_s, leg)
 

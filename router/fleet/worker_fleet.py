@@ -31,6 +31,7 @@ from router.fleet.worker_groups import WorkerGroup, largest_group, merge_groups
 from router.routing.costs.cost_model import CostBook
 from router.routing.costs.inflight import NO_WORK, InflightLedger, InflightWork, PeerInflight
 from router.routing.costs.link_costs import LinkBook
+from router.routing.costs.pull_costs import PullBook
 from router.routing.index.prefix_index import DEFAULT_CONFIG, PrefixIndex
 from router.routing.index.tidy_runner import IndexTidyRunner
 
@@ -59,7 +60,10 @@ class WorkerFleet:
         self.health = FleetHealth()
         self.costs = CostBook()
         self.links = LinkBook()
-        self._records = WorkerRecords(self.index, self.ledger, self.health, self.costs, self.links, self.tickets)
+        self.pulls = PullBook()
+        self._records = WorkerRecords(
+            self.index, self.ledger, self.health, self.costs, self.links, self.pulls, self.tickets
+        )
         self._followers: dict[tuple[str, int], WorkerFollower] = {}  # by address and epoch; 0 if it is not known
         self._retiring: set[asyncio.Task[None]] = set()
         self._waiters: set[asyncio.Future[None]] = set()

@@ -28,6 +28,7 @@ from router.fleet.tickets import IssuedTickets
 from router.routing.costs.cost_model import CostBook
 from router.routing.costs.inflight import InflightLedger
 from router.routing.costs.link_costs import LinkBook
+from router.routing.costs.pull_costs import PullBook
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.policy.interface import WorkerLimits
 
@@ -46,6 +47,7 @@ class WorkerRecords:
     health: FleetHealth
     costs: CostBook
     links: LinkBook
+    pulls: PullBook
     tickets: IssuedTickets
 
     def forget(self, worker_id: WorkerId, epoch: Epoch) -> None:
@@ -55,6 +57,7 @@ class WorkerRecords:
         self.health.forget(epoch)
         self.costs.forget(worker_id)
         self.links.forget(worker_id)
+        self.pulls.links.forget(worker_id)
 
 
 class WorkerFollower:
@@ -165,7 +168,8 @@ class WorkerFollower:
         self.description = description
         self.worker_id = WorkerId(description.worker_id)
         self.limits = _limits(description)
-        self._records.links.set_labels(self.worker_id, wire.labels_from_wire(description.labels))
+        for links in (self._records.links, self._records.pulls.links):
+            links.set_labels(self.worker_id, wire.labels_from_wire(description.labels))
         log.info("worker %s epoch %d: %s", description.worker_id, description.epoch, description.role)
 
     async def _follow(self, channel: grpc.aio.Channel) -> None:

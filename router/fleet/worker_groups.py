@@ -21,6 +21,7 @@ class WorkerGroup:
     prefill: tuple[WorkerFollower, ...]
     page_sizes: frozenset[int]  # among them
     cohort: str | None = None  # of its decode workers; None: any
+    pulls: bool = False  # any of them can pull pages from any other, and routers know what each holds
 
 
 def largest_group(
@@ -46,14 +47,17 @@ def largest_group(
     ]
     # If its own prefill workers have left first, those of the other cohort that pages can move from will do.
     prefill = [worker for worker in prefill if cohort in (None, worker.cohort)] or prefill
+    members = [worker.description for worker in (*decode, *prefill)]
     return WorkerGroup(
         model_revision=first.model_revision,
         token_bytes=first.page_bytes / first.page_size,
         context_length=min(worker.description.context_length for worker in decode),
         decode=tuple(decode),
         prefill=tuple(prefill),
-        page_sizes=frozenset(worker.description.page_size for worker in (*decode, *prefill)),
+        page_sizes=frozenset(worker.page_size for worker in members),
         cohort=cohort,
+        pulls=all(worker.pulls and not worker.silent_cache for worker in members)
+        and len({worker.layout_digest for worker in members}) == 1,
     )
 
 

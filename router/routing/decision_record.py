@@ -30,6 +30,14 @@ def completion_record(index: int, choices: Sequence[PairChoice], timing: common_
     for name in ("prefill_worker", "decode_worker", "prefill_cached_tokens", "decode_cached_tokens"):
         actual[name] = getattr(timing, name)
     actual |= {"pages_moved": timing.pages_moved, "migrations": timing.num_migrations}
+    if timing.HasField("pull"):
+        actual["pull"] = {
+            "source": timing.pull.source,
+            "wanted_tokens": timing.pull.wanted_tokens,
+            "pulled_tokens": timing.pull.pulled_tokens,
+            "pull_ms": round(timing.pull.pull_ms, 3),
+            "problem": timing.pull.problem,
+        }
     if timing.prices:
         actual["placement"] = _placement(timing)
     return {**sent, "actual": actual}
@@ -86,10 +94,18 @@ def _attempt(choice: PairChoice) -> DecisionRecord:
 
 def _score(score: PairScore) -> DecisionRecord:
     stages: DecisionRecord = {f"{stage}_ms": round(getattr(score, f"{stage}_s") * 1e3, 3) for stage in _STAGES}
-    return {
+    record: DecisionRecord = {
         "prefill": score.prefill or score.decode,
         "decode": score.decode,
         **stages,
         "prefill_cached_tokens": score.prefill_cached_tokens,
         "decode_cached_tokens": score.decode_cached_tokens,
     }
+    if score.pull is not None:
+        record["pull"] = {
+            "source": score.pull.source,
+            "tokens": score.pull.tokens,
+            "pull_ms": round(score.pull.pull_s * 1e3, 3),
+            "compute_ms": round(score.pull.compute_s * 1e3, 3),
+        }
+    return record

@@ -19,6 +19,7 @@ from router.routing.policy.interface import (
     LinkPricing,
     PairChoice,
     PlacementDemand,
+    PullOffer,
     WorkerLimits,
     WorkerView,
 )
@@ -148,6 +149,7 @@ class PlacementCore:
         prefix: bytes = b"",
         session: str = "",
         explain: bool = False,
+        pull: PullOffer | None = None,
     ) -> PlacementDemand:
         """Describes a request to a policy and counts it as a use of its prefix.
 
@@ -170,6 +172,7 @@ class PlacementCore:
             prefix=prefix,
             replicate=self._hot.wants_copy(prefix, num_holders, len(prefill), now_s),
             explain=explain,
+            pull=pull,
         )
 
     def commit(

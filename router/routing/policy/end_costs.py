@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 
 from penstock.config import KvAwareConfig
-from router.routing.policy import prices
+from router.routing.policy import prices, pulls
 from router.routing.policy.interface import PlacementDemand, WorkerView
 from router.routing.policy.rendezvous import preferred
 
@@ -78,15 +78,17 @@ class EndCosts:
         """
         if not views:
             return []
-        computes = prices.all_prefill_s(demand, views)
-        delays = self._weighted_delays(demand, views, computes)
+        pulled, plans = pulls.with_pulls(demand, views)
+        computes = prices.all_prefill_s(pulled, views)
+        delays = self._weighted_delays(pulled, views, computes)
+        waits = pulls.waits_s(views, plans)
         bonuses = self._session_bonuses(demand, views)
         if demand.replicate:
             self._add_replica_bonuses(demand, views, computes, bonuses)
         tie_breaker = rng.random
         return sorted(
-            (view.queue_s + compute_s + delay_s - bonus_s, tie_breaker(), view, bonus_s, compute_s)
-            for view, compute_s, delay_s, bonus_s in zip(views, computes, delays, bonuses, strict=True)
+            (view.queue_s + wait_s + compute_s + delay_s - bonus_s, tie_breaker(), view, bonus_s, compute_s)
+            for view, wait_s, compute_s, delay_s, bonus_s in zip(views, waits, computes, delays, bonuses, strict=True)
         )
 
     def decode(self, demand: PlacementDemand, views: Sequence[WorkerView], rng: random.Random) -> list[End]:
@@ -110,12 +112,14 @@ class EndCosts:
         are no prefill workers to send them to.
         """
         views = [end[2] for end in ends]
-        computes = prices.all_prefill_s(demand, views)
-        delays = [0.0] * len(views) if has_prefill else self._weighted_delays(demand, views, computes)
+        pulled, plans = pulls.with_pulls(demand, views)
+        computes = prices.all_prefill_s(pulled, views)
+        delays = [0.0] * len(views) if has_prefill else self._weighted_delays(pulled, views, computes)
+        waits = pulls.waits_s(views, plans)
         decode_weight = self._weights.decode_weight
         return [
-            cost_s + view.queue_s + compute_s + delay_s + decode_weight * view.num_requests * compute_s
-            for (cost_s, _, view, _, _), compute_s, delay_s in zip(ends, computes, delays, strict=True)
+            cost_s + view.queue_s + wait_s + compute_s + delay_s + decode_weight * view.num_requests * compute_s
+            for (cost_s, _, view, _, _), wait_s, compute_s, delay_s in zip(ends, waits, computes, delays, strict=True)
         ]
 
     def _weighted_delays(

@@ -7,7 +7,7 @@ work or costs change and reused until then, so that whatever depends on the work
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -99,6 +99,24 @@ class WorkerView:
         return self.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS
 
 
+@dataclass(frozen=True, slots=True)
+class PullOffer:
+    """A worker that holds more of a prompt than most, so that others may pull its pages instead of computing them."""
+
+    source: WorkerId
+    tokens: int  # leading ones, on its device
+    cost: Callable[[WorkerId, WorkerId], LinkCost]  # of a pull from one worker by another
+
+
+class PullPlan(NamedTuple):
+    """What one worker would pull of a prompt before it computes the rest."""
+
+    source: WorkerId
+    tokens: int  # leading ones at the source
+    pull_s: float
+    compute_s: float  # to compute what is pulled
+
+
 NOTHING_CACHED: Mapping[WorkerId, int] = MappingProxyType({})
 
 
@@ -119,6 +137,7 @@ class PlacementDemand:
     prefix: bytes = b""  # identifies the beginning of the prompt; empty where that is shorter than a page
     replicate: bool = False  # the prefix is requested more often than its holders should bear
     explain: bool = False  # the choice shall list the pairs considered
+    pull: PullOffer | None = None
 
     def uncached_on(self, worker_id: WorkerId) -> int:
         """Returns the tokens to compute there: at least the last one, whose logits are needed whatever is cached."""
@@ -130,6 +149,7 @@ class PrefillEstimate(NamedTuple):
     queue_s: float
     prefill_s: float
     cached_tokens: int = 0  # of the prompt, there
+    pull: PullPlan | None = None  # which its times presume, and its cached tokens do not
 
     @property
     def total_s(self) -> float:
@@ -151,6 +171,7 @@ class PairScore(NamedTuple):
     total_s: float  # what the policy compares; it may weight the stages
     prefill_cached_tokens: int
     decode_cached_tokens: int
+    pull: PullPlan | None = None  # by the worker that computes the prompt; its wait is part of `queue_s`
 
     @property
     def first_token_s(self) -> float:
@@ -167,6 +188,7 @@ class PairChoice:
     score: PairScore  # of the chosen pair
     considered: tuple[PairScore, ...] = ()  # with `explain`: the cheapest pairs, cheapest first
     instead: tuple[PrefillEstimate, ...] = ()  # where `prefill` is empty: workers that the decode worker may ask yet
+    decode_pull: PullPlan | None = None  # by the decode worker, where it computes the prompt after all
 
     @property
     def candidates(self) -> tuple[PrefillEstimate, ...]:

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from penstock.config import KvAwareConfig
-from router.routing.policy import prices
+from router.routing.policy import prices, pulls
 from router.routing.policy.end_costs import DEFAULT_WEIGHTS, End, EndCosts
 from router.routing.policy.interface import (
     MAX_CANDIDATES,
@@ -22,6 +22,7 @@ from router.routing.policy.interface import (
     PairScore,
     PlacementDemand,
     PrefillEstimate,
+    PullPlan,
     WorkerView,
 )
 
@@ -115,15 +116,23 @@ def _choice(demand: PlacementDemand, chosen: _Pair, senders: list[End], pairs: l
         considered = tuple(_score(demand, pair) for pair in sorted(pairs, key=itemgetter(0))[:_NUM_CONSIDERED])
     view, score = chosen.decode[2], _score(demand, chosen)
     ranked = _ranked(demand, chosen, senders)
-    estimates = tuple(
-        PrefillEstimate(sender.worker_id, sender.queue_s, compute_s, demand.cached_tokens.get(sender.worker_id, 0))
-        for _, _, sender, _, compute_s in ranked
-    )
+    estimates = tuple(_estimate(demand, sender, compute_s) for _, _, sender, _, compute_s in ranked)
+    decode_pull = pulls.plan(demand, view)
+    computes = chosen.prefill[2] if chosen.prefill is not None else view
+    uncached = _after_pull(demand, computes, score.pull).uncached_on(computes.worker_id)
     if chosen.prefill is None:
-        uncached = demand.uncached_on(view.worker_id)
-        return PairChoice(view.worker_id, (), uncached, score, considered, instead=estimates)
-    uncached = demand.uncached_on(chosen.prefill[2].worker_id)
-    return PairChoice(view.worker_id, estimates, uncached, score, considered)
+        return PairChoice(view.worker_id, (), uncached, score, considered, estimates, decode_pull)
+    return PairChoice(view.worker_id, estimates, uncached, score, considered, decode_pull=decode_pull)
+
+
+def _estimate(demand: PlacementDemand, view: WorkerView, compute_s: float) -> PrefillEstimate:
+    pull = pulls.plan(demand, view)
+    queue_s = view.queue_s if pull is None else max(view.queue_s, pull.pull_s)
+    return PrefillEstimate(view.worker_id, queue_s, compute_s, demand.cached_tokens.get(view.worker_id, 0), pull)
+
+
+def _after_pull(demand: PlacementDemand, view: WorkerView, pull: PullPlan | None) -> PlacementDemand:
+    return demand if pull is None else pulls.after(demand, {view.worker_id: pull})
 
 
 def _ranked(demand: PlacementDemand, chosen: _Pair, senders: list[End]) -> list[End]:
@@ -138,6 +147,17 @@ def _ranked(demand: PlacementDemand, chosen: _Pair, senders: list[End]) -> list[
 
 
 def _score(demand: PlacementDemand, pair: _Pair) -> PairScore:
-    score = prices.price(demand, pair.decode[2], pair.prefill[2] if pair.prefill else None)
+    decode, prefill = pair.decode[2], pair.prefill[2] if pair.prefill else None
+    computes = prefill or decode
+    pull = pulls.plan(demand, computes)
+    score = prices.price(_after_pull(demand, computes, pull), decode, prefill)
     bonus_s = pair.decode[3] + (pair.prefill[3] if pair.prefill else 0.0)
-    return score._replace(bonus_s=bonus_s, total_s=pair.total_s)
+    cached = demand.cached_tokens.get
+    return score._replace(
+        queue_s=computes.queue_s if pull is None else max(computes.queue_s, pull.pull_s),
+        bonus_s=bonus_s,
+        total_s=pair.total_s,
+        prefill_cached_tokens=cached(computes.worker_id, 0),
+        decode_cached_tokens=cached(decode.worker_id, 0),
+        pull=pull,
+    )

@@ -14,12 +14,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from decode_worker.server import DecodeServer
 from penstock.config import LookasideConfig, RouterConfig, WorkerConfig
 from penstock.config.security import SecurityConfig
 from penstock.rpc.secret import ClusterSecret
 from penstock.rpc.server import make_channel
-from penstock.types import Role
+from penstock.types import Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from router.server import RouterServer
 from tests.support.key_files import write_secret
@@ -29,6 +31,8 @@ from tests.support.serving import wait_until_empty, worker_config, workers
 from tests.system.matrix.features import FEATURES, MODEL, Feature
 from tests.system.matrix.reference import single_process
 from tests.system.matrix.streams import Stream, Streams
+from worker.pull.policy import PrefixSource, PullCosts, PullPlan
+from worker.pull.prompts import PrefixPulls
 
 Results = dict[str, Stream]
 _OVER_GRPC = [feature for feature in FEATURES.values() if not feature.over_http]
@@ -116,6 +120,28 @@ async def prefix_hit() -> Results:
     results = await _served(_config(Role.DECODE, decode=_LOCAL), times=2)
     for stream, timing in _timings(results):
         assert (timing.cached_tokens > 0) != stream.feature.scores_prompt
+    return results
+
+
+async def pulled() -> Results:
+    """Each prompt's pages are in another decode worker's cache, from which they are pulled."""
+    settings: dict[str, Any] = {"decode": _LOCAL, "transfer": {"min_pull_tokens": 16, "max_pulls": 64}}
+    async with workers(_config(Role.DECODE, 0, **settings), _config(Role.DECODE, 1, **settings)) as servers:
+        holder, puller = servers
+        async with _router([holder.address], 1) as router, _streams(router) as streams:
+            await streams.results()
+        source = PrefixSource(WorkerId("decode-0"), holder.epoch, holder.address, puller.address, 1 << 20)
+        with pytest.MonkeyPatch.context() as patch:
+            bring = PrefixPulls.bring
+            patch.setattr(PrefixPulls, "bring", lambda self, sequence, _, then: bring(self, sequence, source, then))
+            patch.setattr(PullCosts, "plan", lambda *_: PullPlan(0.001, _TIMEOUT_S, _TIMEOUT_S))
+            async with _router([puller.address], 1) as router, _streams(router) as streams:
+                results = await streams.results()
+        await wait_until_empty(*servers)
+    for stream, timing in _timings(results):
+        if timing is stream.timings[0]:  # a second completion may find the first one's pages
+            assert (timing.pull is not None) != stream.feature.scores_prompt, stream.feature.name
+        assert timing.pull is None or (timing.pull.pulled_tokens > 0 and not timing.pull.problem)
     return results
 
 
@@ -247,6 +273,7 @@ ALONE: dict[str, Callable[[], Awaitable[Results]]] = {
     "split": split,
     "chunked prefill": chunked,
     "prefix hit": prefix_hit,
+    "pulled": pulled,
     "preempted": preempted,
     "lookaside": lookaside,
 }

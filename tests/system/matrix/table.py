@@ -25,7 +25,7 @@ def cell(feature: str, hand_off: str) -> str:
     """Returns what a client gets: the answer of a single process, unless it says otherwise."""
     if FEATURES[feature].over_http and hand_off in _OVER_HTTP:
         return _OVER_HTTP[hand_off]
-    if FEATURES[feature].scores_prompt and hand_off in ("disaggregated", "split", "prefix hit", "lookaside"):
+    if FEATURES[feature].scores_prompt and hand_off in ("disaggregated", "split", "prefix hit", "pulled", "lookaside"):
         return WHOLE
     return SAME
 

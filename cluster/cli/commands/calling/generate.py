@@ -90,10 +90,15 @@ def format_decision(decision: Mapping[str, Any]) -> str:
 def _score_row(score: Mapping[str, Any], mark: str) -> list[str]:
     stages = [f"{score[f'{stage}_ms']:.1f}" for stage in _STAGES]
     cached = f"{score['prefill_cached_tokens']}/{score['decode_cached_tokens']}"
+    if "pull" in score:
+        cached += f", pulls {score['pull']['tokens']} of {score['pull']['source']}"
     return [mark, f"{score['prefill']} > {score['decode']}", *stages, cached]
 
 
 def _actual_row(actual: Mapping[str, Any]) -> list[str]:
     times = [f"{actual[f'{stage}_ms']:.1f}" if f"{stage}_ms" in actual else "-" for stage in _STAGES]
     cached = f"{actual['prefill_cached_tokens']}/{actual['decode_cached_tokens']}"
+    if "pull" in actual:
+        pull = actual["pull"]
+        cached += f", pulled {pull['pulled_tokens']} from {pull['source']} in {pull['pull_ms']:.1f} ms"
     return ["=", f"{actual['prefill_worker']} > {actual['decode_worker']}", *times, cached]

@@ -107,7 +107,7 @@ def test_the_cost_of_a_link_follows_what_pulls_take() -> None:
     num_bytes = 2000 * 4096.0
     slow = common_pb2.Pull(source=HOLDER, wanted_tokens=2000, pulled_tokens=2000, pull_ms=3000.0)
     failed = replace_pull(slow, pulled_tokens=10, pull_ms=5000.0)
-    for _ in range(5):
+    for _ in range(20):
         book.on_end(None, OTHER, slow, 4096.0)
     assert book.links.cost(HOLDER, OTHER).transfer_s(num_bytes) == pytest.approx(3.0, rel=0.2)
     for _ in range(20):

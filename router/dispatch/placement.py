@@ -25,7 +25,7 @@ from router.routing.index.pending_prompts import MAX_MARKS_PER_PROMPT, mark_page
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.index.prefix_match import PrefixMatch
 from router.routing.placement_core import Commitment, PlacementCore, num_naming_pages
-from router.routing.policy.interface import PairChoice, PlacementPolicy, PullOffer, PullPlan
+from router.routing.policy.interface import PairChoice, PlacementPolicy, PlannedPull, PullOffer
 
 _FIRST_HASHES = 4  # pages of a prompt hashed before the index shows whether more are worth it
 _NEXT_HASHES = 32  # pages hashed if they are; twice as many each time from there on
@@ -306,7 +306,7 @@ def _candidates(choice: PairChoice, group: WorkerGroup) -> list[worker_pb2.Prefi
     ]
 
 
-def _source(pull: PullPlan | None, group: WorkerGroup, own_address: str) -> worker_pb2.PrefixSource | None:
+def _source(pull: PlannedPull | None, group: WorkerGroup, own_address: str) -> worker_pb2.PrefixSource | None:
     """Names the source of a pull to the worker at `own_address`."""
     if pull is None:
         return None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from penstock.types import WorkerId
 from penstock.v1 import common_pb2
 from router.routing.costs.link_costs import LinkBook
-from router.routing.policy.interface import PullOffer, PullPlan
+from router.routing.policy.interface import PlannedPull, PullOffer
 
 MIN_TOKENS = 512  # fewer are not worth a pull
 _SMOOTHING = 0.1
@@ -40,7 +40,9 @@ class PullBook:
         holders = [worker_id for worker_id, tokens in on_device.items() if tokens == most]
         return PullOffer(holders[self._num_offers % len(holders)], most, self.links.cost)
 
-    def on_end(self, plan: PullPlan | None, worker: WorkerId, pull: common_pb2.Pull | None, token_bytes: float) -> None:
+    def on_end(
+        self, plan: PlannedPull | None, worker: WorkerId, pull: common_pb2.Pull | None, token_bytes: float
+    ) -> None:
         """Learns from a prompt that `worker` has computed. `plan` was counted on, `pull` is what the worker reports."""
         if pull is not None and pull.wanted_tokens:
             seconds, source = pull.pull_ms / 1e3, WorkerId(pull.source)

@@ -108,7 +108,7 @@ class PullOffer:
     cost: Callable[[WorkerId, WorkerId], LinkCost]  # of a pull from one worker by another
 
 
-class PullPlan(NamedTuple):
+class PlannedPull(NamedTuple):
     """What one worker would pull of a prompt before it computes the rest."""
 
     source: WorkerId
@@ -149,7 +149,7 @@ class PrefillEstimate(NamedTuple):
     queue_s: float
     prefill_s: float
     cached_tokens: int = 0  # of the prompt, there
-    pull: PullPlan | None = None  # which its times presume, and its cached tokens do not
+    pull: PlannedPull | None = None  # which its times presume, and its cached tokens do not
 
     @property
     def total_s(self) -> float:
@@ -171,7 +171,7 @@ class PairScore(NamedTuple):
     total_s: float  # what the policy compares; it may weight the stages
     prefill_cached_tokens: int
     decode_cached_tokens: int
-    pull: PullPlan | None = None  # by the worker that computes the prompt; its wait is part of `queue_s`
+    pull: PlannedPull | None = None  # by the worker that computes the prompt; its wait is part of `queue_s`
 
     @property
     def first_token_s(self) -> float:
@@ -188,7 +188,7 @@ class PairChoice:
     score: PairScore  # of the chosen pair
     considered: tuple[PairScore, ...] = ()  # with `explain`: the cheapest pairs, cheapest first
     instead: tuple[PrefillEstimate, ...] = ()  # where `prefill` is empty: workers that the decode worker may ask yet
-    decode_pull: PullPlan | None = None  # by the decode worker, where it computes the prompt after all
+    decode_pull: PlannedPull | None = None  # by the decode worker, where it computes the prompt after all
 
     @property
     def candidates(self) -> tuple[PrefillEstimate, ...]:

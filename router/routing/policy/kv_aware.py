@@ -21,8 +21,8 @@ from router.routing.policy.interface import (
     PairChoice,
     PairScore,
     PlacementDemand,
+    PlannedPull,
     PrefillEstimate,
-    PullPlan,
     WorkerView,
 )
 
@@ -131,7 +131,7 @@ def _estimate(demand: PlacementDemand, view: WorkerView, compute_s: float) -> Pr
     return PrefillEstimate(view.worker_id, queue_s, compute_s, demand.cached_tokens.get(view.worker_id, 0), pull)
 
 
-def _after_pull(demand: PlacementDemand, view: WorkerView, pull: PullPlan | None) -> PlacementDemand:
+def _after_pull(demand: PlacementDemand, view: WorkerView, pull: PlannedPull | None) -> PlacementDemand:
     return demand if pull is None else pulls.after(demand, {view.worker_id: pull})
 
 

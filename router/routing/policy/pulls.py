@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.types import WorkerId
-from router.routing.policy.interface import DEFAULT_CHUNK_TOKENS, PlacementDemand, PullPlan, WorkerView
+from router.routing.policy.interface import DEFAULT_CHUNK_TOKENS, PlacementDemand, PlannedPull, WorkerView
 
 _ADVANTAGE = 0.7  # a pull is counted on where it takes less than this share of the time to compute
 _MIN_TOKENS = 512
 
 
-def plan(demand: PlacementDemand, view: WorkerView) -> PullPlan | None:
+def plan(demand: PlacementDemand, view: WorkerView) -> PlannedPull | None:
     """Returns what the worker would pull, or None where computing is about as fast."""
     offer = demand.pull
     if offer is None or view.worker_id == offer.source:
@@ -27,12 +27,12 @@ def plan(demand: PlacementDemand, view: WorkerView) -> PullPlan | None:
         return None
     compute_s = view.costs.prefill.prefill_s(missing, tokens, view.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS)
     pull_s = offer.cost(offer.source, view.worker_id).transfer_s(missing * demand.token_bytes)
-    return PullPlan(offer.source, tokens, pull_s, compute_s) if pull_s < _ADVANTAGE * compute_s else None
+    return PlannedPull(offer.source, tokens, pull_s, compute_s) if pull_s < _ADVANTAGE * compute_s else None
 
 
 def with_pulls(
     demand: PlacementDemand, views: Sequence[WorkerView]
-) -> tuple[PlacementDemand, dict[WorkerId, PullPlan]]:
+) -> tuple[PlacementDemand, dict[WorkerId, PlannedPull]]:
     """Returns the demand as it is once every worker that gains from a pull has pulled, and these pulls."""
     if demand.pull is None:
         return demand, {}
@@ -40,7 +40,7 @@ def with_pulls(
     return after(demand, plans), plans
 
 
-def after(demand: PlacementDemand, plans: dict[WorkerId, PullPlan]) -> PlacementDemand:
+def after(demand: PlacementDemand, plans: dict[WorkerId, PlannedPull]) -> PlacementDemand:
     """Returns the demand as it is once these workers have pulled."""
     if not plans:
         return demand
@@ -48,7 +48,7 @@ def after(demand: PlacementDemand, plans: dict[WorkerId, PullPlan]) -> Placement
     return replace(demand, cached_tokens={**demand.cached_tokens, **pulled})
 
 
-def waits_s(views: Sequence[WorkerView], plans: dict[WorkerId, PullPlan]) -> list[float]:
+def waits_s(views: Sequence[WorkerView], plans: dict[WorkerId, PlannedPull]) -> list[float]:
     """Returns for each view by how much its pull, if there is one, outlasts its queue."""
     if not plans:
         return [0.0] * len(views)

@@ -15,7 +15,14 @@ from router.routing.costs.cost_model import StepCost, WorkerCosts
 from router.routing.costs.inflight import NO_WORK
 from router.routing.costs.link_costs import LinkCost
 from router.routing.costs.pull_costs import PullBook
-from router.routing.policy.interface import PairChoice, PlacementDemand, PullOffer, PullPlan, WorkerLimits, WorkerView
+from router.routing.policy.interface import (
+    PairChoice,
+    PlacementDemand,
+    PlannedPull,
+    PullOffer,
+    WorkerLimits,
+    WorkerView,
+)
 from router.routing.policy.kv_aware import KvAwarePolicy
 
 COSTS = WorkerCosts(StepCost(0.001, 5e-4, 0.0), StepCost(0.01, 1e-4, 1e-7), queued_token_s=5e-4)
@@ -92,7 +99,7 @@ def test_the_longest_holders_are_named_in_turn() -> None:
 
 
 def test_pulls_that_workers_do_not_make_are_counted_on_no_more_but_probed() -> None:
-    book, plan = PullBook(), PullPlan(HOLDER, 2000, 0.01, 1.0)
+    book, plan = PullBook(), PlannedPull(HOLDER, 2000, 0.01, 1.0)
     made = common_pb2.Pull(source=HOLDER, wanted_tokens=2000, pulled_tokens=2000, pull_ms=10.0)
     for _ in range(10):
         book.on_end(plan, OTHER, None, 4096.0)

@@ -116,10 +116,11 @@ def test_the_cost_of_a_link_follows_what_pulls_take() -> None:
     failed = replace_pull(slow, pulled_tokens=10, pull_ms=5000.0)
     for _ in range(20):
         book.on_end(None, OTHER, slow, 4096.0)
-    assert book.links.cost(HOLDER, OTHER).transfer_s(num_bytes) == pytest.approx(3.0, rel=0.2)
+    learned_s = book.links.cost(HOLDER, OTHER).transfer_s(num_bytes)
+    assert learned_s == pytest.approx(3.0, rel=0.2)
     for _ in range(20):
         book.on_end(None, OTHER, failed, 4096.0)
-    assert book.links.cost(HOLDER, OTHER).transfer_s(num_bytes) > 6.0
+    assert book.links.cost(HOLDER, OTHER).transfer_s(num_bytes) > 1.2 * learned_s
 
 
 def replace_pull(pull: common_pb2.Pull, **changes: float) -> common_pb2.Pull:

@@ -217,9 +217,6 @@ def refuses_connections(error: grpc.aio.AioRpcError) -> bool:
     return error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in (error.details() or "").lower()
 
 
-STATUS_DETAILS = "grpc-status-details-bin"  # the metadata key of an error that a server of ours raised
-
-
 def from_rpc_error(error: grpc.RpcError) -> PenstockError:
     """Returns the typed error behind a failed call of `grpc` or `grpc.aio`."""
     for key, value in error.trailing_metadata() or ():  # type: ignore[attr-defined]

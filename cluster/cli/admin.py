@@ -16,15 +16,8 @@ from google.protobuf.message import Message
 from cluster.cli.admin_token import find_token
 from cluster.cli.options import client_tls
 from penstock.client.auth import auth_metadata
-from penstock.errors import (
-    STATUS_DETAILS,
-    ConfigError,
-    DeadlineExceeded,
-    PenstockError,
-    Unauthenticated,
-    Unavailable,
-    from_rpc_error,
-)
+from penstock.errors import DeadlineExceeded, PenstockError, Unauthenticated
+from penstock.rpc.failed_call import failed_call
 from penstock.rpc.secret import ADMIN, ClusterSecrets
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
@@ -61,32 +54,12 @@ def admin_stub(arguments: Namespace) -> Iterator[tuple[admin_pb2_grpc.AdminStub,
 
 def _with_advice(failed: grpc.RpcError, address: str) -> PenstockError:
     """Returns the error of a failed call, with the fix where the address, the port or the token is at fault."""
-    answered = any(key == STATUS_DETAILS for key, _ in failed.trailing_metadata() or ())  # type: ignore[attr-defined]
-    error = from_rpc_error(failed)
-    if not answered and (advice := _without_admin_service(failed, address)):
-        return advice
-    if type(error) is Unavailable and not answered:
-        return Unavailable(
-            f"no deployment answers at {address}; start one with `penstock serve`, or give its --admin address"
-        )
+    error = failed_call(failed, address, "give the deployment's --admin address, by default port 50052")
     if isinstance(error, Unauthenticated):
         return Unauthenticated(
             f"{address} wants another token; call from the account that runs the deployment, or give its --secret-file"
         )
     return error
-
-
-def _without_admin_service(failed: grpc.RpcError, address: str) -> PenstockError | None:
-    """Returns the error of a server that is no Admin service or does not answer, or None."""
-    code, details = failed.code(), (failed.details() or "").lower()  # type: ignore[attr-defined]
-    advice = "give the deployment's --admin address, by default port 50052"
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        return ConfigError(f"the server at {address} has no such Admin call; {advice}, and run the same release")
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded(f"{address} did not answer before the call's deadline; look at the server, or {advice}")
-    if "http1" in details or "http/1" in details:
-        return ConfigError(f"{address} speaks HTTP, not gRPC; {advice}")
-    return None
 
 
 def to_json(message: Message, indent: int | None = None) -> str:

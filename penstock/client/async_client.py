@@ -22,7 +22,7 @@ import grpc
 from penstock.client import async_io as io
 from penstock.client.async_stream import AsyncGenerateStream, AsyncRoutedCall, Start
 from penstock.client.auth import ClientTls, auth_metadata
-from penstock.client.channels import CHANNEL_OPTIONS, WorkerChannels, failure_of, worker_options
+from penstock.client.channels import CHANNEL_OPTIONS, WorkerChannels, error_of, failure_of, worker_options
 from penstock.client.chat import Chat, ChatMessage
 from penstock.client.results import (
     GenerateResult,
@@ -36,7 +36,7 @@ from penstock.client.results import (
 )
 from penstock.client.retry import DEFAULT_RETRY, Attempts, RetryBudget, RetryPolicy
 from penstock.client.tracing import trace_metadata
-from penstock.errors import InvalidInput, from_rpc_error
+from penstock.errors import InvalidInput
 from penstock.rpc.hints import hints_metadata
 from penstock.types import Lane
 from penstock.v1 import inference_pb2, inference_pb2_grpc
@@ -109,7 +109,7 @@ class AsyncClient:
         attempts = self._attempts(timeout_s, self._timeout_s)
         hints = (*hints_metadata(session, explain), *trace_metadata())
         begin = self._begin_routed(hints) if self._lookaside else self._begin(lambda stub: stub.Generate, hints)
-        return AsyncGenerateStream(begin, request, attempts)
+        return AsyncGenerateStream(begin, request, attempts, self._targets)
 
     async def complete(
         self,
@@ -185,7 +185,7 @@ class AsyncClient:
                 answer = await start(request, attempts.timeout_s(time.monotonic()))
             except grpc.RpcError as error:
                 delay_s = attempts.next_delay_s(
-                    from_rpc_error(error), time.monotonic(), random.random, failure_of(error)
+                    error_of(error, self._targets), time.monotonic(), random.random, failure_of(error)
                 )
                 await io.sleep(delay_s)
                 continue

@@ -6,7 +6,7 @@ import asyncio  # async only
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -14,10 +14,17 @@ from typing import Any
 import grpc
 
 from penstock.client import async_io as io
-from penstock.client.channels import WorkerChannels, failure_of, has_no_lookaside, is_unreachable, worker_address
+from penstock.client.channels import (
+    WorkerChannels,
+    error_of,
+    failure_of,
+    has_no_lookaside,
+    is_unreachable,
+    worker_address,
+)
 from penstock.client.results import Chunk, GenerateResult, ResultBuilder, chunk_from_wire
 from penstock.client.retry import Attempts, Continuation
-from penstock.errors import Cancelled, InternalError, from_rpc_error
+from penstock.errors import Cancelled, InternalError
 from penstock.rpc.hints import read_decision
 from penstock.v1 import inference_pb2, inference_pb2_grpc
 
@@ -28,11 +35,14 @@ _INCOMPLETE = "the stream ended without a finish reason and usage; the server is
 class AsyncGenerateStream:
     """Chunks of one running call. Closing it, or leaving its `async with` block, cancels the call on every worker."""
 
-    def __init__(self, start: Start, request: inference_pb2.GenerateRequest, attempts: Attempts) -> None:
-        """`start` begins an attempt with the time left in seconds."""
+    def __init__(
+        self, start: Start, request: inference_pb2.GenerateRequest, attempts: Attempts, targets: Sequence[str]
+    ) -> None:
+        """`start` begins an attempt with the time left in seconds; `targets` are the routers that errors name."""
         self._start = start
         self._continuation = Continuation(request)
         self._attempts = attempts
+        self._targets = targets
         self._closed = io.Event()
         self._loop = asyncio.get_running_loop()  # async only
         self._begin()
@@ -59,7 +69,7 @@ class AsyncGenerateStream:
             return chunk_from_wire(message)
 
     async def _wait_for_retry(self, rpc_error: grpc.RpcError) -> None:
-        error = from_rpc_error(rpc_error)
+        error = error_of(rpc_error, self._targets)
         if self._continuation.is_over:
             raise error from None
         delay_s = self._attempts.next_delay_s(error, time.monotonic(), random.random, failure_of(rpc_error))

@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 
 from penstock.client.retry import Failure
-from penstock.errors import STATUS_DETAILS
+from penstock.errors import PenstockError
+from penstock.rpc.failed_call import failed_call, is_answered
 from penstock.v1 import inference_pb2
 from penstock.wire import MAX_MESSAGE_BYTES
 
@@ -47,12 +48,16 @@ def is_unreachable(error: grpc.RpcError) -> bool:
 
 def failure_of(error: grpc.RpcError) -> Failure:
     """Returns how far a failed call came. Servers of this project send details with every error."""
-    metadata = error.trailing_metadata() or ()  # type: ignore[attr-defined]
-    if not is_unreachable(error) or any(key == STATUS_DETAILS for key, _ in metadata):
+    if not is_unreachable(error) or is_answered(error):
         return Failure.ANSWERED
     text = error.details() or ""  # type: ignore[attr-defined]
     is_refused = text.startswith(_NOT_CONNECTED) and any(reason in text for reason in _REFUSED)
     return Failure.REFUSED if is_refused else Failure.BROKEN
+
+
+def error_of(error: grpc.RpcError, targets: Sequence[str]) -> PenstockError:
+    """Returns the typed error of a failed call to one of these routers."""
+    return failed_call(error, " or ".join(targets), "give a router's gRPC address (host:port, by default port 50051)")
 
 
 def worker_address(route: inference_pb2.RouteResponse, router: str) -> str:

@@ -22,7 +22,7 @@ import grpc
 
 from penstock.client import sync_io as io
 from penstock.client.auth import ClientTls, auth_metadata
-from penstock.client.channels import CHANNEL_OPTIONS, WorkerChannels, failure_of, worker_options
+from penstock.client.channels import CHANNEL_OPTIONS, WorkerChannels, error_of, failure_of, worker_options
 from penstock.client.chat import Chat, ChatMessage
 from penstock.client.results import (
     GenerateResult,
@@ -37,7 +37,7 @@ from penstock.client.results import (
 from penstock.client.retry import DEFAULT_RETRY, Attempts, RetryBudget, RetryPolicy
 from penstock.client.sync_stream import GenerateStream, RoutedCall, Start
 from penstock.client.tracing import trace_metadata
-from penstock.errors import InvalidInput, from_rpc_error
+from penstock.errors import InvalidInput
 from penstock.rpc.hints import hints_metadata
 from penstock.types import Lane
 from penstock.v1 import inference_pb2, inference_pb2_grpc
@@ -110,7 +110,7 @@ class Client:
         attempts = self._attempts(timeout_s, self._timeout_s)
         hints = (*hints_metadata(session, explain), *trace_metadata())
         begin = self._begin_routed(hints) if self._lookaside else self._begin(lambda stub: stub.Generate, hints)
-        return GenerateStream(begin, request, attempts)
+        return GenerateStream(begin, request, attempts, self._targets)
 
     def complete(
         self,
@@ -186,7 +186,7 @@ class Client:
                 answer = start(request, attempts.timeout_s(time.monotonic()))
             except grpc.RpcError as error:
                 delay_s = attempts.next_delay_s(
-                    from_rpc_error(error), time.monotonic(), random.random, failure_of(error)
+                    error_of(error, self._targets), time.monotonic(), random.random, failure_of(error)
                 )
                 io.sleep(delay_s)
                 continue

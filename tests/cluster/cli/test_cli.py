@@ -280,9 +280,21 @@ def test_an_unreachable_deployment_is_reported_with_the_fix(capsys: pytest.Captu
     for command in ("status", "stop"):
         message = refusal(capsys, command, "--admin", "127.0.0.1:1")
         assert message == (
-            "no deployment answers at 127.0.0.1:1; start one with `penstock serve`, or give its --admin address"
+            "no deployment answers at 127.0.0.1:1: nothing listens there (connection refused); start one with "
+            "`penstock serve`, or give the deployment's --admin address, by default port 50052"
         )
-    assert refusal(capsys, "generate", "hi", "--server", "127.0.0.1:1").startswith("127.0.0.1:1: ")
+    assert refusal(capsys, "generate", "hi", "--server", "127.0.0.1:1", "--timeout", "0.3") == (
+        "no deployment answers at 127.0.0.1:1: nothing listens there (connection refused); start one with "
+        "`penstock serve`, or give a router's gRPC address (host:port, by default port 50051)"
+    )
+
+
+def test_a_conversation_with_nobody_ends_with_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main(["chat", "--server", "127.0.0.1:1", "--timeout", "0.3"]) == 2
+    assert capsys.readouterr().err.startswith("no deployment answers at 127.0.0.1:1: nothing listens there")
 
 
 def test_a_grpc_server_without_the_admin_service_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +307,7 @@ def test_a_grpc_server_without_the_admin_service_is_named(capsys: pytest.Capture
         found = json.loads(capsys.readouterr().out)["findings"]
     finally:
         server.stop(None).wait(5)
-    assert message.startswith(f"the server at 127.0.0.1:{port} has no such Admin call; give the deployment's --admin")
+    assert message.startswith(f"the server at 127.0.0.1:{port} has no such call; give the deployment's --admin")
     (deployment,) = [each for each in found if each["check"] == "deployment"]
     assert (deployment["verdict"], deployment["advice"]) == ("problem", message)
 
@@ -307,7 +319,7 @@ def test_an_http_server_at_the_admin_address_is_named(capsys: pytest.CaptureFixt
             answered = executor.submit(_refuse_as_http, listening)
             message = refusal(capsys, "status", "--admin", address)
             answered.result(5)
-    assert message.startswith(f"{address} speaks HTTP, not gRPC; give the deployment's --admin")
+    assert message.startswith(f"no deployment answers at {address}: it speaks HTTP, not gRPC; start one")
 
 
 def _refuse_as_http(listening: socket.socket) -> None:
@@ -323,7 +335,7 @@ def test_a_server_that_hangs_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         arguments = make_parser("status").parse_args(["status", "--admin", address])
-        with pytest.raises(DeadlineExceeded, match=f"{address} did not answer before the call's deadline"):
+        with pytest.raises(DeadlineExceeded, match=f"{address} did not end the call before its deadline"):
             admin_call(arguments, "Status", admin_pb2.StatusRequest(), timeout_s=0.3)
 
 

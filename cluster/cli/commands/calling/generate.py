@@ -12,7 +12,6 @@ from cluster.cli.options import add_client_options, make_client, sampling_fields
 from cluster.cli.table import TIMING_HEADER, format_table, timing_row
 from penstock.client.results import Chunk
 from penstock.client.sync_client import GenerateStream
-from penstock.errors import Unavailable
 
 _INTERRUPTED = 130
 _STAGES = ("queue", "prefill", "transfer", "admission", "decode", "harm", "bonus", "total")
@@ -29,13 +28,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     with make_client(arguments) as client:
-        try:
-            sampling = sampling_fields(arguments)
-            with client.generate(prompt, lane=arguments.lane, explain=arguments.explain, **sampling) as stream:
-                printed = print_stream(stream)
-                decision = stream.decision if arguments.explain and not printed.interrupted else None
-        except Unavailable as error:
-            raise Unavailable(f"{arguments.server}: {error.message}") from error
+        sampling = sampling_fields(arguments)
+        with client.generate(prompt, lane=arguments.lane, explain=arguments.explain, **sampling) as stream:
+            printed = print_stream(stream)
+            decision = stream.decision if arguments.explain and not printed.interrupted else None
     if printed.interrupted:
         return _INTERRUPTED
     last = printed.last

@@ -1,0 +1,55 @@
+"""What a caller is told about a call that nothing of Penstock has answered: what is wrong there, and the fix."""
+
+from __future__ import annotations
+
+import grpc
+
+from penstock.errors import (
+    STATUS_DETAILS,
+    ConfigError,
+    DeadlineExceeded,
+    PenstockError,
+    Unavailable,
+    from_rpc_error,
+)
+
+# words of gRPC's details, for which it has no codes; the first that is found counts
+_CAUSES: tuple[tuple[str, str], ...] = (
+    ("connection refused", "nothing listens there (connection refused)"),
+    ("failed parsing http/2", "it speaks HTTP, not gRPC"),
+    ("wrong_version_number", "it speaks no TLS; call it without"),
+    ("hostname verification", "its certificate has another name; give the host that it names, or that name"),
+    ("certificate_verify_failed", "its certificate is not signed by the authority that was given"),
+    ("handshake failed", "the TLS handshake failed; compare certificates and authorities of both sides"),
+    ("domain name not found", "the host has no address"),
+    ("misformatted domain name", "it is not of the form host:port"),
+    ("socket closed", "it closed the connection; call it with TLS if it has a certificate"),
+)
+
+
+def is_answered(error: grpc.RpcError) -> bool:
+    """Returns whether a server of Penstock raised the error; those send details with every one."""
+    return any(key == STATUS_DETAILS for key, _ in error.trailing_metadata() or ())  # type: ignore[attr-defined]
+
+
+def failed_call(error: grpc.RpcError, address: str, advice: str) -> PenstockError:
+    """Returns the typed error of a failed call to `address`.
+
+    If no server of Penstock answered, the message names the address, what is wrong there, and the fix: `advice` says
+    which address to give, as an imperative clause.
+    """
+    typed = from_rpc_error(error)
+    code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+    if is_answered(error):
+        return typed
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return ConfigError(
+            f"the server at {address} has no such call; {advice}, and run the same release on both sides"
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"{address} did not end the call before its deadline; look at the server, or {advice}")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        details = typed.message.lower()
+        cause = next((cause for words, cause in _CAUSES if words in details), typed.message)
+        return Unavailable(f"no deployment answers at {address}: {cause}; start one with `penstock serve`, or {advice}")
+    return typed

@@ -1,0 +1,118 @@
+"""Tests what clients say of servers that are no Penstock's, that are silent, or whose certificates differ."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import grpc
+import pytest
+
+from penstock import Client
+from penstock.client.retry import RetryPolicy
+from penstock.errors import ConfigError, DeadlineExceeded, PenstockError, Unavailable
+from penstock.rpc.tls import ClientTls
+from tests.support.key_files import Authority
+
+NO_RETRY = RetryPolicy(max_attempts=1)
+FIX = "give a router's gRPC address (host:port, by default port 50051)"
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[int]:
+    """Yields the port of a gRPC server without any service."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield port
+    server.stop(None).wait(5)
+
+
+@pytest.fixture(scope="module")
+def secured(authority: Authority) -> Iterator[int]:
+    """Yields the port of one whose certificate names `localhost`."""
+    made = authority.issue("server", "DNS:localhost")
+    assert made.cert_file is not None
+    assert made.key_file is not None
+    pair = (Path(made.key_file).read_bytes(), Path(made.cert_file).read_bytes())
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    yield port
+    server.stop(None).wait(5)
+
+
+def failure(address: str, tls: ClientTls | None = None, timeout_s: float = 30.0) -> PenstockError:
+    """Returns the error of a stream, after that of a unary call, which is the same."""
+    found = []
+    with Client(address, retry=NO_RETRY, tls=tls) as client:
+        with pytest.raises(PenstockError) as caught:
+            client.list_models(timeout_s=timeout_s)
+        found.append(caught.value)
+        with pytest.raises(PenstockError) as caught:
+            next(client.generate("hi", timeout_s=timeout_s))
+        found.append(caught.value)
+    assert (type(found[0]), found[0].message) == (type(found[1]), found[1].message)
+    return found[1]
+
+
+def test_nobody_listens() -> None:
+    error = failure("127.0.0.1:1")
+    assert type(error) is Unavailable
+    assert error.message == (
+        "no deployment answers at 127.0.0.1:1: nothing listens there (connection refused); "
+        f"start one with `penstock serve`, or {FIX}"
+    )
+
+
+def test_a_server_without_the_service(plain: int) -> None:
+    error = failure(f"127.0.0.1:{plain}")
+    assert type(error) is ConfigError
+    assert error.message == (
+        f"the server at 127.0.0.1:{plain} has no such call; {FIX}, and run the same release on both sides"
+    )
+
+
+def test_an_http_server() -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        error = failure(f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert "it speaks HTTP, not gRPC" in error.message
+
+
+def test_a_server_that_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        error = failure(address, timeout_s=0.3)
+    assert type(error) is DeadlineExceeded
+    assert error.message == f"{address} did not end the call before its deadline; look at the server, or {FIX}"
+
+
+def test_a_url_in_place_of_an_address() -> None:
+    assert "it is not of the form host:port" in failure("http://localhost:50051").message
+
+
+def test_one_side_has_tls(plain: int, secured: int, authority: Authority) -> None:
+    assert "it speaks no TLS; call it without" in failure(f"localhost:{plain}", ClientTls(authority.ca)).message
+    assert "call it with TLS if it has a certificate" in failure(f"localhost:{secured}").message
+
+
+def test_certificates_that_do_not_fit(
+    secured: int, authority: Authority, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = Authority(tmp_path_factory.mktemp("other"))
+    assert "not signed by the authority that was given" in failure(f"localhost:{secured}", ClientTls(other.ca)).message
+    wrong_name = failure(f"127.0.0.1:{secured}", ClientTls(authority.ca))
+    assert "its certificate has another name" in wrong_name.message
+    right = ClientTls(authority.ca, server_name="localhost")
+    assert "has no such call" in failure(f"127.0.0.1:{secured}", right).message

@@ -1,4 +1,4 @@
-"""What a caller is told about a call that nothing of Penstock has answered: what is wrong there, and the fix."""
+"""Errors of calls that nothing of Penstock has answered: what is wrong at the address, and the fix."""
 
 from __future__ import annotations
 

@@ -65,6 +65,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
         BarSpec("Goodput, requests/s", "(?P<row>goodput.*requests/s), (?P<kind>.+)", with_baselines=False),
         BarSpec("Latency, ms", _LATENCIES + ".*requests/s), (?P<kind>.+)", "ms", with_baselines=False),
     ),
+    "pull": (),  # its curves show every row
     "quality": (
         BarSpec("Logit error beside float32", "(?P<row>.+): logit error", shared_scale=True),
         BarSpec("Greedy tokens equal to float32's", "(?P<row>.+): same greedy token", shared_scale=True),

@@ -113,6 +113,13 @@ SUBJECTS = (
         "lab-notes/transfer.md",
     ),
     Subject(
+        "pull",
+        "Pulling a prefix",
+        "The first token after a prefix that is pulled from another worker, beside computing it, over emulated links.",
+        "make bench-pull",
+        "lab-notes/transfer.md",
+    ),
+    Subject(
         "router",
         "The router",
         "One router between null workers and clients, beside a plain relay. *Quoted* figures are other projects' own.",

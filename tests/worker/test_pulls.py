@@ -69,8 +69,21 @@ CHEAP = replace(SOURCE, pull_s=0.01, compute_s=9.0)
 MISSING = MissingPages(num_tokens=1000, num_before=0, num_bytes=10_000_000)
 
 
+def test_small_chunks_do_not_make_large_ones_look_slow() -> None:
+    costs = PullCosts(256)
+    steps = tokens = 0
+    seconds = 0.0
+    for round_ in range(60):  # a step takes 20 ms and a token 0.3 ms
+        num_steps, num_tokens = (8, 2048) if round_ % 3 == 0 else (1, 16)
+        steps, tokens, seconds = steps + num_steps, tokens + num_tokens, seconds + num_steps * 0.02 + num_tokens * 3e-4
+        costs.on_steps(StepTotals(steps, tokens, 0.0, seconds))
+    plan = costs.plan(replace(SOURCE, pull_s=0.001), MISSING, 0.0)
+    assert plan is not None
+    assert plan.compute_s == pytest.approx(0.02 * 1000 / 256 + 0.3, rel=0.2)
+
+
 def learned(token_s: float) -> PullCosts:
-    costs = PullCosts()
+    costs = PullCosts(256)
     for step in range(1, 30):
         costs.on_steps(StepTotals(step, 1000 * step, 0.0, 1000 * token_s * step))
     return costs
@@ -82,7 +95,7 @@ def learned(token_s: float) -> PullCosts:
 def test_the_routers_prediction_counts_until_something_is_learned(
     pull_s: float, compute_s: float, is_worth_it: bool
 ) -> None:
-    plan = PullCosts().plan(replace(SOURCE, pull_s=pull_s, compute_s=compute_s), MISSING, 0.0)
+    plan = PullCosts(256).plan(replace(SOURCE, pull_s=pull_s, compute_s=compute_s), MISSING, 0.0)
     assert (plan is not None) == is_worth_it
     if plan is not None:
         assert plan.pull_s == pytest.approx(pull_s, rel=0.01)
@@ -92,9 +105,7 @@ def test_the_routers_prediction_counts_until_something_is_learned(
 def test_a_slow_source_is_pulled_from_no_more_until_it_is_forgotten() -> None:
     costs, now_s = learned(1e-3), 0.0
     assert costs.plan(SOURCE, MISSING, now_s) is not None
-    for _ in range(4):
-        now_s += 1.0
-        costs.on_pulled(SOURCE, MISSING, 3.0, now_s)
+    costs.on_pulled(SOURCE, MISSING, 3.0, now_s)
     assert costs.plan(SOURCE, MISSING, now_s) is None
     assert costs.plan(replace(SOURCE, worker_id=WorkerId("other")), MISSING, now_s) is not None
     assert costs.plan(SOURCE, MISSING, now_s + 61.0) is not None
@@ -116,7 +127,7 @@ def test_a_source_that_fails_is_left_alone_for_a_while() -> None:
 def test_no_prompt_waits_longer_than_computing_is_predicted_to_take(
     pull_s: float, compute_s: float, num_bytes: int, outcomes: list[tuple[bool, float]]
 ) -> None:
-    costs, now_s = PullCosts(), 0.0
+    costs, now_s = PullCosts(256), 0.0
     source, missing = replace(SOURCE, pull_s=pull_s, compute_s=compute_s), replace(MISSING, num_bytes=num_bytes)
     for is_whole, seconds in outcomes:
         plan = costs.plan(source, missing, now_s)

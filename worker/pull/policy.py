@@ -18,7 +18,7 @@ _ADVANTAGE = 0.8  # a pull is worth it where it takes less than this share of th
 _PATIENCE = 2.0  # a pull may take this many times its prediction,
 _PATIENCE_S = 0.05  # or this much longer, whichever is more
 _LATENCY_S = 0.004
-_COMPUTE_PRIOR = (5e-4, 1e-8)  # seconds for a token, and for each token of context that it attends to
+_COMPUTE_PRIOR = (5e-3, 5e-4, 1e-8)  # seconds for a step, a token, and each token of context that it attends to
 _MIN_STEPS_S = 0.02  # of steps in one observation
 _STALE_S = 60.0  # what was learned of a source is forgotten after this long without a pull
 _BACKOFF_S = 5.0  # without pulls from a source that refused or failed
@@ -81,6 +81,7 @@ class _Source:
 class PullCosts:
     """Learns what pulling and computing take here. Called on the step loop."""
 
+    chunk_tokens: int  # of prompts, in one step
     _compute: LinearCost = field(default_factory=lambda: LinearCost(_COMPUTE_PRIOR))
     _seen: StepTotals = field(default_factory=StepTotals)
     _sources: dict[WorkerId, _Source] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class PullCosts:
         since = totals.since(self._seen)
         if since.seconds >= _MIN_STEPS_S and since.tokens:
             self._seen = totals
-            self._compute.observe((since.tokens, since.contexts), since.seconds)
+            self._compute.observe((since.steps, since.tokens, since.contexts), since.seconds)
 
     def plan(self, source: PrefixSource, missing: MissingPages, now_s: float) -> PullPlan | None:
         """Returns the pull, or None where computing is predicted to take less, or about as long."""
@@ -106,22 +107,21 @@ class PullCosts:
 
     def on_pulled(self, source: PrefixSource, missing: MissingPages, seconds: float, now_s: float) -> None:
         """Learns from a pull that has brought its pages."""
-        known = self._source(source, missing, now_s)
-        known.cost.observe((1, missing.num_bytes), seconds)
-        known.learned_s = now_s
+        self._learn(source, missing, seconds, now_s)
 
     def on_failed(self, source: PrefixSource, missing: MissingPages, seconds: float, now_s: float) -> None:
         """Learns from a pull that failed or was given up after `seconds`; avoids its source for a while."""
-        known = self._source(source, missing, now_s)
-        if seconds > known.cost.predict((1, missing.num_bytes)):
-            known.cost.observe((1, missing.num_bytes), _UNFINISHED * seconds)
-        known.learned_s, known.avoided_until_s = now_s, now_s + _BACKOFF_S
+        known = self._known(source.worker_id, now_s)
+        expected_s = (known.cost if known else _link_prior(source, missing)).predict((1, missing.num_bytes))
+        known = self._learn(source, missing, _UNFINISHED * seconds if seconds > expected_s else expected_s, now_s)
+        known.avoided_until_s = now_s + _BACKOFF_S
 
     def _compute_s(self, source: PrefixSource, missing: MissingPages) -> float:
         if not self._compute.num_observed and source.compute_s:
             return source.compute_s
         contexts = missing.num_tokens * (missing.num_before + missing.num_tokens / 2)
-        return self._compute.predict((missing.num_tokens, contexts))
+        num_steps = missing.num_tokens / self.chunk_tokens  # the last one computes the rest of the prompt in any case
+        return self._compute.predict((num_steps, missing.num_tokens, contexts))
 
     def _known(self, worker_id: WorkerId, now_s: float) -> _Source | None:
         known = self._sources.get(worker_id)
@@ -130,16 +130,22 @@ class PullCosts:
             return None
         return known
 
-    def _source(self, source: PrefixSource, missing: MissingPages, now_s: float) -> _Source:
+    def _learn(self, source: PrefixSource, missing: MissingPages, seconds: float, now_s: float) -> _Source:
         known = self._known(source.worker_id, now_s)
-        if known is None:
+        if known is None:  # the first pull counts in full: the router's prediction may be off by orders of magnitude
             if len(self._sources) >= _MAX_SOURCES:
                 self._sources.clear()
-            known = self._sources[source.worker_id] = _Source(_link_prior(source, missing), now_s)
+            known = self._sources[source.worker_id] = _Source(_link_cost(seconds, missing.num_bytes))
+        known.cost.observe((1, missing.num_bytes), seconds)
+        known.learned_s = now_s
         return known
 
 
 def _link_prior(source: PrefixSource, missing: MissingPages) -> LinearCost:
     """Returns a cost that agrees with the router's prediction."""
-    byte_s = (source.pull_s - _LATENCY_S) / missing.num_bytes
-    return LinearCost((_LATENCY_S, max(byte_s, 1e-11))) if source.pull_s else LinearCost((_LATENCY_S, 1e-9))
+    return _link_cost(source.pull_s, missing.num_bytes) if source.pull_s else LinearCost((_LATENCY_S, 1e-9))
+
+
+def _link_cost(seconds: float, num_bytes: int) -> LinearCost:
+    """Returns the cost of a link over which that many bytes take `seconds`."""
+    return LinearCost((_LATENCY_S, max((seconds - _LATENCY_S) / num_bytes, 1e-11)))

@@ -62,7 +62,7 @@ class PrefixPulls:
         self._clock = clock
         self._page_size = engine.layout.page_size
         self._open: dict[PageHash, _Pull] = {}  # by their first pages
-        self.costs = PullCosts()
+        self.costs = PullCosts(engine.saturating_tokens)
         self.metrics = WorkerMetrics()
 
     @property

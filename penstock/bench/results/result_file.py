@@ -139,12 +139,16 @@ def to_csv(result: BenchResult) -> str:
     """Returns a line for each request of every point, with times in seconds."""
     names = ("number", "lane", "ending", *_TIMES, "tpot_s", "max_gap_s", *_PLAIN[3:], "output_tokens", "detail")
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("point", *names))
+    # Before Python 3.13 a carriage return is not quoted, which readers take for the end of a line.
+    quoting, plain = (
+        csv.writer(text, lineterminator="\n", quoting=each) for each in (csv.QUOTE_ALL, csv.QUOTE_MINIMAL)
+    )
+    plain.writerow(("point", *names))
     for point in result.points:
         for each in point.run.requests:
             cells = {"ending": each.ending.value, "max_gap_s": max(each.gaps_s, default=None)}
             values = [cells[name] if name in cells else getattr(each, name) for name in names]
+            writer = quoting if "\r" in each.detail + each.lane + point.name else plain
             writer.writerow((point.name, *(f"{value:.6f}" if isinstance(value, float) else value for value in values)))
     return text.getvalue()
 

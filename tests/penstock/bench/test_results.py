@@ -70,8 +70,9 @@ def test_a_file_holds_the_same_result(run: RunRecord) -> None:
     again = from_json(json.loads(text), "it")
     assert again == result
     assert json.dumps(to_json(again)) == text
-    rows = list(csv.DictReader(io.StringIO(to_csv(result))))
+    rows = list(csv.DictReader(io.StringIO(to_csv(result), newline="")))
     assert [row["ending"] for row in rows] == [request.ending.value for request in run.requests]
+    assert [row["detail"] for row in rows] == [request.detail for request in run.requests]
 
 
 def test_files_that_are_no_results_are_named(tmp_path: Path) -> None:

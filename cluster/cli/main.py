@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from importlib.util import find_spec
 
 from cluster.cli.catalog import GROUPS, find_group, format_groups, load_command, suggest_command
 from cluster.cli.command_parser import CommandParser, nested_parsers
@@ -26,6 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except PenstockError as error:
         print(f"penstock: {error.message}", file=sys.stderr)
+        return ERROR
+    except ModuleNotFoundError as error:
+        if find_spec((error.name or "penstock").partition(".")[0]) is not None:
+            raise  # a module of a package that is there
+        print(f"penstock: {error.name} is not installed; run: pip install 'penstock[serve]'", file=sys.stderr)
         return ERROR
     except KeyboardInterrupt:
         return INTERRUPTED

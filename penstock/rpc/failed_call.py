@@ -13,18 +13,22 @@ from penstock.errors import (
     from_rpc_error,
 )
 
-# words of gRPC's details, for which it has no codes; the first that is found counts
-_CAUSES: tuple[tuple[str, str], ...] = (
-    ("connection refused", "nothing listens there (connection refused)"),
-    ("failed parsing http/2", "it speaks HTTP, not gRPC"),
-    ("wrong_version_number", "it speaks no TLS; call it without"),
-    ("hostname verification", "its certificate has another name; give the host that it names, or that name"),
-    ("certificate_verify_failed", "its certificate is not signed by the authority that was given"),
-    ("handshake failed", "the TLS handshake failed; compare certificates and authorities of both sides"),
-    ("domain name not found", "the host has no address"),
-    ("misformatted domain name", "it is not of the form host:port"),
-    ("socket closed", "it closed the connection; call it with TLS if it has a certificate"),
-)
+# Words of gRPC's details, for which it has no codes, and what they mean.
+_MAY_PASS = {
+    "connection refused": "nothing listens there (connection refused)",
+    "domain name not found": "the host has no address",
+    "socket closed": "it closed the connection; call it with TLS if it has a certificate",
+}
+_WILL_NOT_PASS = {  # with the fix, if it is not another address
+    "failed parsing http/2": ("speaks HTTP, not gRPC", ""),
+    "misformatted domain name": ("is not of the form host:port", ""),
+    "wrong_version_number": ("speaks no TLS", "call it without TLS"),
+    "hostname verification": ("has a certificate of another name", "call it by that name, or give it (--server-name)"),
+    "certificate_verify_failed": (
+        "has a certificate that the given authority has not signed",
+        "give the certificate of the authority that has (--ca)",
+    ),
+}
 
 
 def is_answered(error: grpc.RpcError) -> bool:
@@ -50,6 +54,9 @@ def failed_call(error: grpc.RpcError, address: str, advice: str) -> PenstockErro
         return DeadlineExceeded(f"{address} did not end the call before its deadline; look at the server, or {advice}")
     if code is grpc.StatusCode.UNAVAILABLE:
         details = typed.message.lower()
-        cause = next((cause for words, cause in _CAUSES if words in details), typed.message)
+        for words, (cause, fix) in _WILL_NOT_PASS.items():
+            if words in details:
+                return ConfigError(f"{address} {cause}; {fix or advice}")
+        cause = next((cause for words, cause in _MAY_PASS.items() if words in details), typed.message)
         return Unavailable(f"no deployment answers at {address}: {cause}; start one with `penstock serve`, or {advice}")
     return typed

@@ -319,7 +319,7 @@ def test_an_http_server_at_the_admin_address_is_named(capsys: pytest.CaptureFixt
             answered = executor.submit(_refuse_as_http, listening)
             message = refusal(capsys, "status", "--admin", address)
             answered.result(5)
-    assert message.startswith(f"no deployment answers at {address}: it speaks HTTP, not gRPC; start one")
+    assert message.startswith(f"{address} speaks HTTP, not gRPC; give the deployment's --admin")
 
 
 def _refuse_as_http(listening: socket.socket) -> None:
@@ -337,6 +337,27 @@ def test_a_server_that_hangs_is_named() -> None:
         arguments = make_parser("status").parse_args(["status", "--admin", address])
         with pytest.raises(DeadlineExceeded, match=f"{address} did not end the call before its deadline"):
             admin_call(arguments, "Status", admin_pb2.StatusRequest(), timeout_s=0.3)
+
+
+def test_a_package_that_is_missing_is_named_with_the_fix(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)  # as if it were not installed
+    for name in [name for name in sys.modules if name.startswith(("simulator", "cluster.cli.commands.sizing"))]:
+        monkeypatch.delitem(sys.modules, name)
+    assert refusal(capsys, "plan", "--help") == "numpy is not installed; run: pip install 'penstock[serve]'"
+
+
+def test_the_doctor_of_a_bare_client_examines_the_deployment_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in [name for name in sys.modules if name.startswith(("cluster.diagnose", "cluster.ray"))]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["doctor", "--json", "--admin", "127.0.0.1:1"]) == 0
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert [(each["check"], each["verdict"]) for each in found] == [("install", "skipped"), ("deployment", "skipped")]
+    assert "pip install 'penstock[serve]'" in found[0]["advice"]
 
 
 def test_tables_align_and_each_change_is_printed_once() -> None:

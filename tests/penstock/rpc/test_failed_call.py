@@ -87,7 +87,8 @@ def test_an_http_server() -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         error = failure(f"127.0.0.1:{server.server_port}")
         server.shutdown()
-    assert "it speaks HTTP, not gRPC" in error.message
+    assert type(error) is ConfigError
+    assert error.message == f"127.0.0.1:{server.server_port} speaks HTTP, not gRPC; {FIX}"
 
 
 def test_a_server_that_says_nothing() -> None:
@@ -99,11 +100,12 @@ def test_a_server_that_says_nothing() -> None:
 
 
 def test_a_url_in_place_of_an_address() -> None:
-    assert "it is not of the form host:port" in failure("http://localhost:50051").message
+    assert failure("http://localhost:50051").message == f"http://localhost:50051 is not of the form host:port; {FIX}"
 
 
 def test_one_side_has_tls(plain: int, secured: int, authority: Authority) -> None:
-    assert "it speaks no TLS; call it without" in failure(f"localhost:{plain}", ClientTls(authority.ca)).message
+    encrypted = failure(f"localhost:{plain}", ClientTls(authority.ca))
+    assert encrypted.message == f"localhost:{plain} speaks no TLS; call it without TLS"
     assert "call it with TLS if it has a certificate" in failure(f"localhost:{secured}").message
 
 
@@ -111,8 +113,9 @@ def test_certificates_that_do_not_fit(
     secured: int, authority: Authority, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = Authority(tmp_path_factory.mktemp("other"))
-    assert "not signed by the authority that was given" in failure(f"localhost:{secured}", ClientTls(other.ca)).message
+    untrusted = failure(f"localhost:{secured}", ClientTls(other.ca))
+    assert "has a certificate that the given authority has not signed" in untrusted.message
     wrong_name = failure(f"127.0.0.1:{secured}", ClientTls(authority.ca))
-    assert "its certificate has another name" in wrong_name.message
+    assert "has a certificate of another name" in wrong_name.message
     right = ClientTls(authority.ca, server_name="localhost")
     assert "has no such call" in failure(f"127.0.0.1:{secured}", right).message

@@ -12,6 +12,8 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib import import_module
+from types import ModuleType
 
 from cluster.cli.admin import admin_call, admin_stub
 from cluster.cli.options import add_admin_options
@@ -64,12 +66,18 @@ def format_finding(finding: Finding) -> str:
 
 
 def _examine(arguments: Namespace) -> Iterator[Finding]:
-    from cluster.diagnose import local_checks  # imports Ray, which takes seconds
-
-    yield from local_checks.check_machine()
-    config, finding = local_checks.check_configuration(arguments.config, arguments.model)
-    if finding is not None:
-        yield finding
+    local_checks: ModuleType | None = None
+    config = None
+    try:
+        local_checks = import_module("cluster.diagnose.local_checks")  # and Ray, which takes seconds
+    except ModuleNotFoundError as error:
+        advice = "to serve here too: pip install 'penstock[serve]'"
+        yield Finding("install", "this machine", Severity.SKIPPED, f"the client alone, without {error.name}", advice)
+    else:
+        yield from local_checks.check_machine()
+        config, finding = local_checks.check_configuration(arguments.config, arguments.model)
+        if finding is not None:
+            yield finding
     try:
         status = admin_call(arguments, "Status", admin_pb2.StatusRequest(), _STATUS_TIMEOUT_S)
     except PenstockError as error:
@@ -78,7 +86,8 @@ def _examine(arguments: Namespace) -> Iterator[Finding]:
     yield _check_status(status)
     if not any(worker.member.role == "router" for worker in status.workers):
         yield check_routers_elsewhere(status)
-    yield from (local_checks.check_endpoint(endpoint) for endpoint in status.endpoints)
+    if local_checks is not None:
+        yield from (local_checks.check_endpoint(endpoint) for endpoint in status.endpoints)
     request = admin_pb2.DoctorRequest(transfers=not arguments.no_transfers)
     with admin_stub(arguments) as (stub, metadata):
         for found in stub.Doctor(request, timeout=_DOCTOR_TIMEOUT_S, metadata=metadata):

@@ -136,10 +136,8 @@ def _set(data: dict[str, object], path: tuple[str, ...], value: object) -> None:
 
 def _import_launch() -> Callable[..., RayDeployment]:
     """Imports Ray and the workers' libraries, which the other commands do without."""
-    try:
-        from cluster.ray.launch import launch
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed; run: pip install 'penstock[serve]'") from error
+    from cluster.ray.launch import launch
+
     return launch
 
 

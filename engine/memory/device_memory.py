@@ -24,6 +24,7 @@ _GPU_MIB = {
     "A10G": 23028,
     "T4": 15360,
 }
+_WITHOUT_E4M3 = frozenset({"A100-80GB", "A100-40GB", "A10G", "T4"})  # below compute capability 8.9
 _UNITS = {"MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([MGT]I?B)")
 _MEMINFO = Path("/proc/meminfo")
@@ -34,6 +35,7 @@ class DeviceMemory:
     name: str
     type: DeviceType
     total_bytes: int  # available to a worker
+    reads_e4m3: bool = True  # its kernels multiply with fp8 codes; a GPU given by its size alone is taken to do so
 
 
 def find_device(text: str) -> DeviceMemory:
@@ -47,7 +49,7 @@ def find_device(text: str) -> DeviceMemory:
     if upper == "CUDA":
         return _this_gpu()
     if upper in _GPU_MIB:
-        return DeviceMemory(upper, "cuda", _GPU_MIB[upper] << 20)
+        return DeviceMemory(upper, "cuda", _GPU_MIB[upper] << 20, upper not in _WITHOUT_E4M3)
     kind, _, size = upper.rpartition(":")
     found = _SIZE.fullmatch(size)
     if found is None or kind not in ("", "CPU", "CUDA"):
@@ -77,4 +79,5 @@ def _this_gpu() -> DeviceMemory:
         raise InvalidInput(
             "device", "'cuda': there is no GPU here; give the name or size of one, such as H200 or 24GiB"
         )
-    return DeviceMemory(torch.cuda.get_device_name(), "cuda", int(torch.cuda.mem_get_info()[0]))
+    reads_e4m3 = torch.cuda.get_device_capability() >= (8, 9)  # as `engine.kernels.kv_quantization` has it
+    return DeviceMemory(torch.cuda.get_device_name(), "cuda", int(torch.cuda.mem_get_info()[0]), reads_e4m3)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 
 from engine.cache.kv_layout import DTYPE_BYTES, KVLayout
-from engine.memory.device_memory import DeviceType
+from engine.memory.device_memory import DeviceMemory, DeviceType
 from engine.models.config import ModelConfig
 from engine.models.expert_config import MXFP4_GROUP
 from engine.models.shapes import EMBEDDING, HEAD, product_shapes, tensor_shapes
@@ -142,19 +142,21 @@ def _values_of(name: str) -> int:
 
 
 def saved_bytes(
-    model: ModelConfig, quantization: str, stored: Collection[str], dtype: str, device_type: DeviceType
+    model: ModelConfig, quantization: str, stored: Collection[str], dtype: str, device: DeviceMemory
 ) -> int:
     """Returns the bytes that quantized weights save compared with plain ones.
 
     Counts the products in `stored`, which the checkpoint has quantized, or all of them if they are quantized while
-    loading. Assumes that a CPU has tile instructions for them.
+    loading. Assumes that a CPU has tile instructions for them. fp8 and MXFP4 are decoded on a device that does not
+    read e4m3.
     """
+    device_type = device.type
     scheme = model.scheme
     kind = scheme.kind if scheme is not None else quantization
     if dtype not in (("bfloat16",) if device_type == "cpu" else ("bfloat16", "float16")):
         return 0
-    saved = _saved_by_mxfp4(model, dtype)
-    if kind not in BITS:
+    saved = _saved_by_mxfp4(model, dtype) if device.reads_e4m3 else 0
+    if kind not in BITS or (kind == "fp8" and not device.reads_e4m3):
         return saved
     saved += _saved_by_head(model, dtype, device_type) if scheme is None else 0
     products = product_shapes(model, with_experts=device_type == "cpu" or kind == "fp8")

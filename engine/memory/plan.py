@@ -74,6 +74,7 @@ def plan_memory(
     if device.type == "cpu":  # all ranks share it
         device = replace(device, total_bytes=device.total_bytes // shard.num_ranks)
     layout = shard_layout(estimates.make_layout(config, model), shard)
+    _check_e4m3(config, device)
     weights = _loaded_bytes(config, model, device, layout, shard)
     reserved = estimates.CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
     reserved += estimates.workspace_bytes(config, model, device.type)
@@ -135,8 +136,7 @@ def _loaded_bytes(
     )
     plain = estimates.weight_bytes(model, layout.dtype, device.type, estimates.select_context(config, model), shard)
     return (
-        plain
-        - estimates.saved_bytes(model, config.quantization, set(forms), layout.dtype, device.type) // shard.num_ranks
+        plain - estimates.saved_bytes(model, config.quantization, set(forms), layout.dtype, device) // shard.num_ranks
     )
 
 
@@ -157,6 +157,15 @@ def _check_weights(
         f"{in_units(device.total_bytes)}: no room for two KV pages and a step; give a device with at least "
         f"{', or '.join([in_units(needed), *ways])}"
     )
+
+
+def _check_e4m3(config: EngineConfig, device: DeviceMemory) -> None:
+    for name, instead in (("kv_dtype", "int8 or auto"), ("quantization", "int8")):
+        if getattr(config, name) == "fp8" and not device.reads_e4m3:
+            raise ConfigError(
+                f"engine.{name} = 'fp8': kernels of {device.name} do not read fp8; give engine.{name} = {instead}, "
+                "or a GPU of compute capability 8.9 or above (Ada, Hopper)"
+            )
 
 
 def _check_pool(config: EngineConfig, device: DeviceMemory, layout: KVLayout, kv_bytes: int, left: int) -> None:

@@ -34,6 +34,7 @@ class Accelerator:
     link_bytes_per_s: float  # to other nodes, one direction; an assumption, since nodes are built differently
     source: str
     efficiency: Efficiency = Efficiency()
+    reads_e4m3: bool = True  # kernels multiply with fp8 codes (e4m3); elsewhere MXFP4 is decoded while loading
 
     @property
     def ridge_flops_per_byte(self) -> float:
@@ -49,7 +50,7 @@ ACCELERATORS: dict[str, Accelerator] = {
     for device in (
         Accelerator(
             "A100", 312e12, 624e12, 80e9, 2.039e12, 300e9, _GBIT_400,
-            "NVIDIA A100 80GB SXM data sheet (int8 for 8 bits: it has no fp8)",
+            "NVIDIA A100 80GB SXM data sheet (int8 for 8 bits: it has no fp8)", reads_e4m3=False,
         ),
         Accelerator("H100", 989e12, 1979e12, 80e9, 3.35e12, 450e9, _GBIT_400, "NVIDIA H100 SXM data sheet"),
         Accelerator("H200", 989e12, 1979e12, 141e9, 4.8e12, 450e9, _GBIT_400, "NVIDIA H200 SXM data sheet"),

@@ -43,14 +43,21 @@ class ModelShape:
     num_window_layers: int = 0
     weight_bytes_per_value: float = 2.0
     kv_bytes_per_value: float = 2.0
+    coded_expert_bytes: float | None = None  # a value of experts in a form of their own; None: as other weights
 
     def quantized(self, weight_bits: int | None = None, kv_bits: int | None = None) -> ModelShape:
-        """Returns the shape with other widths of weights and of KV."""
+        """Returns the shape with other widths of weights and of KV. Experts in a form of their own keep it, unless the
+        weights are float32: their codes are decoded then."""
         return replace(
             self,
             weight_bytes_per_value=weight_bits / 8 if weight_bits else self.weight_bytes_per_value,
             kv_bytes_per_value=kv_bits / 8 if kv_bits else self.kv_bytes_per_value,
+            coded_expert_bytes=None if weight_bits == 32 else self.coded_expert_bytes,
         )
+
+    def with_decoded_experts(self) -> ModelShape:
+        """Returns the shape as devices hold it that cannot multiply with the experts' codes."""
+        return replace(self, coded_expert_bytes=None)
 
     # Parameters.
 
@@ -100,7 +107,14 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> float:
-        return self.num_parameters * self.weight_bytes_per_value
+        others = self.num_parameters - self.expert_parameters
+        return others * self.weight_bytes_per_value + self.expert_bytes
+
+    @property
+    def expert_bytes(self) -> float:
+        """Returns the bytes of all experts of all layers, as a device holds them."""
+        coded = self.coded_expert_bytes
+        return self.expert_parameters * (self.weight_bytes_per_value if coded is None else coded)
 
     # KV and attention.
 
@@ -193,9 +207,9 @@ def shape_from_config(data: Mapping[str, Any], name: str) -> ModelShape:
         intermediate_size=int(data["intermediate_size"]),
         vocab_size=int(data["vocab_size"]),
         context_length=int(data["max_position_embeddings"]),
-        ties_embeddings=bool(data.get("tie_word_embeddings", str(data.get("model_type")) in _WINDOW_PATTERNS)),
+        ties_embeddings=bool(data.get("tie_word_embeddings", str(data.get("model_type")) in _TIED)),
         num_experts=experts,
-        num_chosen=int(data.get("num_experts_per_tok") or 0) if experts else 0,
+        num_chosen=int(data.get("num_experts_per_tok") or data.get("experts_per_token") or 0) if experts else 0,
         expert_size=expert_size,
         shared_size=int(data.get("n_shared_experts") or 0) * expert_size,
         num_dense_layers=int(data.get("first_k_dense_replace") or 0) if experts else 0,
@@ -208,10 +222,14 @@ def shape_from_config(data: Mapping[str, Any], name: str) -> ModelShape:
         num_window_layers=num_window_layers,
         weight_bytes_per_value=_weight_bytes(data),
         kv_bytes_per_value=float(_DTYPE_BYTES.get(str(data.get("torch_dtype") or data.get("dtype")), 2)),
+        coded_expert_bytes=_MXFP4_BYTES if experts and _method(data) == "mxfp4" else None,
     )
 
 
-_WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6}  # without layer_types: every so manieth layer has no window
+# Without layer_types: every so manieth layer has no window.
+_WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
+_TIED = ("gemma2", "gemma3_text")  # without tie_word_embeddings
+_MXFP4_BYTES = 1 + 4 / 32  # a value as the engine holds it: an fp8 code, and a float32 scale for each 32
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -230,9 +248,12 @@ def _windows(data: Mapping[str, Any], num_layers: int) -> tuple[int, int]:
 
 
 def _weight_bytes(data: Mapping[str, Any]) -> float:
-    scheme = data.get("quantization_config") or {}
-    if scheme.get("quant_method") == "fp8":
+    if _method(data) == "fp8":
         return 1.0
-    if bits := scheme.get("bits"):
+    if bits := (data.get("quantization_config") or {}).get("bits"):
         return float(bits) / 8
     return float(_DTYPE_BYTES.get(str(data.get("torch_dtype") or data.get("dtype")), 2))
+
+
+def _method(data: Mapping[str, Any]) -> str | None:
+    return (data.get("quantization_config") or {}).get("quant_method")

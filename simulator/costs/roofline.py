@@ -20,11 +20,12 @@ _USABLE_MEMORY = 0.92  # of a device; the rest is for contexts, activations and 
 def roofline_costs(shape: ModelShape, device: Accelerator, tensor_parallel: int = 1) -> CostProfile:
     """Returns the costs of a worker of `tensor_parallel` devices; no figure of it is measured."""
     tp, efficiency = tensor_parallel, device.efficiency
+    shape = held_shape(shape, device)
     memory = device.memory_bytes_per_s * efficiency.memory * tp
     peak = device.flops_8bit if shape.weight_bytes_per_value <= 1 else device.flops
     compute, attention = peak * efficiency.compute * tp, device.flops * efficiency.compute * tp
     reading_s = shape.always_read_parameters * shape.weight_bytes_per_value / memory
-    all_experts_s = shape.expert_parameters * shape.weight_bytes_per_value / memory
+    all_experts_s = shape.expert_bytes / memory
     token_s = shape.token_flops / compute
     collective_s, collective_token_s = _collectives(shape, device, tp)
     fixed_s = efficiency.step_overhead_s + collective_s
@@ -58,6 +59,11 @@ def roofline_costs(shape: ModelShape, device: Accelerator, tensor_parallel: int 
     return CostProfile(f"{shape.name} on {tp} x {device.name}", source, prefill, decode, link, tensor_parallel=tp)
 
 
+def held_shape(shape: ModelShape, device: Accelerator) -> ModelShape:
+    """Returns the shape with its weights in the form that the device multiplies with."""
+    return shape if device.reads_e4m3 else shape.with_decoded_experts()
+
+
 def ridge_batch(shape: ModelShape, device: Accelerator, tensor_parallel: int = 1) -> float:
     """Returns the decode batch at which multiplying takes as long as reading the weights; infinite if it never does."""
     decode = roofline_costs(shape, device, tensor_parallel).decode
@@ -74,7 +80,7 @@ def ridge_batch(shape: ModelShape, device: Accelerator, tensor_parallel: int = 1
 
 def num_kv_tokens(shape: ModelShape, device: Accelerator, tensor_parallel: int = 1) -> int:
     """Returns how many tokens of KV fit beside the weights; 0 where the weights do not fit."""
-    left = device.memory_bytes * _USABLE_MEMORY * tensor_parallel - shape.weight_bytes
+    left = device.memory_bytes * _USABLE_MEMORY * tensor_parallel - held_shape(shape, device).weight_bytes
     return max(0, int(left / (shape.kv_token_bytes * _replicated(shape, tensor_parallel))))
 
 

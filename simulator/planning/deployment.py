@@ -9,7 +9,7 @@ from penstock.config import SloConfig
 from penstock.sizing.accelerators import Accelerator
 from penstock.sizing.model_shape import ModelShape
 from simulator.costs.cost_file import CostProfile
-from simulator.costs.roofline import roofline_costs
+from simulator.costs.roofline import held_shape, roofline_costs
 from simulator.planning.flow import DecodeFlow, FlowTimes, Patience, prefill_times, queue_prompts
 from simulator.planning.workload import PlannedRequest, Workload
 
@@ -108,7 +108,8 @@ class FlowResult:
 
 def kv_capacity(shape: ModelShape, device: Accelerator, tensor_parallel: int, costs: CostProfile) -> int:
     """Returns how many tokens the page pool of a worker holds with the engine's defaults; 0 if weights do not fit."""
-    free = (device.memory_bytes - _RESERVED_BYTES) * tensor_parallel - shape.weight_bytes
+    free = (device.memory_bytes - _RESERVED_BYTES) * tensor_parallel
+    free -= held_shape(shape, device).weight_bytes
     return max(0, int(free * _KV_SHARE / costs.link.token_bytes))
 
 

@@ -38,12 +38,13 @@ class ModelWork:
         shape = self.shape
         batch = totals.tokens / totals.steps
         chosen = shape.num_chosen / shape.num_experts if shape.num_experts else 0.0
-        read = shape.always_read_parameters + shape.expert_parameters * (1.0 - (1.0 - chosen) ** batch)
+        read = shape.always_read_parameters * shape.weight_bytes_per_value
+        read += shape.expert_bytes * (1.0 - (1.0 - chosen) ** batch)
         kv = 0.0 if of_prompts else totals.contexts * shape.num_full_layers * shape.layer_kv_bytes
         if not of_prompts and shape.num_window_layers:
             seen = min(totals.contexts, float(shape.window * totals.tokens))
             kv += seen * shape.num_window_layers * shape.layer_kv_bytes
-        return (read * shape.weight_bytes_per_value * totals.steps + kv) / self.num_devices
+        return (read * totals.steps + kv) / self.num_devices
 
 
 def find_work(config: EngineConfig, num_devices: int) -> ModelWork | None:

@@ -22,6 +22,9 @@ from engine.models.config import ModelConfig
 from engine.models.shapes import tensor_shapes
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError, ConfigError, InvalidInput
+from penstock.sizing.accelerators import ACCELERATORS
+from penstock.sizing.model_shape import shape_from_config
+from simulator.costs.roofline import held_shape
 from tests.support.engine.checkpoints import FAMILIES, make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,6 +113,37 @@ def test_published_models_have_their_published_sizes(
     assert round(sum(math.prod(shape) for shape in shapes.values()) / 1e9, 1) == billions
     assert plan.kv_bytes_per_token == kv_bytes
     assert plan.largest_batch[32768] == plan.num_pages // 2048 > 0
+
+
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201088,
+    "max_position_embeddings": 131072, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 24,
+    "head_dim": 64, "num_local_experts": 32, "experts_per_token": 4, "sliding_window": 128, "swiglu_limit": 7.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4"}, "torch_dtype": "bfloat16", "rope_theta": 150000,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+}  # fmt: skip
+
+
+def test_mxfp4_counts_as_the_device_holds_it(tmp_path: Path) -> None:
+    """As fp8 codes with scales where kernels read e4m3, decoded to bf16 elsewhere; in the plans of fleets, too."""
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
+    config = EngineConfig(model=str(tmp_path), kv_memory_bytes=1 << 30)
+    coded, decoded = (plan_memory(config, find_device(name)).weight_bytes for name in ("H100", "A100-80GB"))
+    assert (round(coded / 1e9), round(decoded / 1e9)) == (25, 42)
+    shape = shape_from_config(GPT_OSS_20B, "gpt-oss-20b")
+    assert (round(shape.num_parameters / 1e9, 1), shape.num_chosen, shape.num_window_layers) == (20.9, 4, 12)
+    assert shape.weight_bytes == pytest.approx(coded, rel=0.005)
+    assert held_shape(shape, ACCELERATORS["A100"]).weight_bytes == pytest.approx(decoded, rel=0.005)
+    assert held_shape(shape, ACCELERATORS["H100"]) == shape
+    assert shape.quantized(32).weight_bytes == 4 * shape.num_parameters
+
+
+@pytest.mark.parametrize("name", ["kv_dtype", "quantization"])
+def test_fp8_is_refused_where_kernels_do_not_read_it(name: str) -> None:
+    config = EngineConfig.model_validate({"model": str(BUNDLED), "dtype": "bfloat16", name: "fp8"})
+    with pytest.raises(ConfigError, match=rf"engine.{name} = 'fp8': kernels of A10G do not read fp8; .* int8"):
+        plan_memory(config, find_device("A10G"))
 
 
 def write_hollow_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -210,6 +244,7 @@ def test_weights_that_do_not_fit_their_config_are_refused_without_loading(tmp_pa
 
 def test_devices_by_name_and_size() -> None:
     assert find_device("h200") == DeviceMemory("H200", "cuda", 143771 << 20)
+    assert not find_device("T4").reads_e4m3
     assert find_device("24GiB") == DeviceMemory("24GiB", "cuda", 24 << 30)
     assert find_device("cpu:1.5GB") == DeviceMemory("cpu:1.5GB", "cpu", 1_500_000_000)
     assert find_device("cpu").total_bytes > 0

@@ -126,7 +126,7 @@ GPT_OSS_20B: dict[str, Any] = {
 
 
 def test_mxfp4_counts_as_the_device_holds_it(tmp_path: Path) -> None:
-    """As fp8 codes with scales where kernels read e4m3, decoded to bf16 elsewhere; in the plans of fleets, too."""
+    """It is fp8 codes with scales where kernels read e4m3, bf16 elsewhere; in the plans of fleets, too."""
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
     config = EngineConfig(model=str(tmp_path), kv_memory_bytes=1 << 30)
     coded, decoded = (plan_memory(config, find_device(name)).weight_bytes for name in ("H100", "A100-80GB"))

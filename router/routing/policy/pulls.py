@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.types import WorkerId
-from router.routing.policy.interface import DEFAULT_CHUNK_TOKENS, PlacementDemand, PlannedPull, WorkerView
+from router.routing.policy.interface import (
+    DEFAULT_CHUNK_TOKENS,
+    PlacementDemand,
+    PlannedPull,
+    PullOffer,
+    WorkerView,
+)
 
 _ADVANTAGE = 0.7  # a pull is counted on where it takes less than this share of the time to compute
 _MIN_TOKENS = 512
@@ -18,16 +24,7 @@ _MIN_TOKENS = 512
 
 def plan(demand: PlacementDemand, view: WorkerView) -> PlannedPull | None:
     """Returns what the worker would pull, or None where computing is about as fast."""
-    offer = demand.pull
-    if offer is None or view.worker_id == offer.source:
-        return None
-    tokens, held = min(offer.tokens, demand.num_tokens - 1), demand.cached_tokens.get(view.worker_id, 0)
-    missing = tokens - held
-    if missing < _MIN_TOKENS:
-        return None
-    compute_s = view.costs.prefill.prefill_s(missing, tokens, view.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS)
-    pull_s = offer.cost(offer.source, view.worker_id).transfer_s(missing * demand.token_bytes)
-    return PlannedPull(offer.source, tokens, pull_s, compute_s) if pull_s < _ADVANTAGE * compute_s else None
+    return None if demand.pull is None else _plans(demand, demand.pull, (view,)).get(view.worker_id)
 
 
 def with_pulls(
@@ -36,8 +33,28 @@ def with_pulls(
     """Returns the demand as it is once every worker that gains from a pull has pulled, and these pulls."""
     if demand.pull is None:
         return demand, {}
-    plans = {view.worker_id: found for view in views if (found := plan(demand, view)) is not None}
+    plans = _plans(demand, demand.pull, views)
     return after(demand, plans), plans
+
+
+def _plans(demand: PlacementDemand, offer: PullOffer, views: Sequence[WorkerView]) -> dict[WorkerId, PlannedPull]:
+    """Inlined like `prices.all_prefill_s`, because a request evaluates it for every worker."""
+    source, link, cached, token_bytes = offer.source, offer.cost, demand.cached_tokens.get, demand.token_bytes
+    tokens = min(offer.tokens, demand.num_tokens - 1)
+    found: dict[WorkerId, PlannedPull] = {}
+    for view in views:
+        worker_id = view.worker_id
+        missing = tokens - cached(worker_id, 0)
+        if missing < _MIN_TOKENS or worker_id == source:
+            continue
+        fixed_s, token_s, context_s = view.costs.prefill
+        steps = -(-missing // (view.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS))
+        compute_s = steps * fixed_s + missing * (token_s + context_s * (tokens - missing / 2))
+        latency_s, byte_s = link(source, worker_id)
+        pull_s = latency_s + missing * token_bytes * byte_s
+        if pull_s < _ADVANTAGE * compute_s:
+            found[worker_id] = PlannedPull(source, tokens, pull_s, compute_s)
+    return found
 
 
 def after(demand: PlacementDemand, plans: dict[WorkerId, PlannedPull]) -> PlacementDemand:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from penstock.config import DecodeConfig, PrefillConfig
 from penstock.config.admission import AdmissionConfig
 from penstock.types import Epoch, Role
+from router.routing.costs.link_costs import LinkCost
 from router.routing.policy.interface import PlacementPolicy, WorkerLimits
 from router.routing.policy.policies import make_policy
 from simulator.costs.cost_file import CostProfile, FrontCosts
@@ -43,6 +44,7 @@ class FleetSpec:
     max_run: int = 64  # decode steps simulated at once where nothing happens between them; 1: a frame for each step
     policy: str = "kv-aware"
     max_replicas: int = 8
+    pull: bool = False  # prefill workers pull prefixes from any worker
     admission: AdmissionConfig | None = None  # None: every request goes to the workers at once
     front: FrontCosts = field(default_factory=FrontCosts)
     report_interval_s: float = 0.02  # between two load and event batches of a worker
@@ -105,6 +107,7 @@ class SimulatedFleet:
             spec.limits,
             spec.max_replicas,
             spec.admission,
+            LinkCost(spec.link_costs.latency_s, 1 / spec.link_costs.bytes_per_s) if spec.pull else None,
         )
         self.router.on_end = self._count_end
 
@@ -137,7 +140,7 @@ class SimulatedFleet:
         spec, node = self.spec, self.network.add(name, Epoch(self._epoch))
         if self.roles[name] is Role.PREFILL:
             worker: Worker = PrefillModel(
-                node, self.links, spec.prefill_costs, spec.prefill, spec.page_size, spec.prefill_pages
+                node, self.links, spec.prefill_costs, spec.prefill, spec.page_size, spec.prefill_pages, self.find
             )
         else:
             worker = DecodeModel(

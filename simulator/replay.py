@@ -65,6 +65,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--decode-workers", type=int, default=None, help="if not as many")
     parser.add_argument("--colocated", action="store_true", help="no prefill workers: decode workers compute prompts")
     parser.add_argument("--cache-pages", type=int, default=30_000, help="of each worker; 0: unlimited")
+    parser.add_argument("--pull", action="store_true", help="prefill workers pull prefixes from other workers")
     parser.add_argument("--page-size", type=int, default=16, help="tokens")
     parser.add_argument(
         "--load",
@@ -94,7 +95,7 @@ def _profile(args: argparse.Namespace) -> CostProfile:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     num_decode = args.workers if args.decode_workers is None else args.decode_workers
-    spec = FleetSpec(0 if args.colocated else args.workers, num_decode, args.page_size)
+    spec = FleetSpec(0 if args.colocated else args.workers, num_decode, args.page_size, pull=args.pull)
     try:
         spec = spec.with_costs(_profile(args)) if args.costs or args.accelerator else spec
         requests = read_requests(args.trace, args.seed, args.limit)

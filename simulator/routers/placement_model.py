@@ -6,14 +6,17 @@ Follows `router.dispatch.placement`, without broken workers and other routers.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from penstock.types import PageHash
+from penstock.types import PageHash, WorkerId
+from router.routing.costs.link_costs import LinkCost
+from router.routing.costs.pull_costs import PullBook
 from router.routing.index.pending_prompts import marks_of
 from router.routing.index.prefix_index import PrefixIndex
+from router.routing.index.prefix_match import PrefixMatch
 from router.routing.placement_core import Commitment, LearnedLinkPricing, PlacementCore, num_naming_pages
-from router.routing.policy.interface import PairChoice, PlacementPolicy
+from router.routing.policy.interface import PairChoice, PlacementPolicy, PullOffer
 from simulator.routers.follower_model import FollowerModel, RouterState
 
 
@@ -36,7 +39,9 @@ class PlacerModel:
         page_size: int,
         token_bytes: float,
         max_replicas: int,
+        pull_cost: LinkCost | None = None,
     ) -> None:
+        """`pull_cost` is that of a pull between any two workers; None: nothing is pulled."""
         self._index: PrefixIndex = known.index
         self._ledger = known.ledger
         self._core = PlacementCore(known.ledger, known.costs, known.links, max_replicas)
@@ -45,6 +50,8 @@ class PlacerModel:
         self._rng = rng
         self._page_size = page_size
         self._token_bytes = token_bytes
+        self._pulls = PullBook()
+        self._pull_cost = pull_cost
 
     def place(
         self,
@@ -71,11 +78,24 @@ class PlacerModel:
             links=self._links,
             now_s=now_s,
             prefix=prefix,
+            pull=self._offer(matches, [*decode, *prefill]),
         )
         views = [self._core.views(ends, self._ledger.sent_to) for ends in (decode, prefill)]
         choice = self._policy.choose(demand, views[0], views[1], self._rng)
         commitment = self._core.commit(choice, demand, self._page_size, now_s, lambda: marks)
         return PlacementModel(choice, commitment)
+
+    def _offer(self, matches: Mapping[WorkerId, PrefixMatch], workers: Sequence[FollowerModel]) -> PullOffer | None:
+        cost = self._pull_cost
+        if cost is None:
+            return None
+        ready = {follower.worker_id for follower in workers}
+        size = self._page_size
+        on_device = {
+            worker_id: match.num_device_pages * size for worker_id, match in matches.items() if worker_id in ready
+        }
+        offer = self._pulls.offer(on_device)
+        return replace(offer, cost=lambda source, target: cost) if offer is not None else None
 
     def on_end(self, placement: PlacementModel, transfer_s: float | None, num_output_tokens: int) -> None:
         """Learns from a request that has ended where it was placed."""

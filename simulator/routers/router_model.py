@@ -18,7 +18,7 @@ from router.admission.interface import AdmissionRequest, RequestUsage
 from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore
 from router.routing.costs.cost_model import CostBook
 from router.routing.costs.inflight import InflightLedger
-from router.routing.costs.link_costs import LinkBook
+from router.routing.costs.link_costs import LinkBook, LinkCost
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.policy.interface import PlacementPolicy, WorkerLimits
 from simulator.request import Outcome, RequestTokens, TraceRequest
@@ -66,7 +66,9 @@ class RouterModel:
         limits: dict[Role, WorkerLimits],
         max_replicas: int,
         admission: AdmissionConfig | None = None,
+        pull_cost: LinkCost | None = None,
     ) -> None:
+        """`pull_cost` is that of a pull between any two workers; None: nothing is pulled."""
         self.node = node
         self.index = PrefixIndex(on_leaving=self._tidy_soon)
         self.ledger = InflightLedger()
@@ -82,6 +84,7 @@ class RouterModel:
             page_size,
             token_bytes,
             max_replicas,
+            pull_cost,
         )
         self._page_size = page_size
         self._rng = network.sim.rng(f"dispatch {node.name}")
@@ -205,7 +208,14 @@ class RouterModel:
         held.placement = placed
         held.core.on_placed(placed.commitment.credits)
         candidates = [
-            PrefillOption(one.worker_id, prefill[one.worker_id].epoch, one.queue_s, one.prefill_s, one.cached_tokens)
+            PrefillOption(
+                one.worker_id,
+                prefill[one.worker_id].epoch,
+                one.queue_s,
+                one.prefill_s,
+                one.pull.tokens if one.pull else one.cached_tokens,
+                one.pull,
+            )
             for one in placed.choice.candidates
         ]
         self._send(

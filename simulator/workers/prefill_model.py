@@ -20,7 +20,9 @@ from penstock.errors import Cancelled, PenstockError, TransferError
 from penstock.kv.events import KvEventLog
 from penstock.types import Role, StepTotals, TransferKey, WorkerId, WorkerLoad
 from prefill_worker.scheduler import PrefillScheduler
+from router.routing.policy.interface import PlannedPull
 from simulator.costs.step_costs import PrefillCosts
+from simulator.workers.pull_model import PageHolder, PullModel
 from simulator.workers.step_loop import VirtualStepLoop
 from simulator.world.kv_links import KvLinks
 from simulator.world.network import Call, Node
@@ -71,8 +73,16 @@ class PrefillModel:
     role = Role.PREFILL
 
     def __init__(
-        self, node: Node, links: KvLinks, costs: PrefillCosts, config: PrefillConfig, page_size: int, num_pages: int
+        self,
+        node: Node,
+        links: KvLinks,
+        costs: PrefillCosts,
+        config: PrefillConfig,
+        page_size: int,
+        num_pages: int,
+        find: Callable[[str], PageHolder | None] = lambda name: None,
     ) -> None:
+        """`find` returns the worker of a name, to pull pages from."""
         self.node = node
         self.worker_id = WorkerId(node.name)
         self.page_size = page_size
@@ -83,6 +93,17 @@ class PrefillModel:
             self.pool, self.cache, page_size, config.max_batch_tokens or 2048, config.max_batch_sequences
         )
         self.loop = VirtualStepLoop(node, self._begin_step, self._end_step)
+        self.pulls = PullModel(
+            node,
+            links,
+            self.pool,
+            self.cache,
+            page_size,
+            find,
+            self.loop.post,
+            lambda: self._totals,
+            config.max_batch_tokens or 2048,
+        )
         self.on_change: Callable[[], None] = lambda: None
         self.num_computed_tokens = 0
         self._links = links
@@ -115,7 +136,14 @@ class PrefillModel:
 
     # Calls of the decode worker.
 
-    def submit(self, key: TransferKey, sequence: Sequence, receiver: Receiver, call: Call) -> None:
+    def submit(
+        self,
+        key: TransferKey,
+        sequence: Sequence,
+        receiver: Receiver,
+        call: Call,
+        pull: PlannedPull | None = None,
+    ) -> None:
         job = _Job(key, sequence, receiver, call)
         if -(-len(sequence.token_ids) // self.page_size) > self.pool.num_pages:
             problem = TransferError(f"{len(sequence.token_ids)} tokens do not fit into {self.pool.num_pages} pages")
@@ -125,8 +153,12 @@ class PrefillModel:
         def add() -> None:
             self._jobs[key] = job
             self._by_sequence[sequence] = job
-            self.scheduler.add(sequence)
             self._beat(job)
+            self.pulls.bring(sequence, pull, queue)
+
+        def queue() -> None:
+            if key in self._jobs and job.error is None:
+                self.scheduler.add(sequence)
 
         self.loop.post(add)
 

@@ -18,6 +18,7 @@ from kv_transfer.session.lease import Lease, heartbeat_s
 from kv_transfer.session.transfer_session import ENDED, Effect, Manifest, TransferSession
 from penstock.errors import PenstockError, TransferError, Unavailable
 from penstock.types import Epoch, TransferId, TransferKey, WorkerId
+from router.routing.policy.interface import PlannedPull
 from simulator.request import RequestTokens
 from simulator.workers.prefill_model import PrefillModel
 from simulator.world.network import Call, Network, Node, State
@@ -37,6 +38,7 @@ class PrefillOption:
     queue_s: float
     prefill_s: float
     cached_tokens: int = 0  # of the prompt, in its cache
+    pull: PlannedPull | None = None
 
 
 class TransferOwner:
@@ -122,7 +124,7 @@ class TransferModel:
         if transfer.call is not None:
             assert model is not None
             call, copy = transfer.call, _copy(sequence, num_tokens, self._page_size)
-            call.send(self.node, lambda: model.submit(key, copy, self, call))
+            call.send(self.node, lambda: model.submit(key, copy, self, call, candidate.pull))
         self._expire_later(key)
 
     def abandon(self, sequence: Sequence) -> None:

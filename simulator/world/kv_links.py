@@ -25,6 +25,10 @@ class KvLinks:
         self.bytes_in_flight = 0
         self.bytes_moved = 0
 
+    @property
+    def token_bytes(self) -> int:
+        return self._costs.token_bytes
+
     def set_slowness(self, one: str, other: str, factor: float) -> None:
         """Multiplies the time of pushes between two workers; 1 is full speed."""
         self._slowness[frozenset((one, other))] = factor

@@ -14,6 +14,7 @@ from simulator.replay import UNLIMITED, fit, main, replay, with_pages
 from simulator.report import Slo, offered_load, single_cache_hit_rate
 from simulator.request import TraceRequest
 from simulator.traces import SharedPrefixMix, drop_longer, load_trace, scale_arrivals
+from simulator.workers.prefill_model import PrefillModel
 
 SPEC = FleetSpec(num_prefill=3, num_decode=3, prefill_pages=4000, decode_pages=4000)
 MIX = SharedPrefixMix(num_requests=120, requests_per_s=30.0, output_tokens=20, think_s=1.0)
@@ -79,6 +80,19 @@ def test_a_replay_completes_everything_and_counts_hits(num_prefill: int) -> None
     assert computed >= prompts * (1 - summary.hit_rate) * 0.98
     assert 0 < summary.ttft_p50_s <= summary.ttft_p90_s <= summary.ttft_p99_s
     assert summary.goodput == 1.0
+
+
+@pytest.mark.parametrize("bytes_per_s", [50e9, 1e8])
+def test_prefixes_are_pulled_where_links_are_fast(bytes_per_s: float) -> None:
+    link = replace(SPEC.link_costs, bytes_per_s=bytes_per_s)
+    requests, _ = fit(MIX.make(0), SPEC, load=0.6)
+    spec = with_pages(replace(SPEC, pull=True, link_costs=link), UNLIMITED, requests)
+    summary, fleet = replay(requests, spec, 0, Slo(5.0, 1.0))
+    assert summary.num_failed == 0
+    pulled = sum(
+        worker.pulls.num_pulled_tokens for worker in fleet.workers.values() if isinstance(worker, PrefillModel)
+    )
+    assert (pulled > 0) == (bytes_per_s > 1e9)
 
 
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ def _choice(demand: PlacementDemand, chosen: _Pair, senders: list[End], pairs: l
 
 def _estimate(demand: PlacementDemand, view: WorkerView, compute_s: float) -> PrefillEstimate:
     pull = pulls.plan(demand, view)
-    queue_s = view.queue_s if pull is None else max(view.queue_s, pull.pull_s)
+    queue_s = view.queue_s + (pull.pull_s if pull is not None else 0.0)
     return PrefillEstimate(view.worker_id, queue_s, compute_s, demand.cached_tokens.get(view.worker_id, 0), pull)
 
 
@@ -154,7 +154,7 @@ def _score(demand: PlacementDemand, pair: _Pair) -> PairScore:
     bonus_s = pair.decode[3] + (pair.prefill[3] if pair.prefill else 0.0)
     cached = demand.cached_tokens.get
     return score._replace(
-        queue_s=computes.queue_s if pull is None else max(computes.queue_s, pull.pull_s),
+        queue_s=computes.queue_s + (pull.pull_s if pull is not None else 0.0),
         bonus_s=bonus_s,
         total_s=pair.total_s,
         prefill_cached_tokens=cached(computes.worker_id, 0),

@@ -1,7 +1,6 @@
 """Prices a prompt's prefix that is pulled from another worker's cache instead of being computed. Pure.
 
-A pull delays a prompt's start, beside the queue that it waits in anyway, and spares the worker the tokens that it
-brings. With one, a worker without the prefix costs little more than its holder, so that load decides between them.
+A prompt is pulled for before it is queued, so a pull delays its start, and spares the worker the tokens that it brings. With one, a worker without the prefix costs little more than its holder, so that load decides between them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from router.routing.policy.interface import (
     WorkerView,
 )
 
-_ADVANTAGE = 0.7  # a pull is counted on where it takes less than this share of the time to compute
+_ADVANTAGE = 0.4  # a pull is counted on where it takes less than this share of the time to compute (2026-11-24)
 _MIN_TOKENS = 512
 
 
@@ -66,10 +65,7 @@ def after(demand: PlacementDemand, plans: dict[WorkerId, PlannedPull]) -> Placem
 
 
 def waits_s(views: Sequence[WorkerView], plans: dict[WorkerId, PlannedPull]) -> list[float]:
-    """Returns for each view by how much its pull, if there is one, outlasts its queue."""
+    """Returns for each view how long a prompt waits for its pull, if there is one."""
     if not plans:
         return [0.0] * len(views)
-    return [
-        max(0.0, found.pull_s - view.queue_s) if (found := plans.get(view.worker_id)) is not None else 0.0
-        for view in views
-    ]
+    return [found.pull_s if (found := plans.get(view.worker_id)) is not None else 0.0 for view in views]

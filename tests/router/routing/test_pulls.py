@@ -60,7 +60,7 @@ def test_a_prefix_that_can_be_pulled_leaves_the_choice_to_load(byte_s: float | N
     if pull is not None:
         assert (pull.source, pull.tokens) == (HOLDER, TOKENS - 16)
         assert pull == choice.prefill[0].pull
-        assert choice.score.queue_s == pytest.approx(pull.pull_s) == choice.prefill[0].queue_s
+        assert choice.score.queue_s == pytest.approx(pull.pull_s) == choice.prefill[0].queue_s  # it has no queue
         assert choice.score.prefill_s < 0.1 < pull.compute_s
         assert choice.uncached_tokens == 16
         assert choice.score.prefill_cached_tokens == 0  # what it holds, not what it will: promises are checked by it

@@ -1,6 +1,6 @@
 """Prices a prompt's prefix that is pulled from another worker's cache instead of being computed. Pure.
 
-A prompt is queued after its pull, so a pull delays its start, and spares the worker the tokens that it brings. With one,
+A prompt is queued after its pull: the pull delays its start and spares the worker the tokens that it brings. With one,
 a worker without the prefix costs little more than its holder, so that load decides between them.
 """
 

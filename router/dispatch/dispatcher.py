@@ -76,7 +76,9 @@ class _OutputRun:
         """Turns a delta's tokens into text and counts them; a matched stop string ends the completion at its worker."""
         self._observe_tokens(delta)
         text = self._texts[delta.index]
+        before = text.num_tokens
         output = text.feed(delta)
+        self._context.metrics.generation_tokens.inc(text.num_tokens - before)
         if text.stopped:
             ended = stream.end(delta.index)
             output.timing = delta.timing or ended.timing

@@ -241,6 +241,7 @@ class HeldRequest:
                 cached_tokens=self._cached_tokens,
             )
             last = state.ended[-1].timing if state.ended else None
+            self._metrics.generation_tokens.inc(usage.completion_tokens)
             self._leave(self._counts.request(self.request, usage, last))
             return
         error = from_status(state.error)

@@ -65,7 +65,8 @@ class CompletionCounts:
     def request(
         self, request: PreparedRequest, usage: common_pb2.Usage, last: common_pb2.Timing | None
     ) -> RequestUsage:
-        """Counts a request all of whose completions have ended; `last` is the timing of the one that ended last."""
+        """Counts a request all of whose completions have ended, but for the generated tokens, which whoever sees them
+        counts; `last` is the timing of the completion that ended last."""
         metrics, now_s = self.metrics, time.monotonic()
         timing = last if last is not None else common_pb2.Timing()
         decode_s, num_later = timing.decode_ms / 1e3, usage.completion_tokens - 1
@@ -78,7 +79,6 @@ class CompletionCounts:
         metrics.request_s.observe(now_s - request.accepted_s)
         metrics.prompt_size.observe(usage.prompt_tokens)
         metrics.prompt_tokens.inc(usage.prompt_tokens)
-        metrics.generation_tokens.inc(usage.completion_tokens)
         metrics.cached_tokens.inc(usage.cached_tokens)
         metrics.cache_queries.inc(usage.prompt_tokens)
         metrics.cache_hits.inc(usage.cached_tokens)

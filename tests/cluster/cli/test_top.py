@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from cluster.cli.commands.inspecting.top import format_rates
+from cluster.cli.commands.inspecting.top import format_rates, sparkline
 from cluster.cli.main import main
 from cluster.cli.rates import DeploymentSnapshot, RouterCounts, compute_rates, read_counts
 from penstock.types import FinishReason
@@ -84,9 +84,36 @@ def test_a_restarted_router_counts_from_zero() -> None:
 def test_the_view_names_pools_and_workers() -> None:
     text = format_rates("m", compute_rates(sample(0.0, worker(0, 0)), sample(1.0, worker(0, 50))))
     lines = text.splitlines()
-    assert lines[0].startswith("m: ready   50 tokens/s   TTFT - ms")
-    assert lines[2] == "decode: 1 of 1 ready, 2 running, 0 waiting, pages 75%, 50 tokens/s"
+    assert lines[0] == "m: ready   50 tokens/s   queued -"
+    assert lines[1].startswith("TTFT - ms")
+    assert lines[3] == "decode: 1 of 1 ready, 2 running, 0 waiting, pages 75%, 50 tokens/s"
     assert lines[-1].split() == ["decode-0", "ready", "2", "0", "75%", "0", "50", "4.0", "-"]
+
+
+def test_a_view_fits_eighty_columns() -> None:
+    busy = sample(0.0, *(worker(number, 0, queries=10) for number in range(4)), a=metrics([0.02], 1))
+    later = sample(
+        1.0, *(worker(number, 12345, queries=99, hits=89) for number in range(4)), a=metrics([0.9] * 9, 9999)
+    )
+    for past in (None, [0.0, 50.0, 99999.0] * 7):
+        assert max(map(len, format_rates("some-model-8b", compute_rates(busy, later), past).splitlines())) <= 80
+
+
+def test_the_curve_and_the_bars_are_drawn_to_scale() -> None:
+    assert sparkline([0.0, 50.0, 100.0]) == "▁▅█"
+    assert sparkline([0.0, 0.0]) == "▁▁"
+    view = compute_rates(sample(0.0, worker(0, 0)), sample(1.0, worker(0, 50)))
+    assert "██████░░  75%" in format_rates("m", view, [50.0]).splitlines()[-1]
+
+
+def test_the_headline_agrees_with_the_pool_while_answers_stream() -> None:
+    """The router counts tokens as they pass, not when an answer ends."""
+    view = compute_rates(
+        sample(0.0, worker(0, 100), a=metrics([], 90)), sample(1.0, worker(0, 210), a=metrics([], 200))
+    )
+    lines = format_rates("m", view).splitlines()
+    assert "110 tokens/s" in lines[0]
+    assert lines[3].endswith("110 tokens/s")
 
 
 async def test_top_prints_as_many_views_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

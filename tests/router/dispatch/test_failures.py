@@ -235,6 +235,19 @@ async def test_a_worker_at_another_workers_address_gets_no_requests():
         await admin.stop()
 
 
+async def test_tokens_count_as_they_stream():
+    worker = await FakeWorker(pause_at=3).start()
+    async with running_router(worker) as router:
+        call = router.stub.Generate(request("count me at once", max_tokens=5))
+        received = 0
+        while received < 3:
+            received += len((await call.read()).token_ids)
+        assert (
+            'vllm:generation_tokens_total{model_name="penstock-tiny"} 3.0' in router.server._metrics.render().decode()
+        )
+        call.cancel()
+
+
 async def test_metrics_count_requests_and_tokens():
     worker = await FakeWorker().start()
     async with running_router(worker) as router:

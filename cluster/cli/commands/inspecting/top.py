@@ -12,7 +12,8 @@ import time
 import urllib.error
 import urllib.request
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -24,7 +25,10 @@ from penstock.rpc.secret import read_private
 from penstock.v1 import admin_pb2
 
 _SCRAPE_TIMEOUT_S = 3.0
-_HEADER = ("worker", "state", "running", "waiting", "pages", "prefill t/s", "decode t/s", "step ms", "cache hits", "")
+_FIRST_INTERVAL_S = 0.5
+_HEADER = ("worker", "state", "run", "wait", "pages", "in t/s", "out t/s", "step ms", "hits", "")
+_BAR_CELLS, _HISTORY = 8, 20
+_LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -60,8 +64,8 @@ def _views(
 ) -> Iterator[tuple[admin_pb2.StatusResponse, DeploymentRates]]:
     never = threading.Event()
     before = take_snapshot()
-    while True:
-        never.wait(interval_s)  # Ctrl-C ends the wait
+    for wait_s in itertools.chain([min(interval_s, _FIRST_INTERVAL_S)], itertools.repeat(interval_s)):
+        never.wait(wait_s)  # Ctrl-C ends the wait
         now = take_snapshot()
         yield now.status, compute_rates(before, now)
         before = now
@@ -91,22 +95,43 @@ def _show(views: Iterator[tuple[admin_pb2.StatusResponse, DeploymentRates]]) -> 
     from rich.text import Text
 
     live: Any = Live(Text("collecting ..."), screen=True, auto_refresh=False)
+    drawn = (sys.stdout.encoding or "").lower().startswith("utf")
+    past: deque[float] = deque(maxlen=_HISTORY)  # tokens/s
     with live:
         for status, view in views:
-            live.update(Text(format_rates(status.model, view)), refresh=True)
+            past.append(view.tokens_per_s or 0.0)
+            text = format_rates(status.model, view, past if drawn else None)
+            live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-def format_rates(model: str, view: DeploymentRates) -> str:
-    """Formats one view: the deployment, a line a pool, a table of workers."""
+def format_rates(model: str, view: DeploymentRates, past: Sequence[float] | None = None) -> str:
+    """Formats one view: two lines on the deployment, a line a pool, a table of workers.
+
+    With `past`, the tokens/s of the last views, pages are drawn as bars and those as a curve.
+    """
+    curve = f" {sparkline(past)}" if past is not None else ""
     head = (
-        f"{model}: {'ready' if view.ready else 'not ready'}   {_number(view.tokens_per_s)} tokens/s   "
+        f"{model}: {'ready' if view.ready else 'not ready'}   {_number(view.tokens_per_s)} tokens/s{curve}   "
+        f"queued {_number(view.num_queued)}\n"
         f"TTFT {_pair_ms(view.ttft_s)} ms   ITL {_pair_ms(view.itl_s)} ms (p50/p99)   "
-        f"prompts cached {_percent(view.hit_rate)}   queued {_number(view.num_queued)}"
+        f"prompts cached {_percent(view.hit_rate)}"
     )
+    drawn = past is not None
     pools = [
         _pool_line(role, [worker for worker in view.workers if worker.role == role]) for role in ("prefill", "decode")
     ]
-    return "\n".join([head, *pools, "", format_table(_HEADER, [_row(worker) for worker in view.workers])])
+    return "\n".join([head, *pools, "", format_table(_HEADER, [_row(worker, drawn) for worker in view.workers])])
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Returns a character for each value, as high as its share of the largest."""
+    top = max(values, default=0.0) or 1.0
+    return "".join(_LEVELS[round((len(_LEVELS) - 1) * max(0.0, value) / top)] for value in values)
+
+
+def _bar(share: float | None) -> str:
+    filled = round(_BAR_CELLS * (share or 0.0))
+    return "█" * filled + "░" * (_BAR_CELLS - filled)
 
 
 def _pool_line(role: str, workers: list[WorkerRates]) -> str:
@@ -122,13 +147,13 @@ def _pool_line(role: str, workers: list[WorkerRates]) -> str:
     )
 
 
-def _row(worker: WorkerRates) -> list[str]:
+def _row(worker: WorkerRates, drawn: bool) -> list[str]:
     return [
         worker.worker_id,
         worker.state,
         str(worker.num_running),
         str(worker.num_waiting),
-        _percent(worker.pages_used),
+        f"{_bar(worker.pages_used)} {_percent(worker.pages_used):>4}" if drawn else _percent(worker.pages_used),
         _number(worker.prefill_tokens_per_s),
         _number(worker.decode_tokens_per_s),
         "-" if worker.step_s is None else f"{worker.step_s * 1e3:.1f}",

@@ -15,7 +15,7 @@ import pytest
 from penstock.client.async_client import AsyncClient
 from penstock.client.auth import ClientTls
 from penstock.config import RouterConfig, parse
-from penstock.errors import ConfigError, Unauthenticated, Unavailable
+from penstock.errors import ConfigError, Unauthenticated
 from penstock.rpc.secret import digest_of, make_api_key
 from tests.support.key_files import Authority, replace
 from tests.support.router.router_fakes import FakeWorker, running_router, until

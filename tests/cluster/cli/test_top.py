@@ -99,7 +99,7 @@ def test_a_view_fits_eighty_columns() -> None:
         assert max(map(len, format_rates("some-model-8b", compute_rates(busy, later), past).splitlines())) <= 80
 
 
-def test_the_curve_and_the_bars_are_drawn_to_scale() -> None:
+def test_the_curve_and_the_bars_are_to_scale() -> None:
     assert sparkline([0.0, 50.0, 100.0]) == "▁▅█"
     assert sparkline([0.0, 0.0]) == "▁▁"
     view = compute_rates(sample(0.0, worker(0, 0)), sample(1.0, worker(0, 50)))

@@ -95,19 +95,19 @@ def _show(views: Iterator[tuple[admin_pb2.StatusResponse, DeploymentRates]]) -> 
     from rich.text import Text
 
     live: Any = Live(Text("collecting ..."), screen=True, auto_refresh=False)
-    drawn = (sys.stdout.encoding or "").lower().startswith("utf")
+    has_bars = (sys.stdout.encoding or "").lower().startswith("utf")
     past: deque[float] = deque(maxlen=_HISTORY)  # tokens/s
     with live:
         for status, view in views:
             past.append(view.tokens_per_s or 0.0)
-            text = format_rates(status.model, view, past if drawn else None)
+            text = format_rates(status.model, view, past if has_bars else None)
             live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 def format_rates(model: str, view: DeploymentRates, past: Sequence[float] | None = None) -> str:
     """Formats one view: two lines on the deployment, a line a pool, a table of workers.
 
-    With `past`, the tokens/s of the last views, pages are drawn as bars and those as a curve.
+    With `past`, the tokens/s of the last views, pages become bars and those a curve.
     """
     curve = f" {sparkline(past)}" if past is not None else ""
     head = (
@@ -116,11 +116,11 @@ def format_rates(model: str, view: DeploymentRates, past: Sequence[float] | None
         f"TTFT {_pair_ms(view.ttft_s)} ms   ITL {_pair_ms(view.itl_s)} ms (p50/p99)   "
         f"prompts cached {_percent(view.hit_rate)}"
     )
-    drawn = past is not None
+    has_bars = past is not None
     pools = [
         _pool_line(role, [worker for worker in view.workers if worker.role == role]) for role in ("prefill", "decode")
     ]
-    return "\n".join([head, *pools, "", format_table(_HEADER, [_row(worker, drawn) for worker in view.workers])])
+    return "\n".join([head, *pools, "", format_table(_HEADER, [_row(worker, has_bars) for worker in view.workers])])
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -147,13 +147,13 @@ def _pool_line(role: str, workers: list[WorkerRates]) -> str:
     )
 
 
-def _row(worker: WorkerRates, drawn: bool) -> list[str]:
+def _row(worker: WorkerRates, has_bars: bool) -> list[str]:
     return [
         worker.worker_id,
         worker.state,
         str(worker.num_running),
         str(worker.num_waiting),
-        f"{_bar(worker.pages_used)} {_percent(worker.pages_used):>4}" if drawn else _percent(worker.pages_used),
+        f"{_bar(worker.pages_used)} {_percent(worker.pages_used):>4}" if has_bars else _percent(worker.pages_used),
         _number(worker.prefill_tokens_per_s),
         _number(worker.decode_tokens_per_s),
         "-" if worker.step_s is None else f"{worker.step_s * 1e3:.1f}",

@@ -1,7 +1,7 @@
 """Computes checksums of pages, at both ends of a transfer where TransferConfig.checksums is on.
 
-xxh3_64 of the page's bytes, whatever their dtype. A CPU pool is read in place, about as fast as memory allows. A page
-on a GPU is copied to the host first, which makes checksums a debugging aid there.
+They cover the page's bytes, whatever their dtype, and are the same number on every device
+(`engine.kernels.checksum_words`). A pool is read in place, about as fast as memory allows.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
+from engine.kernels.page_checksum import select_checksum
 from kv_transfer.layout.pages import PageBuffer, rows_of_pages
 from kv_transfer.layout.reshard import WHOLE_PAGE, PageRows
 from penstock.types import PageId
+
+_WORD_BYTES = 4
 
 
 def page_checksums(pool: torch.Tensor, pages: Sequence[PageId]) -> list[int]:
@@ -21,11 +24,9 @@ def page_checksums(pool: torch.Tensor, pages: Sequence[PageId]) -> list[int]:
     if not pool.is_contiguous():
         raise ValueError(f"pool: shape {tuple(pool.shape)} is not contiguous")
     bytes_P = pool.view(pool.shape[0], -1).view(torch.uint8)
-    if not pool.is_cuda:
-        rows_P = bytes_P.numpy()
-        return [xxhash.xxh3_64_intdigest(rows_P[page]) for page in pages]
-    rows_P = bytes_P[torch.tensor(pages, device=pool.device)].cpu().numpy()
-    return [xxhash.xxh3_64_intdigest(row) for row in rows_P]
+    if bytes_P.shape[1] % _WORD_BYTES:
+        raise ValueError(f"pool: pages of {bytes_P.shape[1]} bytes; a page must be a multiple of {_WORD_BYTES} bytes")
+    return select_checksum(pool.device.type)(bytes_P.view(torch.int32), pages)
 
 
 def row_checksums(pool: torch.Tensor, pages: Sequence[PageId], rows: PageRows) -> list[int]:

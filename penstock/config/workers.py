@@ -79,8 +79,9 @@ class TransferConfig(FrozenConfig):
     layer_groups: int | None = Field(None, ge=1)
     """Groups of layers that are sent while later layers compute, over cuda_ipc and shm; 1 sends whole pages after each
     chunk. By default what the transport gains from."""
-    checksums: bool = False
-    """Verifies the xxh3 checksum of every page before it is used."""
+    checksums: bool = True
+    """Verifies the checksum of every page before it is used; set alike for all workers. It costs about as much as
+    reading the pages once at either end."""
     pull: bool = True
     """Pulls the cached pages of a prompt's prefix from another worker where that is predicted to take less than
     computing them, and sends them to workers that ask. Such pages are verified by checksum in any case."""

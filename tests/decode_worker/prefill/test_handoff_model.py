@@ -156,7 +156,7 @@ class QuietSender:
 def test_prompts_that_share_pages_may_all_end_while_a_step_computes_them() -> None:
     engine = FakeEngine(40, 4)
     engine.runs_ahead = True
-    config = SimpleNamespace(transfer=TransferConfig(), prefill=PrefillConfig(max_batch_tokens=64))
+    config = SimpleNamespace(transfer=TransferConfig(checksums=False), prefill=PrefillConfig(max_batch_tokens=64))
     worker = PrefillWorker(cast(Any, engine), cast(Any, QuietSender()), cast(Any, config), CONTEXT)
 
     def submit(number: int) -> TransferKey:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-import xxhash
 
+from engine.kernels.checksum_words import checksum_rows
 from kv_transfer.layout.checksum import page_checksums
+from penstock.types import PageId
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_checksum_hashes_the_bytes_of_its_page(dtype: torch.dtype) -> None:
+def test_a_checksum_covers_the_bytes_of_its_page(dtype: torch.dtype) -> None:
     pool = torch.randn(5, 2, 2, 3, 4, 8).to(dtype)
-    raw = pool.view(torch.uint8).numpy().tobytes()
-    size = len(raw) // 5
-    assert page_checksums(pool, [3, 0]) == [
-        xxhash.xxh3_64_intdigest(raw[page * size : (page + 1) * size]) for page in (3, 0)
-    ]
+    words = torch.frombuffer(bytearray(pool.view(torch.uint8).numpy().tobytes()), dtype=torch.int32)
+    assert page_checksums(pool, [PageId(3), PageId(0)]) == checksum_rows(words.view(5, -1), [3, 0])
 
 
 def test_one_flipped_bit_changes_one_checksum() -> None:
@@ -25,3 +23,8 @@ def test_one_flipped_bit_changes_one_checksum() -> None:
     pool[1, 40] ^= 1
     after = page_checksums(pool, [0, 1, 2])
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
+
+
+def test_pages_of_odd_sizes_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="pages of 6 bytes; a page must be a multiple of 4 bytes"):
+        page_checksums(torch.zeros(3, 6, dtype=torch.uint8), [PageId(0)])

@@ -31,6 +31,7 @@ from engine.kernels.triton.attention import join_splits, tuning
 from engine.kernels.triton.backend import TritonAttention, TritonOps
 from engine.kernels.triton.copy_pages import copy_pages
 from engine.kernels.triton.grouped_gemm import grouped_gemm
+from engine.kernels.triton.page_checksum import checksum_pages
 from engine.kernels.triton.quantize_rows import quantize_rows
 from engine.kernels.triton.quantized_gemm import QuantizedGemm
 from engine.kernels.triton.sample import sample_tokens
@@ -176,6 +177,10 @@ def _copy_pages() -> None:
     copy_pages(zeros(4, 4096, dtype=torch.int64), zeros(4, 4096, dtype=torch.int64), [1], [2])
 
 
+def _checksum_pages() -> None:
+    checksum_pages(zeros(4, 4096, dtype=torch.int32), [1, 2])
+
+
 def _quantized(kind: Kind, num_rows: int) -> None:
     QuantizedGemm(quantize_weight(zeros(256, 1024), kind), None)(zeros(num_rows, 1024))
 
@@ -211,6 +216,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "layer": _layer,
     "sampling": _sample,
     "copies of pages": _copy_pages,
+    "checksums of pages": _checksum_pages,
     "experts, few rows": lambda: _experts(16),
     "experts, many rows": lambda: _experts(128 * 128),
     "experts of fp8": lambda: _fp8_experts(128 * 128),

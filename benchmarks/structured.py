@@ -1,4 +1,5 @@
-"""What a grammar costs a stream, and what forced tokens save: the bundled model, a batch of streams, on this machine.
+"""Measures what a grammar costs a stream, and what forced tokens save: the bundled model, a batch of streams, on this
+machine.
 
 Steps of a batch with a grammar in every row alternate with steps of the same batch without, at the same positions, so
 that a busy machine slows both alike. A grammar that allows any text shows the machinery alone; JSON shows real masks.

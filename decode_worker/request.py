@@ -24,7 +24,7 @@ _MAX_PREEMPTIONS = 16  # whose moments are kept
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """One sequence's share of a step: a token, an end, or both; or news of its migration or its prefill."""
+    """A sequence's share of a step: a token, an end, or both; or news of its migration or its prefill."""
 
     stream_id: int
     token: SampledToken | None = None
@@ -38,7 +38,7 @@ class TokenDelta:
 
 @dataclass(slots=True, eq=False)
 class PlainTokens:
-    """One token for each of many sequences and nothing else: most of what a step yields. Not empty."""
+    """A token for each of many sequences and nothing else: most of what a step yields. Not empty."""
 
     stream_ids: np.ndarray  # uint64
     token_ids: np.ndarray  # int64, one for each stream

@@ -57,8 +57,7 @@ class DecodeWorker:
         grammars: GrammarQueue | None = None,
         pulls: PrefixPulls | None = None,
     ) -> None:
-        """Without `grammars` requests that have one are refused; without `pulls` nothing is pulled from other
-        workers."""
+        """Refuses requests with a grammar without `grammars`, and pulls nothing from other workers without `pulls`."""
         self._worker_id = worker_id
         self._engine = engine
         self._config = config

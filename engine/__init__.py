@@ -1,4 +1,4 @@
-"""One model replica: its weights, its KV pages, and the step that computes a batch of sequences.
+"""A model replica: its weights, its KV pages, and the step that computes a batch of sequences.
 
 Workers take `Engine`, `Replica` and what schedulers need (`engine.step`, `engine.cache`). The engine imports no grpc
 and no ray; it knows neither requests nor transfers. Importing the package sets how idle OpenMP threads wait, which

@@ -1,4 +1,4 @@
-"""One model replica behind one object: weights, KV pages, prefix cache, and the step.
+"""A model replica behind one object: weights, KV pages, prefix cache, and the step.
 
 A worker's step loop is the only caller. The engine owns the model and the page tensor; which sequence holds which page
 is the caller's decision (through `pool` and `prefix_cache`), and a step changes neither.

@@ -1,4 +1,5 @@
-"""What workers send and receive KV with: the two ends of every transfer, and how a worker opens its own.
+"""The interface through which workers send and receive KV: the two ends of every transfer, and how a worker opens its
+own.
 
 The work is done by `TransferSender` (send/sender.py) and `TransferReceiver` (receive/receiver.py): one of each serves a
 worker of one rank. Ranks of tensor-parallel workers are composed behind the same methods (ranks/).

@@ -1,4 +1,4 @@
-"""What every process of a deployment sets up once: logging, and an answer to the signals that end it."""
+"""Sets up what every process of a deployment needs, once: logging, and an answer to the signals that end it."""
 
 from __future__ import annotations
 

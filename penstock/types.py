@@ -32,7 +32,7 @@ def new_epoch() -> Epoch:
 
 
 class WorkerEnd(StrEnum):
-    """How a worker's life ended: a word for each planned end, and for the unplanned ones."""
+    """The way a worker's life ended: a word for each planned end, and for the unplanned ones."""
 
     DRAINED = "drained"  # by an operator
     SCALED_DOWN = "scaled down"
@@ -75,7 +75,8 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the text of an output must match; `proto/penstock/v1/common.proto` says what each kind's source is."""
+    """The rule that the text of an output must match; `proto/penstock/v1/common.proto` says what each kind's source
+    is."""
 
     kind: GrammarKind
     source: str
@@ -83,7 +84,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are sampled, with every default resolved. Validated by `router.api.sampling_fields.resolve`."""
+    """The parameters of sampling, with every default resolved. Validated by `router.api.sampling_fields.resolve`."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -169,7 +170,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TransferKey:
-    """One attempt to move one request's pages between two incarnations. Minted by the decode worker."""
+    """An attempt to move one request's pages between two incarnations. Minted by the decode worker."""
 
     transfer_id: TransferId
     sender_epoch: Epoch
@@ -264,7 +265,7 @@ class Labels:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """What a worker reports with every batch of events."""
+    """A worker's report with every batch of events."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -1,4 +1,4 @@
-"""One request's prefill as its worker holds it, and the messages about it to the receiver of its pages.
+"""A request's prefill as its worker holds it, and the messages about it to the receiver of its pages.
 
 Counts of pages in these messages are in the receiver's pages, whose size may differ from this worker's.
 """
@@ -58,7 +58,7 @@ PrefillOutcome = ReservePages | FirstToken | Pushed | Heartbeat | Closed
 
 @dataclass(slots=True, eq=False)
 class PrefillJob:
-    """One request's prefill and its transfer. Counts of pages are in the receiver's pages."""
+    """A request's prefill and its transfer. Counts of pages are in the receiver's pages."""
 
     key: TransferKey
     sequence: Sequence

@@ -19,7 +19,7 @@ OutputT = TypeVar("OutputT")
 
 @dataclass(slots=True, eq=False)
 class LayerwisePush:
-    """One transfer's pages that are complete at the end of the step."""
+    """A transfer's pages that are complete at the end of the step."""
 
     push: Callable[[LayerGroup], None]
     num_groups: int

@@ -37,7 +37,7 @@ _COUNTS = struct.Struct("=120xQQ")  # of struct tcp_info (linux/tcp.h): tcpi_byt
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a connection has carried so far."""
+    """The traffic of a connection so far."""
 
     received: int
     sent: int

@@ -26,7 +26,7 @@ Turn = asyncio.Future[None]
 
 
 class FairThreads:
-    """For one event loop. Owns its threads; `close` drops what is queued."""
+    """Serves one event loop. Owns its threads; `close` drops what is queued."""
 
     def __init__(self, name: str, num_threads: int, max_queued: int) -> None:
         """`name` is that of the work, in errors; `max_queued` is in characters (or bytes) of its text."""

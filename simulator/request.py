@@ -15,7 +15,7 @@ _SPREAD = 1_000_003
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. `block_ids` name the prompt's blocks of `block_tokens` tokens; equal ids mean equal content, and the
+    """A request. `block_ids` name the prompt's blocks of `block_tokens` tokens; equal ids mean equal content, and the
     last block may be incomplete."""
 
     number: int
@@ -101,7 +101,7 @@ class RequestTokens:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a client observes of one request, and where its prompt was computed."""
+    """A client's view of one request, and where its prompt was computed."""
 
     request: TraceRequest
     first_token_s: float | None = None

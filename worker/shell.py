@@ -78,7 +78,7 @@ class IncomingTransfers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoleCore:
-    """What a role puts into its shell."""
+    """The role's contribution to its shell."""
 
     step: Callable[[], bool]  # on the step loop; whether it did any work
     sweep: Callable[[float], float | None]  # on the step loop: checks leases at `now_s`, returns when to come again
@@ -235,7 +235,7 @@ class WorkerShell:
         return worked
 
     def _load(self) -> WorkerLoad:
-        """From any thread. A fence ages while the step loop waits."""
+        """Returns the load; may be called on any thread. A fence ages while the step loop waits."""
         load, fenced_s = self._core.load(), self._fenced_s
         age_s = 0.0 if fenced_s is None else time.monotonic() - fenced_s
         stats = self.sender.stats

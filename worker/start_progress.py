@@ -1,4 +1,4 @@
-"""How far a worker has come on its way to its first request: weights read, kernels tried, decode steps captured.
+"""Tracks how far a worker has come on its way to its first request: weights read, kernels tried, decode steps captured.
 
 A worker's server reports to a `StartReporter`, which makes readable lines of it. On Ray they go to the controller, for
 `penstock status` and `top`; a plain process shows them itself.

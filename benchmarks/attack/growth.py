@@ -12,7 +12,7 @@ Readings = Mapping[str, float]  # by name, such as `router-0 files`
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What a quantity may gain between two quiet moments and not count as growth."""
+    """The amount by which a quantity may grow between two quiet moments without counting as growth."""
 
     absolute: float
     share: float = 0.0  # of its first value

@@ -49,7 +49,7 @@ _MOST_FAILED = 0.02  # of the steady requests; those in flight at a killed worke
 
 @dataclass
 class SoakCounts:
-    """What happened, by name."""
+    """Counts of what happened, by name."""
 
     happened: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)

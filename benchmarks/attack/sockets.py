@@ -119,7 +119,7 @@ class Http2:
         reads: bool = True,
         receive_buffer: int | None = None,
     ) -> Http2:
-        """Without `reads`, nothing that comes is ever read."""
+        """Reads nothing of what comes unless `reads` is given."""
         made = cls(*await connect(address, receive_buffer), reads=reads)
         made.writer.write(h2.PREFACE + h2.settings(values))
         return made

@@ -14,7 +14,7 @@ class Breach(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What the witness saw in one stretch of time."""
+    """The witness's observations in one stretch of time."""
 
     pause_s: float  # longest answer to a probe, less what the witness itself was held up
     itl_s: float  # mean time between two tokens of a stream, open gaps included
@@ -52,7 +52,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class AttackOutcome:
-    """One attack and what it did."""
+    """An attack and its effects."""
 
     name: str
     took_s: float

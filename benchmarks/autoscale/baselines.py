@@ -79,7 +79,7 @@ def _num_held(pool: PoolSignal) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PolicyResult:
-    """What one policy achieved on one trace after the warm-up; `warm_` figures are of the warm-up itself."""
+    """The results of one policy on one trace after the warm-up; `warm_` figures are of the warm-up itself."""
 
     policy: str
     num_requests: int

@@ -1,4 +1,5 @@
-"""Which rows of a benchmark's result stand beside each other as bars. `benchmarks.common.charts` renders them."""
+"""Lists the rows of each benchmark's result that are drawn beside each other as bars. `benchmarks.common.charts`
+renders them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _HEADROOM = {torch.int8: 2.0, torch.float8_e4m3fn: 16.0}  # above the first toke
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How far logits are from those in float32."""
+    """The distance of logits from those in float32."""
 
     error: float  # root mean square of the difference over that of the logits
     agreement: float  # share of positions with the same most likely token

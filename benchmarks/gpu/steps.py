@@ -35,7 +35,7 @@ _PAGE_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What the device can do, as measured in this run."""
+    """The device's limits, as measured in this run."""
 
     bytes_per_s: float  # of a copy, read and written
     products_per_s: float  # of a large bf16 matrix product, additions counted
@@ -43,7 +43,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How steps are run: with CUDA graphs or not, and with the next step scheduled ahead or not."""
+    """The way that steps are run: with CUDA graphs or not, and with the next step scheduled ahead or not."""
 
     name: str
     graphs: bool

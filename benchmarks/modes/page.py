@@ -1,4 +1,4 @@
-"""What the studies show: tables of docs/modes.md, charts as SVG files beside it, and one HTML page."""
+"""Writes the studies' results: tables of docs/modes.md, charts as SVG files beside it, and one HTML page."""
 
 from __future__ import annotations
 

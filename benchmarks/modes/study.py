@@ -1,4 +1,4 @@
-"""What was measured of one workload: its calibration, and the sweep of every mode. Kept as files between runs."""
+"""The measurements of one workload: its calibration, and the sweep of every mode. Kept as files between runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLO_SCALES = (3.0, 5.0, 10.0)  # times the latencies of an idle deployment, as i
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What two colocated workers do on this machine: alone with a request, and with all that they can take."""
+    """The limits of two colocated workers on this machine: alone with a request, and with all that they can take."""
 
     ttft_s: float
     tpot_s: float
@@ -30,7 +30,7 @@ class Calibration:
 
 @dataclass(slots=True)
 class WorkloadStudy:
-    """One workload."""
+    """A workload."""
 
     name: str
     folder: Path

@@ -1,4 +1,4 @@
-"""What the study shows: the tables of docs/overload.md, and its charts as SVG files beside it."""
+"""Writes the study's results: the tables of docs/overload.md, and its charts as SVG files beside it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ TRAFFIC = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One replay."""
+    """A replay."""
 
     traffic: TracePart
     load: float
@@ -73,7 +73,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a policy reached."""
+    """The results of one policy."""
 
     traffic: str
     load: float

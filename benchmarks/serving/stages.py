@@ -45,7 +45,7 @@ class StageCase:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokens:
-    """One request: milliseconds until its first two tokens reached the caller, and its timing."""
+    """A request: milliseconds until its first two tokens reached the caller, and its timing."""
 
     first_ms: float
     second_ms: float

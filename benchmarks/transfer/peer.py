@@ -179,7 +179,7 @@ class _BareNixl:
 
 
 class _BareGloo:
-    """One gloo send and receive of contiguous bytes."""
+    """A gloo send and receive of contiguous bytes."""
 
     def __init__(self, pool: torch.Tensor, port: int) -> None:
         store = dist.TCPStore(HOST, port, 2, False, datetime.timedelta(seconds=TIMEOUT_S))

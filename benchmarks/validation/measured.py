@@ -32,7 +32,7 @@ _WATCH_TIMEOUT_S = 600.0
 
 @dataclass(slots=True)
 class Latencies:
-    """What clients saw, in seconds; `ttft_s` by request."""
+    """Latencies as clients saw them, in seconds; `ttft_s` by request."""
 
     ttft_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)  # mean of each request with several tokens

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 
 class CommandModule(Protocol):
-    """One command: `plan_memory.py` is `penstock plan-memory`. Its module docstring says what it does."""
+    """A command: `plan_memory.py` is `penstock plan-memory`. Its module docstring says what it does."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Adds the command's flags."""

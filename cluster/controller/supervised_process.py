@@ -20,7 +20,7 @@ OnUnplaced = Callable[[str], None]  # takes the reason why no node can hold the 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What a process reports of itself once it can serve."""
+    """A process's report of itself once it can serve."""
 
     epoch: Epoch
     address: str  # host:port of its gRPC server, at which it is supervised
@@ -34,7 +34,7 @@ class Started:
 
 
 class SupervisedProcess(Protocol):
-    """One incarnation of a worker or a router, wherever it runs."""
+    """An incarnation of a worker or a router, wherever it runs."""
 
     async def place(self, on_unplaced: OnUnplaced) -> None:
         """Returns once the process has the resources it needs, however long that takes."""

@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 
 class Severity(StrEnum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCheckup:
-    """One worker's answers, and when they came."""
+    """A worker's answers, and when they came."""
 
     member: Member
     description: worker_pb2.WorkerDescription
@@ -53,7 +53,7 @@ class WorkerCheckup:
 
 @dataclass(frozen=True, slots=True)
 class TransferProbe:
-    """One small transfer between two workers. `fault` says why it failed."""
+    """A small transfer between two workers. `fault` says why it failed."""
 
     source: Member
     target: Member

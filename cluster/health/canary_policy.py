@@ -23,7 +23,7 @@ NUM_ALTERNATIVES = 4  # returned with each token
 
 @dataclass(frozen=True, slots=True)
 class CanaryToken:
-    """One greedy token, and the log-probabilities of the likeliest tokens at its position, itself included."""
+    """A greedy token, and the log-probabilities of the likeliest tokens at its position, itself included."""
 
     token_id: int
     likeliest: Mapping[int, float]

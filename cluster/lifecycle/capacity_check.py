@@ -19,11 +19,11 @@ _FIX = "add a node, or ask for less for each worker (num_cpus, num_gpus or resou
 
 
 class Machines(Protocol):
-    """What the deployment runs on."""
+    """The machines that the deployment runs on."""
 
     @property
     def needs(self) -> Mapping[Role, WorkerNeed]:
-        """What one worker of each pool takes."""
+        """Returns what one worker of each pool takes."""
         ...
 
     @property
@@ -37,7 +37,7 @@ class Machines(Protocol):
 
 
 class CapacityCheck:
-    """Without `machines` nothing is known, and nothing refused. Call `refresh` before the others."""
+    """Knows nothing and refuses nothing without `machines`. Call `refresh` before the others."""
 
     def __init__(self, pools: Pools, machines: Machines | None) -> None:
         self._pools = pools

@@ -43,7 +43,7 @@ _HANDOVER_GRACE_S = 3.0  # for the batch in flight when the hand-over's time is 
 
 
 class DrainStage(StrEnum):
-    """What a drain does now."""
+    """The present stage of a drain."""
 
     WAITING = "waiting"  # for a successor on another node; the worker still serves
     DRAINING = "draining"

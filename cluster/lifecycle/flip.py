@@ -22,7 +22,7 @@ from penstock.types import Member
 
 
 class FlipStage(StrEnum):
-    """What a flip does now."""
+    """The present stage of a flip."""
 
     DRAINING = "draining"
     FLIPPING = "flipping"

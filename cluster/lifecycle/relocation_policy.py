@@ -29,7 +29,7 @@ class NodeNotice:
 
 
 class RelocationAction(StrEnum):
-    """What to do with a worker on such a node."""
+    """The action for a worker on such a node."""
 
     WAIT = "wait"
     DRAIN = "drain"

@@ -14,7 +14,7 @@ _ACCELERATOR = "accelerator_type:"  # a mark on nodes of one type, no amount
 
 @dataclass(frozen=True, slots=True)
 class WorkerNeed:
-    """What one worker takes: a share for each of its ranks, all on one node."""
+    """The resources that one worker takes: a share for each of its ranks, all on one node."""
 
     share: ResourceShare
     num_ranks: int = 1
@@ -37,7 +37,7 @@ class MemoryRoom:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the machines have in all, used or not."""
+    """The machines' resources in all, used or not."""
 
     nodes: Mapping[str, NodeResources]  # by node id
     growth: Mapping[str, float] | None = None  # totals that a cluster may grow to; None: it has the nodes that it has
@@ -55,7 +55,7 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How many workers a pool can have, and what limits it."""
+    """The number of workers that a pool can have, and what limits it."""
 
     workers: int
     limit: str

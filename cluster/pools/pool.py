@@ -46,7 +46,7 @@ _KEEPING_ORDER = {WorkerState.READY: 0, WorkerState.SILENT: 1, WorkerState.START
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One life of one worker. `number` counts from 1 within the worker."""
+    """A life of one worker. `number` counts from 1 within the worker."""
 
     worker_id: WorkerId
     number: int

@@ -1,4 +1,4 @@
-"""What each process gets of the machines: cores and GPUs in Ray's bookkeeping, and threads for the math libraries.
+"""Divides the machines among processes: cores and GPUs in Ray's bookkeeping, and threads for the math libraries.
 
 Pure. By default the workers share the machine evenly, so that a start never waits for resources that the machine does
 not have: two cores hold a router and three workers. Also explains why no node can hold a worker.
@@ -26,7 +26,7 @@ _THREAD_VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class ResourceShare:
-    """What one process (one rank of a worker) gets."""
+    """The resources of one process (one rank of a worker)."""
 
     num_cpus: float
     num_threads: int  # of the math libraries

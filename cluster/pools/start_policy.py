@@ -21,7 +21,7 @@ _PATIENCE = 3  # failures in a row of a successor, after which newcomers no long
 
 @dataclass(frozen=True, slots=True)
 class StartDecision:
-    """What to do with workers that do not run yet."""
+    """The action for workers that do not run yet."""
 
     begin: tuple[Incarnation, ...]
     withdraw: tuple[Incarnation, ...]  # newcomers that would take the place of a lost worker's successor

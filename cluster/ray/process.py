@@ -72,7 +72,7 @@ class StartReport:
 
 @dataclass(frozen=True, slots=True)
 class ActorContext:
-    """What all actors of a deployment share."""
+    """The context that all actors of a deployment share."""
 
     actor_class: Any
     python_path: str

@@ -130,7 +130,7 @@ class HostedRouter:
 
 
 class ServerActor:
-    """One worker or router in a process of its own."""
+    """A worker or router in a process of its own."""
 
     def __init__(self, kind: str, worker_id: str, config: Mapping[str, object], use_node_address: bool) -> None:
         set_up_logging(worker_id)

@@ -34,7 +34,7 @@ _COMING = (*COMING, WorkerState.LOST)
 
 
 class ScalableDeployment(Protocol):
-    """What the autoscaler sees of the deployment and changes in it."""
+    """The part of the deployment that the autoscaler sees and changes."""
 
     def slots(self, role: Role) -> Sequence[Slot]: ...
 

@@ -89,7 +89,7 @@ Change = Resize | Flip
 
 @dataclass(frozen=True, slots=True)
 class ScalingRecord:
-    """Why a pool was changed or left alone at one moment."""
+    """The reason why a pool was changed or left alone at one moment."""
 
     time_s: float
     role: Role

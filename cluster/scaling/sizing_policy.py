@@ -30,7 +30,7 @@ _LATE_FACTOR = 3.0  # times as many late requests as planned; one of the few in 
 
 @dataclass(frozen=True, slots=True)
 class PoolNeed:
-    """How many workers a pool needs and why.
+    """The number of workers that a pool needs, and the reason.
 
     `replicas` is None while it is unknown. `fewer` would suffice with headroom: a pool shrinks no further than that.
     """

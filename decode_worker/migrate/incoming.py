@@ -45,7 +45,7 @@ class SourceCall(Protocol):
 
 @dataclass(eq=False)
 class IncomingMigration:
-    """One sequence until its router attaches: translates the worker's events for the source, and holds tokens back.
+    """A sequence until its router attaches: translates the worker's events for the source, and holds tokens back.
 
     It is the request's `PendingMigration`, its `DeltaStream` until a router attaches, and its transfer's `SenderCalls`.
     """

@@ -51,7 +51,7 @@ class CopyPhase(Enum):
 
 @dataclass(slots=True, eq=False)
 class OutgoingMigration:
-    """One attempt; `OutgoingMigrations` alone changes it. It is settled once it is `accepted` or has an `error`, and
+    """An attempt; `OutgoingMigrations` alone changes it. It is settled once it is `accepted` or has an `error`, and
     does not touch the sequence after that. Page counts are in the target's pages."""
 
     key: TransferKey

@@ -57,7 +57,7 @@ class PromptDemand:
 
 @dataclass(frozen=True, slots=True)
 class PricedPlace:
-    """One way to compute a prompt, and its predicted costs in seconds."""
+    """A way to compute a prompt, and its predicted costs in seconds."""
 
     place: PrefillPlace
     first_token_s: float

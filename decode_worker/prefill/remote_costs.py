@@ -1,4 +1,4 @@
-"""What prefills by other workers cost beyond what routers predict of them, learned from those that ended here. Pure.
+"""Learns what prefills by other workers cost beyond what routers predict of them, from those that ended here. Pure.
 
 Routers follow the load reports of all prefill workers and send their predictions with each request, so a worker that is
 never asked has an estimate, too. A decode worker learns by what factor a worker's prefills differ from the prediction,
@@ -22,7 +22,7 @@ _MAX_WORKERS = 4096  # with a model of their own
 
 @dataclass(frozen=True, slots=True)
 class RemoteTimes:
-    """What a prefill by another worker took, in seconds."""
+    """The times of a prefill by another worker, in seconds."""
 
     total_s: float  # from the call to the first token here
     queue_s: float  # as the prefill worker reports it

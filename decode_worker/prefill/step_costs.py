@@ -1,4 +1,4 @@
-"""What this worker's own steps cost, learned from every step with a chunk and a few of the others. Pure.
+"""Learns what this worker's own steps cost, from every step with a chunk and a few of the others. Pure.
 
 A step takes a fixed time, a time more if it computes chunks of prompts, a time for each token of these and for each
 pair of such a token and one before it, and a time for each row that decodes and for each token of its context.
@@ -18,7 +18,7 @@ _DECODE_STRIDE = 8  # one of so many steps without a chunk is learned from: they
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computes."""
+    """The work of one step."""
 
     chunk_tokens: int  # of prompts
     chunk_pairs: float  # of one of these tokens and a token before it

@@ -64,7 +64,7 @@ class FailedTransfer:
 
 @dataclass(slots=True, eq=False)
 class TransferAttempt:
-    """One transfer. `request` becomes None once it is served another way, or has ended."""
+    """A transfer. `request` becomes None once it is served another way, or has ended."""
 
     session: TransferSession
     request: DecodeRequest | None

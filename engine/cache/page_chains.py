@@ -12,7 +12,7 @@ from penstock.types import CachedPage, PageHash, PageId
 
 
 class ChainNode:
-    """One cached page and its place in the chain."""
+    """A cached page and its place in the chain."""
 
     __slots__ = ("first_child", "next_sibling", "num_uses", "page", "page_hash", "parent", "previous_sibling")
 

@@ -167,7 +167,7 @@ class PagePool:
 
     @property
     def oldest_fence_s(self) -> float | None:
-        """When the oldest fence came, monotonic; None if there is none."""
+        """The time of the oldest fence, monotonic; None if there is none."""
         return next(iter(self._fenced_s.values()), None)
 
     def is_fencing(self, key: Hashable) -> bool:

@@ -1,4 +1,4 @@
-"""Which cached page is in which slot of a bounded store, and which one is evicted when no slot is free.
+"""Knows which cached page is in which slot of a bounded store, and which one is evicted when no slot is free.
 
 The bookkeeping of the host tier and the disk tier; torch-free, and it never touches the content of a slot. A page is
 named by its hash, hence its content can never be out of date, only gone.

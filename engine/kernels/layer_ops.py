@@ -20,7 +20,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ExpertWeights(Protocol):
-    """One weight of the same shape for each expert (`engine.layers.linear.GroupedLinear`)."""
+    """A weight of the same shape for each expert (`engine.layers.linear.GroupedLinear`)."""
 
     weight_EOI: torch.Tensor | None  # all weights stacked; None where each is packed on its own
     scales_EGO: torch.Tensor | None  # float32, of e4m3 weights for each of G groups of inputs; None if plain

@@ -1,4 +1,4 @@
-"""What attention kernels need to know about a batch besides its tensors.
+"""Describes a batch to attention kernels, besides its tensors.
 
 `engine.step.batch` builds it once per step; every layer's kernels read it and change nothing but `plans`.
 

@@ -136,7 +136,7 @@ def fuse(read: LayerTensors, paths: Sequence[str], has_bias: bool, rows_O: torch
 
 
 class GroupedLinear:
-    """One weight for each expert, all of the same shape; `LayerOps.grouped_gemm` multiplies with them."""
+    """A weight for each expert, all of the same shape; `LayerOps.grouped_gemm` multiplies with them."""
 
     def __init__(self, num_experts: int, read: Callable[[int], Weight]) -> None:
         """`read` returns an expert's weight, [O, I]; at most one weight is in memory twice."""

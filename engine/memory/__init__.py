@@ -1,4 +1,4 @@
-"""How much memory a replica takes, measured against what a device has. Torch-free.
+"""Plans how much memory a replica takes, measured against what a device has. Torch-free.
 
 The engine takes `count_pages`, `make_layout`, `select_context` and the estimates of `engine.memory.estimates`; the
 command line takes `plan_memory` and `find_device`. Nothing here loads a model or allocates memory.

@@ -1,4 +1,5 @@
-"""How much memory a device has, by its name, for plans made where the device is not. Imports torch only for `cuda`."""
+"""Knows how much memory a device has, by its name, for plans made where the device is not. Imports torch only for
+`cuda`."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class ModelConfig:
 
     @property
     def rope_dim(self) -> int:
-        """How many values of a head the tables of the rotary embedding cover."""
+        """The number of values of a head that the tables of the rotary embedding cover."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @classmethod

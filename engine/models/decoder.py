@@ -162,7 +162,7 @@ class Decoder:
 
 
 class _Layer:
-    """One layer: attention, feed-forward, and the norms before and after each."""
+    """A layer: attention, feed-forward, and the norms before and after each."""
 
     def __init__(
         self, config: ModelConfig, reader: WeightReader, layer: int, whole: ModelConfig, group: ParallelGroup

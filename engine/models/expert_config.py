@@ -54,7 +54,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFamily:
-    """What distinguishes a family's experts. Defaults are those of its published configs."""
+    """The properties that distinguish a family's experts. Defaults are those of its published configs."""
 
     names: ExpertNames
     num_experts: int

@@ -46,7 +46,7 @@ _INPUT_NORMS = NormNames("input_layernorm", "post_attention_layernorm")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What distinguishes a decoder family from Llama. Defaults are those of its published configs."""
+    """The properties that distinguish a decoder family from Llama. Defaults are those of its published configs."""
 
     architecture: str
     model_type: str

@@ -1,4 +1,5 @@
-"""What the ranks of one replica exchange inside a step: sums, the logits to rank 0, and the sampled tokens back.
+"""Exchanges data between the ranks of one replica inside a step: sums, the logits to rank 0, and the sampled tokens
+back.
 
 On GPUs it all stays on the devices, in order with the step. A group is passed explicitly to whatever reduces, and
 belongs to the thread that computes steps; `SINGLE_RANK` is the group of one, whose calls cost nothing. There is no

@@ -1,4 +1,5 @@
-"""What each rank of a replica holds: its part of the weights, the pages of its heads, and the runner over both.
+"""The part of a replica that each rank holds: its part of the weights, the pages of its heads, and the runner over
+both.
 
 Rank 0's is inside its `engine.engine.Engine`, that of another rank inside its `engine.parallel.worker_rank.WorkerRank`.
 A replica of one rank has one part, which is the whole model.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BroadcastStep:
-    """What rank 0 sends to every other rank for one step."""
+    """The message from rank 0 to every other rank for one step."""
 
     host: HostBatch
     awaited_rows: np.ndarray | None = None  # int64, batch rows whose token rank 0 sends once it has sampled it

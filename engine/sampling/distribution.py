@@ -1,4 +1,4 @@
-"""From scores to tokens: temperature, the filters, and the walk along the distribution.
+"""Turns scores into tokens: temperature, the filters, and the walk along the distribution.
 
 The part of `engine.sampling.sampler` that works on tensors and columns alone and knows no sequences. Each filter is a
 floor under the probability, and tokens that tie with the last one kept are kept: no result depends on how ties are

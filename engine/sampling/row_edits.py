@@ -1,4 +1,4 @@
-"""What a step's rows ask for before temperature, as columns: biases, penalties, bans and allowed tokens.
+"""Lays out as columns what a step's rows ask for before temperature: biases, penalties, bans and allowed tokens.
 
 Made while a step is laid out, on the step loop, from the tokens that are known by then. A step scheduled ahead lacks
 the last token of some rows, which the step before it samples: what depends on that token is left to

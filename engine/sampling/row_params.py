@@ -44,7 +44,7 @@ class SamplingTensors:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What sampling needs of each row if it needs no text: neither edits nor log-probabilities."""
+    """The parameters of each row whose sampling needs no text: neither edits nor log-probabilities."""
 
     records: np.ndarray  # of `ROW_PARAMS`, whose sampling fields count
     positions: np.ndarray  # int64, position of the sampled token in its sequence

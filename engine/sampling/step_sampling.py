@@ -25,7 +25,7 @@ _NOBODY: Mapping[int, Sequence] = MappingProxyType({})
 
 @dataclass(slots=True, eq=False)
 class StepSampling:
-    """How the rows of one step are sampled. Immutable; not frozen, which would take a microsecond of every step."""
+    """The sampling of the rows of one step. Immutable; not frozen, which would take a microsecond of every step."""
 
     rows: SamplingRows
     edits: RowEdits | None  # None: no row is edited

@@ -1,4 +1,4 @@
-"""What one sequence's parameters do to its logits, kept up to date as its text grows.
+"""Keeps what one sequence's parameters do to its logits up to date as its text grows.
 
 Its sequence holds it (`Sequence.edits`) and `engine.sampling.row_edits` reads it while a step is laid out, on the step
 loop. Each text is read once: a step costs what was appended since the last one, not the length of the text. Nothing of

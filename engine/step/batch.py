@@ -24,7 +24,7 @@ from penstock.types import PageId
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """One step in plain arrays. Shapes: `T` tokens, `B` sequences, `R` sampled sequences, `W` pages of a sequence."""
+    """A step in plain arrays. Shapes: `T` tokens, `B` sequences, `R` sampled sequences, `W` pages of a sequence."""
 
     token_ids_T: np.ndarray  # int64
     positions_T: np.ndarray  # int64
@@ -46,7 +46,7 @@ class HostBatch:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step on the device. Shapes: `T` tokens in the batch, `R` sampled sequences."""
+    """A step on the device. Shapes: `T` tokens in the batch, `R` sampled sequences."""
 
     token_ids_T: torch.Tensor  # int64
     positions_T: torch.Tensor  # int64

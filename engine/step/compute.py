@@ -1,4 +1,4 @@
-"""One step from its plan to its tokens, in three stages that may run on three threads.
+"""Takes one step from its plan to its tokens, in three stages that may run on three threads.
 
 `prepare_step` reads sequences and rows, on the step loop. `compute` gives the device its work; on a GPU it returns
 before the device is done, and the next step may follow at once, with the tokens of this one fed back on the device.

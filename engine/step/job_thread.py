@@ -1,4 +1,4 @@
-"""One thread that runs what it is given, in order; a GPU engine has one for as long as it lives.
+"""Runs what it is given on one thread, in order; a GPU engine has one for as long as it lives.
 
 Libraries keep workspaces, handles and the current device by thread. CUDA graphs are captured over such workspaces, so
 the thread that captured them must outlive them, and steps are launched where their graphs were captured.

@@ -1,4 +1,4 @@
-"""What one step computes: the next token of every row, then chunks of prompts.
+"""Plans one step: the next token of every row, then chunks of prompts.
 
 A scheduler makes the plan, `engine.step.batch` turns it into arrays, and the scheduler reads it again to record the
 step. What a row asks for is the same in every step, so one `RowMembers` is shared by all steps until a sequence joins
@@ -43,7 +43,7 @@ ROW_PARAMS = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class EndConditions:
-    """What ends sequences besides their own parameters."""
+    """The conditions that end sequences besides their own parameters."""
 
     eos_token_ids: Collection[int] = ()
     context_length: int = int(_NEVER)
@@ -165,7 +165,7 @@ class DecodeRows:
 
 
 class StepPlan(Seq[ScheduledSequence]):
-    """What one step computes: the rows' next tokens, then chunks of prompts and any other sequence without a row."""
+    """The work of one step: the rows' next tokens, then chunks of prompts and any other sequence without a row."""
 
     def __init__(self, rows: DecodeRows, chunks: list[ScheduledSequence]) -> None:
         self.rows = rows

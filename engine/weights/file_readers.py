@@ -206,7 +206,7 @@ class DeviceReaders:
 
 
 class _StripeCopier:
-    """One reader's buffers and stream: one buffer is filled while the other is copied."""
+    """A reader's buffers and stream: one buffer is filled while the other is copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"

@@ -43,7 +43,7 @@ class PageRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """How KV of one layout becomes KV of another. `plan_reshard` makes it."""
+    """The way in which KV of one layout becomes KV of another. `plan_reshard` makes it."""
 
     source: KVLayout
     target: KVLayout  # of what is moved: the receiver's page, or the heads of it that this sender holds

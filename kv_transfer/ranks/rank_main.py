@@ -17,7 +17,7 @@ launch_ranks = spawn_ranks("kv_transfer.ranks.rank_main")
 
 
 def extend(member: WorkerRank) -> RankExtension:
-    """What a rank does besides steps."""
+    """Returns the calls that a rank answers besides steps."""
     return RankTransfers(member).extension
 
 

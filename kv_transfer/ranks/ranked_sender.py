@@ -29,7 +29,7 @@ from penstock.types import Epoch, Lane, PageId, TransferKey
 
 
 class _Leg(NamedTuple):
-    """One route of an open transfer."""
+    """A route of an open transfer."""
 
     sender: int  # rank
     key: TransferKey  # of the route
@@ -78,7 +78,7 @@ class RankedSender:
 
     @property
     def stats(self) -> SenderStats:
-        """What rank 0 has sent since the start; its own part of each page where the ranks share the model."""
+        """Totals of what rank 0 has sent since the start; its own part of each page where the ranks share the model."""
         return self._local.stats
 
     def open(self, key: TransferKey, offer: bytes, lane: Lane = Lane.STANDARD) -> ReshardPlan:

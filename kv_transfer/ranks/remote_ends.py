@@ -37,7 +37,7 @@ def event_name(number: int, event: str) -> str:
 
 
 class RemoteEnds:
-    """One end (a sender or a receiver) on every rank but 0, created and closed together."""
+    """An end (a sender or a receiver) on every rank but 0, created and closed together."""
 
     def __init__(
         self,

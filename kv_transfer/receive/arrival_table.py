@@ -20,7 +20,7 @@ from penstock.types import Epoch, PageId, TransferKey
 
 @dataclass(slots=True, eq=False)
 class TransferArrivals:
-    """One open transfer. `writing` is held while a staging transport copies into its pages, and to set `closed`; every
+    """An open transfer. `writing` is held while a staging transport copies into its pages, and to set `closed`; every
     other field is written under the receiver's lock."""
 
     key: TransferKey
@@ -34,7 +34,7 @@ class TransferArrivals:
 
     @property
     def due_s(self) -> float:
-        """When the transfer counts as stalled, unless a page comes before."""
+        """The time at which the transfer counts as stalled, unless a page comes before."""
         return self.last_progress_s + self.timeout_s
 
     def fresh(self, arrival: Arrival) -> list[int]:

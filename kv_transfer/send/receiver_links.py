@@ -49,7 +49,7 @@ class SenderStats:
 
 @dataclass(slots=True, eq=False)
 class _Receiver:
-    """One receiver incarnation."""
+    """A receiver incarnation."""
 
     offer: Offer
     path: LayoutPath

@@ -36,7 +36,7 @@ class ReadyEvent(Protocol):
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
-    """One transfer at the sender."""
+    """A transfer at the sender."""
 
     key: TransferKey
     lane: Lane = Lane.STANDARD

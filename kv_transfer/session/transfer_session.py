@@ -40,7 +40,7 @@ _WAITING = _WAITING_FOR_PAGES | {Phase.OFFERED}  # for the sender, within its le
 
 
 class Effect(StrEnum):
-    """What the owner must do, in this order where several come together."""
+    """An action of the owner, in this order where several come together."""
 
     VERIFY = "verify"  # compare with the manifest, then `on_verified`
     CANCEL = "cancel"  # ask the sender to stop
@@ -50,7 +50,7 @@ class Effect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What the receiver must hold once every page has landed."""
+    """The contents that the receiver must hold once every page has landed."""
 
     num_tokens: int
     num_pages: int
@@ -86,7 +86,8 @@ class TransferSession:
 
     @property
     def deadline_s(self) -> float | None:
-        """When `expire` will end the interest unless the sender renews its lease; None outside of waiting phases."""
+        """The time at which `expire` will end the interest unless the sender renews its lease; None outside of waiting
+        phases."""
         return self.lease.deadline_s if self.phase in _WAITING else None
 
     @property

@@ -198,7 +198,7 @@ def host_identity() -> list[str]:
 
 
 class _NixlPush:
-    """One posted write. Its handle is released as soon as the write is over."""
+    """A posted write. Its handle is released as soon as the write is over."""
 
     __slots__ = ("_handle", "_link")
 

@@ -59,7 +59,7 @@ def _installed_builds() -> list[str]:
 
 
 class NixlAgent:
-    """One NIXL agent with the pool registered. NIXL calls are made under `lock`: agents are not thread-safe."""
+    """A NIXL agent with the pool registered. NIXL calls are made under `lock`: agents are not thread-safe."""
 
     def __init__(self, pages: PageBuffer, config: TransferConfig) -> None:
         name = module_name()

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class WritesEnd(StrEnum):
-    """What ends the writes of a peer that has presented its token."""
+    """The event that ends the writes of a peer that has presented its token."""
 
     HERE = "here"  # this end copies the pages, so it decides
     WITH_CHANNEL = "with channel"  # on one host: the sender closes its channel after its last write, as its kernel does

@@ -23,7 +23,7 @@ Details = Mapping[str, object]  # one transport's part of an offer; msgpack can 
 
 
 class Peer(NamedTuple):
-    """One incarnation of the worker at the other end."""
+    """An incarnation of the worker at the other end."""
 
     worker_id: WorkerId
     epoch: Epoch

@@ -26,7 +26,7 @@ _MAX_WARM_UP_TOKENS = 16  # of an answer: warming up is about paths, not about l
 
 @dataclass(frozen=True, slots=True)
 class SweepSpec:
-    """What to measure. Each point has prompts of its own, which no point before it has put into a cache."""
+    """The measurements to make. Each point has prompts of its own, which no point before it has put into a cache."""
 
     source: Source
     points: Sequence[Arrivals]

@@ -51,7 +51,7 @@ class PageSection:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One report. Its paragraphs stand before the sections."""
+    """A report. Its paragraphs stand before the sections."""
 
     title: str
     sections: Sequence[PageSection] = ()

@@ -13,7 +13,7 @@ _MIN_SPREAD = 1e-9  # of the larger bound: ticks of a narrower range would look 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis. Without bounds it fits the points; a logarithmic one leaves out what is not positive."""
+    """An axis. Without bounds it fits the points; a logarithmic one leaves out what is not positive."""
 
     label: str
     log: bool = False

@@ -1,4 +1,4 @@
-"""What the asyncio client does differently from the blocking one. `sync_io` has the same names for the latter."""
+"""Holds what the asyncio client does differently from the blocking one. `sync_io` has the same names for the latter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One running call of the asyncio client: its chunks, its retries, and lookaside attempts that read like it."""
+"""A running call of the asyncio client: its chunks, its retries, and lookaside attempts that read like it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class AsyncGenerateStream:
 
     # sync only: @property
     async def decision(self) -> dict[str, Any] | None:
-        """Why the request's workers were chosen: known once the stream has ended, if `explain` requested it."""
+        """The reason why the request's workers were chosen: known once the stream has ended, if `explain` requested
+        it."""
         return await self._read_decision()
 
     async def _read_decision(self) -> dict[str, Any] | None:
@@ -115,7 +116,7 @@ class AsyncGenerateStream:
 
 
 class AsyncRoutedCall:
-    """One attempt at a lookaside stream: `Route` at the router, then `Stream` at the worker. It reads like a `Generate`
+    """An attempt at a lookaside stream: `Route` at the router, then `Stream` at the worker. It reads like a `Generate`
     call, and becomes one if the deployment has no lookaside. Sends `Route` at once and waits in the first read."""
 
     def __init__(

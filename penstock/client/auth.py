@@ -1,4 +1,4 @@
-"""How a client identifies itself: an API key in each call's metadata, a certificate in the TLS handshake."""
+"""Identifies a client: an API key in each call's metadata, a certificate in the TLS handshake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the client's channels are configured, and which of them lead to decode workers."""
+"""Configures the client's channels, and knows which of them lead to decode workers."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPrice:
-    """One way to compute a prompt, with the times in milliseconds that its decode worker predicted."""
+    """A way to compute a prompt, with the times in milliseconds that its decode worker predicted."""
 
     place: str  # local: at the decode worker; remote: at a prefill worker; split: the first part there
     prefill_worker: str  # empty for local
@@ -100,7 +100,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One whole completion."""
+    """A whole completion."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -18,7 +18,7 @@ _MAX_CONNECT_DELAY_S = 1.0  # a successor that listens is found within about a s
 
 
 class Failure(Enum):
-    """How far an attempt came that failed."""
+    """The progress of an attempt that failed."""
 
     ANSWERED = auto()  # a server said so
     BROKEN = auto()  # the connection broke: the server may have begun
@@ -165,7 +165,8 @@ class Attempts:
 
 
 class Continuation:
-    """What a stream has received, so that another router can continue it. Fixes the seed, hence the sampled tokens."""
+    """The part of a stream that was received, so that another router can continue it. Fixes the seed, hence the sampled
+    tokens."""
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self._request = inference_pb2.GenerateRequest()

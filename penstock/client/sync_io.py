@@ -1,4 +1,5 @@
-"""What the blocking client does differently from the asyncio one. `async_io` has the same names for the latter."""
+"""Holds what the blocking client does differently from the asyncio one. `async_io` has the same names for the
+latter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Generated from penstock/client/async_stream.py by tests/support/repository/blocking_client.py (make client).
-"""One running call of the blocking client: its chunks, its retries, and lookaside attempts that read like it."""
+"""A running call of the blocking client: its chunks, its retries, and lookaside attempts that read like it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class GenerateStream:
 
     @property
     def decision(self) -> dict[str, Any] | None:
-        """Why the request's workers were chosen: known once the stream has ended, if `explain` requested it."""
+        """The reason why the request's workers were chosen: known once the stream has ended, if `explain` requested
+        it."""
         return self._read_decision()
 
     def _read_decision(self) -> dict[str, Any] | None:
@@ -108,7 +109,7 @@ class GenerateStream:
 
 
 class RoutedCall:
-    """One attempt at a lookaside stream: `Route` at the router, then `Stream` at the worker. It reads like a `Generate`
+    """An attempt at a lookaside stream: `Route` at the router, then `Stream` at the worker. It reads like a `Generate`
     call, and becomes one if the deployment has no lookaside. Sends `Route` at once and waits in the first read."""
 
     def __init__(

@@ -9,7 +9,7 @@ from penstock.types import Lane
 
 
 class LaneConfig(FrozenConfig):
-    """One lane of the router's queue, in which requests wait until their own deadlines."""
+    """A lane of the router's queue, in which requests wait until their own deadlines."""
 
     weight: float = Field(4.0, gt=0)
     """Share of the capacity, relative to the other lanes that have requests waiting."""
@@ -42,7 +42,7 @@ class BulkLane(LaneConfig):
 
 
 class TenantLimits(FrozenConfig):
-    """What a tenant may use, or all callers together if there are no tenants. By default there are no limits."""
+    """The limits of a tenant, or of all callers together if there are no tenants. By default there are no limits."""
 
     weight: float = Field(1.0, gt=0)
     """Share of a lane, relative to the other tenants that wait in it."""
@@ -65,7 +65,7 @@ class TenantLimits(FrozenConfig):
 
 
 class OverloadConfig(FrozenConfig):
-    """What a router gives up under overload; by default nothing. Saturation is 0 when idle; at 1 a new request would
+    """The router's concessions under overload; by default none. Saturation is 0 when idle; at 1 a new request would
     wait its lane's `target_wait_s`."""
 
     shed: bool = False
@@ -94,7 +94,7 @@ class OverloadConfig(FrozenConfig):
 
 
 class AdmissionConfig(FrozenConfig):
-    """Which requests are dispatched, which wait in the router and which are refused."""
+    """Rules that dispatch a request, let it wait in the router or refuse it."""
 
     interactive: InteractiveLane = InteractiveLane()
     """The lane `interactive`."""

@@ -24,7 +24,7 @@ class SloConfig(FrozenConfig):
 
 
 class AutoscalerConfig(FrozenConfig):
-    """When pools grow and shrink."""
+    """Rules by which pools grow and shrink."""
 
     mode: Literal["off", "dry-run", "on"] = "off"
     """`dry-run` decides and explains, but changes nothing."""
@@ -57,7 +57,7 @@ class AutoscalerConfig(FrozenConfig):
 
 
 class BalanceConfig(FrozenConfig):
-    """When running sequences migrate from the fullest decode worker to the emptiest."""
+    """Rules by which running sequences migrate from the fullest decode worker to the emptiest."""
 
     enabled: bool = True
     """Turns rebalancing on."""

@@ -10,7 +10,7 @@ from penstock.config.base import FrozenConfig
 
 
 class EngineConfig(FrozenConfig):
-    """One model replica. All pools share these settings except those that a pool overrides."""
+    """A model replica. All pools share these settings except those that a pool overrides."""
 
     model: str
     """Hugging Face checkpoint folder."""

@@ -49,7 +49,7 @@ class KvAwareConfig(FrozenConfig):
 
 
 class RouterConfig(KvAwareConfig):
-    """One router process. Its workers come from the Admin service or from the fixed list `workers`."""
+    """A router process. Its workers come from the Admin service or from the fixed list `workers`."""
 
     model: str
     """Hugging Face checkpoint folder, of which only the tokenizer and the chat template are read."""

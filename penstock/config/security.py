@@ -31,7 +31,7 @@ class _SecretiveConfig(FrozenConfig):
 
 
 class TenantConfig(TenantLimits):
-    """One tenant: how its callers identify themselves, and what it may use."""
+    """A tenant: how its callers identify themselves, and what it may use."""
 
     keys: tuple[str, ...] = ()
     """Digests of its API keys, `sha256:HEX` as `penstock key new` prints them; never a key itself."""

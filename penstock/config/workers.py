@@ -116,7 +116,7 @@ class LookasideConfig(FrozenConfig):
 
 
 class WorkerConfig(FrozenConfig):
-    """One worker process."""
+    """A worker process."""
 
     worker_id: str
     """Name of the worker, unique in the deployment."""

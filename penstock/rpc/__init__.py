@@ -1,4 +1,4 @@
-"""How processes of a deployment call each other: servers and channels, TLS and tokens, tickets, metadata.
+"""Calls between processes of a deployment: servers and channels, TLS and tokens, tickets, metadata.
 
 Others take `GrpcServer` and `make_channel` from `server`, `Trust` from `trust`, `ClientTls` from `tls`, `ClusterSecret`
 from `secret`, and the hints and tickets of single requests. Nothing here knows what a call asks for.

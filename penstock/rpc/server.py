@@ -184,7 +184,7 @@ async def read_start(commands: AsyncIterator[StartT]) -> StartT:
 
 @dataclass(frozen=True, slots=True)
 class CallerCredentials:
-    """What a caller identifies itself with."""
+    """The credentials of a caller."""
 
     authorization: str | None
     subjects: list[str]  # names in its verified certificate

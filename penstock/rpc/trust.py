@@ -1,4 +1,4 @@
-"""How the processes of one deployment authenticate each other: a token in each call, certificates in TLS.
+"""Authenticates the processes of one deployment to each other: a token in each call, certificates in TLS.
 
 The token is derived from the cluster secret. Secret and certificates are read again when their files change. A process
 without them trusts every caller, which is fit for loopback only. Health and reflection answer everybody, since they
@@ -31,8 +31,8 @@ Accept = Callable[[str], Collection[str]]  # method to its accepted tokens
 
 
 class Trust:
-    """One process's credentials, read from files that may change while it runs: whoever makes it awaits
-    `watcher.follow` in a task. Raises ConfigError if they cannot be read."""
+    """A process's credentials, read from files that may change while it runs: whoever makes it awaits `watcher.follow`
+    in a task. Raises ConfigError if they cannot be read."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""What the schedulers and policies of several folders share: the order of lanes, and costs learned from measured steps.
+"""Holds what the schedulers and policies of several folders share: the order of lanes, and costs learned from measured
+steps.
 
 Pure: no clock, no I/O.
 """

@@ -23,7 +23,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One device. FLOP/s and bytes/s are published peaks."""
+    """A device. FLOP/s and bytes/s are published peaks."""
 
     name: str
     flops: float  # bf16, dense

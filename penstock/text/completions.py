@@ -18,7 +18,7 @@ _STAGGER_TOKENS = 64  # longer prompts are computed once, before the other compl
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """What an earlier call has streamed of one completion."""
+    """The tokens of one completion that an earlier call has streamed."""
 
     token_ids: tuple[int, ...]
     finished: bool
@@ -45,7 +45,7 @@ class CompletionDelta:
 
 @dataclass(slots=True)
 class Output:
-    """What goes to the client: the tokens of a `CompletionDelta` with their text."""
+    """The part of an answer that goes to the client: the tokens of a `CompletionDelta` with their text."""
 
     index: int
     text: str

@@ -28,7 +28,7 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level vocabularies. `bytes_by_id` lacks special tokens, whose text is empty."""
+    """Detokenizes byte-level vocabularies. `bytes_by_id` lacks special tokens, whose text is empty."""
 
     def __init__(self, bytes_by_id: Mapping[int, bytes]) -> None:
         self._bytes_by_id = bytes_by_id
@@ -43,7 +43,8 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any decoder. The window holds the last piece's tokens, which affect the next piece, and the pending ones."""
+    """Detokenizes with any decoder. The window holds the last piece's tokens, which affect the next piece, and the
+    pending ones."""
 
     def __init__(self, decode: Decode, special_ids: frozenset[int]) -> None:
         self._decode = decode

@@ -138,7 +138,7 @@ def _pattern_of(said: Schema) -> str | None:
 
 
 def _write_unevaluated(schema: Schema) -> None:
-    """Without other parts, what is not evaluated is what no keyword beside it names."""
+    """Writes, without other parts, that what is not evaluated is what no keyword beside it names."""
     if not _APPLICATORS & schema.keys():
         if "unevaluatedProperties" in schema:
             schema.setdefault("additionalProperties", schema["unevaluatedProperties"])

@@ -1,4 +1,4 @@
-"""How one checkpoint's tokens are spelt, for routers and for decode workers that stream to clients.
+"""Knows how one checkpoint's tokens are spelt, for routers and for decode workers that stream to clients.
 
 It works on a compiled tokenizer (`tokenizers.Tokenizer`) that its caller has loaded, so that the client needs none.
 """

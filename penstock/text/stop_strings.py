@@ -72,7 +72,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: StopStrings, *, includes_match: bool = False) -> None:
-        """With `includes_match`, the text ends with the stop string instead of before it."""
+        """Ends the text with the stop string instead of before it if `includes_match`."""
         self._stops = stops
         self._includes_match = includes_match
         self._state = _ROOT

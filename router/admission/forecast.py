@@ -35,7 +35,8 @@ class RunningMean:
 
 
 class DrainRate:
-    """How much leaves the queue in a second while there is a backlog. Learns nothing while the queue is empty."""
+    """Learns how much leaves the queue in a second while there is a backlog. Learns nothing while the queue is
+    empty."""
 
     def __init__(self) -> None:
         self.window_s = _WINDOW_S

@@ -221,7 +221,7 @@ class AdmissionGate:
 
 
 class AdmissionSlot:
-    """One request's way through the gate: entering may take a while, leaving lets the next one in."""
+    """A request's way through the gate: entering may take a while, leaving lets the next one in."""
 
     def __init__(self, gate: AdmissionGate, request: PreparedRequest, wanted: AdmissionRequest) -> None:
         self._gate = gate

@@ -1,4 +1,4 @@
-"""What admission is asked and what it answers: plain data, and the error that a refusal becomes."""
+"""Defines what admission is asked and what it answers: plain data, and the error that a refusal becomes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Queued:
 
 
 class RefusalReason(StrEnum):
-    """Why a request was refused, or left the queue unserved. A label of penstock:admission_refusals."""
+    """The reason why a request was refused, or left the queue unserved. A label of penstock:admission_refusals."""
 
     QUEUE_FULL = "queue_full"  # in requests or bytes
     WAIT = "wait"  # with `overload.shed`: it would wait, or has waited, longer than its lane's target
@@ -77,7 +77,7 @@ AdmissionAnswer = Dispatched | Queued | Refused
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """What a dispatched request has used at the workers."""
+    """The usage of a dispatched request at the workers."""
 
     output_tokens: int  # of all its sequences
     cached_tokens: int = 0  # of its prompt

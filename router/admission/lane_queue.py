@@ -74,7 +74,7 @@ class _DueCosts:
 
 @dataclass(slots=True)
 class QueueUse:
-    """What waits: of one tenant, or of all."""
+    """The content of the queue: of one tenant, or of all."""
 
     num_requests: int = 0
     num_bytes: int = 0

@@ -22,7 +22,7 @@ _STEEPNESS = 3  # of shedding: few requests at first, all of them at saturation 
 
 
 class OverloadLevel(IntEnum):
-    """What the router does about overload. Each level includes those before it."""
+    """The router's level of response to overload. Each level includes those before it."""
 
     NORMAL = 0
     SHORTEN = 1  # answers get fewer tokens

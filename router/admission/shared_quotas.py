@@ -1,4 +1,4 @@
-"""What a tenant uses at the other routers: one quota is one quota however many routers there are. Pure.
+"""Tracks what a tenant uses at the other routers: one quota is one quota however many routers there are. Pure.
 
 Routers report requests and KV of the moment, which are added to the own ones, and the tokens that each tenant has spent
 since the router started, of which the growth is charged to the own buckets. A router that is out of reach is not

@@ -1,4 +1,5 @@
-"""What each tenant has at the workers, here and at the other routers, and what is left of its token rate. Pure."""
+"""Tracks what each tenant has at the workers, here and at the other routers, and what is left of its token rate.
+Pure."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How the text of a call's outputs is parsed. The default parses nothing: all of it is text."""
+    """The way in which the text of a call's outputs is parsed. The default parses nothing: all of it is text."""
 
     is_chat: bool = False  # parses reasoning, and tool calls where there are tools
     tools: Sequence[ToolFunction] = ()
@@ -70,7 +70,7 @@ class DialectBody(Protocol):
 
     @property
     def output_format(self) -> OutputFormat:
-        """How outputs are parsed. Raises InvalidInput."""
+        """Returns how outputs are parsed. Raises InvalidInput."""
         ...
 
     @property
@@ -93,7 +93,7 @@ class ServerEvent:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one output adds to a choice."""
+    """The part of a choice that one output adds."""
 
     choice: int  # counts over the completions of all prompts
     events: Sequence[ParserEvent]  # the output's text, parsed; what it leaves open comes with a later delta
@@ -109,7 +109,7 @@ class ChoiceDelta:
 
 @dataclass(slots=True)
 class CallTotals:
-    """What a call has used so far; `cached_tokens` and `decisions` are complete at its end."""
+    """The usage of a call so far; `cached_tokens` and `decisions` are complete at its end."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -128,7 +128,7 @@ class CallTotals:
 
 
 class CallResponse(abc.ABC):
-    """One call's response: `add` and `whole` make it in one piece; `opening`, `events` and then `closing` or `failure`
+    """A call's response: `add` and `whole` make it in one piece; `opening`, `events` and then `closing` or `failure`
     stream it."""
 
     id: str  # of the response; the call's requests are named for it
@@ -169,7 +169,7 @@ BodyT = TypeVar("BodyT", bound=DialectBody)
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[BodyT]):
-    """How one call of an HTTP API is read and answered."""
+    """The way in which a call of an HTTP API is read and answered."""
 
     read: Callable[[bytes, LimitsConfig, str], BodyT]  # of the bytes, the limits, and the tenant's name
     respond: Callable[[BodyT], CallResponse]

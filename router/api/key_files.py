@@ -1,4 +1,4 @@
-"""What a router reads from files that operators replace while it runs: tenants and the token of its metrics."""
+"""Reads files that operators replace while a router runs: tenants and the token of its metrics."""
 
 from __future__ import annotations
 

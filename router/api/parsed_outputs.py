@@ -28,7 +28,7 @@ _END_TOKENS = 64  # of a prompt, which show whether it leaves the model reasonin
 
 
 class OutputParsing:
-    """How one call's outputs are parsed, and what its sampling must obey so that they can be."""
+    """The way in which one call's outputs are parsed, and what its sampling must obey so that they can be."""
 
     def __init__(
         self, form: OutputFormat, choice: ParserChoice, spelling: Spelling, specials: Mapping[str, int]

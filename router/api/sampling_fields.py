@@ -63,7 +63,7 @@ _RANGES: Mapping[str, _Range] = {
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """What the fields with rules of their own depend on."""
+    """The values on which the fields with rules of their own depend."""
 
     num_prompt_tokens: int
     context_length: int

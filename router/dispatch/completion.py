@@ -1,4 +1,4 @@
-"""One completion of a request as its token stream holds it: where it runs, and all tokens that it has emitted."""
+"""A completion of a request as its token stream holds it: where it runs, and all tokens that it has emitted."""
 
 from __future__ import annotations
 

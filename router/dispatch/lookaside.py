@@ -180,7 +180,7 @@ class Lookaside:
 
 
 class HeldRequest:
-    """What the router holds for one ticket: a `TicketHolder`."""
+    """The state that the router holds for one ticket: a `TicketHolder`."""
 
     def __init__(
         self,

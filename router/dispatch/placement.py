@@ -33,7 +33,7 @@ _BROKEN = LinkCost(1e6, 0.0)  # so expensive that any other pair is chosen
 
 
 class PromptPages:
-    """One prompt's leading page hashes by page size, computed little further than what some worker holds."""
+    """A prompt's leading page hashes by page size, computed little further than what some worker holds."""
 
     def __init__(self, token_ids: Sequence[int], salt: bytes) -> None:
         self._token_ids = token_ids

@@ -1,4 +1,4 @@
-"""What tenants use at one router, as routers report it to each other. Plain data, and who takes it."""
+"""Defines what tenants use at one router, as routers report it to each other. Plain data, and who takes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.types import Epoch
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
-    """What one tenant uses at one router."""
+    """The usage of one tenant at one router."""
 
     num_requests: int = 0  # queued or at the workers
     inflight_tokens: int = 0  # of KV at the workers

@@ -25,7 +25,7 @@ _AWAY_S = 5.0  # until a worker that is out of reach is back, or its tickets are
 
 
 class Silence(Enum):
-    """Why nothing more comes of a ticket."""
+    """The reason why nothing more comes of a ticket."""
 
     UNUSED = "unused"  # no stream began within its lifetime
     LATE = "late"  # its deadline passed, and the worker has not reported the end

@@ -40,7 +40,7 @@ _SILENCE_S = 10.0  # workers send a batch at least every second
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecords:
-    """What the fleet knows of all its workers; each follower writes what its own worker reports."""
+    """The fleet's knowledge of all its workers; each follower writes what its own worker reports."""
 
     index: PrefixIndex
     ledger: InflightLedger

@@ -1,4 +1,4 @@
-"""What a router counts, as Prometheus metrics and as reports for the autoscaler.
+"""The counts of a router, as Prometheus metrics and as reports for the autoscaler.
 
 Others take `metrics.RouterMetrics` (with `admission`), `completion_counts.CompletionCounts` and `demand_report`. A new
 metric touches two files: its family goes into `metrics` (or the `*_metrics` module of its subject), its observation

@@ -12,7 +12,7 @@ from penstock.types import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class ScrapeTarget:
-    """One worker's /metrics. Prometheus adds the labels to each of its series."""
+    """A worker's /metrics. Prometheus adds the labels to each of its series."""
 
     address: str  # host:port
     worker_id: WorkerId

@@ -21,7 +21,7 @@ from router.parsers.parts.tagged import TaggedArguments
 
 @dataclass(frozen=True, slots=True)
 class CallMark:
-    """What begins a call, and the parts that follow it."""
+    """The mark that begins a call, and the parts that follow it."""
 
     parts: Parts
     only_first: bool = False  # counts only where no text came before it
@@ -30,7 +30,8 @@ class CallMark:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What a row of either table has. A template shows the format if it holds all texts of any entry of `shown_by`."""
+    """The contents of a row of either table. A template shows the format if it holds all texts of any entry of
+    `shown_by`."""
 
     name: str
     shown_by: tuple[tuple[str, ...], ...]
@@ -44,7 +45,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat(Format):
-    """How a family of models writes tool calls."""
+    """The way in which a family of models writes tool calls."""
 
     calls: Mapping[str, CallMark] = field(default_factory=dict)
     before: frozenset[str] = frozenset()  # marks that may stand before calls
@@ -54,7 +55,7 @@ class ToolFormat(Format):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat(Format):
-    """How a family of models writes its reasoning."""
+    """The way in which a family of models writes its reasoning."""
 
     opening: str = ""
     closings: tuple[str, ...] = ()

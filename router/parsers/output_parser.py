@@ -33,7 +33,7 @@ _FIELDS = ("section", "held", "waiting", "first", "after", "wrote", "opened_by")
 
 
 class OutputSection(StrEnum):
-    """What the text is at a position."""
+    """The kind of text at a position."""
 
     TEXT = "text"
     REASONING = "reasoning"

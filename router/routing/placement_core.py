@@ -61,7 +61,7 @@ class RoutableWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Commitment:
-    """What a choice puts on its workers, and what it predicts of them."""
+    """The load that a choice puts on its workers, and what it predicts of them."""
 
     credits: list[WorkKey]
     step_s: float  # expected decode step

@@ -1,4 +1,5 @@
-"""What a router and its sandboxed processes (`template_sandbox`, `grammar_sandbox`) have in common: frames and memory.
+"""Holds what a router and its sandboxed processes (`template_sandbox`, `grammar_sandbox`) have in common: frames and
+memory.
 
 Imported in untrusted processes: hence neither grpc nor anything of penstock.
 """

@@ -1,4 +1,4 @@
-"""What is collected of one sampled request while it runs; its spans are built from it once it is over."""
+"""Collects data of one sampled request while it runs; its spans are built from it once it is over."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from router.routing.policy.interface import PairChoice
 
 
 class LegCause(StrEnum):
-    """Why a completion went to a decode worker."""
+    """The reason why a completion went to a decode worker."""
 
     PLACED = "placed"
     REDISPATCHED = "re-dispatched"
@@ -21,7 +21,7 @@ class LegCause(StrEnum):
 
 @dataclass(slots=True)
 class WorkerLeg:
-    """One decode worker's part in a completion. Moments are monotonic seconds."""
+    """A decode worker's part in a completion. Moments are monotonic seconds."""
 
     worker: str
     sent_s: float
@@ -32,7 +32,7 @@ class WorkerLeg:
 
 @dataclass(slots=True)
 class EndedCompletion:
-    """What the router knows of one completion once it has ended. Moments are monotonic seconds."""
+    """The router's knowledge of a completion that has ended. Moments are monotonic seconds."""
 
     number: int  # rises by one with every completion
     request_id: str
@@ -72,7 +72,7 @@ class EndedCompletion:
 
 @dataclass(frozen=True, slots=True)
 class CompletionStage:
-    """One stage, in milliseconds since the request was accepted."""
+    """A stage, in milliseconds since the request was accepted."""
 
     name: str
     start_ms: float

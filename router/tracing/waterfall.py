@@ -1,4 +1,4 @@
-"""One request as plain data for `penstock trace` and the live page: the stages of each completion, and the decision."""
+"""A request as plain data for `penstock trace` and the live page: the stages of each completion, and the decision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What work costs, in seconds: by accelerator and model shape from published figures, or fitted from measured steps.
+"""Knows what work costs, in seconds: by accelerator and model shape from published figures, or fitted from measured
+steps.
 
 The simulator, `penstock fit` and capacity planning take from here:
 

@@ -16,7 +16,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class FrontCosts:
-    """What a request takes outside of workers' steps: at the router, and on its way to the client."""
+    """The costs of a request outside of workers' steps: at the router, and on its way to the client."""
 
     request_s: float = 0.0  # before placement: reading, templates, tokenizing
     token_s: float = 0.0  # from the worker's step to the client, for each message

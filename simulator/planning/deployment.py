@@ -29,7 +29,7 @@ class PricedAccelerator:
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """One worker: a model on `tensor_parallel` devices of an offer, computing prompts in chunks."""
+    """A worker: a model on `tensor_parallel` devices of an offer, computing prompts in chunks."""
 
     offer: PricedAccelerator
     tensor_parallel: int
@@ -92,7 +92,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class FlowResult:
-    """What the flow model says of a deployment under a workload."""
+    """The flow model's results for a deployment under a workload."""
 
     times: FlowTimes
     hit_rate: float  # share of prompt tokens

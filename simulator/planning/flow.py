@@ -64,7 +64,7 @@ def queue_prompts(requests: Sequence[PlannedRequest], times_s: Sequence[float], 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How many requests may have their first token after their limit, or their tokens too slowly."""
+    """The number of requests that may have their first token after their limit, or their tokens too slowly."""
 
     ttft_s: Sequence[float]  # the limit of each request
     tpot_s: float

@@ -1,4 +1,5 @@
-"""What a plan delivers and what it depends on: goodput, cost, headroom and sensitivity, by the flow model. Pure."""
+"""Estimates what a plan delivers and what it depends on: goodput, cost, headroom and sensitivity, by the flow model.
+Pure."""
 
 from __future__ import annotations
 

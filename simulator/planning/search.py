@@ -41,7 +41,7 @@ _SHORTEST_CHUNK = 128
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a deployment must reach, and what it may use."""
+    """The targets that a deployment must reach, and what it may use."""
 
     slo: SloConfig
     attainment: float  # share of requests within both targets

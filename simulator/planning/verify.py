@@ -15,7 +15,7 @@ from simulator.traces import to_trace_request
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What the simulator says of a deployment. Latencies are of requests that completed."""
+    """The simulator's results for a deployment. Latencies are of requests that completed."""
 
     num_requests: int
     num_failed: int

@@ -18,7 +18,7 @@ _SHARED, _OWN = 0, 1 << 20  # first block ids of what sampled prompts share, and
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """One request. `reusable_tokens` of its prompt hit in an unlimited cache."""
+    """A request. `reusable_tokens` of its prompt hit in an unlimited cache."""
 
     arrival_s: float
     num_input_tokens: int

@@ -1,4 +1,4 @@
-"""What a router knows of one worker, in virtual time. Follows `router.fleet.worker_follower`."""
+"""Models what a router knows of one worker, in virtual time. Follows `router.fleet.worker_follower`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WorkerDirectory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RouterState:
-    """What the followers of a router update."""
+    """The state that the followers of a router update."""
 
     index: PrefixIndex
     ledger: InflightLedger

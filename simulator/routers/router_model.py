@@ -36,7 +36,7 @@ SALT = make_salt("simulated")
 
 @dataclass(slots=True, eq=False)
 class _OpenRequest:
-    """One request in flight."""
+    """A request in flight."""
 
     outcome: Outcome
     deadline_s: float

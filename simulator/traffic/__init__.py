@@ -1,4 +1,4 @@
-"""What recorded traffic looks like: lengths, rates, bursts, sessions, and what prefix caches of any size would hit.
+"""Describes recorded traffic: lengths, rates, bursts, sessions, and what prefix caches of any size would hit.
 
 `describe.describe` returns the `TrafficReport` of a trace (`penstock.bench.traces`); `pages` makes charts of it, and
 `simulator.planning` sizes deployments by it. Everything is computed from the records alone: the room knows no model, no

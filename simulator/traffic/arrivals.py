@@ -28,7 +28,7 @@ class WindowRates:
 
 @dataclass(frozen=True, slots=True)
 class ArrivalReport:
-    """How requests arrive."""
+    """The arrivals of requests."""
 
     duration_s: float
     requests_per_s: float

@@ -1,4 +1,4 @@
-"""What prefix caches of every size would hit: the stack distances of prompts' blocks in one pass. Pure.
+"""Computes what prefix caches of every size would hit: the stack distances of prompts' blocks in one pass. Pure.
 
 The cache is the ideal of a deployment's caches: one pool that serves the requests one after the other and evicts the
 least recently used leaf first, as `engine.cache.prefix_cache` does. A request touches all blocks of its prompt at once,
@@ -159,7 +159,7 @@ def _num_common(ids: array[int], others: array[int]) -> int:
 
 
 class _RankedTokens:
-    """How many tokens each request was the last to touch: a Fenwick tree over requests."""
+    """The number of tokens that each request was the last to touch: a Fenwick tree over requests."""
 
     def __init__(self, num_requests: int) -> None:
         self._sums = [0] * (num_requests + 1)

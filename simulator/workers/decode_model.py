@@ -97,7 +97,7 @@ class Submission:
 
 
 class DecodeModel(TransferOwner):
-    """One decode worker."""
+    """A decode worker."""
 
     role = Role.DECODE
 

@@ -29,7 +29,7 @@ class EventFaults:
 
 
 class EventFeed:
-    """One `WatchEvents` call. It sends at once and ends with the call."""
+    """A `WatchEvents` call. It sends at once and ends with the call."""
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class _Job:
 
 
 class PrefillModel:
-    """One prefill worker."""
+    """A prefill worker."""
 
     role = Role.PREFILL
 

@@ -59,7 +59,7 @@ class TransferOwner:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """One transfer. `sequence` is None when nothing waits for the pages any more."""
+    """A transfer. `sequence` is None when nothing waits for the pages any more."""
 
     session: TransferSession
     worker_id: WorkerId

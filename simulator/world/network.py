@@ -25,7 +25,7 @@ class State(Enum):
 
 @dataclass(eq=False)
 class Node:
-    """One incarnation of a process. Callbacks wait while it is frozen and are dropped when it is dead."""
+    """An incarnation of a process. Callbacks wait while it is frozen and are dropped when it is dead."""
 
     sim: Simulation
     name: str

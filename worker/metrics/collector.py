@@ -25,7 +25,7 @@ class WorkerCollector(Collector):
         device: str = "cpu",
         price_per_hour: float = 0.0,
     ) -> None:
-        """Without `work` nothing is estimated; without a published peak of the device, none is exported."""
+        """Estimates nothing without `work`, and exports no peak where the device has no published one."""
         self._description = description
         self._load = load
         self._work = work

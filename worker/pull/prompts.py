@@ -28,7 +28,7 @@ Then = Callable[[common_pb2.Pull | None], None]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What a prompt would get from its source."""
+    """The pages that a prompt would get from its source."""
 
     source: PrefixSource
     hashes: Sequence[PageHash]  # of the leading pages that the source holds

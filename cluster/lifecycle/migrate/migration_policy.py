@@ -27,7 +27,7 @@ class MigratableSequence:
 
 @dataclass(frozen=True, slots=True)
 class TargetRoom:
-    """What another worker can take."""
+    """The room that another worker has."""
 
     worker_id: WorkerId
     epoch: Epoch

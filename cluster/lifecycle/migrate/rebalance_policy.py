@@ -25,7 +25,7 @@ _SETTLED_SHARE = 0.5  # of the gap that starts a rebalance: below it the imbalan
 
 @dataclass(frozen=True, slots=True)
 class WorkerFill:
-    """How full one decode worker is, as shares of what it can hold."""
+    """The fill of one decode worker, as shares of what it can hold."""
 
     member: Member
     pages: float
@@ -39,7 +39,7 @@ class WorkerFill:
 
 @dataclass(frozen=True, slots=True)
 class RebalanceShift:
-    """What should migrate: this share of what `source` can hold."""
+    """A migration that should happen: this share of what `source` can hold."""
 
     source: Member
     target: Member

@@ -81,7 +81,7 @@ def sum_totals(totals: Iterable[worker_pb2.RequestTotals]) -> RequestSample:
 
 
 class GateDecision(StrEnum):
-    """What the gate decides."""
+    """The gate's decision."""
 
     WAIT = "wait"
     PASS = "pass"

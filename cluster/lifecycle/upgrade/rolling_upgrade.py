@@ -39,7 +39,7 @@ _GATE_INTERVAL_S = 1.0  # between two evaluations of the gate, at most
 
 
 class UpgradeStage(StrEnum):
-    """What an upgrade does now."""
+    """The present stage of an upgrade."""
 
     STARTING = "starting"  # the first new workers
     PROVING = "proving"  # new workers serve a share
@@ -54,7 +54,7 @@ ENDED = (UpgradeStage.DONE, UpgradeStage.ROLLED_BACK)
 
 @dataclass(frozen=True, slots=True)
 class UpgradePlan:
-    """What an upgrade is asked to do."""
+    """The request for an upgrade."""
 
     model: str  # the folder that new workers load
     gate: UpgradeGate = field(default_factory=UpgradeGate)
@@ -105,7 +105,7 @@ class _Failed(Exception):
 
 
 class RollingUpgrade:
-    """One upgrade. `run` completes it or rolls it back."""
+    """A upgrade. `run` completes it or rolls it back."""
 
     def __init__(self, plan: UpgradePlan, fleet: UpgradeFleet) -> None:
         self.plan = plan

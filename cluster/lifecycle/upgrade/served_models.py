@@ -1,4 +1,4 @@
-"""Which configuration each worker has: the one in force or, during an upgrade, the next one.
+"""Knows which configuration each worker has: the one in force or, during an upgrade, the next one.
 
 State only: `upgrade_service` changes it; spawning, the membership, the status and the controller's record read it.
 """

@@ -176,7 +176,7 @@ class UpgradeService:
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """What workers and routers must agree on about a model's folder."""
+    """The properties of a model's folder on which workers and routers must agree."""
 
     model: str  # changes whenever configuration or weights do
     tokenizer: str  # digest

@@ -1,4 +1,4 @@
-"""What each attention library supports, by its name in `engine.attention`.
+"""Lists what each attention library supports, by its name in `engine.attention`.
 
 Torch-free: memory plans ask on machines where the library is not installed.
 """

@@ -1,4 +1,4 @@
-"""What the loops know of a server, and the log of one stream that each endpoint fills in."""
+"""Defines what the loops know of a server, and the log of one stream that each endpoint fills in."""
 
 from __future__ import annotations
 

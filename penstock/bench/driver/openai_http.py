@@ -30,7 +30,7 @@ Prepare = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class RequestForm:
-    """How requests look."""
+    """The form of requests."""
 
     model: str
     api: Literal["completions", "chat"] = "completions"

@@ -20,7 +20,7 @@ _ENCODED_AHEAD = 64  # chains whose first request is encoded before it is due
 
 @dataclass(slots=True)
 class LiveCounts:
-    """What a progress line shows; the run updates it and nobody else does."""
+    """The figures of a progress line; the run updates it and nobody else does."""
 
     total: int
     sent: int = 0

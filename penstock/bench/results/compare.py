@@ -30,7 +30,7 @@ Figures = dict[str, float | None]
 
 @dataclass(frozen=True, slots=True)
 class FigureRatio:
-    """One figure of both results, and B / A with its confidence interval; None where A has none or is 0."""
+    """A figure of both results, and B / A with its confidence interval; None where A has none or is 0."""
 
     figure: str
     a: float | None
@@ -52,7 +52,7 @@ class FigureRatio:
 
 @dataclass(frozen=True, slots=True)
 class PointComparison:
-    """One point that both results have."""
+    """A point that both results have."""
 
     name: str
     is_paired: bool  # both sent the same plan

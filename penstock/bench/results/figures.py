@@ -26,7 +26,8 @@ _MAX_LAG_S, _MAX_LAG_SHARE = 0.003, 0.1  # of the loop, beside the median ITL
 
 @dataclass(frozen=True, slots=True)
 class SloFigures:
-    """How many requests met an SLO. Failures and refusals are misses; what the generator cancelled does not count."""
+    """The number of requests that met an SLO. Failures and refusals are misses; what the generator cancelled does not
+    count."""
 
     slo: str
     num_met: int

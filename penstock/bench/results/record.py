@@ -1,4 +1,4 @@
-"""What is kept of each request of a run."""
+"""Keeps the record of each request of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Ending(Enum):
-    """How a request ended. All but the first two are failures, and misses of every SLO."""
+    """The way a request ended. All but the first two are failures, and misses of every SLO."""
 
     COMPLETE = "complete"
     CANCELLED = "cancelled"  # by the generator itself, on purpose
@@ -26,7 +26,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request as its caller saw it. `due_s` and `sent_s` count from the start of the run, others from `sent_s`."""
+    """A request as its caller saw it. `due_s` and `sent_s` count from the start of the run, others from `sent_s`."""
 
     number: int
     lane: str

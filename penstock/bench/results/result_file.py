@@ -23,7 +23,7 @@ _TIMES = ("due_s", "sent_s", "ttft_s", "e2e_s")
 
 @dataclass(frozen=True, slots=True)
 class PointResult:
-    """One point of a sweep: the load that was offered, and what came back."""
+    """A point of a sweep: the load that was offered, and what came back."""
 
     name: str
     offered: Mapping[str, float]  # rate (requests/s), speed or concurrency
@@ -33,7 +33,7 @@ class PointResult:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """One result: its settings, and its points in the order in which they were measured."""
+    """A result: its settings, and its points in the order in which they were measured."""
 
     label: str
     started_at: str  # ISO 8601, UTC

@@ -15,7 +15,7 @@ BlockRuns = tuple[tuple[int, int], ...]  # (first id, count): the ids first, fir
 
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
-    """One request. Its prompt consists of blocks of `block_tokens` tokens, of which the last may be incomplete.
+    """A request. Its prompt consists of blocks of `block_tokens` tokens, of which the last may be incomplete.
 
     Prompts begin with the same tokens as far as their block ids are equal. `block_runs` always covers the whole prompt:
     what a trace does not describe is a block that nobody shares.

@@ -22,7 +22,7 @@ _OUTPUTS = ("generatedtokens", "response tokens", "output_length", "num_decode_t
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One row of a trace file; lengths are at least 1."""
+    """A row of a trace file; lengths are at least 1."""
 
     time_s: float
     num_input_tokens: int

@@ -51,8 +51,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """One request of a chain. It is sent at its chain's due time, or after the request before it in the chain: at
-    least `gap_s` after that was sent and `pause_s` after it ended."""
+    """A request of a chain. It is sent at its chain's due time, or after the request before it in the chain: at least
+    `gap_s` after that was sent and `pause_s` after it ended."""
 
     number: int
     prompt: AnyPrompt

@@ -13,7 +13,7 @@ from penstock.types import Lane
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When requests arrive. Exactly one of `rate`, `speed` and `concurrency` is set."""
+    """The times at which requests arrive. Exactly one of `rate`, `speed` and `concurrency` is set."""
 
     rate: float | None = None  # requests/s, at random times
     cv: float = 1.0  # coefficient of variation of the times between arrivals: 1 is Poisson, more is bursty
@@ -41,7 +41,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What is added to the drafts of any source."""
+    """The additions to the drafts of any source."""
 
     lanes: Mapping[Lane, float] | None = None  # shares, by which requests without a lane get one
     cancel_share: float = 0.0  # of the requests, whose clients leave

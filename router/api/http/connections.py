@@ -94,7 +94,7 @@ class ConnectionCounts:
 
 
 class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # chosen by uvicorn when it is imported
-    """One connection. Its requests find its certificate's names and the way to abort it in their scope."""
+    """A connection. Its requests find its certificate's names and the way to abort it in their scope."""
 
     app: ASGIApp
 

@@ -154,7 +154,7 @@ class _CommonFields(StructuredFields):
 
     @property
     def session(self) -> str:
-        """What names the session where no header does, from the most to the least specific."""
+        """Returns what names the session where no header does, from the most to the least specific."""
         return self.session_id or self.prompt_cache_key or self.user or ""
 
     def check_other_fields(self) -> None:

@@ -36,7 +36,7 @@ class _Choice:
 
 
 class OpenAiResponse(CallResponse):
-    """One call's response. `choice` counts over the prompts' completions."""
+    """A call's response. `choice` counts over the prompts' completions."""
 
     _whole_object: ClassVar[str]
     _chunk_object: ClassVar[str]

@@ -1,4 +1,4 @@
-"""How each format writes one call, as an expression of a grammar."""
+"""Writes one call in each format, as an expression of a grammar."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ WriteCall = Callable[[LarkWriter, ToolFunction], str]
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """How a format writes calls: each begins with `mark`; `opening` and `closing` stand around all of them."""
+    """The way in which a format writes calls: each begins with `mark`; `opening` and `closing` stand around all of
+    them."""
 
     mark: str
     call: WriteCall  # after the mark

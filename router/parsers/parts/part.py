@@ -14,7 +14,7 @@ MAX_HELD = 1 << 16  # characters that a parser keeps before it knows what they a
 
 
 class Step(Enum):
-    """What a part says of a character."""
+    """The verdict of a part on a character."""
 
     MORE = auto()  # it belongs to the part, which goes on
     DONE = auto()  # it is the part's last
@@ -108,7 +108,7 @@ class TextBuffer(Stateful):
 
 
 class Part(Stateful, ABC):
-    """One piece of the syntax of a call. A new one is made for each call."""
+    """A piece of the syntax of a call. A new one is made for each call."""
 
     @abstractmethod
     def step(self, char: str, sink: CallSink) -> Step:

@@ -1,4 +1,4 @@
-"""What a step costs on each worker, learned while it serves. Pure: no clock, no I/O.
+"""Learns what a step costs on each worker while it serves. Pure: no clock, no I/O.
 
 A step takes a fixed time, a time for each token that it computes, and a time for each token of context that each of
 these attends to. Prefill and decode steps have separate models, because a GPU runs them at different limits. A model
@@ -39,7 +39,7 @@ DECODE_PRIOR = StepCost(fixed_s=0.015, token_s=1e-4, context_s=1e-7)
 
 @dataclass(frozen=True, slots=True)
 class WorkerCosts:
-    """One worker's models at one moment."""
+    """A worker's models at one moment."""
 
     prefill: StepCost = PREFILL_PRIOR
     decode: StepCost = DECODE_PRIOR

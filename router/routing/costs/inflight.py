@@ -19,7 +19,8 @@ _MAX_EARLIER = 8  # epochs of one address that are remembered as replaced
 
 
 class InflightWork(NamedTuple):
-    """What one request puts on one worker or link. A plain tuple: several are made and summed for every request."""
+    """The load that one request puts on one worker or link. A plain tuple: several are made and summed for every
+    request."""
 
     num_requests: int = 0  # to decode
     num_pages: int = 0  # that decoding will hold

@@ -1,4 +1,4 @@
-"""How far apart two workers are and what transfers between them cost. Pure.
+"""Knows how far apart two workers are and what transfers between them cost. Pure.
 
 Distance gives a link its prior; the cost of transfers is learned, first over all links of that distance, then for each
 link by itself. Only the exposed part is priced: a transfer hidden behind the prefill costs nothing.

@@ -22,7 +22,7 @@ _UNFINISHED = 2.0  # times its prediction or its duration, whichever is more: wh
 
 
 class PullBook:
-    """What is known about pulls. Owns the costs of their links."""
+    """The knowledge about pulls. Owns the costs of their links."""
 
     def __init__(self) -> None:
         self.links = LinkBook()

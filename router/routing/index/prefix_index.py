@@ -1,4 +1,4 @@
-"""Which worker's prefix cache holds which page, and on which tier: the router's picture of the workers' caches.
+"""Knows which worker's prefix cache holds which page, and on which tier: the router's picture of the workers' caches.
 
 Pure and synchronous. Owns nothing that the workers could not report again: a gap in the events, or a new epoch of a
 worker, is repaired by a snapshot. A worker that sends no events is known, for a while, by what was sent there (`note`).

@@ -1,4 +1,4 @@
-"""One worker's part of the prefix index: its bits in the masks, and the order in which its pages are evicted. Pure.
+"""A worker's part of the prefix index: its bits in the masks, and the order in which its pages are evicted. Pure.
 
 Pages belong to generations, each ordered by arrival. The oldest generation gives up its newest page first: a page
 arrives after its parent, so that leaves are evicted before the pages that they extend.

@@ -1,4 +1,4 @@
-"""What each end of a (prefill, decode) pair costs: every cost term of the kv-aware policy, weighted and summed. Pure.
+"""Prices each end of a (prefill, decode) pair: every cost term of the kv-aware policy, weighted and summed. Pure.
 
 The terms in seconds come from `prices`, their weights from `penstock.config.KvAwareConfig`. To add a cost term: compute
 it here (or in `prices`, if other policies should be compared by it), add it to the sum of its end in `prefill`,

@@ -1,4 +1,5 @@
-"""What a placement policy sees and what it answers: workers as views, a request as a demand, a choice. Pure data.
+"""Defines what a placement policy sees and what it answers: workers as views, a request as a demand, a choice. Pure
+data.
 
 The one protocol between placement, the simulator and every policy. A view is rebuilt when its worker's load, in-flight
 work or costs change and reused until then, so that whatever depends on the worker alone is computed once.
@@ -22,7 +23,7 @@ DEFAULT_CHUNK_TOKENS = 2048  # for a worker that does not describe its own
 
 
 class LinkPricing(Protocol):
-    """What it costs to move pages from a prefill to a decode worker."""
+    """The cost of moving pages from a prefill to a decode worker."""
 
     @property
     def fastest(self) -> LinkCost:
@@ -60,7 +61,7 @@ class WorkerLimits:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker that takes requests, as a policy sees it."""
+    """A worker that takes requests, as a policy sees it."""
 
     worker_id: WorkerId
     load: WorkerLoad
@@ -109,7 +110,7 @@ class PullOffer:
 
 
 class PlannedPull(NamedTuple):
-    """What one worker would pull of a prompt before it computes the rest."""
+    """The part of a prompt that one worker would pull before it computes the rest."""
 
     source: WorkerId
     tokens: int  # leading ones at the source
@@ -122,7 +123,7 @@ NOTHING_CACHED: Mapping[WorkerId, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class PlacementDemand:
-    """What a request needs, and what is known about its prompt."""
+    """The needs of a request, and what is known about its prompt."""
 
     num_tokens: int  # to have KV for: the prompt and what was emitted before
     token_bytes: float  # of KV

@@ -1,4 +1,4 @@
-"""What a pair of workers costs one request, in seconds and by stage. Pure; every policy's choice is priced by it.
+"""Prices a pair of workers for one request, in seconds and by stage. Pure; every policy's choice is priced by it.
 
 The stages: wait in the prefill queue, compute what no cache there holds, transfer what the decode worker lacks, wait
 there for pages and a slot, decode. One more sequence also lengthens the steps of all others there; that harm counts.

@@ -1,4 +1,4 @@
-"""Which of several workers a key belongs to: the highest hash of key and worker (Thaler and Ravishankar, 1998).
+"""Decides which of several workers a key belongs to: the highest hash of key and worker (Thaler and Ravishankar, 1998).
 
 Every router computes the same answer without asking, and a worker that joins or leaves moves only its own keys.
 """

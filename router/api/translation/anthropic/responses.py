@@ -53,7 +53,7 @@ class _OpenBlock:
 
 
 class MessagesResponse(CallResponse):
-    """One message. A run of text, a run of thinking and a tool call are a content block each."""
+    """A message. A run of text, a run of thinking and a tool call are a content block each."""
 
     def __init__(self, body: MessagesBody, model: str) -> None:
         self.id = f"msg_{uuid.uuid4().hex[:24]}"

@@ -16,7 +16,7 @@ Events = list[tuple[str, Json]]  # each an event's type and its fields
 
 
 class OutputItem(abc.ABC):
-    """One item. Its events are those between `output_item.added` and `output_item.done`."""
+    """An item. Its events are those between `output_item.added` and `output_item.done`."""
 
     _prefix: ClassVar[str]
 

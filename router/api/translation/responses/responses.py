@@ -21,7 +21,7 @@ from router.parsers.events import ParserEvent, ReasoningDelta, TextDelta, ToolAr
 
 
 class ResponsesResponse(CallResponse):
-    """One response. A run of text, a run of reasoning and a tool call are an output item each."""
+    """A response. A run of text, a run of reasoning and a tool call are an output item each."""
 
     def __init__(self, body: ResponsesBody, model: str, store: ResponseStore) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"

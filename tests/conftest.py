@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -40,12 +41,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(costs.CostRecorder())
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else extension modules report as leaks what Python never deleted
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Spares the import of files whose tests would all be deselected."""
     if collection_path.suffix != ".py" or not collection_path.is_relative_to(config.rootpath):
         return None
     file = collection_path.relative_to(config.rootpath).as_posix()
     return costs.may_skip(file, config.option.markexpr, costs.recorded()) or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keeps the garbage collector off modules and tests, which stay to the end: while they are made, and later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.common.report import Row
 from benchmarks.gpu.bench_device import BenchDevice
@@ -140,6 +139,8 @@ def _ragged_row(bench: BenchDevice, backend: AttentionBackend) -> Row:
 
 def prefill_rows(bench: BenchDevice, backend: AttentionBackend, products_per_s: float) -> Iterator[Row]:
     """Yields chunks behind cached context, and attention over latents."""
+    from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes seconds
+
     for queries, context, dim in bench.pick(
         [(8192, 8192, 128), (2048, 2048, 128), (512, 8192, 128), (32, 32768, 128), (8192, 8192, 64)], [(5, 20, 16)]
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
 import signal
 import subprocess
@@ -14,7 +15,9 @@ from typing import cast
 
 import pytest
 
-from tests.support.prefork.module_process import ModuleProcess, start_module
+from tests.support.prefork import mirror as mirror_script
+from tests.support.prefork import ray_worker
+from tests.support.prefork.module_process import ModuleProcess, forked_ray_workers, start_module
 from tests.support.repository.house import ROOT, tracked_files
 from tests.support.suite import costs
 from tests.support.suite.own_processes import ProcessStarted, is_own
@@ -77,6 +80,39 @@ def test_a_forked_process_gets_its_own_signals(tmp_path: Path, number: signal.Si
     assert other.wait(TIMEOUT_S) == -signal.SIGKILL
     for process in (victim, other):
         process.stdout.close()
+
+
+def stand_in(tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Starts what Ray takes for a worker, with the mirror as the worker's script."""
+    context = json.dumps({"env_vars": {"ONLY_HERE": "yes"}})
+    options = ["--language=PYTHON", f"--serialized-runtime-env-context={context}"]
+    command = [sys.executable, ray_worker.__file__, mirror_script.__file__, *arguments, *options]
+    with forked_ray_workers(), (tmp_path / "log").open("wb") as log:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT)
+
+
+@pytest.mark.processes
+def test_a_worker_of_ray_is_forked_with_its_environment_and_its_status_passed_on(tmp_path: Path) -> None:
+    process = stand_in(tmp_path, "3")
+    assert process.stdout is not None
+    with process.stdout:
+        seen = json.loads(process.stdout.read())
+    assert process.wait(TIMEOUT_S) == 3
+    assert (seen["arguments"], seen["environment"], seen["folder"]) == (["3"], "yes", str(ROOT))
+    assert seen["pid"] != process.pid
+    assert (tmp_path / "log").read_text() == "to the log\n"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("victim", ["worker", "stand-in"])
+def test_a_worker_of_ray_and_what_stands_for_it_end_together(tmp_path: Path, victim: str) -> None:
+    process = stand_in(tmp_path)
+    assert process.stdout is not None
+    with process.stdout:
+        worker = json.loads(process.stdout.readline())["pid"]
+        os.kill(worker if victim == "worker" else process.pid, signal.SIGKILL)
+        assert process.stdout.read() == b""  # at the end of both
+    assert process.wait(TIMEOUT_S) == (128 + signal.SIGKILL if victim == "worker" else -signal.SIGKILL)
 
 
 def test_a_test_without_the_marker_forks_no_process(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ class Answered:
 class Load:
     """Sends requests, one after the other in each of `num_lanes` tasks, until the block is left."""
 
-    def __init__(self, deployment: Hosted, num_lanes: int = 4, max_tokens: int = 120) -> None:
+    def __init__(self, deployment: Hosted, num_lanes: int = 3, max_tokens: int = 120) -> None:
         self._deployment = deployment
         self._num_lanes = num_lanes
         self._max_tokens = max_tokens

@@ -19,9 +19,11 @@ import ray
 from ray.cluster_utils import Cluster
 
 from cluster.ray.connection import with_descendants
+from cluster.ray.launch import RayDeployment
 from penstock.config.security import SecurityConfig
 from penstock.rpc.secret import ClusterSecret
 from tests.support.key_files import write_secret
+from tests.support.prefork.module_process import forked_ray_workers
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class LocalRayNodes:
 
     def __init__(self) -> None:
         self._context = contextlib.ExitStack()
-        self._bystanders = {child.pid for child in psutil.Process().children()}
+        self._bystanders: set[int] = set()
         self._cluster: Any = None
         self._has_head = True
         self._added: dict[Any, dict[str, Any]] = {}  # the nodes that ought to run, and how each was added
@@ -51,6 +53,8 @@ class LocalRayNodes:
         with self._context as context:
             path = context.enter_context(tempfile.TemporaryDirectory(prefix="penstock-head-"))
             context.enter_context(_environment(_ENVIRONMENT | {"RAY_gcs_storage_path": path}))
+            context.enter_context(forked_ray_workers())
+            self._bystanders = {child.pid for child in psutil.Process().children()}
             context.callback(self._end_processes)
             secret = Path(context.enter_context(tempfile.TemporaryDirectory(prefix="penstock-secret-")), "secret")
             self.security = SecurityConfig.model_validate(write_secret(secret, ClusterSecret.make()))
@@ -102,9 +106,10 @@ class LocalRayNodes:
         self._added.pop(node, None)
 
     def node_of(self, pid: int) -> Any:
-        """Returns the node that a worker's process belongs to."""
+        """Returns the node on which the actor of a process runs."""
+        (found,) = [each for each in ray._private.state.actors().values() if each["Pid"] == pid]
         nodes = [self.head, *self._cluster.worker_nodes]
-        return next(one for one in nodes if pid in {process.pid for process in _family(one)})
+        return next(one for one in nodes if one.node_id == found["Address"]["NodeID"])
 
     def kill_head(self) -> None:
         """Kills the head's own process alone; its node's other processes go on."""
@@ -130,6 +135,20 @@ class LocalRayNodes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.close()
+
+
+def controller_process(deployment: RayDeployment) -> psutil.Process:
+    """Returns the process that listens at the deployment's Admin port."""
+    processes = psutil.process_iter(["cmdline", "ppid"])
+    (found,) = [each for each in processes if _is_controller(each, deployment.admin_address)]
+    return found
+
+
+def _is_controller(process: psutil.Process, admin_address: str) -> bool:
+    if "ControllerActor" not in " ".join(process.info["cmdline"] or []):
+        return False
+    port = int(admin_address.rpartition(":")[2])
+    return any(each.laddr.port == port for each in process.net_connections() if each.status == psutil.CONN_LISTEN)
 
 
 def _family(node: Any) -> list[psutil.Process]:

@@ -38,6 +38,7 @@ from router.routing.costs.predictions import WorkerPredictionErrors
 from router.routing.index.prefix_index import PrefixIndex
 from tests.support.key_files import Authority, write_secret
 from tests.support.plain_processes import Deployment
+from tests.support.prefork.module_process import forked_ray_workers
 from tests.support.serving import worker_config
 from worker.metrics.collector import WorkerCollector
 from worker.metrics.model_work import ModelWork
@@ -215,7 +216,7 @@ def deployment(keys: Path) -> Iterator[RayDeployment]:
         security=SecurityConfig(secret_file=str(keys / "secret")),
         start_timeout_s=240,
     )
-    with launch(config) as running:
+    with forked_ray_workers(), launch(config) as running:
         yield running
 
 

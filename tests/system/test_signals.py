@@ -89,7 +89,7 @@ async def test_a_worker_that_gets_sigterm_finishes_its_requests_and_is_live_but_
     async with asyncio.timeout(TIMEOUT_S):
         while await served_by(router) == await served_by(router):  # until the router knows both
             continue
-    held = [asyncio.create_task(ask(router, max_tokens=900)) for _ in range(4)]
+    held = [asyncio.create_task(ask(router, max_tokens=500)) for _ in range(4)]
     for worker in (leaving, staying):
         await until_busy(worker)
     leaving.signal(signal.SIGTERM)
@@ -104,7 +104,7 @@ async def test_a_worker_that_gets_sigterm_finishes_its_requests_and_is_live_but_
             in_a_row = in_a_row + 1 if await served_by(router) == "staying" else 0
     results = [await each for each in held]
     assert {result.timing.decode_worker for result in results} == {"leaving", "staying"}
-    assert [(len(each.token_ids), each.timing.num_redispatches) for each in results] == [(900, 0)] * 4
+    assert [(len(each.token_ids), each.timing.num_redispatches) for each in results] == [(500, 0)] * 4
     assert await asyncio.to_thread(leaving.popen.wait, TIMEOUT_S) == 0
     for process in (router, staying):
         process.signal(signal.SIGINT)  # at once
@@ -116,15 +116,15 @@ async def test_a_router_that_gets_sigterm_refuses_new_requests_and_finishes_its_
     router = start_router(deployment, worker)
     async with httpx.AsyncClient(base_url=f"http://{router.http}", timeout=60) as http:
         assert (await http.get("/health/live")).status_code == (await http.get("/health/ready")).status_code == 200
-        body = {"model": "penstock-tiny", "prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        body = {"model": "penstock-tiny", "prompt": "Once", "max_tokens": 500, "ignore_eos": True, "stream": True}
         async with http.stream("POST", "/v1/completions", json=body, timeout=TIMEOUT_S) as stream:
             lines = stream.aiter_lines()
             await anext(lines)
-            asking = asyncio.create_task(ask(router, max_tokens=900))
+            asking = asyncio.create_task(ask(router, max_tokens=500))
             await until_busy(worker, num_running=2)
             router.signal(signal.SIGTERM)
             assert [line async for line in lines if line][-1] == "data: [DONE]"
-    assert len((await asking).token_ids) == 900
+    assert len((await asking).token_ids) == 500
     assert await asyncio.to_thread(router.popen.wait, TIMEOUT_S) == 0
     async with AsyncClient(router.address, retry=RetryPolicy(max_attempts=1)) as impatient:
         with pytest.raises(Unavailable):

@@ -16,7 +16,7 @@ from penstock.v1 import admin_pb2, admin_pb2_grpc
 from tests.support.hosted import PROMPTS, SAMPLING, Hosted, Load, hosted
 from tests.system.test_faults import MODEL
 
-MAX_TOKENS = 80
+MAX_TOKENS = 56
 ENGINE = {"num_pages": 256, "num_threads": 1, "dtype": "float32"}
 
 

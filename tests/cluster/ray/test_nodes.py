@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 import ray
 
@@ -27,7 +26,7 @@ from penstock import Client
 from penstock.config import DecodeConfig, PoolConfig, ServeConfig
 from penstock.errors import ConfigError
 from penstock.v1 import admin_pb2, admin_pb2_grpc
-from tests.support.ray_nodes import LocalRayNodes
+from tests.support.ray_nodes import LocalRayNodes, controller_process
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -114,7 +113,7 @@ def test_the_controller_and_its_routers_are_where_they_were_asked_for(
 ) -> None:
     """They are not on a node that has just joined, where Ray places an actor that asks for nothing."""
     router = whole(deployment)["router-0"]
-    assert ray_nodes.node_of(_controller(deployment).pid) is ray_nodes.node_of(router.pid) is ray_nodes.head
+    assert ray_nodes.node_of(controller_process(deployment).pid) is ray_nodes.node_of(router.pid) is ray_nodes.head
 
 
 def test_each_worker_has_a_reservation_that_outlives_the_controller(deployment: RayDeployment) -> None:
@@ -260,7 +259,7 @@ def test_serve_follows_a_deployment_that_is_there_already(deployment: RayDeploym
 
 def test_a_detached_controller_comes_back_and_recovers_the_workers(deployment: RayDeployment, client: Client) -> None:
     before, tokens = whole(deployment), ask(client)
-    _controller(deployment).kill()
+    controller_process(deployment).kill()
     assert ask(client) == tokens
     after = whole(deployment)
     assert {(each.pid, each.member.epoch) for each in after.values()} == {
@@ -271,19 +270,6 @@ def test_a_detached_controller_comes_back_and_recovers_the_workers(deployment: R
     assert ask(client) == tokens
     replaced = until_replaced(deployment, after[name])
     assert replaced[name].num_restarts == after[name].num_restarts + 1
-
-
-def _controller(deployment: RayDeployment) -> psutil.Process:
-    (found,) = [each for each in psutil.process_iter(["cmdline", "ppid"]) if _is_controller_of(each, deployment)]
-    return found
-
-
-def _is_controller_of(process: psutil.Process, deployment: RayDeployment) -> bool:
-    """Returns whether the process listens at the deployment's Admin port."""
-    if "ControllerActor" not in " ".join(process.info["cmdline"] or []):
-        return False
-    port = int(deployment.admin_address.rpartition(":")[2])
-    return any(each.laddr.port == port for each in process.net_connections() if each.status == psutil.CONN_LISTEN)
 
 
 def test_stop_leaves_no_actor_and_no_reservation(deployment: RayDeployment) -> None:

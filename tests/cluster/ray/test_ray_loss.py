@@ -152,6 +152,7 @@ def test_streams_end_well_when_the_node_manager_is_lost_and_serving_goes_on_at_t
 def test_ctrl_c_ends_a_served_deployment_in_order(serving: Serving) -> None:
     assert serving.printed.count("ready: penstock-tiny, 0 prefill + 1 decode workers") == 2  # it was lost in between
     _check_commands(serving)
+    _check_threads(serving)
     family, num_printed = _descendants(serving), len(serving.printed)
     os.killpg(serving.process.pid, signal.SIGINT)
     assert serving.process.wait(WITHIN_S) == 0
@@ -168,6 +169,16 @@ def _check_commands(serving: Serving) -> None:
     assert "decode-0" in done.stderr
     done = _run([*penstock, "status", "--json", "--admin", serving.admin])
     assert json.loads(done.stdout)["ready"] is True
+
+
+def _check_threads(serving: Serving) -> None:
+    """Each process has its own number of threads in the environment that it was started with."""
+    servers = [each for each in _descendants(serving) if each.name().startswith("ray::ServerActor")]
+    found = sorted(
+        (one["OMP_NUM_THREADS"], one["OPENBLAS_NUM_THREADS"]) for one in map(psutil.Process.environ, servers)
+    )
+    worker = str(max(1, len(os.sched_getaffinity(0))))
+    assert found == sorted([("1", "1"), (worker, worker)])  # the router and the decode worker
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -26,7 +26,7 @@ NO_DATA = {
     ("service", "Traces a second"),  # traces are off
     ("tenants-and-lanes", "Refusals a second"),
 }
-LOAD_S = 12.0
+LOAD_S = 8.0
 
 
 @pytest.fixture(scope="module")

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
+from unittest import mock
 
+from tests.support.prefork import ray_worker
 from tests.support.prefork.server import MAX_REQUEST_BYTES
 from tests.support.suite import own_processes
 
@@ -60,12 +64,18 @@ class _ForkServer:
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tests.support.prefork.server", str(theirs.fileno())]
+        self._folder = tempfile.TemporaryDirectory(prefix="penstock-forks-")
+        self.path = str(Path(self._folder.name, "ray-workers"))
+        ray_workers = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ray_workers.bind(self.path)
+        ray_workers.listen()
+        files = [theirs.fileno(), ray_workers.fileno()]
+        command = [sys.executable, "-m", "tests.support.prefork.server", *map(str, files)]
         # A thread of a numerical library would not be there in the forked processes.
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
-        with theirs:
+        with theirs, ray_workers:
             self._server = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()]
+                command, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment, pass_fds=files
             )
         self._starting = threading.Lock()  # one at a time, so that answers need no numbers
         self._answers: SimpleQueue[int | None] = SimpleQueue()  # ids of started processes; None: the server is gone
@@ -136,6 +146,20 @@ def use_forks() -> None:
     _starter.forks = True
 
 
+@contextlib.contextmanager
+def forked_ray_workers() -> Iterator[None]:
+    """Forks the workers of every Ray that is started meanwhile, if `use_forks` was called, as for `start_module`."""
+    if not _starter.forks:
+        yield
+        return
+    from ray._private.parameter import RayParams  # most processes of tests never need Ray
+
+    server = _starter.server()
+    init = functools.partialmethod(RayParams.__init__, setup_worker_path=ray_worker.__file__)
+    with mock.patch.object(RayParams, "__init__", init), mock.patch.dict(os.environ, {ray_worker.SOCKET: server.path}):
+        yield
+
+
 def start_module(
     module: str,
     arguments: Sequence[str],
@@ -153,7 +177,7 @@ def start_module(
     if _starter.forks and not fresh and cpu is None:
         own_processes.check([sys.executable, "-m", module])
         request = {
-            "module": module,
+            "code": module,
             "arguments": list(arguments),
             "environment": variables,
             "folder": str(ROOT),

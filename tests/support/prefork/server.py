@@ -1,7 +1,8 @@
-"""`python -m tests.support.prefork.server FD`: forks a process for each module that it is asked to run.
+"""`python -m tests.support.prefork.server FD RAY_FD`: forks a process for each module that it is asked to run.
 
 Reads requests from the socket FD, answers each with the process's id, and reports when it ends. Its own end is the
-socket's.
+socket's. At the listening socket RAY_FD it forks workers of Ray for `tests.support.prefork.ray_worker`: a connection
+asks for one, is answered when that ends, and ends it by hanging up.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# Not Ray: the library that it loads reads the environment of a worker at that moment.
 PRELOADED = ("cluster.local.role_host", "prefill_worker.server", "decode_worker.server", "router.server")
 MAX_REQUEST_BYTES = 256 * 1024
 _NUM_FILES = 2  # stdout and stderr of the process
@@ -28,7 +31,7 @@ _NUM_FILES = 2  # stdout and stderr of the process
 class _Job:
     """What a forked process is to run, and its files."""
 
-    module: str
+    code: str  # a module's name, or a script's path
     arguments: list[str]
     environment: dict[str, str]
     folder: str
@@ -36,47 +39,100 @@ class _Job:
 
 
 class _Server:
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, ray_workers: socket.socket) -> None:
         self._control = control
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(control, selectors.EVENT_READ)
+        self._ray_workers = ray_workers
+        self._selector = selectors.DefaultSelector()  # with what to do when a file is readable
+        self._watch(control, self._fork_for_control)
+        self._watch(ray_workers, self._accept)
+        self._is_over = False
 
     def run(self) -> _Job | None:
         """Serves until the socket ends. Returns a job in the process that was forked for it, and None in this one."""
-        while True:
+        while not self._is_over:
             for ready, _ in self._selector.select():
-                if ready.fileobj is not self._control:
-                    self._report(ready.fd, ready.data)
-                    continue
-                request, files, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, _NUM_FILES)
-                if not request:
-                    return None
-                if job := self._fork(_Job(**json.loads(request), files=files)):
+                if job := ready.data():
                     return job
-
-    def _fork(self, job: _Job) -> _Job | None:
-        child = os.fork()
-        if child == 0:
-            for pidfd in [fd for fd, key in self._selector.get_map().items() if key.fileobj is not self._control]:
-                os.close(pidfd)
-            self._selector.close()
-            self._control.close()
-            return job
-        for file in job.files:
-            os.close(file)
-        self._selector.register(os.pidfd_open(child), selectors.EVENT_READ, child)
-        self._answer({"started": child})
         return None
 
-    def _report(self, pidfd: int, child: int) -> None:
-        _, status = os.waitpid(child, 0)
-        self._selector.unregister(pidfd)
-        os.close(pidfd)
-        self._answer({"ended": child, "status": os.waitstatus_to_exitcode(status)})
+    def _watch(self, file: Any, on_readable: Callable[[], _Job | None]) -> None:
+        self._selector.register(file, selectors.EVENT_READ, on_readable)
 
-    def _answer(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody is there to ask for more: `run` reads the end
-            self._control.send(json.dumps(message).encode())
+    def _fork_for_control(self) -> _Job | None:
+        job = _receive(self._control)
+        if job is None:
+            self._is_over = True
+            return None
+        child = self._fork(job)
+        if child == 0:
+            return job
+        _answer(self._control, {"started": child})
+        self._when_ended(child, lambda status: _answer(self._control, {"ended": child, "status": status}))
+        return None
+
+    def _accept(self) -> _Job | None:
+        asking, _ = self._ray_workers.accept()
+        job = _receive(asking)
+        if job is None:
+            asking.close()
+            return None
+        child = self._fork(job)
+        if child == 0:
+            asking.close()
+            return job
+        has_ended = False
+
+        def hang_up() -> None:
+            self._selector.unregister(asking)
+            asking.close()
+            if not has_ended:
+                os.kill(child, signal.SIGKILL)
+
+        def report(status: int) -> None:
+            nonlocal has_ended
+            has_ended = True
+            if asking.fileno() >= 0:
+                _answer(asking, {"status": status})
+
+        self._watch(asking, hang_up)
+        self._when_ended(child, report)
+        return None
+
+    def _fork(self, job: _Job) -> int:
+        """Returns 0 in the new process, which keeps nothing of the server but the job, and its id in this one."""
+        child = os.fork()
+        if child == 0:
+            for key in list(self._selector.get_map().values()):
+                os.close(key.fd) if isinstance(key.fileobj, int) else key.fileobj.close()  # type: ignore[attr-defined]
+            self._selector.close()
+        else:
+            for file in job.files:
+                os.close(file)
+        return child
+
+    def _when_ended(self, child: int, report: Callable[[int], None]) -> None:
+        pidfd = os.pidfd_open(child)
+
+        def reap() -> None:
+            _, status = os.waitpid(child, 0)
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+            report(os.waitstatus_to_exitcode(status))
+
+        self._watch(pidfd, reap)
+
+
+def _receive(asking: socket.socket) -> _Job | None:
+    """Returns what a peer asks for; None if it has hung up."""
+    with contextlib.suppress(ConnectionError):
+        request, files, _, _ = socket.recv_fds(asking, MAX_REQUEST_BYTES, _NUM_FILES)
+        return _Job(**json.loads(request), files=files) if request else None
+    return None
+
+
+def _answer(asking: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody is there to ask for more: the loop reads the end
+        asking.send(json.dumps(message).encode())
 
 
 def _become(job: _Job) -> None:
@@ -90,8 +146,11 @@ def _become(job: _Job) -> None:
     os.chdir(job.folder)
     if num_threads := os.environ.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(num_threads))  # OpenMP read its environment long ago
-    sys.argv = [job.module, *job.arguments]
-    runpy.run_module(job.module, run_name="__main__", alter_sys=True)
+    sys.argv = [job.code, *job.arguments]
+    if job.code.endswith(".py"):
+        runpy.run_path(job.code, run_name="__main__")
+    else:
+        runpy.run_module(job.code, run_name="__main__", alter_sys=True)
 
 
 def main() -> None:
@@ -99,8 +158,9 @@ def main() -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     gc.freeze()  # else each process would copy what its first collection touches
-    with socket.socket(fileno=int(sys.argv[1])) as control:
-        job = _Server(control).run()
+    control_fd, ray_workers_fd = map(int, sys.argv[1:])
+    with socket.socket(fileno=control_fd) as control, socket.socket(fileno=ray_workers_fd) as ray_workers:
+        job = _Server(control, ray_workers).run()
     if job is not None:
         _become(job)
 

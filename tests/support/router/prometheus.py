@@ -115,7 +115,7 @@ def watched_deployment() -> Iterator[tuple[str, Mapping[str, str], Prometheus]]:
 
 
 @contextlib.contextmanager
-def demo_load(router: str, keys: Mapping[str, str], num_callers: int = 6) -> Iterator[None]:
+def demo_load(router: str, keys: Mapping[str, str], num_callers: int = 4) -> Iterator[None]:
     """Sends requests of every tenant until the block ends: prompts of several lengths that repeat a few beginnings."""
     stopping = threading.Event()
     numbers = itertools.count()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import anthropic
 import httpx
 import pytest
 
@@ -35,8 +34,16 @@ async def _http(router):
         yield client
 
 
+@pytest.fixture(scope="module", name="anthropic")
+def _anthropic():
+    """Imports the client only here: it takes three seconds, which every process would spend on collection."""
+    import anthropic
+
+    return anthropic
+
+
 @pytest.fixture(name="client")
-async def _client(router):
+async def _client(router, anthropic):
     async with anthropic.AsyncAnthropic(base_url=router.http_url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -164,7 +171,7 @@ async def test_errors_have_anthropics_shape(http, method, path, body, status, ki
     assert answer.headers["x-request-id"]
 
 
-async def test_a_body_that_is_too_large_is_refused(worker):
+async def test_a_body_that_is_too_large_is_refused(worker, anthropic):
     async with running_router(worker, limits={"request_bytes": 2000}) as router:
         async with anthropic.AsyncAnthropic(base_url=router.http_url, api_key="none", max_retries=0) as client:
             with pytest.raises(anthropic.RequestTooLargeError) as raised:
@@ -172,7 +179,7 @@ async def test_a_body_that_is_too_large_is_refused(worker):
     assert raised.value.body["error"]["type"] == "request_too_large"
 
 
-async def test_no_room_is_an_overload(client, worker):
+async def test_no_room_is_an_overload(client, worker, anthropic):
     worker.refuse_with = Unavailable("the pool is full")
     with pytest.raises(anthropic.APIStatusError) as raised:
         await create(client)
@@ -191,7 +198,7 @@ async def test_keys_come_in_either_header(worker, header):
                 assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
 
 
-async def test_the_real_client_sends_its_key(worker):
+async def test_the_real_client_sends_its_key(worker, anthropic):
     async with running_router(worker, tenants=TENANTS) as router:
         async with anthropic.AsyncAnthropic(base_url=router.http_url, api_key=KEYS["acme"]) as client:
             assert (await create(client)).content[0].text == "Hello there"
@@ -200,7 +207,7 @@ async def test_the_real_client_sends_its_key(worker):
                 await create(client)
 
 
-async def test_a_stream_that_fails_ends_with_an_error_event(client, worker):
+async def test_a_stream_that_fails_ends_with_an_error_event(client, worker, anthropic):
     worker.pause_at = 2  # for ever
 
     async def read():

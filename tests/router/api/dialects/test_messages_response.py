@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from anthropic.lib.streaming._messages import accumulate_event
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +28,8 @@ def response(max_tokens: int = 100, omits_thinking: bool = False) -> MessagesRes
 
 def accumulated(events):
     """Returns the message that Anthropic's own client makes of the events."""
+    from anthropic.lib.streaming._messages import accumulate_event  # three seconds, which collection should not take
+
     message, buffers = None, {}
     for event in events:
         assert event.data["type"] == event.name

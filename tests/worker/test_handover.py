@@ -30,7 +30,17 @@ from prefill_worker.server import PrefillServer
 from tests.cluster.lifecycle.test_flips import config
 from tests.support.engine.checkpoints import make_checkpoint
 from tests.support.hosted import hosted
-from tests.support.serving import GREEDY, SALT, TIMEOUT_S, Answer, caller, wait_until_empty, worker_config, workers
+from tests.support.serving import (
+    GREEDY,
+    SALT,
+    TIMEOUT_S,
+    Answer,
+    caller,
+    until,
+    wait_until_empty,
+    worker_config,
+    workers,
+)
 from worker.handover.client import wanted_pages
 from worker.handover.policy import assign_pages
 
@@ -304,7 +314,7 @@ async def test_the_next_requests_after_a_drain_hit_the_cache_with_a_hand_over_an
     assert set(deployment.pinned) == {0}
 
 
-async def test_a_batch_whose_checksums_cannot_be_computed_is_refused_and_leaves_nothing(
+async def test_a_batch_that_cannot_be_verified_is_refused_and_leaves_nothing(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {"decode": {"placement": "local"}}
@@ -327,8 +337,16 @@ async def test_a_batch_whose_checksums_cannot_be_computed_is_refused_and_leaves_
         assert (report.num_pages, staying.shell.intake.num_received) == (0, 0)
         assert "computing the checksums of a batch failed" in caplog.text
         assert "the device is gone" in caplog.text
+        intake = staying.shell.intake
+        record = intake.on_manifest
+        with monkeypatch.context() as lying:
+            other = lambda key, count, hashes, sums: record(key, count, [PageHash(bytes(16)), *hashes[1:]], sums)  # noqa: E731
+            lying.setattr(intake, "on_manifest", other)
+            report = await hand_over(leaving, staying)
+        assert "manifest: is refused: its hashes are not those that were announced" in report.problems[0]
+        assert (report.num_pages, intake.num_received) == (0, 0)
         await wait_until_empty(leaving, staying)
-        assert staying.shell.intake.num_open == 0
+        await until(lambda: intake.num_open == 0)
         again = await hand_over(leaving, staying)
         assert not again.problems
         assert again.num_pages == staying.shell.intake.num_received > 0

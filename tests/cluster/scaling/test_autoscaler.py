@@ -49,6 +49,7 @@ class World:
     fitting: int | None = None
     age_s: float = 0.0  # of the last worker's report
     starting: int = 0
+    starting_role: Role = Role.PREFILL
     last: ScalingDecision | None = None
 
     def load(self, role: Role, place: int, computed: float, running: int) -> WorkerSignal:
@@ -103,7 +104,7 @@ class World:
                 ready[-1] = replace(ready[-1], load=None)
             if ready and self.age_s:
                 ready[-1] = replace(ready[-1], age_s=self.age_s)
-            stuck = (0.0,) * self.starting if role is Role.PREFILL else ()
+            stuck = (0.0,) * self.starting if role is self.starting_role else ()
             why = self.unplaceable if role is Role.PREFILL else ""
             pools[role] = PoolSignal(size + len(stuck), tuple(ready), stuck, why, self.fitting)
         demand = DemandSignal(
@@ -114,7 +115,7 @@ class World:
         for change in self.last.changes:
             self.changes.append((self.now_s, change))
             if isinstance(change, Resize):
-                self.sizes[change.role] = change.replicas - (self.starting if change.role is Role.PREFILL else 0)
+                self.sizes[change.role] = change.replicas - (self.starting if change.role is self.starting_role else 0)
             else:
                 self.sizes[change.from_role] -= 1
                 self.sizes[change.to_role] += 1

@@ -82,3 +82,12 @@ def test_a_pool_gives_a_worker_only_after_it_had_one_to_spare_for_long_enough() 
     assert flips(fleet) == []
     fleet.run(20, 2600, 4)
     assert flips(fleet) == [Flip(Role.DECODE, Role.PREFILL)]
+
+
+@pytest.mark.parametrize("is_changing", [False, True])
+def test_a_pool_that_is_changing_gives_no_worker(is_changing: bool) -> None:
+    """Its worker count is about to change, so that a surplus now is none."""
+    fleet = World(AutoscalerPolicy(CONFIG, BOUNDS, 64), {Role.PREFILL: 2, Role.DECODE: 4})
+    fleet.starting, fleet.starting_role = int(is_changing), Role.DECODE
+    fleet.run(8, 2600, 4)
+    assert (Flip(Role.DECODE, Role.PREFILL) in flips(fleet)) is not is_changing

@@ -135,3 +135,13 @@ def test_a_quota_may_be_used_to_the_last_token():
     assert accounts.fits("b", 100)
     accounts.end("a", 60)
     assert accounts.fits("a", 100)
+
+
+def test_a_queued_request_of_several_sequences_waits_for_room_for_all_of_them():
+    made = admission()
+    out = fill(made)
+    assert made.offer(ask(1, n=2), 0.0) == Queued(1)
+    made.end(out.pop(), None, 1.0)
+    assert made.poll(1.0) == []
+    made.end(out.pop(), None, 2.0)
+    assert [answer.key for answer in made.poll(2.0)] == [1]

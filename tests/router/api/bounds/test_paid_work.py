@@ -105,6 +105,21 @@ async def test_a_caller_without_budget_is_refused_before_the_work(monkeypatch):
         await router.stub.Tokenize(inference_pb2.TokenizeRequest(text="x" * 4 * (left - 2)))
 
 
+async def test_a_router_that_is_full_gives_back_what_was_prepaid():
+    worker = await FakeWorker(pause_at=0).start()
+    async with running_router(worker, max_inflight=1, admission=METERED) as router:
+        first = router.stub.Generate(request("one", max_tokens=5))
+        await worker.until(lambda fake: len(fake.submits) == 1)
+        accounts = router.server.context.gate.admission.accounts
+        before_s = accounts.rate_wait_s("", BURST, 0.0)
+        assert before_s > 0
+        error = await failure(router.stub.Generate(request("word " * 40)))
+        assert isinstance(error, Overloaded)
+        assert "1 requests in flight, its limit" in error.message
+        assert accounts.rate_wait_s("", BURST, 0.0) <= before_s
+        first.cancel()
+
+
 @pytest.fixture(name="busy")
 async def _busy(monkeypatch):
     """A router whose tokenizer's threads are all taken."""

@@ -71,8 +71,8 @@ def openai_client(service: Service) -> openai.OpenAI:
 
 
 def test_a_stream_is_the_whole_answer_in_pieces(client: Client) -> None:
-    whole = client.complete(PROMPT, max_tokens=300, temperature=0.0, ignore_eos=True)
-    chunks = list(client.generate(PROMPT, max_tokens=300, temperature=0.0, ignore_eos=True))
+    whole = client.complete(PROMPT, max_tokens=150, temperature=0.0, ignore_eos=True)
+    chunks = list(client.generate(PROMPT, max_tokens=150, temperature=0.0, ignore_eos=True))
     assert "".join(chunk.text for chunk in chunks) == whole.text
     assert sum(len(chunk.token_ids) for chunk in chunks) == len(whole.token_ids)
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)

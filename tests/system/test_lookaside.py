@@ -263,8 +263,8 @@ async def test_a_migrated_sequence_continues_through_the_router_with_the_same_to
     local = {"placement": "local"}
     both = [config(Role.DECODE, f"decode-{number}", decode=local) for number in range(2)]
     async with setting(*both) as made, AsyncClient(made.address, lookaside=True) as client:
-        wanted = (await client.complete(LONG, max_tokens=400, **SEEDED)).token_ids
-        running = client.generate(LONG, max_tokens=400, **SEEDED)
+        wanted = (await client.complete(LONG, max_tokens=250, **SEEDED)).token_ids
+        running = client.generate(LONG, max_tokens=250, **SEEDED)
         first = await anext(running)
         source = next(each for each in made.servers if list(each.worker.requests))
         target = next(each for each in made.servers if each is not source)
@@ -313,8 +313,8 @@ def test_a_worker_without_a_secret_does_not_start_with_lookaside() -> None:
 async def test_streams_of_a_stopping_worker_continue_elsewhere() -> None:
     both = [config(Role.DECODE, f"decode-{number}", decode={"placement": "local"}) for number in range(2)]
     async with setting(*both, ticket_lifetime_s=0.01) as made, AsyncClient(made.address, lookaside=True) as client:
-        wanted = (await client.complete(LONG, max_tokens=400, **SEEDED)).token_ids
-        running = client.generate(LONG, max_tokens=400, **SEEDED)
+        wanted = (await client.complete(LONG, max_tokens=250, **SEEDED)).token_ids
+        running = client.generate(LONG, max_tokens=250, **SEEDED)
         first = await anext(running)
         source = next(each for each in made.servers if list(each.worker.requests))
         assert isinstance(source, DecodeServer)
@@ -345,13 +345,13 @@ async def test_a_prompt_with_which_a_worker_was_lost_is_streamed_by_the_router(p
 async def test_an_interrupted_event_stream_loses_no_accounting() -> None:
     only = config(Role.DECODE, "decode-0", decode={"placement": "local"})
     async with setting(only) as made, AsyncClient(made.address, lookaside=True) as client:
-        running = client.generate(LONG, max_tokens=300, **SEEDED)
+        running = client.generate(LONG, max_tokens=200, **SEEDED)
         await anext(running)
         (follower,) = made.router.fleet.followers
         follower.request_snapshot()  # the next batch ends the call, and its content is sent again
         result = await running.complete()
         await made.nothing_is_held()
-    assert made.counted("vllm:generation_tokens_total") == result.usage.completion_tokens == 300
+    assert made.counted("vllm:generation_tokens_total") == result.usage.completion_tokens == 200
     assert made.counted("vllm:e2e_request_latency_seconds_count") == 1
 
 

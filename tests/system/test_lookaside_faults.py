@@ -27,7 +27,7 @@ from tests.system.test_faults import MODEL, SEEDED, TIMEOUT_S
 pytestmark = pytest.mark.processes
 
 PROMPT = [(7 * i) % 900 + 20 for i in range(200)]
-MAX_TOKENS = 1000
+MAX_TOKENS = 500
 FIRST = 20  # tokens, before something is killed
 
 

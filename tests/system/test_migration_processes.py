@@ -25,7 +25,7 @@ from tests.system.test_faults import GREEDY, MODEL, SEEDED, TIMEOUT_S, client, l
 pytestmark = pytest.mark.processes
 
 PROMPT = [(7 * i) % 900 + 20 for i in range(200)]
-MAX_TOKENS = 400
+MAX_TOKENS = 280
 LEASE_S = 5.0
 
 

@@ -64,7 +64,7 @@ PAGES = (
     "upgrade-a-model",
     "rotate-keys",
 )
-_BETWEEN_REQUESTS_S = 0.05
+_BETWEEN_REQUESTS_S = 0.15
 KILLED = {"pool-is-down": "prefill-0", "router-lost": "router-0"}  # before the page's commands run
 
 

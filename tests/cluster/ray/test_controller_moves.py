@@ -66,7 +66,7 @@ def test_the_controller_and_the_routers_move_and_streams_go_on(
         assert (reports[-1].worker_id, reports[-1].stage) == ("controller", "moving")
         moved = until(running, lambda workers: _are_elsewhere(workers, home.node_id))
         assert [each.result() for each in streams] == [tokens] * 2
-        assert ask(client, max_tokens=600) == tokens
+        assert ask(client, max_tokens=60) == tokens[:60]
     assert {each.pid for each in moved.values()}.isdisjoint(each.pid for each in routers.values())
     deadline_s = time.monotonic() + WITHIN_S
     while any(_is_alive(each.pid) for each in routers.values()):

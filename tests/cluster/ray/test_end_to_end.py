@@ -118,10 +118,10 @@ def test_workers_listen_on_loopback_alone(deployment: RayDeployment) -> None:
 
 
 def test_a_killed_decode_worker_is_replaced_and_the_stream_goes_on(deployment: RayDeployment, client: Client) -> None:
-    undisturbed = ask(client, max_tokens=400)
+    undisturbed = ask(client, max_tokens=300)
     _decode_workers(deployment, busy=0)
     builder = ResultBuilder()
-    with client.generate(PROMPT, max_tokens=400, temperature=0.8, seed=5, ignore_eos=True) as stream:
+    with client.generate(PROMPT, max_tokens=300, temperature=0.8, seed=5, ignore_eos=True) as stream:
         builder.add(next(stream))
         (victim,) = _decode_workers(deployment, busy=1)
         os.kill(victim.pid, signal.SIGKILL)
@@ -358,7 +358,7 @@ def _is_whole(status: admin_pb2.StatusResponse) -> bool:
 
 
 def _ask_long(client: Client, seed: int) -> GenerateResult:
-    return client.complete(PROMPT, max_tokens=600, temperature=0.8, seed=seed, ignore_eos=True)
+    return client.complete(PROMPT, max_tokens=450, temperature=0.8, seed=seed, ignore_eos=True)
 
 
 def test_stop_leaves_no_process(deployment: RayDeployment) -> None:

@@ -217,7 +217,7 @@ def test_a_node_that_ray_drains_is_left_without_a_lost_token(
     ray_nodes: LocalRayNodes, deployment: RayDeployment, client: Client
 ) -> None:
     """A successor starts elsewhere, sequences migrate to it, and the node is empty in time."""
-    before, tokens = whole(deployment), ask(client, max_tokens=400)
+    before, tokens = whole(deployment), ask(client, max_tokens=300)
     fixed = before["router-0"].node
     going = next(before[name].node for name in ("decode-1", "decode-0") if before[name].node != fixed)
     leaving = {name for name, each in before.items() if each.node == going}
@@ -228,7 +228,7 @@ def test_a_node_that_ray_drains_is_left_without_a_lost_token(
             refused = admin.DrainNode(admin_pb2.DrainNodeRequest(node=name), metadata=token)
             with pytest.raises(grpc.RpcError, match=problem):
                 next(refused)
-        streams = [pool.submit(ask, client, 400) for _ in range(6)]
+        streams = [pool.submit(ask, client, 300) for _ in range(6)]
         ray_nodes.add({"decode": 1, "prefill": 1})
         request = admin_pb2.DrainNodeRequest(node=going[:16], within_s=WITHIN_S)
         reports = list(admin.DrainNode(request, timeout=2 * WITHIN_S, metadata=token))

@@ -90,7 +90,7 @@ class Serving:
     def answer(self, killing: str = "") -> list[int]:
         """Returns a long answer, of which a single connection must carry all; `killing` ends a process in its midst."""
         with Client(self.address, retry=NO_RETRY, timeout_s=WITHIN_S) as client:
-            stream = client.generate(PROMPT, max_tokens=1200, temperature=0.8, seed=5, ignore_eos=True)
+            stream = client.generate(PROMPT, max_tokens=600, temperature=0.8, seed=5, ignore_eos=True)
             builder = ResultBuilder()
             builder.add(next(stream))
             if killing:

@@ -91,3 +91,15 @@ def test_a_pool_that_is_changing_gives_no_worker(is_changing: bool) -> None:
     fleet.starting, fleet.starting_role = int(is_changing), Role.DECODE
     fleet.run(8, 2600, 4)
     assert (Flip(Role.DECODE, Role.PREFILL) in flips(fleet)) is not is_changing
+
+
+def test_the_time_without_reports_is_no_interval_of_traffic() -> None:
+    """The first observation after a gap only says where the counting begins."""
+    fleet = world()
+    fleet.run(20, 1800, 8)
+    assert record(fleet).verdict != "missing"
+    fleet.tick(1800, 8, has_demand=False)
+    fleet.tick(1800, 8)
+    assert (record(fleet).verdict, record(fleet).reason.partition(":")[0]) == ("missing", "first observation")
+    fleet.tick(1800, 8)
+    assert record(fleet).verdict != "missing"

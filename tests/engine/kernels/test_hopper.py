@@ -64,7 +64,6 @@ def test_wide_tiles_run_on_the_matrix_units_of_a_hopper(compiled: dict[str, list
 WIDEST = ["decode", "prefill", "prefill of 256", "latents of a chunk", "experts, many rows", "int4, many rows"]
 OTHER_GPUS = {
     "A100": (80, 163 << 10, WIDEST),
-    "A10": (86, 99 << 10, WIDEST),
     "L40S": (89, 99 << 10, [*WIDEST, "prefill of fp8", "fp8, many rows"]),
     "B200": (100, 227 << 10, WIDEST),
 }

@@ -108,7 +108,7 @@ def senders_die_and_freeze(transport: str) -> None:
     plan = faults(rng, num_kills=4, num_freezes=15)
     child = Child("sender", transport, epoch, NUM_PAGES, PAGE_BYTES)
     log = Log()
-    end = receiver(target, log, config(transport, timeout_s=2.0))
+    end = receiver(target, log, config(transport, timeout_s=5.0))
     try:
         assert child.reply() == "ready"
         for number in range(NUM_TRANSFERS):
@@ -157,7 +157,7 @@ def receivers_die_and_freeze(transport: str) -> None:
     plan = faults(rng, num_kills=4, num_freezes=15)
     child = Child("receiver", transport, epoch, NUM_PAGES, PAGE_BYTES)
     log = Log()
-    origin = sender(source, log, config(transport, timeout_s=2.0))
+    origin = sender(source, log, config(transport, timeout_s=5.0))
     try:
         assert child.reply() == "ready"
         for number in range(NUM_TRANSFERS):

@@ -6,7 +6,7 @@ otherwise: in benchmarks, and in tests with `pytest --fresh-processes`. Forked o
 its own files, signals and exit status; only its command line is the server's. The room knows nothing of what the
 modules do.
 
-Within `forked_ray_workers`, the workers that Ray starts are forks of the same server. Each costs half a second of a
-core instead of three; but their parent, command line and first environment are the server's, so a test of those starts
-Ray without it.
+Within `forked_ray_workers`, the workers that Ray starts are forks of the same server, which saves more than two seconds
+of a core for each; but their parent, command line and first environment are the server's, so a test of those starts Ray
+without it.
 """

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 
 GRAMMARS = {"forced": schema(LEVELS), "sampled": regex("([a-z]{1,8} [0-9]{2,4}; ){50,60}")}
 SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11}  # exact in single precision
-MAX_TOKENS = 1200
+MAX_TOKENS = 700
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.support.serving import caller, worker_config, workers
 
 pytestmark = pytest.mark.processes
 
-NUM_SCHEMAS = 500
+NUM_SCHEMAS = 200  # of each way, none twice
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 WAYS = {
     "greedy": SamplingParams(max_tokens=200, temperature=0.0),
@@ -25,9 +25,9 @@ WAYS = {
 }
 
 
-def schemas() -> list[dict[str, object]]:
+def schemas(first_seed: int) -> list[dict[str, object]]:
     """Returns schemas that llguidance obeys; it refuses those that nothing satisfies."""
-    found, seed = [], 0
+    found, seed = [], first_seed
     while len(found) < NUM_SCHEMAS:
         made = make_schema(seed)
         seed += 1
@@ -38,13 +38,13 @@ def schemas() -> list[dict[str, object]]:
                 raise
         else:
             found.append(made)
-    assert seed < 1.1 * NUM_SCHEMAS
+    assert seed - first_seed < 1.1 * NUM_SCHEMAS
     return found
 
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_every_output_is_valid(way: str) -> None:
-    prompt, asked = encode("Answer in JSON: "), schemas()
+    prompt, asked = encode("Answer in JSON: "), schemas(first_seed=10_000 * list(WAYS).index(way))
     async with workers(worker_config(Role.DECODE, MODEL, engine={"num_pages": 1024})) as (decode,):
         async with caller(decode) as router:
             streams = [
@@ -60,4 +60,4 @@ async def test_every_output_is_valid(way: str) -> None:
         num_whole += 1
         value = json.loads(spell(answer.token_ids))
         jsonschema.Draft202012Validator(each, format_checker=FORMATS).validate(value)
-    assert num_whole > 0.9 * NUM_SCHEMAS
+    assert num_whole > 0.8 * NUM_SCHEMAS

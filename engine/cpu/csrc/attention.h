@@ -10,6 +10,7 @@
 // scale its weights.
 #pragma once
 
+#include "attention_problem.h"
 #include "kv_quantization.h"
 #include "linear.h"
 #include "amx_tiles.h"
@@ -25,32 +26,12 @@ constexpr int kFewRows = 8;     // items of as many rows, as decodes have, read 
 constexpr int kRowTarget = 64;  // rows of an item: its accumulators stay in L1 beside one block of K and V
 constexpr float kMasked = -2e30f, kInitialMax = -1e30f;
 
-struct Problem {
-  const void* q;       // [T, N, H], tokens `q_stride` values apart
-  const void* pool;
-  void* out;           // [T, N, H], contiguous or as strips of tiles (packed_weight.h)
-  const int32_t* page_table;  // [B, table_width]
-  const int32_t* query_start;  // [B + 1]
-  const int32_t* context_lens;  // [B]
-  int64_t q_stride;     // values
-  int64_t page_stride;  // bytes
-  int32_t num_sequences, table_width, num_heads, num_kv_heads, page_size, head_dim;
-  int32_t window;  // 0: none
-  float scale;
-  bool out_is_tiled;
-  int32_t kv_kind;  // kFp8Kv or kInt8Kv for a quantized pool, else 0
-};
-
 // The queries of an item, and its rows (one per query and head of the group), rounded up to a multiple of a tile's
 // side.
 inline int queries_of_item(int group) { return std::max(1, kRowTarget / group); }
 inline int rows_of_item(int group) {
   return (queries_of_item(group) * group + tiles::kSide - 1) / tiles::kSide * tiles::kSide;
 }
-
-struct Item {
-  int sequence, kv_head, first_query, num_queries;
-};
 
 // The memory that an item needs while it is computed. A thread keeps it, because allocating takes longer than a small
 // item.

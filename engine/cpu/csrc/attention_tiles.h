@@ -54,28 +54,3 @@ struct TileAttention {
   void run(const Item&, const Item*) {}
 };
 #endif
-
-namespace {
-
-// Splits `problem` into items for bf16 rows.
-inline std::vector<Item> list_items_of_bf16(const Problem& problem, int num_threads) {
-  const int group = problem.num_heads / problem.num_kv_heads;
-  if (!TileAttention::fits(problem)) return list_items(problem, queries_of_item(group));
-  std::vector<Item> items;
-  for (const int rows : {kMaxTileRows, kMaxTileRows / 2, kMaxTileRows / 6}) {
-    items = list_items(problem, TileAttention::queries_of_item(group, rows));
-    if (num_threads == 1 || items.size() >= size_t(num_threads) * kItemsPerThread) break;
-  }
-  return items;
-}
-
-inline void attend_in_bf16(const Problem& problem, const std::vector<Item>& items, int num_threads) {
-  if (!TileAttention::fits(problem)) return attend_by_vectors<BFloat16>(problem, items, num_threads);
-  const int count = items.size();
-  thread_team::parallel_for(num_threads, count, [&](thread_team::Tasks& tasks) {
-    TileAttention attention(problem);
-    for (int i; tasks.take(i);) attention.run(items[i], i + 1 < count ? &items[i + 1] : nullptr);  // likely next
-  });
-}
-
-}  // namespace

@@ -4,7 +4,8 @@
 // written as strips of tiles (packed_weight.h) by the operation before it, so that nothing is copied in between.
 //
 // Shapes: T tokens, D hidden, N query heads, K KV heads, H head dim, A = N * H, F intermediate, R sampled rows.
-#include "attention_tiles.h"
+#include "attention_problem.h"
+#include "kv_quantization.h"
 #include "linear.h"
 #include "row_ops.h"
 

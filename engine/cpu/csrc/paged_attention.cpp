@@ -1,5 +1,25 @@
-// The entry point of attention; attention.h and attention_tiles.h do the work. Reference: engine/kernels/reference.py.
+// The entry points of attention; attention.h and attention_tiles.h do the work. Reference: engine/kernels/reference.py.
 #include "attention_tiles.h"
+
+std::vector<Item> list_items_of_bf16(const Problem& problem, int num_threads) {
+  const int group = problem.num_heads / problem.num_kv_heads;
+  if (!TileAttention::fits(problem)) return list_items(problem, queries_of_item(group));
+  std::vector<Item> items;
+  for (const int rows : {kMaxTileRows, kMaxTileRows / 2, kMaxTileRows / 6}) {
+    items = list_items(problem, TileAttention::queries_of_item(group, rows));
+    if (num_threads == 1 || items.size() >= size_t(num_threads) * kItemsPerThread) break;
+  }
+  return items;
+}
+
+void attend_in_bf16(const Problem& problem, const std::vector<Item>& items, int num_threads) {
+  if (!TileAttention::fits(problem)) return attend_by_vectors<BFloat16>(problem, items, num_threads);
+  const int count = items.size();
+  thread_team::parallel_for(num_threads, count, [&](thread_team::Tasks& tasks) {
+    TileAttention attention(problem);
+    for (int i; tasks.take(i);) attention.run(items[i], i + 1 < count ? &items[i + 1] : nullptr);  // likely next
+  });
+}
 
 // Head dim is a multiple of 16 for float32 and of 32 for bf16. `is_bf16` is the dtype of q, out and an unquantized
 // pool; `kv_kind` is kFp8Kv or kInt8Kv for a quantized pool, else 0.

@@ -1,0 +1,89 @@
+"""The kernels for ARM, cross-compiled and run in an emulator where both are installed, against torch on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.cpu import library
+from engine.cpu.isa import ISAS
+from engine.kernels.reference import TorchAttention
+from tests.engine.kernels.test_attention import TOLERANCE, Problem, make_problem
+
+_COMPILER, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+
+_MISSING = [tool for tool in (_COMPILER, _EMULATOR) if shutil.which(tool) is None]
+_ARM = [isa.name for isa in ISAS.values() if isa.machine == "aarch64"]
+_TIMEOUT_S = 300.0
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(bool(_MISSING), reason=f"needs {' and '.join(_MISSING)} (Debian: g++-aarch64-linux-gnu, qemu-user)"),
+]
+
+
+@pytest.mark.parametrize("isa", _ARM)
+def test_products_and_attention_equal_torch_on_arm(isa: str, tmp_path: Path) -> None:
+    weight_OI, rows_TI = whole_numbers(48, 160), whole_numbers(19, 160)
+    problem = make_problem([(1, 70), (1, 16), (40, 100)], dtype=torch.bfloat16)
+    problem.pool_layer = problem.pool_layer.contiguous()
+    write_arrays(tmp_path, weight_OI, rows_TI, problem)
+    run_on_arm(isa, tmp_path)
+
+    # Small whole numbers: every sum is exact in float32, whatever its order, and is rounded once.
+    assert torch.equal(read_bf16(tmp_path / "product").view(19, 48), (rows_TI.float() @ weight_OI.float().T).bfloat16())
+    expected = TorchAttention().paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.125, None)
+    attended = read_bf16(tmp_path / "attended").view_as(expected)
+    tolerance = TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
+
+
+def whole_numbers(*shape: int) -> torch.Tensor:
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(shape[0])).bfloat16()
+
+
+def write_arrays(folder: Path, weight_OI: torch.Tensor, rows_TI: torch.Tensor, problem: Problem) -> None:
+    meta, pool = problem.meta, problem.pool_layer
+    _, _, num_kv_heads, page_size, head_dim = pool.shape
+    shape = [meta.num_sequences, meta.page_table_BP.shape[1], problem.q_TNH.shape[1], num_kv_heads, page_size, head_dim]
+    arrays = {
+        "linear_shape": torch.tensor([len(rows_TI), *weight_OI.shape], dtype=torch.int32),
+        "weight": weight_OI,
+        "rows": rows_TI,
+        "attention_shape": torch.tensor(shape, dtype=torch.int32),
+        "q": problem.q_TNH,
+        "pool": pool,
+        "table": meta.page_table_BP,
+        "starts": meta.query_start_B1,
+        "contexts": meta.context_lens_B,
+    }
+    for name, array in arrays.items():
+        (folder / name).write_bytes(array.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def run_on_arm(isa: str, folder: Path) -> None:
+    """Compiles the kernels and the driver for ARM with the library's flags, but -O1 for speed, and runs them."""
+    flags = [flag for flag in library._FLAGS if flag != "-O3"] + ["-O1", *ISAS[isa].flags]
+    kernels = library._SOURCES
+    sources = [kernels / "linear.cpp", kernels / "paged_attention.cpp", Path(__file__).with_name("arm_driver.cpp")]
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
+    compile_one = [_COMPILER, *flags, f"-I{kernels}", "-c"]
+    commands = [[*compile_one, str(source), "-o", made] for source, made in zip(sources, objects, strict=True)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(run, commands))
+    run([_COMPILER, "-static", *objects, "-pthread", "-o", str(folder / "driver")])
+    run([_EMULATOR, "-cpu", "max", str(folder / "driver"), str(folder)])
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def read_bf16(path: Path) -> torch.Tensor:
+    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.bfloat16)

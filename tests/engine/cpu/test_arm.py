@@ -1,4 +1,4 @@
-"""The kernels for ARM, cross-compiled and run in an emulator where both are installed, against torch on this machine."""
+"""The kernels for ARM, cross-compiled and run in an emulator where both are installed, against torch here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from engine.kernels.reference import TorchAttention
 from tests.engine.kernels.test_attention import TOLERANCE, Problem, make_problem
 
 _COMPILER, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-
 _MISSING = [tool for tool in (_COMPILER, _EMULATOR) if shutil.which(tool) is None]
 _ARM = [isa.name for isa in ISAS.values() if isa.machine == "aarch64"]
 _TIMEOUT_S = 300.0
 
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.skipif(bool(_MISSING), reason=f"needs {' and '.join(_MISSING)} (Debian: g++-aarch64-linux-gnu, qemu-user)"),
+    pytest.mark.skipif(
+        bool(_MISSING), reason=f"needs {' and '.join(_MISSING)} (Debian: g++-aarch64-linux-gnu, qemu-user)"
+    ),
 ]
 
 

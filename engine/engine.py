@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 
+from engine.adapters.engine_adapters import EngineAdapters
 from engine.cache.disk_tier import DiskFile, DiskTier, SlotFile
 from engine.cache.host_tier import HostTier
 from engine.cache.kv_layout import KVLayout
@@ -65,6 +67,7 @@ class Engine:
         self._masks = MaskThread(part.model.vocab_size)
         self._graphs = part.make_graphs(self.runner, self.pool.num_pages)
         self._group = part.group
+        self.adapters = None if part.adapters is None else EngineAdapters(part.adapters, ranks)
         # Captures graphs and launches steps, so that what libraries keep by thread lives as long as the graphs.
         self.device_thread = JobThread("device", part.device) if kv_pages.is_cuda else None
 
@@ -260,6 +263,8 @@ class Engine:
             most_tokens = self.saturating_tokens if self.runner.compiles else 0
             for batch in warm_up_batches(page, self.layout.page_size, self.max_context, most_tokens):
                 logits_1V = self._forward(batch)
+                if self.adapters is not None and self.runner.compiles:
+                    self._forward(replace(batch, adapter_T=np.ones_like(batch.token_ids_T)))
             warm_up_sampling(logits_1V)
             if self.kv_pages.is_cuda:
                 torch.cuda.synchronize(self.kv_pages.device)

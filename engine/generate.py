@@ -13,6 +13,7 @@ from engine.sampling.grammar.matcher import GrammarMatcher
 from engine.step.finish import finish_reason
 from engine.step.sequence import ScheduledSequence
 from engine.step.sequence import Sequence as Generation
+from penstock.kv.adapters import AdapterRef
 from penstock.types import PageHash, RequestId, SamplingParams
 
 
@@ -24,14 +25,18 @@ def generate(
     *,
     chunk_tokens: int | None = None,
     use_prefix_cache: bool = True,
+    adapter: AdapterRef | None = None,
 ) -> list[int]:
     """Returns the tokens after the prompt, including the one that ended it. Blocks; releases every page it takes.
 
-    `chunk_tokens` bounds what one step computes; None computes the prompt whole.
+    `chunk_tokens` bounds what one step computes; None computes the prompt whole. `salt` must differ by `adapter`.
+    Raises CheckpointError for an adapter that cannot be loaded.
     """
     generation = Generation(RequestId("generate"), list(token_ids), len(token_ids), sampling, salt)
     if sampling.grammar is not None:
         generation.matcher = GrammarMatcher(engine.grammars.compile(sampling.grammar), engine.model.eos_token_ids)
+    if adapter is not None:
+        use_adapter(engine, generation, adapter)
     page_size = engine.layout.page_size
     if use_prefix_cache:  # the last token is always computed: its logits are what the first new token is sampled from
         hashes = generation.hash_full_pages(page_size)[: (len(token_ids) - 1) // page_size]
@@ -49,7 +54,25 @@ def generate(
                 engine.prefix_cache.insert(hashes, generation.pages[:num_full])
     finally:
         engine.pool.release(generation.pages)
+        if adapter is not None and engine.adapters is not None:
+            engine.adapters.slots.release(adapter.revision)
     return generation.token_ids[len(token_ids) :]
+
+
+def use_adapter(engine: Engine, generation: Generation, adapter: AdapterRef) -> None:
+    """Gives the sequence a slot that holds the adapter, until it is released. Blocks. Raises CheckpointError."""
+    assert engine.adapters is not None, "set engine.max_adapters"
+    slots = engine.adapters.slots
+    grant = slots.acquire(adapter.revision)
+    assert grant is not None, "every slot is in use"
+    if grant.must_load:
+        try:
+            engine.adapters.load(adapter, grant.slot)
+        except BaseException:
+            slots.failed(adapter.revision)
+            raise
+        slots.loaded(adapter.revision)
+    generation.adapter, generation.adapter_slot = adapter, grant.slot
 
 
 def _fast_forward(engine: Engine, generation: Generation) -> None:

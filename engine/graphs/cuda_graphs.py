@@ -82,8 +82,10 @@ class GraphRunner:
         page_size: int,
         spare_page: int,
         device: torch.device,
+        has_adapters: bool = False,
     ) -> None:
-        """`forward` is the model runner's, which takes all other batches. No sequence ever has `spare_page`."""
+        """`forward` is the model runner's, which takes all other batches. No sequence ever has `spare_page`. With
+        `has_adapters` each size is captured a second time, for batches in which a sequence has one."""
         self._forward = forward
         self._buckets = sorted(buckets)
         self._max_context = max_context
@@ -93,9 +95,10 @@ class GraphRunner:
         self._token_ids_B = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions_B = torch.zeros(largest, dtype=torch.int64, device=device)
         self._page_table_BW = torch.full((largest, num_pages), spare_page, dtype=torch.int32, device=device)
+        self._adapter_B = torch.zeros(largest, dtype=torch.int64, device=device) if has_adapters else None
         self._logits_BV: torch.Tensor  # for the largest captured size; allocated by the first capture
         self._capture: Capture
-        self._graphs: dict[int, Callable[[], None]] = {}
+        self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}  # by size, and whether sequences have adapters
         self.num_replays = 0
         self.num_eager = 0
 
@@ -116,9 +119,10 @@ class GraphRunner:
         """Captures one of `sizes`, to be called in their order. Blocks. Raises RuntimeError if CUDA refuses."""
         if not self._graphs:
             self._pad(0, self._buckets[-1])
-            self._logits_BV = torch.empty_like(self._compute(size))
+            self._logits_BV = torch.empty_like(self._compute(size, False))
             self._capture = make_capture()
-        self._graphs[size] = self._capture(functools.partial(self._run, size))
+        for adapted in (False, True) if self._adapter_B is not None else (False,):
+            self._graphs[size, adapted] = self._capture(functools.partial(self._run, size, adapted))
 
     def drop(self) -> None:
         """Drops all graphs; every step then goes to the model runner."""
@@ -127,7 +131,7 @@ class GraphRunner:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Returns logits [R, V]; those of a replay are overwritten by the next one."""
-        size = self._bucket_of(batch)
+        size, adapted = self._bucket_of(batch), batch.adapter_T is not None
         if size is None:
             self.num_eager += 1
             return self._forward(batch)
@@ -135,9 +139,11 @@ class GraphRunner:
         self._token_ids_B[:count].copy_(batch.token_ids_T)
         self._positions_B[:count].copy_(batch.positions_T)
         self._page_table_BW[:count, : table_BW.shape[1]].copy_(table_BW)
+        if self._adapter_B is not None and batch.adapter_T is not None:
+            self._adapter_B[:count].copy_(batch.adapter_T)
         if count < size:
             self._pad(count, size)
-        self._graphs[size]()
+        self._graphs[size, adapted]()
         self.num_replays += 1
         return self._logits_BV[:count]
 
@@ -147,18 +153,23 @@ class GraphRunner:
             return None
         if meta.max_context_len > self._max_context:
             return None
-        return next((size for size in self._buckets if size >= meta.num_sequences and size in self._graphs), None)
+        adapted = batch.adapter_T is not None
+        return next(
+            (size for size in self._buckets if size >= meta.num_sequences and (size, adapted) in self._graphs), None
+        )
 
     def _pad(self, first: int, stop: int) -> None:
         self._token_ids_B[first:stop] = 0
         self._positions_B[first:stop] = 0
         self._page_table_BW[first:stop, 0] = self._spare_page
+        if self._adapter_B is not None:
+            self._adapter_B[first:stop] = 0
 
-    def _run(self, size: int) -> None:
+    def _run(self, size: int, adapted: bool) -> None:
         """Computes one captured step; it may depend on nothing but the buffers and the bucket."""
-        self._logits_BV[:size].copy_(self._compute(size))
+        self._logits_BV[:size].copy_(self._compute(size, adapted))
 
-    def _compute(self, size: int) -> torch.Tensor:
+    def _compute(self, size: int, adapted: bool) -> torch.Tensor:
         positions_B, table_BW = self._positions_B[:size], self._page_table_BW[:size]
         rows_B = torch.arange(size, device=positions_B.device)
         page_B = table_BW.gather(1, (positions_B // self._page_size)[:, None])[:, 0]
@@ -172,7 +183,8 @@ class GraphRunner:
             slot_page_T=page_B.to(torch.int64),
             slot_offset_T=positions_B % self._page_size,
         )
-        return self._forward(Batch(self._token_ids_B[:size], positions_B, rows_B, tuple(range(size)), meta))
+        adapter_B = self._adapter_B[:size] if adapted and self._adapter_B is not None else None
+        return self._forward(Batch(self._token_ids_B[:size], positions_B, rows_B, tuple(range(size)), meta, adapter_B))
 
 
 def capture_on_all_ranks(

@@ -16,6 +16,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from engine.kernels import adapter_weights
+from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
+
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -59,6 +62,15 @@ class LayerOps(Protocol):
         `rows_X[i]` of `x_RI`, or row i without `rows_X`."""
         ...
 
+    def adapter_rows(self, slot_T: torch.Tensor, num_slots: int) -> AdapterRows:
+        """Returns what `add_adapters` needs to know of a step's rows; `slot_T` is int64."""
+        ...
+
+    def add_adapters(self, y_TO: torch.Tensor, x_TI: torch.Tensor, weights: AdapterWeights, rows: AdapterRows) -> None:
+        """Adds `(x A^T) B^T` to each row of `y_TO`, in place, with the matrices of its slot; rows of slot 0 stay as
+        they are."""
+        ...
+
 
 class TorchOps:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -87,6 +99,12 @@ class TorchOps:
         self, x_RI: torch.Tensor, weight: ExpertWeights, start_E1: torch.Tensor, rows_X: torch.Tensor | None
     ) -> torch.Tensor:
         return grouped_gemm(x_RI, weight.experts, start_E1, rows_X)
+
+    def adapter_rows(self, slot_T: torch.Tensor, num_slots: int) -> AdapterRows:
+        return AdapterRows(slot_T)
+
+    def add_adapters(self, y_TO: torch.Tensor, x_TI: torch.Tensor, weights: AdapterWeights, rows: AdapterRows) -> None:
+        adapter_weights.add_adapters(y_TO, x_TI, weights, rows)
 
 
 def apply_rope(x_TNH: torch.Tensor, cos_sin_T2H: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from engine.kernels.backends import AttentionBackend
 from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
+from engine.layers.adapted import ProductAdapters, multiply
 from engine.layers.linear import LayerTensors, Linear, fuse
 from engine.layers.norms import ProjectionNorms, read_norm
 from engine.layers.rope import rotary_order
@@ -34,8 +35,10 @@ class Attention(Protocol):
         kv: KvLayer,
         attention: AttentionBackend,
         ops: LayerOps,
+        adapters: ProductAdapters | None = None,
     ) -> torch.Tensor:
-        """Returns the heads' outputs, concatenated, [T, A], and writes the tokens' KV. `out` is the next product."""
+        """Returns the heads' outputs, concatenated, [T, A], and writes the tokens' KV. `out` is the next product.
+        Latent attention takes no adapters."""
         ...
 
 
@@ -51,7 +54,9 @@ class GroupedAttention:
         self._projection_norms = projection_norms
         stored = ["qkv"] if config.family.fused_products else list("qkv")
         order_H = rotary_order(config.rope, config.head_dim)
-        rows_O = None if order_H is None else self._projection_rows(order_H)
+        rows_O = None
+        if order_H is not None:
+            rows_O = projection_rows(self._num_heads, self._num_kv_heads, self._head_dim, order_H)
         self.qkv = fuse(read, [f"self_attn.{name}_proj" for name in stored], config.qkv_bias, rows_O)
         self.qk_norms: QkNorms | None = None
         if config.qk_norm and projection_norms is None:
@@ -63,13 +68,6 @@ class GroupedAttention:
         self.sinks_N = read("self_attn.sinks") if config.family.sinks else None
         self.out = fuse(read, ["self_attn.o_proj"], config.o_bias)
 
-    def _projection_rows(self, order_H: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of the projection with the values of each query and key in the given order."""
-        num_turned = (self._num_heads + self._num_kv_heads) * self._head_dim
-        turned = torch.arange(0, num_turned, self._head_dim)[:, None] + order_H
-        values = torch.arange(num_turned, num_turned + self._num_kv_heads * self._head_dim)
-        return torch.cat((turned.flatten(), values))
-
     def attend(
         self,
         x_TD: torch.Tensor,
@@ -78,8 +76,9 @@ class GroupedAttention:
         kv: KvLayer,
         attention: AttentionBackend,
         ops: LayerOps,
+        adapters: ProductAdapters | None = None,
     ) -> torch.Tensor:
-        qkv_TX = self.qkv(x_TD)
+        qkv_TX = multiply(self.qkv, x_TD, adapters, "qkv")
         if self._projection_norms is not None:
             qkv_TX = self._projection_norms(qkv_TX, ops)
         qkv_TXH = qkv_TX.view(-1, self._num_heads + 2 * self._num_kv_heads, self._head_dim)
@@ -124,6 +123,7 @@ class LatentAttention:
         kv: KvLayer,
         attention: AttentionBackend,
         ops: LayerOps,
+        adapters: ProductAdapters | None = None,
     ) -> torch.Tensor:
         latent = self._latent
         down_TX = self._kv_down(x_TD)
@@ -138,6 +138,14 @@ class LatentAttention:
         q_TNH = torch.cat((q_NTC.transpose(0, 1), ops.rope(q_TNX[:, :, latent.nope_dim :], cos_sin_T2H)), dim=2)
         mixed_TNC = attention.latent_attention(q_TNH, kv.pages, meta, latent.scale, latent.rank, kv.scales)
         return torch.bmm(mixed_TNC.transpose(0, 1), self._value_NCV).transpose(0, 1).flatten(1)
+
+
+def projection_rows(num_heads: int, num_kv_heads: int, head_dim: int, order_H: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of a projection to queries, keys and values, with each query and key in the given order."""
+    num_turned = (num_heads + num_kv_heads) * head_dim
+    turned = torch.arange(0, num_turned, head_dim)[:, None] + order_H
+    values = torch.arange(num_turned, num_turned + num_kv_heads * head_dim)
+    return torch.cat((turned.flatten(), values))
 
 
 def _deinterleave(weight_NOI: torch.Tensor, rope_dim: int) -> torch.Tensor:

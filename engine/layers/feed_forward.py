@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from engine.kernels.layer_ops import LayerOps
+from engine.layers.adapted import ProductAdapters, multiply
 from engine.layers.linear import GroupedLinear, LayerTensors, Linear, fuse
 from engine.layers.stacked_experts import StackedExperts
 from engine.models.expert_config import ExpertConfig
@@ -22,7 +23,7 @@ from engine.weights.quantized_weight import Weight, stack_rows
 
 
 class FeedForward(Protocol):
-    def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor: ...
+    def __call__(self, x_TD: torch.Tensor, ops: LayerOps, adapters: ProductAdapters | None = None) -> torch.Tensor: ...
 
 
 class DenseFeedForward:
@@ -37,9 +38,10 @@ class DenseFeedForward:
         self.gate_up = fuse(read, [f"{block}.{name}" for name in stored], has_bias)
         self.down = fuse(read, [f"{block}.down_proj"], has_bias)
 
-    def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor:
-        gate_up_T2F = self.gate_up(x_TD)
-        return self.down(ops.gelu_and_mul(gate_up_T2F) if self.is_gelu else ops.silu_and_mul(gate_up_T2F))
+    def __call__(self, x_TD: torch.Tensor, ops: LayerOps, adapters: ProductAdapters | None = None) -> torch.Tensor:
+        gate_up_T2F = multiply(self.gate_up, x_TD, adapters, "gate_up")
+        inner_TF = ops.gelu_and_mul(gate_up_T2F) if self.is_gelu else ops.silu_and_mul(gate_up_T2F)
+        return multiply(self.down, inner_TF, adapters, "down")
 
 
 class ExpertFeedForward:
@@ -69,8 +71,8 @@ class ExpertFeedForward:
         self._gate_up = GroupedLinear(config.num_experts, gate_up)
         self._down = GroupedLinear(config.num_experts, lambda expert: read.weight(names.of(expert)[2], is_expert=True))
 
-    def __call__(self, x_TD: torch.Tensor, ops: LayerOps) -> torch.Tensor:
-        config = self._config
+    def __call__(self, x_TD: torch.Tensor, ops: LayerOps, adapters: ProductAdapters | None = None) -> torch.Tensor:
+        config = self._config  # adapters of experts are refused when they are read
         logits_TE = self._router(x_TD.float() if config.float32_router else x_TD)
         groups = (config.num_groups, config.num_chosen_groups)
         if self._bias_E is None:

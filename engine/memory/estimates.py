@@ -214,7 +214,8 @@ def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceTyp
     else:
         split_values = (config.cuda_graphs + SPARE_DECODE_ITEMS) * own.num_heads * own.head_dim
     split_bytes = split_values * _FLOAT32_BYTES
-    return step_bytes(own, dtype, config.cuda_graphs, config.cuda_graphs) + split_bytes + table_bytes
+    num_forms = 2 if config.max_adapters else 1  # steps with adapters are captured besides those without
+    return num_forms * (step_bytes(own, dtype, config.cuda_graphs, config.cuda_graphs) + split_bytes) + table_bytes
 
 
 def workspace_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.adapters.products import adapter_bytes
 from engine.cache.kv_layout import KVLayout
 from engine.kernels.libraries.capabilities import check_library
 from engine.memory import estimates
@@ -39,6 +40,7 @@ class MemoryPlan:
     host_tier_bytes: int  # for evicted pages; in the same memory on a CPU, in the host's on a GPU
     step_bytes: int  # estimate for the largest step
     graph_bytes: int  # estimate for captured decode steps
+    adapter_bytes: int  # of all adapter slots
     num_pages: int
     max_context: int  # tokens that a request may have
     largest_batch: dict[int, int]  # by context in tokens: how many such sequences the pool holds at once
@@ -80,7 +82,8 @@ def plan_memory(
     reserved += estimates.workspace_bytes(config, model, device.type)
     reserved += _LIBRARY_BYTES if config.attention == "flashinfer" else 0
     graphs = estimates.graph_bytes(config, model, device.type, shard)
-    free = device.total_bytes - reserved - weights - graphs
+    adapters = adapter_bytes(config, model, layout.dtype, shard)
+    free = device.total_bytes - reserved - weights - graphs - adapters
     num_tokens = step_tokens or estimates.saturating_tokens(device.type)
     step = estimates.step_bytes(
         shard_model(model, shard), layout.dtype, num_tokens, max_sequences + estimates.SCORED_TOKENS
@@ -103,6 +106,7 @@ def plan_memory(
         host_tier_bytes=host_tier,
         step_bytes=step,
         graph_bytes=graphs,
+        adapter_bytes=adapters,
         num_pages=num_pages,
         max_context=max_context,
         largest_batch={tokens: num_pages // -(-tokens // layout.page_size) for tokens in contexts},

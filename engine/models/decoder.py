@@ -18,6 +18,7 @@ from engine.cpu.decoder_stack import DenseLayer, DenseShape, DenseStack, make_st
 from engine.kernels.backends import AttentionBackend
 from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer
+from engine.layers.adapted import RowAdapters, multiply
 from engine.layers.attention import Attention, GroupedAttention, LatentAttention
 from engine.layers.feed_forward import DenseFeedForward, ExpertFeedForward, FeedForward
 from engine.layers.linear import Linear
@@ -85,34 +86,38 @@ class Decoder:
         ops: LayerOps,
         on_layer: Callable[[int], None] | None = None,
         stack: DenseStack | None = None,
+        adapters: RowAdapters | None = None,
     ) -> torch.Tensor:
         """Returns logits [R, V] of the tokens at `sampled_rows_R`, and writes the batch's K and V into `layer_pools`.
 
         Calls `on_layer(n)` when the K and V of the first n layers are written (on a GPU: when the writes are launched).
-        `stack` is the result of `fuse`."""
+        `stack` is the result of `fuse`; a step with `adapters` runs layer by layer, which gives the same bits for rows
+        without one."""
         cos_sin_T2H = local_T2H = self._rope_C2H[positions_T]
         if self._local_rope_C2H is not None:
             local_T2H = self._local_rope_C2H[positions_T]
         residual_TD = self._embed(token_ids_T)
-        if stack is not None:
+        if stack is not None and adapters is None:
             return self._head(stack.forward(residual_TD, cos_sin_T2H, sampled_rows_R, meta, on_layer))
         first_norm_D = self._layers[0].input_norm_D
         x_TD = residual_TD if first_norm_D is None else ops.rms_norm(residual_TD, first_norm_D, self._eps)
         for index, layer in enumerate(self._layers):
             turns_T2H = local_T2H if self._has_window[index] else cos_sin_T2H
-            mixed_TA = layer.attention.attend(x_TD, turns_T2H, meta, layer_pools[index], attention, ops)
+            own = None if adapters is None else adapters.layer(index)
+            mixed_TA = layer.attention.attend(x_TD, turns_T2H, meta, layer_pools[index], attention, ops, own)
             if on_layer is not None:
                 on_layer(index + 1)
             if index + 1 == len(self._layers):  # from here on only the sampled rows matter
                 if not len(sampled_rows_R):
                     return residual_TD.new_empty((0, self._vocab_size))
                 mixed_TA, residual_TD = mixed_TA[sampled_rows_R], residual_TD[sampled_rows_R]
+                own = None if adapters is None else adapters.select(sampled_rows_R).layer(index)
                 next_norm_D: torch.Tensor | None = self._norm_D
             else:
                 next_norm_D = self._layers[index + 1].input_norm_D
-            x_TD = self._group.sum(layer.attention.out(mixed_TA))
+            x_TD = self._group.sum(multiply(layer.attention.out, mixed_TA, own, "out"))
             x_TD, residual_TD = self._add(ops, x_TD, residual_TD, layer.attention_output_norm_D, layer.mlp_norm_D)
-            x_TD = self._group.sum(layer.feed_forward(x_TD, ops))
+            x_TD = self._group.sum(layer.feed_forward(x_TD, ops, own))
             x_TD, residual_TD = self._add(ops, x_TD, residual_TD, layer.mlp_output_norm_D, next_norm_D)
         return self._join_logits(self._cap(self._head(x_TD)))
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from engine.adapters.slot_store import AdapterStore
 from engine.cache.kv_layout import KVLayout
 from engine.cache.pool_memory import allocate_pool
 from engine.cpu.cores import bind_to_cores
@@ -54,6 +55,7 @@ class ModelPart:
     decoder: Decoder
     attention: AttentionBackend
     group: ParallelGroup
+    adapters: AdapterStore | None = None  # None: adapters are off
 
     @classmethod
     def load(
@@ -98,7 +100,8 @@ class ModelPart:
             share=config.share_weights,
             quantization=quantization,
         )
-        return cls(config, model, layout, device, decoder, attention, group)
+        adapters = make_adapters(config, model, getattr(torch, layout.dtype), device, shard)
+        return cls(config, model, layout, device, decoder, attention, group, adapters)
 
     def count_pages(self) -> int:
         """Returns the number of pages that fit into the memory that the loaded weights leave free."""
@@ -118,7 +121,9 @@ class ModelPart:
         if not self.captures_graphs:
             return None
         buckets, max_context = buckets_up_to(self.config.cuda_graphs), select_context(self.config, self.model)
-        return GraphRunner(runner.forward, buckets, max_context, self.layout.page_size, num_pages, self.device)
+        has_adapters = self.adapters is not None
+        page_size = self.layout.page_size
+        return GraphRunner(runner.forward, buckets, max_context, page_size, num_pages, self.device, has_adapters)
 
     @property
     def captures_graphs(self) -> bool:
@@ -126,7 +131,17 @@ class ModelPart:
         return captures_graphs(self.config, self.model, device_type) and self.attention.name in ("triton", "varlen")
 
     def make_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
-        return ModelRunner(self.decoder, layers_of(kv_pages, self.layout), self.attention, select_ops(self.attention))
+        layers, ops = layers_of(kv_pages, self.layout), select_ops(self.attention)
+        return ModelRunner(self.decoder, layers, self.attention, ops, self.adapters)
+
+
+def make_adapters(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard
+) -> AdapterStore | None:
+    """Allocates the adapter slots of a rank, and one more that stays empty; None where adapters are off."""
+    if not config.max_adapters:
+        return None
+    return AdapterStore(model, config.max_adapters + 1, config.max_adapter_rank, dtype, device, shard)
 
 
 def check_e4m3(config: EngineConfig, device: torch.device) -> None:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from engine.adapters.engine_adapters import adapter_handlers
+from engine.adapters.slot_store import AdapterStore
 from engine.cache.tensor_parallel import page_handlers
 from engine.graphs.cuda_graphs import GraphRunner, graph_handlers
 from engine.parallel.channel import RankChannel, RankLost, RankMessage
@@ -50,7 +52,8 @@ class WorkerRank:
         self._inbox: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self._handlers: dict[str, CallHandler] = {"load": self._load, "pool": self._make_pool, "step": self._step}
         extension = extend(self)
-        self._handlers |= {**page_handlers(self), **graph_handlers(self), **extension.in_turn}
+        own = {**page_handlers(self), **graph_handlers(self), **adapter_handlers(self)}
+        self._handlers |= {**own, **extension.in_turn}
         self._at_once = extension.at_once
         self._progress = RankProgress()
         self._on_gpu = False
@@ -61,6 +64,10 @@ class WorkerRank:
         self.shard = Shard()
         self._runner: ModelRunner
         self.graphs: GraphRunner | None = None
+
+    @property
+    def adapters(self) -> AdapterStore | None:
+        return self.part.adapters
 
     def run(self, on_orphaned: Callable[[], None] = lambda: None) -> None:
         """Blocks. `on_orphaned` is called on another thread when rank 0 is gone: this one may be stuck in a step."""

@@ -38,6 +38,7 @@ class HostBatch:
     sampled_places: np.ndarray  # int64 [R], place in the caller's list of each sampled sequence
     logit_rows_R: np.ndarray  # int64, batch row of its last token; then those of scored tokens
     scored: ScoredTokens | None = None
+    adapter_T: np.ndarray | None = None  # int64, slot of each row's adapter, 0 for none; None: no row has one
 
     @property
     def max_context_len(self) -> int:
@@ -53,6 +54,7 @@ class Batch:
     logit_rows_R: torch.Tensor  # int64, batch row of the last token of each sampled sequence; then scored rows
     sampled_places: tuple[int, ...]  # place in the caller's list of each row of logits
     meta: AttentionMetadata
+    adapter_T: torch.Tensor | None = None  # int64, as in `HostBatch`
 
 
 def build_batch(work: Sequence[ScheduledSequence], page_size: int, device: torch.device) -> Batch:
@@ -71,9 +73,10 @@ def to_device(host: HostBatch, device: torch.device) -> Batch:
         host.context_B.astype(np.int32),
         host.slot_page_T,
         host.slot_offset_T,
+        *(() if host.adapter_T is None else (host.adapter_T,)),
     )
-    token_ids_T, positions_T, logit_rows_R, table_BW, query_start_B1, context_B, page_T, offset_T = upload_all(
-        columns, device
+    token_ids_T, positions_T, logit_rows_R, table_BW, query_start_B1, context_B, page_T, offset_T, *adapter = (
+        upload_all(columns, device)
     )
     meta = AttentionMetadata(
         page_table_BP=table_BW,
@@ -86,7 +89,8 @@ def to_device(host: HostBatch, device: torch.device) -> Batch:
         slot_offset_T=offset_T,
         lengths=Lengths(host.context_B, host.query_start_B1),
     )
-    return Batch(token_ids_T, positions_T, logit_rows_R, tuple(host.sampled_places.tolist()), meta)
+    places = tuple(host.sampled_places.tolist())
+    return Batch(token_ids_T, positions_T, logit_rows_R, places, meta, adapter[0] if adapter else None)
 
 
 def build_host_batch(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
@@ -114,6 +118,7 @@ def _rows_batch(rows: DecodeRows) -> HostBatch:
         num_decodes=len(rows),
         sampled_places=places,
         logit_rows_R=places,
+        adapter_T=rows.members.adapters,
     )
 
 
@@ -162,7 +167,13 @@ def _items_batch(items: Sequence[ScheduledSequence], page_size: int) -> HostBatc
         sampled_places=places,
         logit_rows_R=logit_rows_R,
         scored=scored_tokens,
+        adapter_T=_slots_of(items, order, counts),
     )
+
+
+def _slots_of(items: Sequence[ScheduledSequence], order: Sequence[int], counts: Sequence[int]) -> np.ndarray | None:
+    slots = [items[index].sequence.adapter_slot for index in order]
+    return np.repeat(np.array(slots, np.int64), counts) if any(slots) else None
 
 
 def _scored_tokens(
@@ -203,4 +214,12 @@ def _concatenate(rows: HostBatch, items: HostBatch) -> HostBatch:
         sampled_places=np.concatenate((rows.sampled_places, items.sampled_places + num_rows)),
         logit_rows_R=np.concatenate((rows.logit_rows_R, items.logit_rows_R + num_rows)),
         scored=items.scored and replace(items.scored, places_S=items.scored.places_S + num_rows),
+        adapter_T=_join_slots(rows, items),
     )
+
+
+def _join_slots(*parts: HostBatch) -> np.ndarray | None:
+    if all(part.adapter_T is None for part in parts):
+        return None
+    slots = [np.zeros_like(part.token_ids_T) if part.adapter_T is None else part.adapter_T for part in parts]
+    return np.concatenate(slots)

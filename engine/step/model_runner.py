@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from engine.adapters.slot_store import AdapterStore
 from engine.kernels.backends import AttentionBackend
 from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import KvLayer
@@ -20,13 +21,19 @@ class ModelRunner:
     """A model bound to its KV pages."""
 
     def __init__(
-        self, model: Decoder, kv_layers: Sequence[KvLayer], attention: AttentionBackend, ops: LayerOps
+        self,
+        model: Decoder,
+        kv_layers: Sequence[KvLayer],
+        attention: AttentionBackend,
+        ops: LayerOps,
+        adapters: AdapterStore | None = None,
     ) -> None:
-        """`kv_layers` is the pool, layer by layer."""
+        """`kv_layers` is the pool, layer by layer; `adapters` are required by batches that name any."""
         self._model = model
         self._layer_pools = kv_layers
         self._attention = attention
         self._ops = ops
+        self._adapters = adapters
         self.stack = model.fuse(self._layer_pools, attention)
 
     @property
@@ -40,6 +47,10 @@ class ModelRunner:
 
         `on_layer`: see `Engine.step`.
         """
+        adapters = None
+        if batch.adapter_T is not None:
+            assert self._adapters is not None
+            adapters = self._adapters.step(batch.adapter_T, self._ops)
         torch.get_num_threads()  # initializes a new thread's core count before parallel work
         return self._model.forward(
             batch.token_ids_T,
@@ -51,4 +62,5 @@ class ModelRunner:
             self._ops,
             on_layer,
             self.stack,
+            adapters,
         )

@@ -30,6 +30,7 @@ ROW_PARAMS = np.dtype(
         ("needs_text", np.bool_),  # `Sequence.sampling_needs_text`
         ("eos_ends", np.bool_),
         ("has_stops", np.bool_),  # any of its tokens may end it, or have others follow at once
+        ("adapter", np.int64),  # slot, 0 for none
         # Read by `engine.sampling`.
         ("is_greedy", np.bool_),
         ("temperature", np.float64),
@@ -51,7 +52,7 @@ class EndConditions:
 
 def sampling_records(samplings: Iterable[SamplingParams]) -> np.ndarray:
     """Returns `ROW_PARAMS` records in which only the sampling fields mean anything."""
-    return np.array([(0, 0, False, False, False, *_sampling_fields(sampling)) for sampling in samplings], ROW_PARAMS)
+    return np.array([(0, 0, False, False, False, 0, *_sampling_fields(sampling)) for sampling in samplings], ROW_PARAMS)
 
 
 def row_params(sequence: Sequence, ends: EndConditions) -> tuple[object, ...]:
@@ -67,6 +68,7 @@ def row_params(sequence: Sequence, ends: EndConditions) -> tuple[object, ...]:
         sequence.sampling_needs_text,
         not sampling.ignore_eos,
         bool(sampling.stop_token_ids) or sampling.grammar is not None,
+        sequence.adapter_slot,
         *_sampling_fields(sampling),
     )
 
@@ -80,6 +82,7 @@ class RowMembers:
     """The sequences that have a row, and their parameters. Immutable and shared by steps until a row comes or goes."""
 
     __slots__ = (
+        "adapters",
         "eos_ends",
         "has_stops",
         "items",
@@ -101,6 +104,7 @@ class RowMembers:
         self.eos_ends = _if_any(params["eos_ends"])
         self.has_stops = _if_any(params["has_stops"])
         self.needs_text = _if_any(params["needs_text"])
+        self.adapters = _if_any(params["adapter"])
         self.special_below = _if_any(params["special_below"])
 
     def __len__(self) -> int:

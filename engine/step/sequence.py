@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.step.prompt_scores import PromptScores
+from penstock.kv.adapters import AdapterRef
 from penstock.kv.page_hash import hash_next_pages, hash_pages
 from penstock.types import Lane, PageHash, PageId, RequestId, SamplingParams, TokenLogprob
 
@@ -38,6 +39,8 @@ class Sequence:
     is_decoding: bool = False  # all tokens but the last have their KV; no count is kept while this holds
     matcher: GrammarMatcher | None = None  # of `sampling.grammar`; set before the sequence is scheduled
     edits: TextEdits | None = None  # what `sampling` does to its logits; set by the first step that samples
+    adapter: AdapterRef | None = None
+    adapter_slot: int = 0  # of `adapter`, at this worker; set before the sequence is scheduled
     _num_prefilled: int = 0  # leading tokens with KV, unless `is_decoding`
 
     @property

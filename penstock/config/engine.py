@@ -56,6 +56,10 @@ class EngineConfig(FrozenConfig):
     """CPU cores reserved for this worker, such as "0-3,8"; by default the operating system places its threads."""
     num_threads: int | None = Field(None, ge=1)
     """Threads of each rank's math libraries; by default one for each core that it may use."""
+    max_adapters: int = Field(0, ge=0, le=1024)
+    """LoRA adapters that a worker holds at once, in slots whose memory is set aside; 0 refuses requests for any."""
+    max_adapter_rank: int = Field(16, ge=1, le=512)
+    """Largest rank of an adapter; each slot takes the memory of one."""
     tensor_parallel: int = Field(1, ge=1, le=64)
     """Ranks that split each layer, as processes of one machine."""
     rank_timeout_s: float = Field(10.0, gt=0)

@@ -1,4 +1,5 @@
-"""The names of KV pages and the events that inform routers where pages are cached. Pure, shared by routers and workers.
+"""The names of KV pages and the events that inform routers where pages are cached. Shared by routers and workers.
 
-Others take `hash_pages` and `make_salt` from `page_hash` and `KvEventLog` from `events`. Nothing here holds a page.
+Others take `hash_pages` and `make_salt` from `page_hash`, `KvEventLog` from `events`, and the identity of adapters,
+which is a part of a page's, from `adapters`. Nothing here holds a page; only `adapters` reads files.
 """

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
+from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
 from engine.kernels.layer_ops import ExpertWeights, LayerOps, TorchOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
+from engine.kernels.triton.adapter_sum import add_adapters
 from engine.kernels.triton.attention.decode_plan import plan_decodes
 from engine.kernels.triton.attention.paged_decode import paged_decode
 from engine.kernels.triton.attention.paged_latent import paged_latent
@@ -165,3 +167,9 @@ class TritonOps(TorchOps):
         if weight.weight_EOI is None:  # packed for a CPU
             return super().grouped_gemm(x_RI, weight, start_E1, rows_X)
         return grouped_gemm(x_RI, weight.weight_EOI, start_E1, rows_X, scales_EGO=weight.scales_EGO)
+
+    def adapter_rows(self, slot_T: torch.Tensor, num_slots: int) -> AdapterRows:
+        return AdapterRows.by_slot(slot_T, num_slots)
+
+    def add_adapters(self, y_TO: torch.Tensor, x_TI: torch.Tensor, weights: AdapterWeights, rows: AdapterRows) -> None:
+        add_adapters(y_TO, x_TI, weights, rows)

@@ -61,6 +61,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "weight_bytes": plan.weight_bytes,
         "step_bytes": plan.step_bytes,
         "graph_bytes": plan.graph_bytes,
+        "adapter_bytes": plan.adapter_bytes,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
         "page_size": layout.page_size,
         "page_bytes": layout.page_bytes,
@@ -85,6 +86,7 @@ def describe(plan: MemoryPlan, max_sequences: int) -> str:
         ("weights", f"{in_units(plan.weight_bytes)} ({plan.weight_bytes:,} bytes)"),
         ("one step", f"about {in_units(plan.step_bytes)}"),
         *([("captured decode steps", f"about {in_units(plan.graph_bytes)}")] if plan.graph_bytes else []),
+        *([("adapter slots", in_units(plan.adapter_bytes))] if plan.adapter_bytes else []),
         (
             "KV",
             f"{plan.kv_bytes_per_token:,} bytes a token, {in_units(layout.page_bytes)} a page of {layout.page_size}"

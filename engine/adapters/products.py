@@ -1,0 +1,92 @@
+"""The products of a model that adapters may change: which stored weights each joins, and its shape at one rank.
+
+Torch-free. A layer computes several stored weights as one product (queries, keys and values; gate and up); each is a
+part of it, with a run of the product's outputs and an adapter of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.cache.kv_layout import DTYPE_BYTES
+from engine.models.config import ModelConfig
+from engine.models.shapes import LAYERS_PREFIX, tensor_shapes
+from engine.models.sharding import tensor_slices
+from engine.parallel.shard import WHOLE, Shard
+from engine.weights.tensor_slices import TensorSlice
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+
+NO_SLOT = 0  # of rows without an adapter; its weights stay 0
+QKV, OUT, GATE_UP, DOWN = "qkv", "out", "gate_up", "down"
+
+
+@dataclass(frozen=True, slots=True)
+class ProductPart:
+    """One stored weight of a product."""
+
+    module: str  # "model.layers.0.self_attn.q_proj", as adapters name it
+    whole: tuple[int, int]  # outputs and inputs of the whole model's weight
+    own: tuple[int, int]  # of this rank's part of it
+    slice: TensorSlice | None  # that part; None: all of it
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedProduct:
+    """One product of one layer."""
+
+    layer: int
+    name: str  # QKV, OUT, GATE_UP or DOWN
+    parts: tuple[ProductPart, ...]
+
+    @property
+    def num_inputs(self) -> int:
+        return self.parts[0].own[1]
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(part.own[0] for part in self.parts)
+
+
+def adapted_products(model: ModelConfig, shard: Shard = WHOLE) -> list[AdaptedProduct]:
+    """Returns every product that adapters may change. Raises ConfigError for a model that takes no adapters."""
+    if model.latent is not None:
+        raise ConfigError(
+            "engine.max_adapters: models with latent attention (DeepSeek) take no adapters; give "
+            "engine.max_adapters = 0"
+        )
+    shapes, slices = tensor_shapes(model), tensor_slices(model, shard)
+    is_fused = model.family.fused_products
+    attention = {QKV: ["qkv_proj"] if is_fused else ["q_proj", "k_proj", "v_proj"], OUT: ["o_proj"]}
+    mlp = {GATE_UP: ["gate_up_proj"] if is_fused else ["gate_proj", "up_proj"], DOWN: ["down_proj"]}
+    found: list[AdaptedProduct] = []
+    for layer in range(model.num_layers):
+        blocks = [("self_attn", attention)]
+        if model.experts is None or layer not in model.experts.layers:
+            blocks.append(("mlp", mlp))
+        for block, products in blocks:
+            for name, stored in products.items():
+                modules = [f"{LAYERS_PREFIX}{layer}.{block}.{each}" for each in stored]
+                parts = tuple(
+                    _part(module, shapes[f"{module}.weight"], slices.get(f"{module}.weight")) for module in modules
+                )
+                found.append(AdaptedProduct(layer, name, parts))
+    return found
+
+
+def _part(module: str, shape: tuple[int, ...], cut: TensorSlice | None) -> ProductPart:
+    whole = (shape[0], shape[1])
+    own = cut.shape(whole) if cut is not None else whole
+    return ProductPart(module, whole, (own[0], own[1]), cut)
+
+
+def adapter_bytes(config: EngineConfig, model: ModelConfig, dtype: str, shard: Shard = WHOLE) -> int:
+    """Returns the size of all slots at one rank, the empty one included; 0 where adapters are off."""
+    if not config.max_adapters:
+        return 0
+    rank = config.max_adapter_rank
+    values = sum(
+        rank * (len(product.parts) * product.num_inputs + product.num_outputs)
+        for product in adapted_products(model, shard)
+    )
+    return (config.max_adapters + 1) * values * DTYPE_BYTES[dtype]

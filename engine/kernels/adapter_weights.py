@@ -1,0 +1,59 @@
+"""The weights of all adapter slots for one product, the rows that use them, and the plain-torch reference of the sum.
+
+`LayerOps.add_adapters` adds `(x A^T) B^T` to a product's rows, each with the matrices of its own slot (Punica, Chen et
+al. 2023, arXiv:2310.18547). Slot 0 is that of rows without an adapter.
+
+Shapes: `T` rows, `S` slots, `R` rank of a slot, `P` parts of a product, `I` in, `O` out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """One product's matrices by slot. A smaller adapter fills the first rows of its part; the others are 0."""
+
+    down_SQI: torch.Tensor  # A of each part, one after the other: Q = P * R
+    up_SRO: torch.Tensor  # B, transposed and times the adapter's scale; a part has its run of O
+    ranks_SP: torch.Tensor  # int32, on the host: 0 where the adapter leaves a part alone
+    part_ends: tuple[int, ...]  # of the runs of O ...
+    ends_P: torch.Tensor  # ... and as int32, on the host
+
+    @property
+    def rank(self) -> int:
+        return self.up_SRO.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The slot of each row of a step."""
+
+    slot_T: torch.Tensor  # int64
+    order_T: torch.Tensor | None = None  # int64, the rows by slot, and where each slot's begin, int32 [S + 1]; ...
+    start_S1: torch.Tensor | None = None  # ... kept for kernels that multiply slot by slot
+
+    @classmethod
+    def by_slot(cls, slot_T: torch.Tensor, num_slots: int) -> AdapterRows:
+        """Sorts the rows by slot, on the device and without waiting for it."""
+        sorted_T, order_T = slot_T.sort(stable=True)
+        bounds_S1 = torch.arange(num_slots + 1, device=slot_T.device)
+        return cls(slot_T, order_T, torch.searchsorted(sorted_T, bounds_S1, out_int32=True))
+
+
+def add_adapters(y_TO: torch.Tensor, x_TI: torch.Tensor, weights: AdapterWeights, rows: AdapterRows) -> None:
+    """Adds each row's adapter to `y_TO`, in place; sums in float32. Waits for the device."""
+    for slot in rows.slot_T.unique().tolist():
+        if slot == 0:
+            continue
+        mine = (rows.slot_T == slot).nonzero()[:, 0]
+        inner_TQ = x_TI[mine].float() @ weights.down_SQI[slot].float().T
+        begin = 0
+        for part, end in enumerate(weights.part_ends):
+            inner_TR = inner_TQ[:, part * weights.rank : (part + 1) * weights.rank]
+            more = inner_TR @ weights.up_SRO[slot, :, begin:end].float()
+            y_TO[mine, begin:end] = (y_TO[mine, begin:end].float() + more).to(y_TO.dtype)
+            begin = end

@@ -20,6 +20,7 @@ from decode_worker.request_intake import RequestIntake
 from decode_worker.schedule.step_driver import StepDriver
 from decode_worker.service import DecodeService, add_to_server
 from decode_worker.worker import DecodeWorker
+from engine.adapters.queue import AdapterQueue
 from engine.parallel.leader import Launch
 from engine.replica import Replica
 from engine.sampling.grammar.queue import GrammarQueue
@@ -41,6 +42,7 @@ class DecodeServer:
     _migration_calls: MigrationClient
     _driver: StepDriver
     _grammars: GrammarQueue
+    _adapters: AdapterQueue
 
     def __init__(self, config: WorkerConfig, replica: Replica | None = None, launch: Launch | None = None) -> None:
         """Takes what `WorkerShell` takes."""
@@ -74,9 +76,16 @@ class DecodeServer:
         self._prefill_calls = PrefillClient(loop, receiver.offer, shell.channels, shell.fences)
         transfers = TransferTable(engine, receiver, self._prefill_calls, self.epoch, config.transfer, loop.post)
         self._grammars = GrammarQueue(engine.grammars, engine.model.eos_token_ids, loop.post)
-        context_length = shell.description.context_length
+        self._adapters = AdapterQueue(engine.adapters, loop.post)
         worker = self.worker = DecodeWorker(
-            self._worker_id, engine, transfers, config.decode, context_length, self._grammars, shell.pulls
+            self._worker_id,
+            engine,
+            transfers,
+            config.decode,
+            shell.description.context_length,
+            self._grammars,
+            shell.pulls,
+            self._adapters,
         )
         worker.on_step.append(shell.step_metrics.observe)
         self._driver = StepDriver(worker, engine, config.worker_id, loop.post)
@@ -96,7 +105,7 @@ class DecodeServer:
 
     def _core(self) -> RoleCore:
         worker, driver = self.worker, self._driver
-        lease_owners = (worker, self.incoming, self.outgoing)
+        lease_owners = (worker, self.incoming, self.outgoing, self._adapters)
 
         def step() -> bool:
             driver.turn()
@@ -140,4 +149,5 @@ class DecodeServer:
         await shell.stop_loop()
         await asyncio.to_thread(self._driver.stop)
         self._grammars.close()
+        self._adapters.close()
         await shell.stop_receiver()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from decode_worker.prefill.transfer_table import FailedTransfer, LandedTransfer,
 from decode_worker.request import DecodeRequest, RemotePart, StageTimes, TokenDelta
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
+from engine.adapters.queue import AdapterQueue
 from engine.engine import Engine
 from engine.sampling.grammar.fast_forward import forced_tokens
 from engine.sampling.grammar.queue import GrammarQueue
@@ -56,8 +58,10 @@ class DecodeWorker:
         context_length: int,
         grammars: GrammarQueue | None = None,
         pulls: PrefixPulls | None = None,
+        adapters: AdapterQueue | None = None,
     ) -> None:
-        """Refuses requests with a grammar without `grammars`, and pulls nothing from other workers without `pulls`."""
+        """Without `grammars` or `adapters` requests that have one are refused; without `pulls` nothing is pulled from
+        other workers."""
         self._worker_id = worker_id
         self._engine = engine
         self._config = config
@@ -66,6 +70,7 @@ class DecodeWorker:
         self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows)
         self._transfers = transfers
         self._grammars = grammars
+        self._adapters = adapters or AdapterQueue(None, lambda call: None)
         self._requests: dict[Sequence, DecodeRequest] = {}
         self._delivery = TokenDelivery()
         self._pace = Pace()
@@ -95,7 +100,7 @@ class DecodeWorker:
         except PenstockError as error:
             self._delivery.put(request, TokenDelta(request.stream_id, error=error))
             return
-        self._when_grammar_ready(request, lambda: self._place(request))
+        self._when_ready(request, lambda: self._place(request))
 
     def _place(self, request: DecodeRequest) -> None:
         """Places a request; one that continues an output may go on with tokens that its grammar forces."""
@@ -110,25 +115,32 @@ class DecodeWorker:
         self._requests[request.sequence] = request
         self._delivery.add(request)
         self.scheduler.track(request.sequence)
+        # Both are prepared while its pages are on the way; `_when_ready` handles their errors.
+        self._adapters.when_ready(request.sequence, lambda error: None)
         if self._grammars is not None and request.sequence.sampling.grammar is not None:
-            self._grammars.when_ready(request.sequence, lambda error: None)  # compiles while its pages are on the way
+            self._grammars.when_ready(request.sequence, lambda error: None)
+
+    def _when_ready(self, request: DecodeRequest, then: Callable[[], None]) -> None:
+        """Calls `then` once the request's adapter is loaded and its grammar compiled, unless the request has ended
+        meanwhile. Ends a request whose adapter or grammar cannot be had."""
+        self._adapters.when_ready(
+            request.sequence, partial(self._continue, request, partial(self._when_grammar_ready, request, then))
+        )
+
+    def _continue(self, request: DecodeRequest, then: Callable[[], None], error: PenstockError | None) -> None:
+        if request.sequence not in self._requests:
+            return
+        if error is None:
+            then()
+        else:
+            self._refuse(self._requests[request.sequence], error)
 
     def _when_grammar_ready(self, request: DecodeRequest, then: Callable[[], None]) -> None:
-        """Calls `then` once the request's grammar is compiled, unless the request has ended meanwhile. Ends a request
-        whose grammar cannot be obeyed."""
-
-        def go_on(error: PenstockError | None) -> None:
-            if request.sequence not in self._requests:
-                return
-            if error is None:
-                then()
-            else:
-                self._refuse(self._requests[request.sequence], error)
 
         if self._grammars is None:
-            go_on(None)
+            self._continue(request, then, None)
         else:
-            self._grammars.when_ready(request.sequence, go_on)
+            self._grammars.when_ready(request.sequence, partial(self._continue, request, then))
 
     def _refuse(self, request: DecodeRequest, error: PenstockError) -> None:
         """Ends a request that cannot run here; one that migrates stays at its source."""
@@ -228,7 +240,7 @@ class DecodeWorker:
             self._fall_back(outcome.key, outcome.request, outcome.error)
             return
         landed = outcome
-        self._when_grammar_ready(landed.request, lambda: self._join(landed))
+        self._when_ready(landed.request, lambda: self._join(landed))
 
     def _join(self, outcome: LandedTransfer) -> None:
         request = outcome.request
@@ -421,6 +433,7 @@ class DecodeWorker:
             call(request)
         self._transfers.abandon(request)
         self.scheduler.forget(request.sequence)
+        self._adapters.release(request.sequence)
 
     def _report(self, request: DecodeRequest, outcome: worker_pb2.PrefillOutcome) -> None:
         self._delivery.put(request, TokenDelta(request.stream_id, prefill=outcome))
@@ -439,5 +452,7 @@ class DecodeWorker:
             decode_steps=self._pace.decode_steps,
             num_open=len(self._requests),
             requests=self._delivery.totals,
+            adapters=self._adapters.ready,
+            adapter_load_s=self._adapters.load_s,
             metrics={**self.scheduler.metrics.values(), HANDOFF_MISMATCHES.name: float(self._transfers.num_mismatches)},
         )

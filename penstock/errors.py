@@ -116,6 +116,13 @@ class Overloaded(Unavailable):
     reason = "OVERLOADED"
 
 
+class AdapterUnavailable(Unavailable):
+    """This worker cannot serve the adapter, or not now; another may. The message names the adapter and the fix."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "ADAPTER"
+
+
 class SequenceMoved(Unavailable):
     """The sequence has migrated: continuing it elsewhere costs no recompute and counts as no retry."""
 
@@ -159,6 +166,7 @@ _TYPES: tuple[type[PenstockError], ...] = (
     Cancelled,
     Unavailable,
     Overloaded,
+    AdapterUnavailable,
     SequenceMoved,
     Quarantined,
     TransferError,

@@ -281,6 +281,8 @@ class WorkerLoad:
     requests: RequestTotals = RequestTotals()
     leaving: bool = False  # its process is about to end and takes no new work
     metrics: Mapping[str, float] = field(default_factory=dict)  # by name (penstock.worker_metrics)
+    adapters: tuple[str, ...] = ()  # revisions of those that are loaded
+    adapter_load_s: float = 0.0  # recent mean of the time to load one; 0: not known yet
 
 
 class CachedPage(NamedTuple):

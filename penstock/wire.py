@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from penstock.errors import InvalidInput
+from penstock.kv.adapters import AdapterRef
 from penstock.types import (
     CacheStats,
     Epoch,
@@ -32,7 +33,7 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # of one gRPC message: a million token ids
 
 _LOAD_KINDS = {"cache": CacheStats, "requests": RequestTotals, "prefill_steps": StepTotals, "decode_steps": StepTotals}
 _LOAD_PARTS = {name: (kind, attrgetter(*(field.name for field in fields(kind)))) for name, kind in _LOAD_KINDS.items()}
-_LOAD_SCALARS = [field.name for field in fields(WorkerLoad) if field.name not in (*_LOAD_KINDS, "metrics")]
+_LOAD_SCALARS = [field.name for field in fields(WorkerLoad) if field.name not in (*_LOAD_KINDS, "metrics", "adapters")]
 _FINISH_TO_WIRE = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -176,7 +177,19 @@ def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
         **scalars,
         **{name: kind(*read(getattr(wire, name))) for name, (kind, read) in _LOAD_PARTS.items()},
         metrics=dict(wire.metrics),
+        adapters=tuple(wire.adapters),
     )
+
+
+def adapter_to_wire(adapter: AdapterRef | None) -> worker_pb2.Adapter | None:
+    if adapter is None:
+        return None
+    return worker_pb2.Adapter(name=adapter.name, revision=adapter.revision, path=adapter.path)
+
+
+def adapter_from_wire(wire: worker_pb2.Adapter) -> AdapterRef | None:
+    """Returns None for a message that is absent, which reads as an empty one."""
+    return AdapterRef(wire.name, wire.revision, wire.path) if wire.revision else None
 
 
 def labels_to_wire(labels: Labels) -> worker_pb2.Labels:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+from engine.adapters.queue import AdapterQueue
 from engine.parallel.leader import Launch
 from engine.replica import Replica
 from engine.sampling.grammar.queue import GrammarQueue
+from kv_transfer.session.lease import earliest
 from penstock.config import WorkerConfig
 from penstock.types import Epoch, Role
 from penstock.v1.worker_pb2_grpc import add_PrefillWorkerServicer_to_server
@@ -45,15 +47,22 @@ class PrefillServer:
         shell.description.transports.extend(shell.sender.transports)
         shell.description.chunk_tokens = config.prefill.max_batch_tokens or engine.saturating_tokens
         self._grammars = GrammarQueue(engine.grammars, engine.model.eos_token_ids, shell.loop.post)
+        adapters = self._adapters = AdapterQueue(engine.adapters, shell.loop.post)
         context_length = shell.description.context_length
         worker = self.worker = PrefillWorker(
-            engine, shell.sender, config, context_length, grammars=self._grammars, pulls=shell.pulls
+            engine,
+            shell.sender,
+            config,
+            context_length,
+            grammars=self._grammars,
+            pulls=shell.pulls,
+            adapters=adapters,
         )
         worker.on_step.append(shell.step_metrics.observe)
         service = PrefillService(worker, shell.loop)
         core = RoleCore(
             step=worker.step,
-            sweep=worker.sweep,
+            sweep=lambda now_s: earliest(worker.sweep(now_s), adapters.sweep(now_s)),
             load=lambda: worker.load,
             is_transfer_open=worker.is_open,
             outgoing=worker,
@@ -77,4 +86,5 @@ class PrefillServer:
         await shell.close_channels()
         await shell.stop_loop()
         self._grammars.close()
+        self._adapters.close()
         await shell.stop_receiver()

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from engine.adapters.queue import AdapterQueue
 from engine.engine import Engine
 from engine.sampling.grammar.queue import GrammarQueue
 from engine.step.compute import SampledTokens
@@ -66,11 +67,13 @@ class PrefillWorker:
         clock: Callable[[], float] = time.monotonic,
         grammars: GrammarQueue | None = None,
         pulls: PrefixPulls | None = None,
+        adapters: AdapterQueue | None = None,
     ) -> None:
         """`context_length` is what both the model and the pool hold, in tokens. Without `grammars` jobs that have one
-        are refused; without `pulls` nothing is pulled from other workers."""
+        are refused, and likewise without `adapters`; without `pulls` nothing is pulled from other workers."""
         self._engine = engine
         self._grammars = grammars
+        self._adapters = adapters or AdapterQueue(None, lambda call: None)
         self._pulls = pulls
         self._context_length = context_length
         self._sender = sender
@@ -112,7 +115,15 @@ class PrefillWorker:
         job.lease = Lease(self._lease_s, self._clock())
         self._jobs[job.key] = job
         self._by_sequence[job.sequence] = job
-        if self._pulls is None:
+        self._adapters.when_ready(job.sequence, partial(self._bring, job))
+
+    def _bring(self, job: PrefillJob, error: PenstockError | None) -> None:
+        """Goes on with a job whose adapter is loaded, unless it has ended; cancels one whose adapter is not."""
+        if job.key not in self._jobs or job.error is not None:
+            return
+        if error is not None:
+            self.cancel(job.key, error)
+        elif self._pulls is None:
             self._prepare(job, None)
         else:
             self._pulls.bring(job.sequence, job.prefix_source, partial(self._prepare, job))
@@ -176,6 +187,7 @@ class PrefillWorker:
         if job is None:
             return
         del self._by_sequence[job.sequence]
+        self._adapters.release(job.sequence)
         if self._in_flight is not None and self._in_flight.computes(job.sequence):
             self._in_flight.parked.append(job.sequence.pages)
         else:
@@ -356,4 +368,6 @@ class PrefillWorker:
             cache=self._engine.prefix_cache.stats,
             prefill_steps=self._totals,
             num_open=len(self._jobs),
+            adapters=self._adapters.ready,
+            adapter_load_s=self._adapters.load_s,
         )

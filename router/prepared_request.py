@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from penstock.kv.adapters import AdapterRef
 from penstock.text.completions import Emitted
 from penstock.types import Lane, RequestId, SamplingParams
 from router.tracing.request_trace import RequestTrace
@@ -21,6 +22,7 @@ class PreparedRequest:
     accepted_s: float  # monotonic
     deadline_s: float  # monotonic; bounds every completion
     lane: Lane = Lane.STANDARD
+    adapter: AdapterRef | None = None  # None: the model itself
     cohort: str | None = None  # of the workers that it falls to, while two cohorts serve
     emitted: Mapping[int, Emitted] = field(default_factory=dict)  # by an earlier call, by completion
     open_ended: bool = False  # names no max_tokens, so that only the context ends it

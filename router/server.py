@@ -38,6 +38,7 @@ from router.dispatch.context import make_context
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lookaside import Lookaside
 from router.fair_threads import FairThreads
+from router.fleet.adapter_registry import read_adapters
 from router.fleet.worker_fleet import WorkerFleet, follow_admin
 from router.live.controller_reader import ControllerReader
 from router.live.routes import add_live_page
@@ -118,6 +119,7 @@ class RouterServer:
         self._tasks: list[asyncio.Task[None]] = []
         self._trust = Trust(config.security)
         self.fleet = WorkerFleet(self._trust, config.index)
+        self.fleet.adapters.set(read_adapters(config.adapters, card.name))
         watcher = self._trust.watcher
         tenants = Tenants(watch_tenants(config, watcher), lambda: self._trust.secrets)
         self._tracer = start_tracer(config.tracing, card.name, f"router-{self.fleet.peers.epoch}", self._metrics.traced)

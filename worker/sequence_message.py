@@ -22,6 +22,7 @@ def sequence_from_wire(
         sampling=wire.sampling_from_wire(message.sampling),
         salt=message.salt,
         lane=wire.lane_from_wire(message.lane),
+        adapter=wire.adapter_from_wire(message.adapter),
     )
 
 

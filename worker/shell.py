@@ -328,4 +328,5 @@ def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.W
         pulls=config.engine.prefix_caching and config.transfer.pull,
         silent_cache=config.engine.prefix_caching and not config.engine.kv_events,
         labels=wire.labels_to_wire(labels),
+        adapter_slots=config.engine.max_adapters,
     )

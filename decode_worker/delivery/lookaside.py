@@ -67,7 +67,7 @@ class LookasideService(inference_pb2_grpc.LookasideServicer):
             now_s, secrets = time.time(), self._secrets()
             assert secrets is not None  # `check_lookaside`
             ticket, secret = self.turnstile.admit(request.ticket, secrets, now_s)
-            salt = page_salt(secret, ticket.model_revision, ticket.cache_scope)
+            salt = page_salt(secret, ticket.model_revision, ticket.cache_scope, ticket.adapter.revision)
             report = partial(self._log.update, ticket.router)
             left_s = time_left_s(ticket, now_s)
             stream = TicketStream(ticket, left_s, salt, self._intake, self._spelling, self._worker_id, report)

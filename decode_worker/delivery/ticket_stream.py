@@ -149,6 +149,7 @@ class TicketStream:
             prefill_candidates=state.prefill_candidates,
             prefix_source=state.prefix_source if state.HasField("prefix_source") else None,
             lane=ticket.lane,
+            adapter=ticket.adapter if ticket.HasField("adapter") else None,
         )
 
     def _merge(self, frame: worker_pb2.StepFrame) -> tuple[list[CompletionDelta], PenstockError | None]:

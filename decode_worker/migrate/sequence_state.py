@@ -33,6 +33,7 @@ def to_wire(
         timeout_ms=max(1, int((request.deadline_s - now_s) * 1e3)),
         timing=timing,
         lane=wire.lane_to_wire(sequence.lane),
+        adapter=wire.adapter_to_wire(sequence.adapter),
     )
 
 

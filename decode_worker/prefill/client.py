@@ -21,6 +21,7 @@ from engine.step.sequence import SampledToken
 from kv_transfer.session.transfer_session import Manifest
 from penstock import wire
 from penstock.errors import PenstockError, from_rpc_error, from_status
+from penstock.kv.adapters import AdapterRef
 from penstock.types import Epoch, Lane, PageHash, PageId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from worker.channels import Channels
@@ -56,6 +57,7 @@ class RemotePrefill:
     salt: bytes
     lane: Lane
     timeout_s: float
+    adapter: AdapterRef | None = None
     patience_s: float | None = None  # until `on_slow`, if the prefill has not begun by then
 
 
@@ -226,5 +228,6 @@ def _start_message(prefill: RemotePrefill, offer: bytes) -> worker_pb2.PrefillCo
             offer=offer,
             lane=wire.lane_to_wire(prefill.lane),
             prefix_source=prefill.candidate.prefix_source,
+            adapter=wire.adapter_to_wire(prefill.adapter),
         )
     )

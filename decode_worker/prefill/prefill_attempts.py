@@ -29,7 +29,7 @@ from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.cache.kv_layout import KVLayout
 from engine.step.plan import StepPlan
 from penstock.config import DecodeConfig
-from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, PenstockError, TransferError
+from penstock.errors import AdapterUnavailable, Cancelled, DeadlineExceeded, InvalidInput, PenstockError, TransferError
 from penstock.types import TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from worker.pull.prompts import PrefixPulls
@@ -209,6 +209,6 @@ def _fault_of(error: PenstockError | None) -> worker_pb2.PrefillFault | None:
     """Returns what to blame for the failure; None if it is the request's own fault."""
     if isinstance(error, TransferError):
         return worker_pb2.PREFILL_FAULT_LINK
-    if isinstance(error, InvalidInput | DeadlineExceeded | Cancelled):
+    if isinstance(error, InvalidInput | DeadlineExceeded | Cancelled | AdapterUnavailable):
         return None
     return worker_pb2.PREFILL_FAULT_WORKER

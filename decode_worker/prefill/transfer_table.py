@@ -159,6 +159,7 @@ class TransferTable:
                 salt=sequence.salt,
                 lane=sequence.lane,
                 timeout_s=max(0.001, request.deadline_s - time.monotonic()),
+                adapter=sequence.adapter,
                 patience_s=patience_s,
             ),
             events,

@@ -61,8 +61,8 @@ def read_adapter(ref: AdapterRef, products: Iterable[AdaptedProduct], max_rank: 
     revision = revision_of(config_bytes, weights_bytes)
     if revision != ref.revision:
         raise CheckpointError(
-            f"{ref}: its files have revision {revision}, and revision {ref.revision} is asked for; load the adapter "
-            "again by `penstock adapters load`, which makes its new revision known"
+            f"{ref}: its files have revision {revision}, and revision {ref.revision} is asked for; restart the "
+            "routers, which read revisions at their start"
         )
     rank, scale = _read_config(ref, config_bytes, max_rank)
     try:

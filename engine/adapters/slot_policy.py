@@ -54,6 +54,9 @@ class AdapterSlots:
         number = self._by_revision.get(revision)
         return SlotState.EMPTY if number is None else self._slots[number].state
 
+    def is_ready(self, revision: str) -> bool:
+        return self.state(revision) is SlotState.READY
+
     def num_users(self, revision: str) -> int:
         number = self._by_revision.get(revision)
         return 0 if number is None else self._slots[number].num_users

@@ -149,6 +149,7 @@ class ModelInfo:
     id: str
     context_length: int  # tokens, prompt and output together
     revision: str
+    parent: str = ""  # of an adapter: the model that it belongs to
 
 
 @dataclass(slots=True)
@@ -309,4 +310,4 @@ def _logprob_from_wire(wire: common_pb2.TokenLogprob) -> Logprob:
 
 
 def models_from_wire(models: Iterable[inference_pb2.Model]) -> list[ModelInfo]:
-    return [ModelInfo(model.id, model.context_length, model.revision) for model in models]
+    return [ModelInfo(model.id, model.context_length, model.revision, model.parent) for model in models]

@@ -55,6 +55,9 @@ class RouterConfig(KvAwareConfig):
     """Hugging Face checkpoint folder, of which only the tokenizer and the chat template are read."""
     served_model: str = ""
     """Name that requests call the model by; by default the name of its folder."""
+    adapters: dict[str, str] = Field(default_factory=dict)
+    """Folders of LoRA adapters, by the names that requests give instead of the model's; each is at the same path for
+    routers and workers."""
     tool_parser: str = "auto"
     """Format of the model's tool calls: a name of docs/parsers.md, "none", or "auto" by the chat template."""
     reasoning_parser: str = "auto"

@@ -113,6 +113,9 @@ class ServeConfig(FrozenConfig):
     """Prefill workers; with 0 replicas the deployment is colocated."""
     decode_pool: PoolConfig = PoolConfig()
     """Decode workers."""
+    adapters: dict[str, str] = Field(default_factory=dict)
+    """Folders of LoRA adapters, by the names that requests give instead of the model's; each is at the same path on
+    every machine."""
     engine: dict[str, object] = Field(default_factory=dict)
     """Engine settings of all pools, without `model`."""
     prefill: PrefillConfig = PrefillConfig()
@@ -172,7 +175,11 @@ class ServeConfig(FrozenConfig):
                 "(--secret-file)"
             )
         for role in Role:
-            self.engine_config(role)
+            if self.adapters and not self.engine_config(role).max_adapters and self.pool(role).highest:
+                raise ValueError(
+                    f"adapters names {len(self.adapters)}, and engine.max_adapters of {role.value} workers is 0; give "
+                    "the number that a worker holds at once"
+                )
         self.router_config()
         return self
 
@@ -194,6 +201,7 @@ class ServeConfig(FrozenConfig):
         shared = {
             "model": self.model,
             "served_model": self.model_name,
+            "adapters": self.adapters,
             "host": self.host,
             "grpc_port": self.grpc_port,
             "http_port": self.http_port,

@@ -49,7 +49,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens", "lookaside_address", "num_ranks", "metrics_address", "pulls")
+    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens", "lookaside_address", "num_ranks", "metrics_address", "pulls", "adapter_slots")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class WorkerDescription(_message.Message):
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PULLS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_SLOTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: str
@@ -92,7 +93,18 @@ class WorkerDescription(_message.Message):
     num_ranks: int
     metrics_address: str
     pulls: bool
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ..., lookaside_address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pulls: _Optional[bool] = ...) -> None: ...
+    adapter_slots: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ..., lookaside_address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pulls: _Optional[bool] = ..., adapter_slots: _Optional[int] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "revision", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    revision: str
+    path: str
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class Labels(_message.Message):
     __slots__ = ("host", "rack", "zone")
@@ -115,7 +127,7 @@ class WatchEventsRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ..., router: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open", "requests", "metrics", "leaving")
+    __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open", "requests", "metrics", "adapters", "adapter_load_s", "leaving")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +148,8 @@ class Load(_message.Message):
     NUM_OPEN_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_LOAD_S_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
@@ -150,8 +164,10 @@ class Load(_message.Message):
     num_open: int
     requests: RequestTotals
     metrics: _containers.ScalarMap[str, float]
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    adapter_load_s: float
     leaving: bool
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., num_open: _Optional[int] = ..., requests: _Optional[_Union[RequestTotals, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., num_open: _Optional[int] = ..., requests: _Optional[_Union[RequestTotals, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., adapter_load_s: _Optional[float] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class RequestTotals(_message.Message):
     __slots__ = ("ended", "failed", "first_token_s", "decode_s", "decode_tokens")
@@ -228,7 +244,7 @@ class EventBatch(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., first_seq: _Optional[int] = ..., num_events: _Optional[int] = ..., snapshot: _Optional[bool] = ..., payload: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., more: _Optional[bool] = ..., num_strays: _Optional[int] = ..., part: _Optional[int] = ..., tickets: _Optional[_Iterable[_Union[TicketState, _Mapping]]] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("id", "router", "worker_id", "epoch", "issued_unix_ms", "lifetime_ms", "timeout_ms", "request_id", "model", "model_revision", "cache_scope", "token_ids", "sampling", "completions", "lane", "waited_ms", "granted_max_tokens")
+    __slots__ = ("id", "router", "worker_id", "epoch", "issued_unix_ms", "lifetime_ms", "timeout_ms", "request_id", "model", "model_revision", "cache_scope", "token_ids", "sampling", "completions", "lane", "waited_ms", "granted_max_tokens", "adapter")
     ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -246,6 +262,7 @@ class Ticket(_message.Message):
     LANE_FIELD_NUMBER: _ClassVar[int]
     WAITED_MS_FIELD_NUMBER: _ClassVar[int]
     GRANTED_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     id: str
     router: int
     worker_id: str
@@ -263,7 +280,8 @@ class Ticket(_message.Message):
     lane: _common_pb2.Lane
     waited_ms: float
     granted_max_tokens: int
-    def __init__(self, id: _Optional[str] = ..., router: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., issued_unix_ms: _Optional[int] = ..., lifetime_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., cache_scope: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., completions: _Optional[_Iterable[_Union[TicketCompletion, _Mapping]]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., waited_ms: _Optional[float] = ..., granted_max_tokens: _Optional[int] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, id: _Optional[str] = ..., router: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., issued_unix_ms: _Optional[int] = ..., lifetime_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., cache_scope: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., completions: _Optional[_Iterable[_Union[TicketCompletion, _Mapping]]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., waited_ms: _Optional[float] = ..., granted_max_tokens: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class TicketCompletion(_message.Message):
     __slots__ = ("index", "token_ids", "finished", "prefill_candidates", "prefix_source")
@@ -334,7 +352,7 @@ class TransferStateResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., open: _Optional[bool] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("transfer", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "offer", "lane", "prefix_source")
+    __slots__ = ("transfer", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "offer", "lane", "prefix_source", "adapter")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -345,6 +363,7 @@ class PrefillStart(_message.Message):
     OFFER_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     transfer: TransferKey
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -355,7 +374,8 @@ class PrefillStart(_message.Message):
     offer: bytes
     lane: _common_pb2.Lane
     prefix_source: PrefixSource
-    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., offer: _Optional[bytes] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., offer: _Optional[bytes] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class PrefillDestination(_message.Message):
     __slots__ = ("num_pages_held", "pages")
@@ -460,7 +480,7 @@ class PrefillCandidate(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_ranks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
 
 class DecodeSubmit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "prefill_candidates", "ticket", "lane", "remote_prefill", "prefix_source")
+    __slots__ = ("stream_id", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "prefill_candidates", "ticket", "lane", "remote_prefill", "prefix_source", "adapter")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -473,6 +493,7 @@ class DecodeSubmit(_message.Message):
     LANE_FIELD_NUMBER: _ClassVar[int]
     REMOTE_PREFILL_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -485,7 +506,8 @@ class DecodeSubmit(_message.Message):
     lane: _common_pb2.Lane
     remote_prefill: bool
     prefix_source: PrefixSource
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., ticket: _Optional[str] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., remote_prefill: _Optional[bool] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., ticket: _Optional[str] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., remote_prefill: _Optional[bool] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class DecodeCancel(_message.Message):
     __slots__ = ("stream_id",)
@@ -608,7 +630,7 @@ class MigrateResponse(_message.Message):
     def __init__(self, migrated: _Optional[_Iterable[str]] = ..., failed: _Optional[_Iterable[_Union[MigrateFailure, _Mapping]]] = ..., num_left: _Optional[int] = ...) -> None: ...
 
 class SequenceState(_message.Message):
-    __slots__ = ("request_id", "num_known", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "timing", "lane")
+    __slots__ = ("request_id", "num_known", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "timing", "lane", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_KNOWN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -618,6 +640,7 @@ class SequenceState(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_known: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -627,7 +650,8 @@ class SequenceState(_message.Message):
     timeout_ms: int
     timing: _common_pb2.Timing
     lane: _common_pb2.Lane
-    def __init__(self, request_id: _Optional[str] = ..., num_known: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, request_id: _Optional[str] = ..., num_known: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class MigrationStart(_message.Message):
     __slots__ = ("transfer", "state", "num_tokens", "worker_id", "address", "num_ranks")

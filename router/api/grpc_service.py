@@ -105,13 +105,14 @@ class InferenceService:
     async def _stream(
         self, request: PreparedRequest, context: grpc.aio.ServicerContext, cut: Callable[[], None]
     ) -> None:
+        name = request.adapter.name if request.adapter is not None else self._preparer.card.name
         watch = ReaderWatch(request.request_id, request.deadline_s, self._preparer.limits, self._metrics, cut)
         with contextlib.closing(watch):
             async with contextlib.aclosing(self._dispatcher.outputs(request)) as outputs:
                 async for output in outputs:
                     self._set_trailers(output, context)
                     with watch:
-                        await context.write(to_response(output, request.request_id, self._preparer.card.name))
+                        await context.write(to_response(output, request.request_id, name))
 
     async def route(
         self, messages: Messages[inference_pb2.GenerateRequest], context: grpc.aio.ServicerContext
@@ -199,4 +200,10 @@ class InferenceService:
                 context_length=group.context_length if group else 0,
                 revision=group.model_revision if group else "",
             )
-            return inference_pb2.ListModelsResponse(models=[model])
+            adapters = [
+                inference_pb2.Model(
+                    id=adapter.name, context_length=model.context_length, revision=adapter.revision, parent=model.id
+                )
+                for adapter in self._preparer.adapters
+            ]
+            return inference_pb2.ListModelsResponse(models=[model, *adapters])

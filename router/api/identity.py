@@ -78,7 +78,7 @@ class Tenants:
         self._directory = directory
         self._secrets = secrets
         self._controllers: tuple[ClusterSecrets | None, frozenset[str]] = (None, frozenset())
-        self._salts: dict[tuple[ClusterSecret | None, str, str], bytes] = {}  # by secret, revision and scope
+        self._salts: dict[tuple[ClusterSecret | None, str, str, str], bytes] = {}  # by the arguments of `page_salt`
 
     @property
     def are_configured(self) -> bool:
@@ -140,11 +140,11 @@ class Tenants:
             self._controllers = secrets, frozenset(map(digest_of, tokens))
         return self._controllers[1]
 
-    def salt(self, model_revision: str, cache_scope: str) -> bytes:
-        """Returns the root of the page hashes of the requests of a scope."""
+    def salt(self, model_revision: str, cache_scope: str, adapter: str = "") -> bytes:
+        """Returns the root of the page hashes of the requests of a scope; `adapter` is the revision of theirs."""
         secrets = self._secrets()
         secret = secrets.current if secrets is not None else None
-        key = (secret, model_revision, cache_scope)
+        key = (secret, model_revision, cache_scope, adapter)
         salt = self._salts.get(key)
         if salt is None:
             if len(self._salts) >= _MAX_SALTS:

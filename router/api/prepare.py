@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from penstock.config.security import LimitsConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overloaded, Quarantined, Unavailable
+from penstock.kv.adapters import AdapterRef
 from penstock.rpc.hints import NO_HINTS, Hints
 from penstock.types import Lane, RequestId
 from penstock.v1 import common_pb2, inference_pb2
@@ -129,7 +130,7 @@ class RequestPreparer:
             deadline_s = accepted_s + self._limit_s(timeout_s)
             async with self.until(deadline_s):
                 await self._inspect(wire, tenant, lambda: check_request(wire, self.limits_of(wire)))
-            self.check_model(wire.model)
+            adapter = self.check_model(wire.model)
             lane = tenant.lane(wire.lane)
             async with self.until(deadline_s):
                 token_ids, prepaid_tokens = await self._prompt(wire, tenant, lane)
@@ -166,6 +167,7 @@ class RequestPreparer:
                 sampling = await with_bad_sequences(sampling, self.tokenizer, tenant.name)
             scope = salted_scope(tenant.cache_scope, wire.cache_salt)
             emitted = sampling_fields.check_emitted(wire, sampling, self.card.vocab_size)
+        revision = adapter.revision if adapter is not None else ""
         prepared = PreparedRequest(
             request_id=RequestId(wire.request_id or f"gen-{secrets.token_hex(16)}"),
             token_ids=token_ids,
@@ -179,8 +181,9 @@ class RequestPreparer:
             explain=hints.explain and self._config.explain,
             tenant=tenant.name,
             cache_scope=scope,
-            salt=self.tenants.salt(group.model_revision, scope),
-            salt_for=lambda revision: self.tenants.salt(revision, scope),
+            salt=self.tenants.salt(group.model_revision, scope, revision),
+            salt_for=lambda model_revision: self.tenants.salt(model_revision, scope, revision),
+            adapter=adapter,
             emitted=emitted,
             open_ended=not params.HasField("max_tokens"),
             cohort=group.cohort,
@@ -259,10 +262,23 @@ class RequestPreparer:
             )
         return params
 
-    def check_model(self, name: str) -> None:
-        """Raises ModelNotFound."""
-        if name and name != self.card.name:
-            raise ModelNotFound(f"model: {name!r} is not served here; use {self.card.name!r}")
+    def check_model(self, name: str) -> AdapterRef | None:
+        """Returns the adapter of that name, or None for the model itself. Raises ModelNotFound."""
+        if not name or name == self.card.name:
+            return None
+        adapter = self._fleet.adapters.find(name)
+        if adapter is None:
+            others = " or one of its adapters, which GET /v1/models lists" if self._fleet.adapters.all else ""
+            raise ModelNotFound(f"model: {name!r} is not served here; use {self.card.name!r}{others}")
+        return adapter
+
+    def answering_name(self, name: str | None) -> str:
+        """Returns what an answer calls the model: the adapter that the request names, or the model itself."""
+        return name if name and self._fleet.adapters.find(name) is not None else self.card.name
+
+    @property
+    def adapters(self) -> list[AdapterRef]:
+        return self._fleet.adapters.all
 
     async def _wait_for_group(self, fraction: float, limit_s: float) -> WorkerGroup:
         group = await self._fleet.wait_for(lambda: self._fleet.choose_group(fraction), limit_s)

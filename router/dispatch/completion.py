@@ -88,6 +88,8 @@ class DispatchedCompletion:
         if prefix_source is not None:
             submit.prefix_source.CopyFrom(prefix_source)
         submit.lane = wire.lane_to_wire(request.lane)
+        if (adapter := wire.adapter_to_wire(request.adapter)) is not None:
+            submit.adapter.CopyFrom(adapter)
         return command
 
     def end_timing(self, request: PreparedRequest, reported: common_pb2.Timing, now_s: float) -> common_pb2.Timing:

@@ -158,7 +158,7 @@ class Lookaside:
             lifetime_ms=int(self._context.config.ticket_lifetime_s * 1e3),
             timeout_ms=max(1, int((request.deadline_s - now_s) * 1e3)),
             request_id=request.request_id,
-            model=self._model,
+            model=request.adapter.name if request.adapter is not None else self._model,
             model_revision=request.model_revision,
             cache_scope=request.cache_scope,
             token_ids=request.token_ids,
@@ -166,6 +166,7 @@ class Lookaside:
             lane=wire.lane_to_wire(request.lane),
             waited_ms=(now_s - request.accepted_s) * 1e3,
             granted_max_tokens=held.granted_tokens,
+            adapter=wire.adapter_to_wire(request.adapter),
         )
         for index in range(request.sampling.n):
             before, placed = request.emitted.get(index), held.placements.get(index)

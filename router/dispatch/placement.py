@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.errors import AdapterUnavailable
 from penstock.kv.page_hash import hash_pages
 from penstock.types import Epoch, PageHash, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
@@ -158,10 +159,16 @@ class Placer:
     ) -> Placement:
         """Places a completion that has emitted `num_emitted` tokens.
 
-        `decode` holds the workers of the group that may serve it, at least one.
+        `decode` holds the workers of the group that may serve it, at least one. Raises AdapterUnavailable where none
+        of them has slots for adapters.
         """
         now_s = time.monotonic()
-        decode, prefill = self._usable(decode, now_s), self._usable(group.prefill, now_s)
+        decode = _with_slots(request, decode)
+        if not decode:
+            raise AdapterUnavailable(
+                f"{request.adapter}: no decode worker has slots for adapters; set engine.max_adapters"
+            )
+        decode, prefill = self._usable(decode, now_s), self._usable(_with_slots(request, group.prefill), now_s)
         scores_prompt = request.sampling.prompt_logprobs is not None and not num_emitted
         if scores_prompt:  # its decode worker computes every token of it
             prefill = []
@@ -182,6 +189,7 @@ class Placer:
             session=request.session,
             explain=request.explain,
             pull=self._pull_offer(group, cached, below),
+            adapter=request.adapter.revision if request.adapter is not None else "",
         )
         views, sent_to = self._core.views, functools.partial(self._fleet.sent_to, now_s=now_s)
         choice = self._policy.choose(demand, views(decode, sent_to), views(prefill, sent_to), self._rng)
@@ -282,6 +290,13 @@ class Placer:
         """Keeps candidates whose pages reach the decode worker; where none do, it computes the prompt itself."""
         health = self._fleet.health
         return [worker for worker in candidates if not health.link_is_open(Epoch(worker.epoch), decode.epoch, now_s)]
+
+
+def _with_slots(request: PreparedRequest, workers: Sequence[WorkerFollower]) -> Sequence[WorkerFollower]:
+    """Leaves out workers that serve no adapters, if the request has one."""
+    if request.adapter is None:
+        return workers
+    return [worker for worker in workers if worker.description.adapter_slots]
 
 
 def _is_split(timing: common_pb2.Timing) -> bool:

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from penstock import wire
 from penstock.errors import (
+    AdapterUnavailable,
     DeadlineExceeded,
     InternalError,
     Overloaded,
@@ -259,7 +260,7 @@ class TokenStream:
         now_s = time.monotonic()
         if completion.legs:
             completion.legs[-1].lost_s, completion.legs[-1].error = now_s, error.reason
-        if isinstance(error, Unavailable | InternalError) and not isinstance(error, Overloaded):
+        if isinstance(error, Unavailable | InternalError) and not isinstance(error, Overloaded | AdapterUnavailable):
             self._fleet.health.on_failure(completion.core.worker_epoch, now_s)
         completion.core.on_failure(error, now_s, _RNG, refused=refused)
         num_emitted = len(completion.emitted)

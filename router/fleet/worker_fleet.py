@@ -22,6 +22,7 @@ from penstock.rpc.server import log_level
 from penstock.rpc.trust import Trust
 from penstock.types import Member, WorkerId
 from penstock.v1 import admin_pb2, admin_pb2_grpc
+from router.fleet.adapter_registry import AdapterRegistry
 from router.fleet.backoff import Backoff
 from router.fleet.health import FleetHealth
 from router.fleet.peer_routers import PeerRouters
@@ -57,6 +58,7 @@ class WorkerFleet:
         self.peer_load = PeerInflight()
         self.peers = PeerRouters(self.ledger, self.peer_load, trust)
         self.tickets = IssuedTickets(self.peers.epoch)
+        self.adapters = AdapterRegistry()
         self.health = FleetHealth()
         self.costs = CostBook()
         self.links = LinkBook()

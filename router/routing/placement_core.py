@@ -28,6 +28,8 @@ from router.routing.policy.replication import HotPrefixes
 _OUTPUT_PRIOR = 128.0  # tokens
 _SMOOTHING = 0.02
 _MAX_VIEWS = 16384
+_MAX_ADAPTERS = 4096
+_ADAPTER_REPORT_S = 5.0  # until a worker's reports show an adapter that it was sent requests for
 _MIN_PENDING_S = 0.02  # a prompt computed sooner is announced soon enough
 _NAMING_TOKENS = 2048  # leading tokens that identify a long prompt: many prompts share their first few hundred
 _NAMING_PAGES = 4  # leading pages that identify a shorter one
@@ -86,6 +88,24 @@ class LearnedLinkPricing:
         return self._ledger.link_bytes((prefill, decode))
 
 
+class SentAdapters:
+    """Remembers which workers were sent requests of an adapter lately, before their reports show that they have it."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, dict[WorkerId, float]] = {}  # by revision, with the time of the last one
+
+    def note(self, adapter: str, workers: Iterable[WorkerId], now_s: float) -> None:
+        of_adapter = self._sent.setdefault(adapter, {})
+        of_adapter.update(dict.fromkeys(workers, now_s))
+        if len(self._sent) > _MAX_ADAPTERS:
+            self._sent = {adapter: of_adapter}
+
+    def recent(self, adapter: str, now_s: float) -> frozenset[WorkerId]:
+        return frozenset(
+            worker for worker, sent_s in self._sent.get(adapter, {}).items() if now_s - sent_s < _ADAPTER_REPORT_S
+        )
+
+
 class PlacementCore:
     """Reads the ledger and the cost models, which others feed; owns what is learned from requests."""
 
@@ -97,6 +117,7 @@ class PlacementCore:
         self._views: dict[WorkerId, WorkerView] = {}
         self._output_tokens = _OUTPUT_PRIOR
         self._pending = PendingPrompts()
+        self._adapters = SentAdapters()
         ledger.watch_settled(self._pending.release)
 
     def views(self, workers: Sequence[RoutableWorker], sent_to: Callable[[WorkerId], InflightWork]) -> list[WorkerView]:
@@ -150,6 +171,7 @@ class PlacementCore:
         session: str = "",
         explain: bool = False,
         pull: PullOffer | None = None,
+        adapter: str = "",
     ) -> PlacementDemand:
         """Describes a request to a policy and counts it as a use of its prefix.
 
@@ -173,6 +195,8 @@ class PlacementCore:
             replicate=self._hot.wants_copy(prefix, num_holders, len(prefill), now_s),
             explain=explain,
             pull=pull,
+            adapter=adapter,
+            adapter_sent=self._adapters.recent(adapter, now_s) if adapter else frozenset(),
         )
 
     def commit(
@@ -196,6 +220,8 @@ class PlacementCore:
         ]
         if choice.uncached_tokens >= MARK_TOKENS and choice.score.first_token_s >= _MIN_PENDING_S:
             self._pending.add(credits[1], computed_by, marks())
+        if demand.adapter:
+            self._adapters.note(demand.adapter, (choice.decode, computed_by), now_s)
         step_s = choice.score.decode_s / demand.output_tokens
         usable = (demand.num_tokens - 1) // page_size * page_size
         prefill_tokens = min(choice.score.prefill_cached_tokens - demand.pending_tokens.get(computed_by, 0), usable)

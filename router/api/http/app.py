@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from penstock.config.router import StoreConfig
 from penstock.config.security import LimitsConfig
+from penstock.kv.adapters import AdapterRef
 from router.api.dialect import Dialect, ErrorShape, Json
 from router.api.http import message_routes, response_routes
 from router.api.http.documents import described_call, described_reading
@@ -66,7 +67,7 @@ def make_app(
 
 
 def _add_generation(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer) -> None:
-    name, tokenizer = preparer.card.name, preparer.tokenizer
+    name_of, tokenizer = preparer.answering_name, preparer.tokenizer
 
     def read_completion(raw: bytes, limits: LimitsConfig, tenant: str) -> CompletionBody:
         return parse_body(CompletionBody, raw, limits)
@@ -74,8 +75,8 @@ def _add_generation(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepa
     def read_chat(raw: bytes, limits: LimitsConfig, tenant: str) -> ChatBody:
         return parse_body(ChatBody, raw, limits)
 
-    completion = Dialect(read_completion, lambda body: CompletionResponse(body, name, tokenizer))
-    chat = Dialect(read_chat, lambda body: ChatResponse(body, name, tokenizer))
+    completion = Dialect(read_completion, lambda body: CompletionResponse(body, name_of(body.model), tokenizer))
+    chat = Dialect(read_chat, lambda body: ChatResponse(body, name_of(body.model), tokenizer))
 
     @app.post("/v1/completions", **described_call(CompletionBody))
     async def completions(http: Request) -> Response:
@@ -91,19 +92,20 @@ def _add_generation(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepa
 def _add_models(app: FastAPI, preparer: RequestPreparer) -> None:
     started_s = int(time.time())
 
-    def model_json() -> Json:
-        name, length = preparer.card.name, preparer.context_length
-        return {"id": name, "object": "model", "created": started_s, "owned_by": "penstock", "max_model_len": length}
+    def model_json(adapter: AdapterRef | None = None) -> Json:
+        model, length = preparer.card.name, preparer.context_length
+        name = model if adapter is None else adapter.name
+        described = {"id": name, "object": "model", "created": started_s, "owned_by": "penstock"}
+        return described | {"max_model_len": length} | ({} if adapter is None else {"parent": model})
 
     @app.get("/v1/models", **described_reading())
     async def models(http: Request) -> Json:
-        """Lists the one model that the deployment serves."""
+        """Lists the model that the deployment serves, and its adapters, each with the model as its `parent`."""
         identify(http, preparer)
-        return {"object": "list", "data": [model_json()]}
+        return {"object": "list", "data": [model_json(), *map(model_json, preparer.adapters)]}
 
     @app.get("/v1/models/{name:path}", **described_reading())
     async def model(http: Request, name: str) -> Json:
-        """Describes the model of that name; 404 for any other."""
+        """Describes the model or the adapter of that name; 404 for any other."""
         identify(http, preparer)
-        preparer.check_model(name)
-        return model_json()
+        return model_json(preparer.check_model(name))

@@ -56,7 +56,7 @@ def add_messages(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer
     def read(raw: bytes, limits: LimitsConfig, tenant: str) -> MessagesBody:
         return read_message_call(raw, limits)
 
-    dialect = Dialect(read, lambda body: MessagesResponse(body, preparer.card.name), heartbeat=PING)
+    dialect = Dialect(read, lambda body: MessagesResponse(body, preparer.answering_name(body.model)), heartbeat=PING)
 
     @app.post(PATH, **described_call(_BODY, "MessagesBody", [OVERLOADED_STATUS]))
     async def messages(http: Request) -> Response:

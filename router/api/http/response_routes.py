@@ -51,7 +51,10 @@ def add_responses(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepare
     def read(raw: bytes, limits: LimitsConfig, tenant: str) -> ResponsesBody:
         return read_response_call(raw, limits, tenant, store)
 
-    dialect = Dialect(read, lambda body: ResponsesResponse(body, preparer.card.name, store), reads_more=True)
+    def respond(body: ResponsesBody) -> ResponsesResponse:
+        return ResponsesResponse(body, preparer.answering_name(body.model), store)
+
+    dialect = Dialect(read, respond, reads_more=True)
 
     @app.post(PATH, **described_call(_BODY, "ResponsesBody"))
     async def create(http: Request) -> Response:

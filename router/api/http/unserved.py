@@ -27,8 +27,8 @@ _UNSERVED = {
     "/v1/threads": "assistants",
     "/v1/conversations": "stored conversations",
     "/v1/containers": "containers",
-    "/v1/load_lora_adapter": "adapters",
-    "/v1/unload_lora_adapter": "adapters",
+    "/v1/load_lora_adapter": "loading of adapters by HTTP (the setting adapters names them)",
+    "/v1/unload_lora_adapter": "unloading of adapters by HTTP (the setting adapters names them)",
     "/invocations": "SageMaker's calls",
     "/generate": "call of this name (POST /v1/completions takes text and token ids)",
 }

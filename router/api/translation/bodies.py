@@ -19,6 +19,10 @@ class ChatTranslation:
         return self.chat.streams
 
     @property
+    def model(self) -> str | None:
+        return self.chat.model
+
+    @property
     def session(self) -> str:
         return self.chat.session
 

@@ -81,7 +81,10 @@ class EndCosts:
         pulled, plans = pulls.with_pulls(demand, views)
         computes = prices.all_prefill_s(pulled, views)
         delays = self._weighted_delays(pulled, views, computes)
-        waits = pulls.waits_s(views, plans)
+        waits = [
+            wait_s + load_s
+            for wait_s, load_s in zip(pulls.waits_s(views, plans), prices.adapter_waits_s(demand, views), strict=True)
+        ]
         bonuses = self._session_bonuses(demand, views)
         if demand.replicate:
             self._add_replica_bonuses(demand, views, computes, bonuses)
@@ -100,9 +103,10 @@ class EndCosts:
         weights = self._weights
         costs = prices.all_decode_s(demand, views, weights.decode_weight, weights.contention_weight)
         bonuses = self._session_bonuses(demand, views)
+        loads = prices.adapter_waits_s(demand, views)
         return [
-            (cost_s - bonus_s, tie_breaker(), view, bonus_s, 0.0)
-            for view, cost_s, bonus_s in zip(views, costs, bonuses, strict=True)
+            (cost_s + load_s - bonus_s, tie_breaker(), view, bonus_s, 0.0)
+            for view, cost_s, bonus_s, load_s in zip(views, costs, bonuses, loads, strict=True)
         ]
 
     def local_s(self, demand: PlacementDemand, ends: Sequence[End], has_prefill: bool) -> list[float]:

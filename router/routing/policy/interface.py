@@ -139,6 +139,8 @@ class PlacementDemand:
     replicate: bool = False  # the prefix is requested more often than its holders should bear
     explain: bool = False  # the choice shall list the pairs considered
     pull: PullOffer | None = None
+    adapter: str = ""  # revision; empty: the model itself
+    adapter_sent: frozenset[WorkerId] = frozenset()  # workers that load it, though their reports do not show it yet
 
     def uncached_on(self, worker_id: WorkerId) -> int:
         """Returns the tokens to compute there: at least the last one, whose logits are needed whatever is cached."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from penstock.types import WorkerId
 from router.routing.policy.interface import DEFAULT_CHUNK_TOKENS, PairScore, PlacementDemand, WorkerView
 
+_ADAPTER_LOAD_S = 0.2  # seconds, for a worker that has loaded none yet
 _HOST_BYTE_S = 1 / 8e9  # seconds to copy one byte back from host memory
 
 
@@ -62,6 +63,18 @@ def all_decode_s(
             seconds += admission_s(demand, view) + delay_weight * page_delay_s(demand, view)
         costs.append(seconds)
     return costs
+
+
+def adapter_waits_s(demand: PlacementDemand, views: Sequence[WorkerView]) -> list[float]:
+    """Returns how long each worker takes to load the request's adapter, as it has learned; 0 where it is loaded."""
+    if not demand.adapter:
+        return [0.0] * len(views)
+    return [
+        0.0
+        if demand.adapter in view.load.adapters or view.worker_id in demand.adapter_sent
+        else view.load.adapter_load_s or _ADAPTER_LOAD_S
+        for view in views
+    ]
 
 
 def transfer_bytes(demand: PlacementDemand, view: WorkerView) -> float:

@@ -328,6 +328,26 @@ async def test_unknown_models_and_paths_are_not_found(http, client):
     assert (await http.get("/v1/completions")).status_code == 405
 
 
+async def test_an_adapter_is_selected_by_name_and_listed_with_its_parent(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    worker = await FakeWorker().start()
+    worker._description.adapter_slots = 1
+    async with running_router(worker, adapters={"sql": str(tmp_path)}) as router:
+        async with openai.AsyncOpenAI(base_url=f"{router.http_url}/v1", api_key="none", max_retries=0) as client:
+            listed = {model.id: model.model_extra.get("parent") for model in (await client.models.list()).data}
+            adapted = await client.completions.create(model="sql", prompt="Hello", seed=3)
+            await client.completions.create(model=MODEL, prompt="Hello", seed=3)
+            with pytest.raises(openai.NotFoundError, match="use 'penstock-tiny' or one of its"):
+                await client.completions.create(model="law", prompt="x")
+    assert listed == {MODEL: None, "sql": MODEL}
+    assert adapted.model == "sql"
+    first, second = worker.submits
+    assert (first.adapter.name, first.adapter.path) == ("sql", str(tmp_path))
+    assert not second.HasField("adapter")
+    assert first.salt != second.salt
+
+
 async def test_without_a_worker_calls_fail_with_503_and_a_retry_hint():
     worker = await FakeWorker(role="prefill").start()
     async with running_router(worker, default_timeout_s=0.2) as router:

@@ -68,6 +68,16 @@ class TestKvAware:
         assert choice.prefill[0].worker_id == "p1"
         assert choice.prefill[1].queue_s == pytest.approx(0.5)
 
+    def test_a_worker_that_holds_the_adapter_wins_until_it_is_busier_than_loading_takes(self):
+        demand = replace(DEMAND, adapter="revision")
+        holds, lacks = {"adapters": ("revision",)}, {"adapter_load_s": 0.4}
+        choice = choose([view("d1", **lacks), view("d2", **holds)], [view("p1", **lacks), view("p2", **holds)], demand)
+        assert (choice.decode, choice.prefill[0].worker_id) == ("d2", "p2")
+        busy = view("p2", queued_prefill_tokens=1000, **holds)
+        assert choose([view("d")], [view("p1", **lacks), busy], demand).prefill[0].worker_id == "p1"
+        sent = replace(demand, adapter_sent=frozenset({"p1"}))
+        assert prices.adapter_waits_s(sent, [view("p1", **lacks), view("p3"), busy]) == [0.0, 0.2, 0.0]
+
     def test_work_in_flight_counts_like_reported_work(self):
         choice = choose([view("d")], [view("p1", sent=InflightWork(prefill_tokens=500)), view("p2")])
         assert choice.prefill[0].worker_id == "p2"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import json
+import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 
 from penstock.client.results import build_request
 from penstock.config import RouterConfig
+from penstock.kv.adapters import AdapterRef
 from penstock.types import Grammar, GrammarKind, SamplingParams
 from router.api import sampling_fields
 from router.api.bad_words import with_bad_sequences
@@ -20,8 +24,11 @@ from router.parsers.tools import ToolFunction
 from router.text.conversation import Conversation
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
+from tests.support.engine.adapters import make_adapter
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "penstock-tiny"
+ADAPTER = "tuned"  # the name of the adapter that one feature asks for
+ENGINE = {"max_adapters": 2, "max_adapter_rank": 4}
 MAX_TOKENS = 96
 PROMPT_TOKENS = 90
 CONTEXT_LENGTH = 2048
@@ -85,6 +92,7 @@ class Feature:
     options: Mapping[str, Any] = field(default_factory=dict)  # beside `SEEDED` and max_tokens
     lane: str | None = None
     over_http: bool = False  # it has no gRPC form
+    adapter: str = ""
     is_chat: bool = False  # over HTTP: `CHAT` is the prompt
     end_is_late: bool = False  # at a stop that its own text has in the second half
 
@@ -98,7 +106,9 @@ class Feature:
         """Returns a prompt of its own, so that no feature finds another one's pages."""
         if self.is_chat:
             return _chat_tokens()
-        number = [*FEATURES, "first", "second"].index(self.name)
+        # The adapter's is that of another feature, whose pages it must not find.
+        name = "seed" if self.adapter else self.name
+        number = [*FEATURES, "first", "second"].index(name)
         return [(7 * i + 131 * number) % 900 + 20 for i in range(PROMPT_TOKENS)]
 
     @property
@@ -130,8 +140,17 @@ FEATURES = {
         Feature("forced_tokens", {"grammar": Grammar(GrammarKind.JSON_SCHEMA, _REPETITIVE)}),
         Feature("structural_tag", {"grammar": Grammar(GrammarKind.STRUCTURAL_TAG, _TAGS)}),
         Feature("tools", {"ignore_eos": False}, over_http=True, is_chat=True),
+        Feature("adapter", adapter=ADAPTER),
     )
 }
+
+
+@functools.cache
+def adapter_ref() -> AdapterRef:
+    """Writes the adapter when it is first asked for. Its values are small, as those of trained ones."""
+    folder = Path(tempfile.mkdtemp(prefix="penstock-adapter-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return make_adapter(MODEL, folder, rank=4, size=0.15, name=ADAPTER)
 
 
 @functools.cache

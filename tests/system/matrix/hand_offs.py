@@ -28,7 +28,7 @@ from tests.support.key_files import write_secret
 from tests.support.plain_processes import Deployment, Process
 from tests.support.router.router_fakes import all_followed, until
 from tests.support.serving import wait_until_empty, worker_config, workers
-from tests.system.matrix.features import FEATURES, MODEL, Feature
+from tests.system.matrix.features import ADAPTER, ENGINE, FEATURES, MODEL, Feature, adapter_ref
 from tests.system.matrix.reference import single_process
 from tests.system.matrix.streams import Stream, Streams
 from worker.pull.policy import PrefixSource, PullCosts, PullPlan
@@ -43,13 +43,14 @@ _TIMEOUT_S = 60.0
 
 
 def _config(role: Role, number: int = 0, engine: dict[str, object] | None = None, **parts: Any) -> WorkerConfig:
-    settings = {"num_pages": 512, "dtype": "float32"} | (engine or {})
+    settings = {"num_pages": 512, "dtype": "float32"} | ENGINE | (engine or {})
     return worker_config(role, MODEL, f"{role.value}-{number}", engine=settings, **parts)
 
 
 @contextlib.asynccontextmanager
 async def _router(addresses: list[str], num_followed: int, **settings: Any) -> AsyncIterator[RouterServer]:
-    base = {"model": str(MODEL), "grpc_port": 0, "http_port": 0, "workers": tuple(addresses)}
+    adapters = {ADAPTER: adapter_ref().path}
+    base = {"model": str(MODEL), "grpc_port": 0, "http_port": 0, "workers": tuple(addresses), "adapters": adapters}
     router = RouterServer(RouterConfig.model_validate(base | settings))
     await router.start()
     try:
@@ -256,7 +257,8 @@ async def decode_worker_killed(processes: _Processes) -> Results:
 async def router_killed(processes: _Processes) -> Results:
     """Runs after the first worker was killed, with the second one."""
     worker = processes.second
-    settings = RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=(worker.address,))
+    adapters = {ADAPTER: adapter_ref().path}
+    settings = RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=(worker.address,), adapters=adapters)
     victim = processes.deployment.start_router(settings)
     async with _router([worker.address], 1) as spare:
         grpc = [victim.address, f"127.0.0.1:{spare.ports.grpc}"]

@@ -9,18 +9,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.engine import Engine
+from engine.generate import use_adapter
 from engine.sampling.grammar.fast_forward import forced_tokens
 from engine.sampling.grammar.matcher import GrammarMatcher
 from engine.step.finish import finish_reason
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock import wire
 from penstock.config import EngineConfig
+from penstock.kv.adapters import AdapterRef
 from penstock.text.completion_text import CompletionText
 from penstock.text.completions import CompletionDelta, completion_sampling
 from penstock.text.stop_strings import StopStrings
 from penstock.types import RequestId, SamplingParams
 from penstock.v1 import common_pb2
-from tests.system.matrix.features import MAX_TOKENS, MODEL, Feature, call_grammar, decode_text, resolve, spelling
+from tests.system.matrix.features import (
+    ENGINE,
+    MAX_TOKENS,
+    MODEL,
+    Feature,
+    adapter_ref,
+    call_grammar,
+    decode_text,
+    resolve,
+    spelling,
+)
 
 
 @dataclass
@@ -46,7 +58,7 @@ class Answered:
 
 @functools.cache
 def engine() -> Engine:
-    return Engine.load(EngineConfig(model=str(MODEL), num_pages=64, num_threads=1, dtype="float32"))
+    return Engine.load(EngineConfig(model=str(MODEL), num_pages=64, num_threads=1, dtype="float32", **ENGINE))
 
 
 @functools.cache
@@ -70,24 +82,27 @@ def single_process(feature: Feature) -> list[Answered]:
     options = options_of(feature)
     if feature.is_chat:
         return _answer(feature.prompt, resolve({**options, "grammar": call_grammar()}, len(feature.prompt)))
-    answers = _answer(feature.prompt, resolve(options, len(feature.prompt)))
+    ref = adapter_ref() if feature.adapter else None
+    answers = _answer(feature.prompt, resolve(options, len(feature.prompt)), ref)
     if feature.over_http:
         for answer in answers:
             answer.text = decode_text(feature.prompt) + answer.text
     return answers
 
 
-def _answer(prompt: list[int], sampling: SamplingParams) -> list[Answered]:
-    return [_completion(prompt, sampling, index) for index in range(sampling.n)]
+def _answer(prompt: list[int], sampling: SamplingParams, adapter: AdapterRef | None = None) -> list[Answered]:
+    return [_completion(prompt, sampling, index, adapter) for index in range(sampling.n)]
 
 
-def _completion(prompt: list[int], sampling: SamplingParams, index: int) -> Answered:
+def _completion(prompt: list[int], sampling: SamplingParams, index: int, adapter: AdapterRef | None) -> Answered:
     made, answer = engine(), Answered()
     sequence = Sequence(
         RequestId("reference"), list(prompt), len(prompt), completion_sampling(sampling, index), b"reference"
     )
     if sampling.grammar is not None:
         sequence.matcher = GrammarMatcher(made.grammars.compile(sampling.grammar), made.model.eos_token_ids)
+    if adapter is not None:
+        use_adapter(made, sequence, adapter)
     sequence.pages = made.pool.allocate(-(-(len(prompt) + sampling.max_tokens) // made.layout.page_size))
     text = CompletionText(spelling(), sampling, StopStrings(sampling.stop))
     try:
@@ -110,6 +125,9 @@ def _completion(prompt: list[int], sampling: SamplingParams, index: int) -> Answ
                     _feed(answer, text, sequence, index, [])
     finally:
         made.pool.release(sequence.pages)
+        if adapter is not None:
+            assert made.adapters is not None
+            made.adapters.slots.release(adapter.revision)
     return answer
 
 

@@ -63,7 +63,11 @@ class Stream:
     async def run_grpc(self, client: AsyncClient) -> None:
         builder = ResultBuilder()
         async with client.generate(
-            self.feature.prompt, lane=self.feature.lane, timeout_s=_TIMEOUT_S, **options_of(self.feature)
+            self.feature.prompt,
+            model=self.feature.adapter,
+            lane=self.feature.lane,
+            timeout_s=_TIMEOUT_S,
+            **options_of(self.feature),
         ) as chunks:
             async for chunk in chunks:
                 builder.add(chunk)

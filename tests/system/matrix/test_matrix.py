@@ -42,6 +42,11 @@ def test_a_feature_changes_the_answer_of_a_single_process(feature: Feature) -> N
     plain = {**options_of(FEATURES["seed"])}
     if feature.name in ("seed", "lane"):
         assert dict(options_of(feature)) == plain
+    elif feature.adapter:
+        [without] = single_process(FEATURES["seed"])
+        assert dict(options_of(feature)) == plain
+        assert feature.prompt == FEATURES["seed"].prompt
+        assert answers[0].token_ids != without.token_ids
     elif feature.end_is_late:
         assert answers[0].finish_reason == "stop"
         if feature.name != "stop_token_ids":

@@ -175,7 +175,8 @@ class ServeConfig(FrozenConfig):
                 "(--secret-file)"
             )
         for role in Role:
-            if self.adapters and not self.engine_config(role).max_adapters and self.pool(role).highest:
+            engine = self.engine_config(role)
+            if self.adapters and not engine.max_adapters and self.pool(role).highest:
                 raise ValueError(
                     f"adapters names {len(self.adapters)}, and engine.max_adapters of {role.value} workers is 0; give "
                     "the number that a worker holds at once"

@@ -77,6 +77,10 @@ def test_a_pool_may_have_an_engine_that_differs(tmp_path: Path) -> None:
             'model = "m"\n[engine]\nhost_memory_bytes = 9\ndisk_bytes = 9',
             "engine.disk_bytes = 9 and engine.disk_path = None; set both or neither",
         ),
+        (
+            'model = "m"\nadapters = {sql = "/a"}',
+            "adapters names 1, and engine.max_adapters of prefill workers is 0; give the number that a worker holds",
+        ),
         ('model = "m"\naddress = "auto"', "security.secret_file is missing: with address, workers on other machines"),
         ("model = ", "give a readable TOML or JSON file"),
     ],

@@ -49,7 +49,9 @@ class BusyPrefillWorker:
 
     def __init__(self, num_tokens: int, num_open: int) -> None:
         self.sender = NullSender()
-        config = SimpleNamespace(transfer=TransferConfig(), prefill=PrefillConfig(max_batch_tokens=PREFILL_STEP_TOKENS))
+        config = SimpleNamespace(
+            transfer=TransferConfig(checksums=False), prefill=PrefillConfig(max_batch_tokens=PREFILL_STEP_TOKENS)
+        )
         self.worker = PrefillWorker(cast(Any, NullEngine(NUM_PAGES)), cast(Any, self.sender), cast(Any, config), 8192)
         self._num_tokens = num_tokens
         self._num_open = num_open

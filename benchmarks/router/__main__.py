@@ -26,7 +26,8 @@ from benchmarks.common.shapes import BUNDLED
 from benchmarks.router.load import LoadOutcome, RouterLoad
 from benchmarks.router.sglang import start_sglang_router
 from benchmarks.router.tokenizing import tokenizing_rows
-from penstock.config import RouterConfig
+from penstock.config import AdmissionConfig, RouterConfig
+from penstock.config.admission import TenantLimits
 from penstock.config.security import SecurityConfig
 from penstock.rpc.secret import ClusterSecret
 from tests.support.plain_processes import Deployment
@@ -148,6 +149,7 @@ def measure(deployment: Deployment, quick: bool, sglang_python: str | None, secr
             grpc_port=0,
             http_port=0,
             workers=(worker.address,),
+            admission=AdmissionConfig(tenant=TenantLimits(max_unused_tickets=_STREAMS)),
             security=SecurityConfig(secret_file=_make_secret(secrets)),
         )
         router = deployment.start_router(config, cpu=_ROUTER_CORE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,9 +36,19 @@ from engine.sampling.grammar.masks import MaskThread
 from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.sampler import sample, warm_up_sampling
 from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
-from engine.step.compute import PreparedStep, SampledTokens, compute, compute_discarded, prepare_step
+from engine.step.compute import (
+    ForwardedStep,
+    PreparedStep,
+    SampledTokens,
+    compute,
+    compute_discarded,
+    forward_step,
+    prepare_step,
+    sample_forwarded,
+)
 from engine.step.job_thread import JobThread, use_device
 from engine.step.sequence import SampledToken, ScheduledSequence, StepOutput
+from engine.step.sequence import Sequence as EngineSequence
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kv.events import KvEventLog
@@ -210,6 +220,19 @@ class Engine:
         use_device(self.kv_pages.device)
         with self._explaining_failures():
             return compute(step, self._replay, self._group, self.kv_pages.device, previous, self._masks)
+
+    def forward_ahead(self, step: PreparedStep, previous: SampledTokens | None) -> ForwardedStep:
+        """Gives the device a step up to its logits; `sample_ahead` follows once the tokens of `previous` are known."""
+        use_device(self.kv_pages.device)
+        with self._explaining_failures():
+            return forward_step(step, self._replay, self._group, self.kv_pages.device, previous)
+
+    def sample_ahead(
+        self, step: PreparedStep, forwarded: ForwardedStep, discarded: Collection[EngineSequence]
+    ) -> SampledTokens:
+        """Has the device sample a step that was given to it ahead of a text which a grammar rules."""
+        use_device(self.kv_pages.device)
+        return sample_forwarded(step, forwarded, self._masks, discarded)
 
     def launch(self, work: Sequence[ScheduledSequence], on_layer: Callable[[int], None] | None = None) -> SampledTokens:
         """Computes a step like `step`, but on a GPU returns before it is done."""

@@ -118,6 +118,11 @@ class DecodeScheduler:
         """Returns whether no step in flight computes it, so that its tokens and its KV are final."""
         return not self._steps.computes(sequence)
 
+    def discarded(self, plan: StepPlan) -> Collection[Sequence]:
+        """Returns the sequences of a step in flight whose tokens will be discarded: they have ended, lost their pages
+        or got other tokens."""
+        return self._steps.discarded(plan)
+
     def pause(self, sequence: Sequence) -> None:
         """Stops a running sequence, which keeps its pages; a step in flight may still compute it."""
         self._queues.stop(self._queues[sequence])
@@ -127,8 +132,10 @@ class DecodeScheduler:
         self._queues.run(self._queues[sequence])
 
     def extend(self, sequence: Sequence, token_ids: Collection[int]) -> None:
-        """Appends tokens to a running sequence that were not sampled in a step; their KV is computed next."""
+        """Appends tokens to a running sequence that were not sampled in a step; their KV is computed next, and what a
+        step in flight samples for it is discarded."""
         if token_ids:
+            self._steps.supersede(sequence)
             sequence.append_uncomputed(token_ids)
             self._queues.withdraw_row(sequence)
 

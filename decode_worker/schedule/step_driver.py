@@ -3,6 +3,8 @@
 While a step computes, the step loop takes calls: requests come and end, first tokens go out, pages are reserved and
 land. On a GPU the next step is scheduled and given to the device meanwhile, if possible (`schedule_ahead`). On a CPU it
 is not: scheduling takes a hundredth of a step there, and a request that arrives during a step would miss the next.
+Where a grammar rules a token of that next step, the step is computed up to its logits, and sampled as soon as the
+tokens of the step before it have been recorded: the mask follows from them.
 
 A model that is split between ranks announces each step to the others when it is given, so that a rank goes on with the
 next step without waiting for rank 0. They compute every step announced to them: a step that awaits a failed one is
@@ -15,15 +17,22 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
-from engine.step.compute import SampledTokens, StepTokens
+from engine.step.compute import ForwardedStep, PreparedStep, SampledTokens, StepTokens
 from engine.step.plan import StepPlan
-from engine.step.thread import StepThread
+from engine.step.thread import ForwardInProgress, StepThread
 from penstock.errors import PenstockError
 
 log = logging.getLogger(__name__)
+
+
+class _UnsampledStep(NamedTuple):
+    plan: StepPlan
+    step: PreparedStep
+    forward: ForwardInProgress[ForwardedStep]
 
 
 class StepDriver:
@@ -40,6 +49,7 @@ class StepDriver:
         )
         self._runs_ahead = engine.runs_ahead
         self._in_flight: deque[StepPlan] = deque()
+        self._unsampled: _UnsampledStep | None = None  # the newest step in flight, if a grammar rules a token of it
         self._started_s = 0.0  # when the device began to compute the oldest of them
 
     def turn(self) -> None:
@@ -60,6 +70,14 @@ class StepDriver:
         engine, step, is_ahead = self._engine, self._engine.prepare(plan), bool(self._in_flight)
         self._in_flight.append(plan)
         engine.announce(step)
+        if is_ahead and step.sampling.ruled:
+            forward = self._thread.start_forward(
+                lambda before: engine.forward_ahead(step, before),
+                lambda outcome: self._on_done(plan, outcome),
+                lambda: engine.compute_discarded(step),
+            )
+            self._unsampled = _UnsampledStep(plan, step, forward)
+            return
         self._thread.start(
             lambda before: engine.compute(step, before),
             lambda outcome: self._on_done(plan, outcome),
@@ -75,12 +93,26 @@ class StepDriver:
             log.warning("a step failed and is recomputed, each sequence by itself if necessary: %s", outcome)
             self._thread.drain()  # waits for the step after it
             self._in_flight.clear()
+            self._unsampled = None
             self._worker.scheduler.cancel_ahead()
             self._worker.recompute_step(plan)
             return
         self._in_flight.popleft()
         self._worker.finish_step(plan, outcome, now_s - self._started_s)
         self._started_s = now_s
+        self._sample_next()
+
+    def _sample_next(self) -> None:
+        """Samples the step that was given to the device ahead of its texts: they are known now."""
+        if self._unsampled is None:
+            return
+        (plan, step, forward), self._unsampled = self._unsampled, None
+        engine, discarded = self._engine, frozenset(self._worker.scheduler.discarded(plan))
+        self._thread.start_sampling(
+            forward,
+            lambda forwarded: engine.sample_ahead(step, forwarded, discarded),
+            lambda outcome: self._on_done(plan, outcome),
+        )
 
     def stop(self) -> None:
         """Ends the device's thread; call it once the step loop has ended. Blocks."""

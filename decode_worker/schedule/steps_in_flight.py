@@ -2,7 +2,7 @@
 
 A step in flight may still write the pages of every sequence that it computes. One rule makes it safe to ask anything of
 the scheduler meanwhile: pages that are given back while a step is in flight become free only when it is over. Tokens
-that a step samples for a sequence that has lost its pages meanwhile are discarded.
+that a step samples for a sequence that has lost its pages meanwhile, or has got other tokens, are discarded.
 
 The scheduler decides who has a row; only this module changes how far rows are in their texts.
 """
@@ -33,7 +33,7 @@ class StepsInFlight:
         self._rows = rows
         self._plans: deque[StepPlan] = deque()
         self._num_steps = 0
-        self._dropped: dict[Sequence, int] = {}  # lost their pages: tokens of steps up to this one are discarded
+        self._dropped: dict[Sequence, int] = {}  # lost their pages or go on otherwise: tokens up to this step are void
         self._parked: deque[tuple[int, list[PageId]]] = deque()  # free once that step is over
 
     def __len__(self) -> int:
@@ -67,6 +67,15 @@ class StepsInFlight:
         if len(self._plans) > 1:
             self._plans.pop()
             self._rows.rewind()
+
+    def supersede(self, sequence: Sequence) -> None:
+        """Discards what the steps in flight sample for the sequence: its text continues otherwise."""
+        if self.computes(sequence):
+            self._dropped[sequence] = self._num_steps
+
+    def discarded(self, plan: StepPlan) -> Collection[Sequence]:
+        """Returns the sequences whose tokens of a step in flight will be discarded, as far as it is known."""
+        return self._discarded(plan)
 
     def give_back(self, sequence: Sequence) -> None:
         """Returns the sequence's pages to the pool once no step can write them any more."""

@@ -3,14 +3,16 @@
 `prepare_step` reads sequences and rows, on the step loop. `compute` gives the device its work; on a GPU it returns
 before the device is done, and the next step may follow at once, with the tokens of this one fed back on the device.
 `SampledTokens.wait` brings the tokens to the host. The last two stages read no sequence unless a grammar rules its next
-token; then no later step may be in flight, and the text must not change until the step is over.
+token, whose mask follows from the text: then the text must be known before the step samples, and must not change until
+it is over. A step that is given to the device ahead of such a text is computed in two parts: `forward_step` at once,
+and `sample_forwarded` when the tokens before it are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -108,6 +110,15 @@ def _sampling_rows(work: Seq[ScheduledSequence], host: HostBatch) -> tuple[Sampl
     return (rows.then(SamplingRows.of(sequences)) if sequences else rows), special
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardedStep:
+    """A step on the device that is yet to be sampled."""
+
+    logits_RV: torch.Tensor  # of the sampled rows
+    scores: Mapping[int, PromptScores]
+    awaited: torch.Tensor | None  # the tokens of the step before that this one has taken from the device
+
+
 class SampledTokens:
     """Sampled tokens on the device, while they are copied to the host."""
 
@@ -181,8 +192,20 @@ def compute(
     `previous` is the step before, required if this step awaits tokens of it. `masks` are required if a grammar rules a
     token.
     """
-    sampling = step.sampling
-    pending = masks.start(list(sampling.ruled.values())) if masks is not None and sampling.ruled else None
+    ruled = step.sampling.ruled
+    pending = masks.start(list(ruled.values())) if masks is not None and ruled else None
+    forwarded = forward_step(step, forward, group, device, previous)
+    return _sample(step, forwarded, pending.wait() if pending else None)
+
+
+def forward_step(
+    step: PreparedStep,
+    forward: Forward,
+    group: ParallelGroup,
+    device: torch.device,
+    previous: SampledTokens | None = None,
+) -> ForwardedStep:
+    """Computes a step up to its logits, as `compute` does."""
     awaited = None
     if step.awaited_places is not None:
         assert previous is not None
@@ -193,11 +216,29 @@ def compute(
     if scored is not None:
         scores = score_prompts(logits_RV[len(places) :], scored)
         logits_RV = logits_RV[: len(places)]
-    if not len(places):  # nothing is sampled, but `wait` must still tell when the step is over
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        return SampledTokens(step, Sampled(none, none.bool()), scores)
-    found = pending.wait() if pending else None
-    return SampledTokens(step, sample_step(logits_RV, sampling, found, awaited), scores, found)
+    return ForwardedStep(logits_RV, scores, awaited)
+
+
+def sample_forwarded(
+    step: PreparedStep, forwarded: ForwardedStep, masks: MaskThread, discarded: Collection[Sequence] = ()
+) -> SampledTokens:
+    """Samples a step whose texts have become known. The tokens of `discarded` sequences mean nothing: their texts have
+    ended or continue otherwise, so that no mask can be computed for them."""
+    sampling = step.sampling
+    if discarded:
+        ruled = {row: sequence for row, sequence in sampling.ruled.items() if sequence not in discarded}
+        step = replace(step, sampling=replace(sampling, ruled=ruled))
+    pending = masks.start(list(step.sampling.ruled.values()))
+    return _sample(step, forwarded, pending.wait() if pending else None)
+
+
+def _sample(step: PreparedStep, forwarded: ForwardedStep, masks: TokenMasks | None) -> SampledTokens:
+    logits_RV = forwarded.logits_RV
+    if not len(step.host.sampled_places):  # nothing is sampled, but `wait` must still tell when the step is over
+        none = torch.empty(0, dtype=torch.int64, device=logits_RV.device)
+        return SampledTokens(step, Sampled(none, none.bool()), forwarded.scores)
+    sampled = sample_step(logits_RV, step.sampling, masks, forwarded.awaited)
+    return SampledTokens(step, sampled, forwarded.scores, masks)
 
 
 def compute_discarded(step: PreparedStep, forward: Forward, group: ParallelGroup, device: torch.device) -> None:

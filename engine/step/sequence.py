@@ -78,13 +78,11 @@ class Sequence:
 
     @property
     def sampling_needs_text(self) -> bool:
-        """Whether sampling its next token requires that the host knows every token before it.
+        """Whether its next token can be scheduled only once the host knows every token before it.
 
-        A grammar's mask follows from the text. With a few allowed tokens, bad sequences may ban all of them, which is
-        an error that names the place.
+        With a few allowed tokens, bad sequences may ban all of them, which is an error that names the place.
         """
-        sampling = self.sampling
-        return sampling.grammar is not None or bool(sampling.bad_sequences and sampling.allowed_token_ids)
+        return bool(self.sampling.bad_sequences and self.sampling.allowed_token_ids)
 
     @property
     def scores_prompt(self) -> bool:

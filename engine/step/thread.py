@@ -25,6 +25,14 @@ class PendingTokens(Protocol):
 
 
 PendingT = TypeVar("PendingT", bound=PendingTokens)
+ForwardT = TypeVar("ForwardT")
+
+
+class ForwardInProgress(Generic[ForwardT]):
+    """A step given to the device ahead of the text that its sampling needs. `StepThread` alone uses it."""
+
+    def __init__(self) -> None:
+        self.forwarded: ForwardT | None = None  # until it is computed, and if that has failed
 
 
 class StepThread(Generic[PendingT]):
@@ -66,15 +74,59 @@ class StepThread(Generic[PendingT]):
             try:
                 pending = self._previous = compute(self._previous if is_ahead else None)
             except PenstockError as error:
-                self._failed, problem = True, error
-                self._after_waits(lambda: on_done(problem))
+                self._fail(error, on_done)
                 return
-            if self._waits is not None:
-                self._waits.post(lambda: self._guard(lambda: self._wait(pending, on_done)))
-            else:
-                self._wait(pending, on_done)
+            self._bring_back(pending, on_done)
 
         self._jobs.post(lambda: self._guard(run))
+
+    def start_forward(
+        self, forward: Callable[[PendingT | None], ForwardT], on_done: _OnDone, compute_discarded: _Job
+    ) -> ForwardInProgress[ForwardT]:
+        """Computes a step up to its logits on the thread, ahead of the tokens of the step before, which is passed to
+        `forward`. `start_sampling` must follow. Never blocks; `on_done` receives only errors, as in `start`."""
+        step: ForwardInProgress[ForwardT] = ForwardInProgress()
+
+        def run() -> None:
+            if self._failed:
+                compute_discarded()
+                self._after_waits(lambda: on_done(Cancelled("the step before it failed")))
+                return
+            try:
+                step.forwarded = forward(self._previous)
+            except PenstockError as error:
+                self._fail(error, on_done)
+
+        self._jobs.post(lambda: self._guard(run))
+        return step
+
+    def start_sampling(
+        self, step: ForwardInProgress[ForwardT], sample: Callable[[ForwardT], PendingT], on_done: _OnDone
+    ) -> None:
+        """Samples a step that `start_forward` began; does nothing if that has failed. Otherwise as `start`."""
+
+        def run() -> None:
+            if step.forwarded is None:
+                return
+            try:
+                pending = self._previous = sample(step.forwarded)
+            except PenstockError as error:
+                self._fail(error, on_done)
+                return
+            self._bring_back(pending, on_done)
+
+        self._jobs.post(lambda: self._guard(run))
+
+    def _fail(self, error: PenstockError, on_done: _OnDone) -> None:
+        self._failed = True
+        self._after_waits(lambda: on_done(error))
+
+    def _bring_back(self, pending: PendingT, on_done: _OnDone) -> None:
+        """Posts the tokens once they are on the host."""
+        if self._waits is not None:
+            self._waits.post(lambda: self._guard(lambda: self._wait(pending, on_done)))
+        else:
+            self._wait(pending, on_done)
 
     def _wait(self, pending: PendingT, on_done: _OnDone) -> None:
         tokens = pending.wait()

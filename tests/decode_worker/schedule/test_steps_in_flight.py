@@ -246,16 +246,8 @@ def test_prompts_are_computed_ahead_beside_decoding_and_their_first_tokens_fed_b
     assert all(one.token_ids[-1] == EOS or one.num_output_tokens == 9 for one in machine.ended)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(max_tokens=9, grammar=Grammar(GrammarKind.REGEX, "a*")),
-        SamplingParams(max_tokens=9, allowed_token_ids=(3, 4), bad_sequences=((3, 4),)),
-    ],
-)
-def test_a_prompt_whose_first_token_depends_on_its_text_is_ended_by_a_step_that_follows_no_other(
-    sampling: SamplingParams,
-) -> None:
+def test_a_prompt_whose_first_token_depends_on_its_text_is_ended_by_a_step_that_follows_no_other() -> None:
+    sampling = SamplingParams(max_tokens=9, allowed_token_ids=(3, 4), bad_sequences=((3, 4),))
     machine = Machine(60)
     scheduler = machine.scheduler
     for number, one in enumerate((SamplingParams(max_tokens=9), sampling)):
@@ -275,6 +267,40 @@ def test_a_prompt_whose_first_token_depends_on_its_text_is_ended_by_a_step_that_
     assert [chunk.is_sampled for chunk in machine.in_flight[-1][0].chunks] == [True]
     machine.record()
     machine.check()
+
+
+def test_what_a_step_ahead_samples_for_a_text_that_goes_on_otherwise_is_discarded() -> None:
+    """A grammar forces tokens while the next step is in flight: they follow instead of the token of that step."""
+    machine = Machine(60)
+    scheduler = machine.scheduler
+    sampling = SamplingParams(max_tokens=20, grammar=Grammar(GrammarKind.REGEX, "a*"))
+    sequence, other = (Sequence(RequestId(name), [5] * 10, 10, sampling, SALT) for name in ("forced", "other"))
+    for one in (sequence, other):
+        scheduler.track(one)
+        scheduler.compute_here(one)
+        machine.live.append(one)
+    for _ in range(4):  # until both decode
+        machine.launch(scheduler.schedule())
+        machine.record()
+    machine.launch(scheduler.schedule())
+    ahead = scheduler.schedule_ahead()
+    assert ahead is not None
+    machine.launch(ahead)
+    machine.record()
+    text, count = list(sequence.token_ids), other.num_output_tokens
+    assert not scheduler.discarded(ahead)
+    scheduler.extend(sequence, [8, 9])
+    assert set(scheduler.discarded(ahead)) == {sequence}
+    following = scheduler.schedule_ahead()
+    assert following is not None
+    assert [(chunk.sequence, chunk.num_tokens) for chunk in following.chunks] == [(sequence, 3)]
+    machine.launch(following)
+    machine.record()
+    assert sequence.token_ids == [*text, 8, 9]
+    assert other.num_output_tokens == count + 1
+    machine.record()
+    assert sequence.num_output_tokens == len(text) - 10 + 3
+    scheduler.check_integrity()
 
 
 rows_of = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=6)
@@ -394,6 +420,42 @@ def test_a_failed_step_is_reported_after_the_one_that_the_device_still_computes(
     for _ in range(2):
         calls.get(timeout=60)()
     assert [one.chunks if isinstance(one, StepTokens) else str(one) for one in outcomes] == [[7], "no number"]
+    assert thread.stop()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_step_is_sampled_apart_from_its_forward(is_async: bool) -> None:
+    calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    thread: StepThread[Tokens] = StepThread("test", calls.put, is_async=is_async)
+    outcomes: list[object] = []
+    thread.start(lambda before: Tokens([7]), outcomes.append, False)
+    step = thread.start_forward(lambda before: before, outcomes.append, lambda: None)
+    calls.get(timeout=60)()
+    assert outcomes.pop().chunks == [7]  # type: ignore[attr-defined]
+    thread.start_sampling(step, lambda before: Tokens([*before.tokens, 8]) if before else Tokens([]), outcomes.append)
+    thread.start(lambda before: Tokens([*before.tokens, 9]) if before else Tokens([]), outcomes.append, True)
+    for tokens in ([7, 8], [7, 8, 9]):
+        calls.get(timeout=60)()
+        assert outcomes.pop().chunks == tokens  # type: ignore[attr-defined]
+    assert thread.stop()
+
+
+def test_a_step_whose_forward_failed_is_not_sampled() -> None:
+    calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    thread: StepThread[Tokens] = StepThread("test", calls.put, is_async=False)
+    outcomes: list[object] = []
+    discarded: list[bool] = []
+    thread.start(lambda before: Tokens([7]), outcomes.append, False)
+    step = thread.start_forward(lambda before: fail(InternalError("no memory")), outcomes.append, lambda: None)
+    thread.start_sampling(step, lambda before: fail(StepError()), outcomes.append)
+    late = thread.start_forward(lambda before: before, outcomes.append, lambda: discarded.append(True))
+    thread.start_sampling(late, lambda before: fail(StepError()), outcomes.append)
+    thread.start(lambda before: Tokens([8]), outcomes.append, False)
+    for _ in range(4):
+        calls.get(timeout=60)()
+    texts = [one.chunks if isinstance(one, StepTokens) else str(one) for one in outcomes]
+    assert texts == [[7], "no memory", "the step before it failed", [8]]
+    assert discarded == [True]
     assert thread.stop()
 
 

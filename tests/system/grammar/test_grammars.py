@@ -10,12 +10,14 @@ import functools
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import jsonschema
 import pytest
 
 from engine.engine import Engine
 from engine.generate import generate
+from engine.step.compute import PreparedStep, SampledTokens
 from penstock.config import EngineConfig
 from penstock.errors import InvalidInput
 from penstock.types import Grammar, GrammarKind, Role, SamplingParams
@@ -87,8 +89,9 @@ async def test_every_way_to_serve_gives_the_same_tokens(way: str) -> None:
         await wait_until_empty(prefill, decode)
 
 
-async def test_run_ahead_and_chunks_change_nothing() -> None:
-    requests, wanted = asked("seeded")
+@pytest.mark.parametrize("way", WAYS)
+async def test_run_ahead_and_chunks_change_nothing(way: str) -> None:
+    requests, wanted = asked(way)
     ahead = FP32 | {"run_ahead": True}
     async with workers(
         worker_config(Role.PREFILL, MODEL, engine=ahead, prefill={"max_batch_tokens": 8}),
@@ -97,6 +100,30 @@ async def test_run_ahead_and_chunks_change_nothing() -> None:
         async with caller(decode) as router:
             assert await ask_all(router, requests, [prefill]) == wanted
             assert await ask_all(router, requests, []) == wanted
+
+
+async def test_rows_with_and_without_grammars_run_ahead_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step after the one in flight is given to the device whole, and sampled once its texts are known."""
+    requests, wanted = asked("seeded")
+    free = [(prompt, replace(sampling, grammar=None)) for prompt, sampling in requests]
+    wanted_free = [single_process(prompt, sampling) for prompt, sampling in free]
+    kinds: set[tuple[bool, bool]] = set()  # of steps sampled late: do they have rows with, and rows without, a grammar?
+    sample_ahead = Engine.sample_ahead
+
+    def note(engine: Engine, step: PreparedStep, *rest: Any) -> SampledTokens:
+        num_ruled = len(step.sampling.ruled)
+        kinds.add((num_ruled > 0, num_ruled < len(step.sampling.rows)))
+        return sample_ahead(engine, step, *rest)
+
+    monkeypatch.setattr(Engine, "sample_ahead", note)
+    ahead = FP32 | {"run_ahead": True, "num_pages": 512}
+    async with workers(worker_config(Role.DECODE, MODEL, engine=ahead, decode={"max_batch_sequences": 64})) as (
+        decode,
+    ):
+        async with caller(decode) as router:
+            assert await ask_all(router, requests + free, []) == wanted + wanted_free
+        await wait_until_empty(decode)
+    assert (True, True) in kinds
 
 
 async def test_preempted_sequences_go_on_in_their_grammars() -> None:

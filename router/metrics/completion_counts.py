@@ -55,11 +55,16 @@ class CompletionCounts:
         if request.trace is not None:
             request.trace.completions.append(ended)
         metrics = self.metrics
-        metrics.succeeded(reason.value)
-        metrics.requests.completion(request.lane, len(request.token_ids), timing)
-        metrics.preemptions.inc(timing.num_preemptions)
-        metrics.migrations.inc(timing.num_migrations)
-        metrics.redispatches.inc(timing.num_redispatches)
+        metrics.succeeded(reason)
+        metrics.requests.completion(
+            request.lane, len(request.token_ids), timing, reason, num_tokens, choices[-1] if choices else None
+        )
+        if timing.num_preemptions:
+            metrics.preemptions.inc(timing.num_preemptions)
+        if timing.num_migrations:
+            metrics.migrations.inc(timing.num_migrations)
+        if timing.num_redispatches:
+            metrics.redispatches.inc(timing.num_redispatches)
         metrics.queue_s.observe(timing.queue_ms / 1e3)
 
     def request(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from penstock.types import Role, WorkerEnd, WorkerId, WorkerLoad
+from penstock.types import FinishReason, Role, WorkerEnd, WorkerId, WorkerLoad
 from router.metrics.admission_metrics import AdmissionMetrics
 from router.metrics.credential_metrics import CredentialCollector, LoadedFiles
+from router.metrics.histograms import BoundHistogram, HistogramFamily
 from router.metrics.index_metrics import IndexCollector
 from router.metrics.loop_lag import LoopLag
 from router.metrics.prediction_metrics import PredictionCollector
@@ -34,7 +32,7 @@ class RouterMetrics:
         self._model = model
         self._registry = registry = CollectorRegistry()
         self.first_token_s = self._histogram("time_to_first_token_seconds", "Accepted to first token", _SHORT_S)
-        self.inter_token_s = TokenHistogram("vllm:inter_token_latency_seconds", "Between two tokens", model, registry)
+        self.inter_token_s = self._histogram("inter_token_latency_seconds", "Between two tokens", _SHORT_S)
         self.request_s = self._histogram("e2e_request_latency_seconds", "Accepted to last token", _LONG_S)
         self.queue_s = self._histogram(
             "request_queue_time_seconds", "Waiting at the router and for a prefill worker", _LONG_S
@@ -67,12 +65,12 @@ class RouterMetrics:
         self.requests = RequestMetrics(registry, model)
         self.admission = AdmissionMetrics(registry, model)
         self.loop_lag = LoopLag(registry, model)
-        self._mispredicted = Histogram(
+        self._mispredicted = HistogramFamily(
             "penstock:prediction_error_seconds",
             "Difference between a stage's actual and predicted time",
             [*_LABELS, "stage"],
-            buckets=_SHORT_S,
-            registry=registry,
+            _SHORT_S,
+            registry,
         )
 
     def watch(
@@ -133,10 +131,10 @@ class RouterMetrics:
         self._registry.register(CredentialCollector(self._model, files))
 
     def mispredicted(self, stage: str, seconds: float) -> None:
-        self._mispredicted.labels(self._model, stage).observe(seconds)
+        self._mispredicted.bind(self._model, stage).observe(seconds)
 
-    def succeeded(self, finished_reason: str) -> None:
-        self._success.labels(self._model, finished_reason).inc()
+    def succeeded(self, reason: FinishReason) -> None:
+        self._success.labels(self._model, reason.value).inc()
 
     def failed(self, reason: str) -> None:
         self._errors.labels(self._model, reason).inc()
@@ -151,9 +149,8 @@ class RouterMetrics:
         """Returns the text exposition format."""
         return generate_latest(self._registry)
 
-    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(f"vllm:{name}", help_text, _LABELS, buckets=buckets, registry=self._registry)
-        return family.labels(self._model)
+    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> BoundHistogram:
+        return HistogramFamily(f"vllm:{name}", help_text, _LABELS, buckets, self._registry).bind(self._model)
 
     def _counter(self, name: str, help_text: str) -> Counter:
         return Counter(f"vllm:{name}", help_text, _LABELS, registry=self._registry).labels(self._model)
@@ -165,23 +162,3 @@ class RouterMetrics:
         family = Gauge(f"penstock:{name}", help_text, [*_LABELS, label], registry=self._registry)
         for value in values:
             family.labels(self._model, value).set_function(functools.partial(read, value))
-
-
-class TokenHistogram:
-    """A histogram that observes many equal values at once: the library's own takes microseconds for each token."""
-
-    def __init__(self, name: str, help_text: str, model: str, registry: CollectorRegistry) -> None:
-        self._name, self._help_text, self._model = name, help_text, model
-        self._counts = [0] * (len(_SHORT_S) + 1)
-        self._sum = 0.0
-        registry.register(self)
-
-    def observe(self, value: float, count: int) -> None:
-        self._counts[bisect_left(_SHORT_S, value)] += count
-        self._sum += value * count
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._help_text, labels=_LABELS)
-        bounds = [*map(str, _SHORT_S), "+Inf"]
-        family.add_metric([self._model], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
-        yield family

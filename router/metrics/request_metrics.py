@@ -10,16 +10,19 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 
-from penstock.types import Lane
+from penstock.types import FinishReason, Lane, Role
 from penstock.v1 import common_pb2
+from router.metrics.histograms import BoundHistogram, HistogramFamily
+from router.routing.policy.interface import PairChoice
 
 _LABELS = ["model_name"]
 _STAGE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
 _PROMPT_BOUNDS = (1024, 8192, 32768)  # tokens: a prompt below the first has the first class
+_COMPUTING = ("prefill worker", "decode worker")
 _PROMPT_CLASSES = ("below 1k", "1k to 8k", "8k to 32k", "32k and more")
 STAGES: Mapping[str, str] = MappingProxyType(
     {"queue": "queue_ms", "prefill": "prefill_ms", "transfer": "transfer_ms", "decode": "decode_ms"}
@@ -28,71 +31,126 @@ STAGES: Mapping[str, str] = MappingProxyType(
 
 
 class RequestMetrics:
-    """Binds its labels once. Called on the router's event loop."""
+    """Binds each series with its first use. Called on the router's event loop."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"vllm:{name}", help_text, _LABELS, buckets=buckets, registry=registry).labels(model)
+        def series(name: str, help_text: str, bounds: tuple[float, ...]) -> BoundHistogram:
+            return HistogramFamily(f"vllm:{name}", help_text, _LABELS, bounds, registry).bind(model)
 
-        def counter(name: str, help_text: str, label: str) -> Counter:
-            return Counter(f"penstock:{name}", help_text, [*_LABELS, label], registry=registry)
+        def family(name: str, help_text: str, labels: tuple[str, ...], bounds: tuple[float, ...]) -> HistogramFamily:
+            return HistogramFamily(f"penstock:{name}", help_text, [*_LABELS, *labels], bounds, registry)
 
-        self._prefill_s = histogram("request_prefill_time_seconds", "First chunk scheduled to first token", _STAGE_S)
-        self._decode_s = histogram("request_decode_time_seconds", "First token sent to last token sent", _STAGE_S)
-        self._token_s = histogram(
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"penstock:{name}", help_text, [*_LABELS, *labels], registry=registry)
+
+        self._model = model
+        self._prefill_s = series("request_prefill_time_seconds", "First chunk scheduled to first token", _STAGE_S)
+        self._decode_s = series("request_decode_time_seconds", "First token sent to last token sent", _STAGE_S)
+        self._token_s = series(
             "request_time_per_output_token_seconds", "Mean time between two tokens of a completion", _TOKEN_S
         )
-        self._output_size = histogram("request_generation_tokens", "Tokens generated for a request", _TOKENS)
-        stages = Histogram(
-            "penstock:stage_seconds",
-            "Time of a completion's stages",
-            [*_LABELS, "lane", "stage"],
-            buckets=_STAGE_S,
-            registry=registry,
+        self._output_size = series("request_generation_tokens", "Tokens generated for a request", _TOKENS)
+        self._stage_s = family(
+            "stage_seconds",
+            "Time of a completion's stages, by the pool that computed its prompt",
+            ("lane", "stage", "prompt", "pool"),
+            _STAGE_S,
         )
-        first_tokens = Histogram(
-            "penstock:time_to_first_token_seconds",
+        self._first_token_s = family(
+            "time_to_first_token_seconds",
             "Accepted to first token, by lane and prompt length in tokens",
-            [*_LABELS, "lane", "prompt"],
-            buckets=_STAGE_S,
-            registry=registry,
+            ("lane", "prompt"),
+            _STAGE_S,
         )
-        targets = Counter(
-            "penstock:request_targets",
+        of_ended = ("lane", "prompt", "pool", "finished_reason")
+        self._completion_s = family("completion_seconds", "Accepted to a completion's last token", of_ended, _STAGE_S)
+        self._completion_token_s = family(
+            "time_per_output_token_seconds", "Mean time between two tokens of a completion", of_ended, _TOKEN_S
+        )
+        targets = counter(
+            "request_targets",
             "Requests that ended with an answer, by whether they met the targets of the SLO",
-            [*_LABELS, "lane", "result"],
-            registry=registry,
+            "lane",
+            "result",
         )
-        tokens = counter("prompt_tokens_by_place", "Prompt tokens by where their KV came from", "place")
-        self._stage_s = {(lane, stage): stages.labels(model, lane.value, stage) for lane in Lane for stage in STAGES}
-        self._first_token_s = {
-            (lane, name): first_tokens.labels(model, lane.value, name) for lane in Lane for name in _PROMPT_CLASSES
-        }
         self._targets = {
             (lane, met): targets.labels(model, lane.value, "met" if met else "missed")
             for lane in Lane
             for met in (True, False)
         }
-        self._tokens = {place: tokens.labels(model, place) for place in ("cached", "prefill worker", "decode worker")}
+        tokens = counter("prompt_tokens_by_place", "Prompt tokens by where their KV came from", "place")
+        self._tokens = {place: tokens.labels(model, place) for place in ("cached", *_COMPUTING)}
+        planned = counter(
+            "prompt_tokens_planned",
+            "Uncached prompt tokens by where the decode workers decided that they be computed",
+            "place",
+        )
+        self._planned = {place: planned.labels(model, place) for place in _COMPUTING}
+        routed = counter(
+            "routed_prompt_tokens",
+            "Prompt tokens by the pool that the router chose to compute them: all, those that its index promised to be "
+            "cached there, and those that were",
+            "pool",
+            "kind",
+        )
+        self._routed = {
+            (pool, kind): routed.labels(model, pool.value, kind)
+            for pool in Role
+            for kind in ("all", "predicted cached", "cached")
+        }
 
     def first_token(self, lane: Lane, num_prompt_tokens: int, ttft_s: float) -> None:
         """Observes the time to a completion's first token."""
-        self._first_token_s[lane, prompt_class(num_prompt_tokens)].observe(ttft_s)
+        self._first_token_s.bind(self._model, lane.value, prompt_class(num_prompt_tokens)).observe(ttft_s)
 
-    def completion(self, lane: Lane, num_prompt_tokens: int, timing: common_pb2.Timing) -> None:
-        """Observes the stages of a completion that has ended, and where its prompt was computed."""
+    def completion(
+        self,
+        lane: Lane,
+        num_prompt_tokens: int,
+        timing: common_pb2.Timing,
+        reason: FinishReason,
+        num_tokens: int,
+        choice: PairChoice | None,
+    ) -> None:
+        """Observes a completion that has ended with `num_tokens`: its stages and times, where its prompt was computed,
+        and what the router's last `choice` of a pair promised of caches; None: the router made none."""
+        model, prompt = self._model, prompt_class(num_prompt_tokens)
+        pool = Role.DECODE if timing.prefill_worker in ("", timing.decode_worker) else Role.PREFILL
         for stage, field in STAGES.items():
-            self._stage_s[lane, stage].observe(getattr(timing, field) / 1e3)
+            self._stage_s.bind(model, lane.value, stage, prompt, pool.value).observe(getattr(timing, field) / 1e3)
         self._prefill_s.observe(timing.prefill_ms / 1e3)
         self._decode_s.observe(timing.decode_ms / 1e3)
+        ended = (model, lane.value, prompt, pool.value, reason.value)
+        self._completion_s.bind(*ended).observe((timing.first_token_ms + timing.decode_ms) / 1e3)
+        if num_tokens > 1:
+            self._completion_token_s.bind(*ended).observe(timing.decode_ms / 1e3 / (num_tokens - 1))
+        self._count_places(num_prompt_tokens, timing, pool)
+        if choice is not None:
+            self._count_route(num_prompt_tokens, timing.cached_tokens, choice)
+
+    def _count_places(self, num_prompt_tokens: int, timing: common_pb2.Timing, pool: Role) -> None:
+        """Counts prompt tokens by where they were computed, and by where the decode worker decided that they be."""
         cached = min(timing.cached_tokens, num_prompt_tokens)
-        remote = timing.prefill_worker not in ("", timing.decode_worker)
-        self._tokens["cached"].inc(cached)
-        is_split = bool(timing.prices) and timing.prices[0].place == "split"
         computed = num_prompt_tokens - cached
-        there = min(computed, max(0, timing.prices[0].remote_tokens - cached)) if is_split else remote * computed
+        there = computed if pool is Role.PREFILL else 0
+        if timing.prices:
+            planned = min(computed, max(0, timing.prices[0].remote_tokens - cached))
+            self._planned["prefill worker"].inc(planned)
+            self._planned["decode worker"].inc(computed - planned)
+            if timing.prices[0].place == "split" and pool is Role.PREFILL:
+                there = planned
+        self._tokens["cached"].inc(cached)
         self._tokens["prefill worker"].inc(there)
         self._tokens["decode worker"].inc(computed - there)
+
+    def _count_route(self, num_prompt_tokens: int, num_cached: int, choice: PairChoice) -> None:
+        """Counts what the index promised of the worker that was to compute the prompt beside what was cached."""
+        is_remote, score = bool(choice.prefill), choice.score
+        pool = Role.PREFILL if is_remote else Role.DECODE
+        promised = score.prefill_cached_tokens if is_remote else score.decode_cached_tokens
+        self._routed[pool, "all"].inc(num_prompt_tokens)
+        self._routed[pool, "predicted cached"].inc(min(promised, num_prompt_tokens))
+        self._routed[pool, "cached"].inc(min(num_cached, num_prompt_tokens))
 
     def request(self, lane: Lane, num_tokens: int, token_s: float | None, met: bool) -> None:
         """Counts a request that ended with an answer.

@@ -67,6 +67,13 @@ SYMPTOMS: dict[str, tuple[Series, int]] = {
     ),
     "PenstockOverloaded": ({f"penstock:saturation{R1}": "0.9x100"}, 20),
     "PenstockFenceIsStuck": ({f'penstock:worker_oldest_fence_seconds{{{M}, worker="decode-0"}}': "0+60x100"}, 20),
+    "PenstockDisaggregationMissed": (
+        {
+            f'penstock:prompt_tokens_planned_total{{{M}, place="prefill worker"}}': "0+100x100",
+            f'penstock:prompt_tokens_by_place_total{{{M}, place="prefill worker"}}': "0+100x30 3000+50x70",
+        },
+        60,
+    ),
     "PenstockPagesMismatched": (
         {f'penstock:worker_handoff_mismatches_total{{{M}, worker="decode-0"}}': "0x5 2x100"},
         8,

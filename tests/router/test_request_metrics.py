@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
 
 from penstock.client.retry import RetryBudget
 from penstock.config.autoscaler import SloConfig
-from penstock.types import FinishReason, Lane, RequestId, SamplingParams
+from penstock.types import FinishReason, Lane, RequestId, SamplingParams, WorkerId
 from penstock.v1 import common_pb2
 from router.metrics.completion_counts import CompletionCounts
 from router.metrics.demand_report import DemandCounter
+from router.metrics.histograms import HistogramFamily
 from router.metrics.metrics import RouterMetrics
 from router.metrics.request_metrics import prompt_class
 from router.prepared_request import PreparedRequest
+from router.routing.policy.interface import PairChoice, PairScore, PrefillEstimate
 
 
-def count(timing: common_pb2.Timing, *, num_prompt: int = 100, num_tokens: int = 11) -> str:
+def count(
+    timing: common_pb2.Timing, *, num_prompt: int = 100, num_tokens: int = 11, choice: PairChoice | None = None
+) -> str:
     """Counts one interactive request with this timing; returns the exposition."""
     slo = SloConfig(ttft_s=0.5, itl_s=0.02)
     metrics = RouterMetrics("m")
@@ -34,7 +42,7 @@ def count(timing: common_pb2.Timing, *, num_prompt: int = 100, num_tokens: int =
     )
     usage = common_pb2.Usage(prompt_tokens=num_prompt, completion_tokens=num_tokens, cached_tokens=timing.cached_tokens)
     counts.first_token(request, timing.first_token_ms / 1e3)
-    counts.completion(request, FinishReason.LENGTH, timing, num_tokens)
+    counts.completion(request, FinishReason.LENGTH, timing, num_tokens, choices=[choice] if choice else ())
     counts.request(request, usage, timing)
     return metrics.render().decode()
 
@@ -56,7 +64,8 @@ def timing(**fields: object) -> common_pb2.Timing:
 def test_stages_are_observed_by_lane() -> None:
     text = count(timing())
     for stage, seconds in (("queue", 0.002), ("prefill", 0.04), ("transfer", 0.003), ("decode", 0.1)):
-        series = f'penstock:stage_seconds_sum{{lane="interactive",model_name="m",stage="{stage}"}} {seconds}'
+        labels = f'lane="interactive",model_name="m",pool="prefill",prompt="below 1k",stage="{stage}"'
+        series = f"penstock:stage_seconds_sum{{{labels}}} {seconds}"
         assert series in text
     assert 'vllm:request_prefill_time_seconds_sum{model_name="m"} 0.04' in text
     assert 'vllm:request_decode_time_seconds_sum{model_name="m"} 0.1' in text
@@ -97,6 +106,70 @@ def test_the_tokens_of_a_split_prompt_are_counted_at_both_workers() -> None:
     text = count(timing(prefill_worker="prefill-0", prices=[split]))
     for name, value in {"cached": 32.0, "prefill worker": 32.0, "decode worker": 36.0}.items():
         assert f'penstock:prompt_tokens_by_place_total{{model_name="m",place="{name}"}} {value}' in text
+
+
+def test_ended_completions_are_observed_by_lane_pool_prompt_and_finish_reason() -> None:
+    text = count(timing(prefill_worker="decode-0"), num_prompt=9000)
+    of_ended = 'finished_reason="length",lane="interactive",model_name="m",pool="decode",prompt="8k to 32k"'
+    assert f"penstock:completion_seconds_sum{{{of_ended}}} 0.16" in text
+    assert f"penstock:time_per_output_token_seconds_sum{{{of_ended}}} 0.01" in text
+    assert "penstock:time_per_output_token_seconds_sum{" not in count(timing(), num_tokens=1)
+
+
+def test_a_prompt_that_was_planned_for_a_prefill_worker_and_computed_elsewhere_shows() -> None:
+    remote = common_pb2.PrefillPrice(place="remote", prefill_worker="prefill-0", remote_tokens=100)
+    text = count(timing(prefill_worker="decode-0", prices=[remote]))
+    assert 'penstock:prompt_tokens_planned_total{model_name="m",place="prefill worker"} 68.0' in text
+    assert 'penstock:prompt_tokens_by_place_total{model_name="m",place="prefill worker"} 0.0' in text
+    local = common_pb2.PrefillPrice(place="local")
+    text = count(timing(prefill_worker="decode-0", prices=[local]))
+    assert 'penstock:prompt_tokens_planned_total{model_name="m",place="decode worker"} 68.0' in text
+
+
+@pytest.mark.parametrize(("pool", "promised"), [("prefill", 64.0), ("decode", 16.0)])
+def test_promised_and_actual_cache_hits_are_counted_by_the_pool_that_was_chosen(pool: str, promised: float) -> None:
+    prefill = (PrefillEstimate(WorkerId("prefill-0"), 0.0, 0.1, 64),) if pool == "prefill" else ()
+    score = PairScore(None, WorkerId("decode-0"), 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 64, 16)
+    text = count(timing(), choice=PairChoice(WorkerId("decode-0"), prefill, 36, score))
+    for kind, tokens in (("all", 100.0), ("predicted cached", promised), ("cached", 32.0)):
+        series = f'penstock:routed_prompt_tokens_total{{kind="{kind}",model_name="m",pool="{pool}"}}'
+        assert f"{series} {tokens}" in text
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(1, 5)), max_size=30))
+def test_a_histogram_counts_as_the_librarys_does(values: list[tuple[float, int]]) -> None:
+    bounds, ours, theirs = (0.5, 1.0, 10.0), CollectorRegistry(), CollectorRegistry()
+    mine = HistogramFamily("h", "help", ["label"], bounds, ours)
+    library = Histogram("h", "help", ["label"], buckets=bounds, registry=theirs)
+    for value, times in values:
+        mine.bind("a").observe(value, times)
+        for _ in range(times):
+            library.labels("a").observe(value)
+    for bound in ("0.5", "1.0", "10.0", "+Inf"):
+        labels = {"label": "a", "le": bound}
+        assert ours.get_sample_value("h_bucket", labels) == theirs.get_sample_value("h_bucket", labels)
+    of_all = theirs.get_sample_value("h_sum", {"label": "a"})
+    assert ours.get_sample_value("h_sum", {"label": "a"}) == (None if of_all is None else pytest.approx(of_all))
+
+
+def test_vllms_names_of_requests_are_exported() -> None:
+    names = set(re.findall(r"(?m)^# TYPE (\S+) ", count(timing())))
+    assert names >= {
+        "vllm:time_to_first_token_seconds",
+        "vllm:inter_token_latency_seconds",
+        "vllm:e2e_request_latency_seconds",
+        "vllm:request_queue_time_seconds",
+        "vllm:request_prefill_time_seconds",
+        "vllm:request_decode_time_seconds",
+        "vllm:request_time_per_output_token_seconds",
+        "vllm:request_prompt_tokens",
+        "vllm:request_generation_tokens",
+        "vllm:request_success_total",
+        "vllm:prompt_tokens_total",
+        "vllm:prompt_tokens_cached_total",
+        "vllm:generation_tokens_total",
+        "vllm:num_preemptions_total",
+    }
 
 
 def test_prompt_classes_meet_at_their_bounds() -> None:

@@ -93,6 +93,26 @@ def test_a_report_is_exported_under_the_names_that_dashboards_know(port: Metrics
     assert not any("newer" in name for name, _ in series)
 
 
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("vllm:num_requests_waiting", ()),  # TotalQueuedRequests
+        ("vllm:num_requests_running", ()),  # TotalRunningRequests
+        ("vllm:kv_cache_usage_perc", ()),  # KVCacheUtilization
+        ("vllm:cache_config_info", ("block_size", "num_gpu_blocks")),  # BlockSize and NumBlocks
+    ],
+)
+def test_the_contract_of_the_gateway_api_with_model_servers_holds(
+    port: MetricsPort, name: str, labels: tuple[str, ...]
+) -> None:
+    """The Gateway API Inference Extension names these gauges in its model server protocol."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port.port}/metrics", timeout=10.0) as answer:
+        text = answer.read().decode()
+    assert f"# TYPE {name} gauge" in text
+    (series,) = [pairs for known, pairs in scrape(f"127.0.0.1:{port.port}") if known == name]
+    assert set(labels) <= {label for label, _ in series}
+
+
 def test_use_of_the_device_follows_from_the_sizes_of_the_model() -> None:
     shape = ModelShape("m", 2, 64, 4, 2, 16, 128, 1000, 4096)
     work = ModelWork(shape, num_devices=2)

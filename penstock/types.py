@@ -18,7 +18,6 @@ Epoch = NewType("Epoch", int)  # one incarnation of a worker process or a router
 TransferId = NewType("TransferId", str)
 PageId = NewType("PageId", int)  # index of a page in one worker's pool
 PageHash = NewType("PageHash", bytes)  # 16 bytes, see penstock.kv.page_hash
-TokenId = int
 
 
 _EPOCH_BITS = 57  # at random: a thousand workers that start share an epoch once in 3e11 times

@@ -1,4 +1,4 @@
-"""Lists the rows of each benchmark's result that are drawn beside each other as bars. `benchmarks.common.charts`
+"""Lists the rows of each benchmark's result that a chart shows beside each other as bars. `benchmarks.common.charts`
 renders them."""
 
 from __future__ import annotations

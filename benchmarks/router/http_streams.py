@@ -41,7 +41,6 @@ _TOOL = {
 }
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 _MESSAGES = [{"role": "user", "content": "What is the weather in Rome today? Answer in a few words, please."}]
-AIM = 1.25
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,25 @@
-"""Every `penstock` command: its name, what its help line says, and the room of `cluster/cli/commands` that holds it.
+"""Finds every `penstock` command: a file in a room of `cluster/cli/commands` that begins with "`penstock NAME`: ...".
 
-The catalog is read for each call, so that `--help` and mistyped names import no command at all.
+Only these first lines are read, so that `--help` and mistyped names import no command at all.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Protocol, cast
+
+_COMMAND = re.compile(r'"""`penstock (?P<name>[a-z-]+)`: (?P<text>.+?)\.(?:""")?')
 
 
 class CommandModule(Protocol):
-    """A command: `plan_memory.py` is `penstock plan-memory`. Its module docstring says what it does."""
+    """One command: `plan_memory.py` is `penstock plan-memory`. Its docstring begins with its name and its help line."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Adds the command's flags."""
@@ -29,56 +34,27 @@ class CommandGroup:
 
     room: str
     title: str
-    help_lines: Mapping[str, str]
+
+    @cached_property
+    def help_lines(self) -> Mapping[str, str]:
+        """The lines by the names of the commands, in alphabetical order."""
+        first_lines = map(_first_line, sorted((Path(__file__).parent / "commands" / self.room).glob("*.py")))
+        return {found["name"]: found["text"] for line in first_lines if (found := _COMMAND.fullmatch(line))}
 
 
 GROUPS = (
-    CommandGroup(
-        "running",
-        "start and end",
-        {"serve": "start a deployment and keep it up", "stop": "end the deployment"},
-    ),
-    CommandGroup(
-        "calling",
-        "call the model",
-        {"generate": "stream an answer to the terminal", "chat": "talk with the model"},
-    ),
-    CommandGroup(
-        "inspecting",
-        "look",
-        {
-            "status": "show the workers and their load",
-            "top": "watch pools, workers, pages, tokens/s and latencies",
-            "trace": "show where one request's time went, and why its workers were chosen",
-            "events": "show what happened to the workers, and why",
-            "explain": "show why the autoscaler changed a pool, or did not",
-            "doctor": "look for faults, with advice for each; exit status 1 with problems",
-        },
-    ),
-    CommandGroup(
-        "operating",
-        "change",
-        {
-            "scale": "change how many workers a pool has",
-            "drain": "empty a worker, or all of a node, and end it; streams continue elsewhere",
-            "flip": "change a worker's role; its weights and cached pages stay",
-            "upgrade": "replace every worker, by another revision or by new code",
-            "key": "make API keys for tenants",
-        },
-    ),
-    CommandGroup(
-        "sizing",
-        "measure and plan",
-        {
-            "bench": "send traffic to any OpenAI-compatible server, measure latencies and goodput, compare results",
-            "traffic": "describe a trace: lengths, bursts, reuse, and what caches of any size would hit",
-            "plan": "size both pools for traffic, latency targets and priced accelerators, and say why",
-            "plan-memory": "show what a model and its KV pages take of a device, and how many requests fit",
-            "fit": "write what steps cost on a running deployment, for the simulator and for planning",
-        },
-    ),
-    CommandGroup("shell", "set up your shell", {"completion": "print a script that completes commands and flags"}),
+    CommandGroup("running", "start and end"),
+    CommandGroup("calling", "call the model"),
+    CommandGroup("inspecting", "look"),
+    CommandGroup("operating", "change"),
+    CommandGroup("sizing", "measure and plan"),
+    CommandGroup("shell", "set up your shell"),
 )
+
+
+def _first_line(file: Path) -> str:
+    with file.open(encoding="utf-8") as opened:
+        return opened.readline().rstrip()
 
 
 def find_group(name: str) -> CommandGroup | None:

@@ -9,10 +9,13 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.controller.supervised_process import Started
 from cluster.local.ready_mark import leave_ready_mark, remove_ready_mark
@@ -20,7 +23,6 @@ from cluster.local.role_host import RoleHost
 from cluster.pools.pool import ROUTER, SPARE, Incarnation
 from cluster.pools.resources import rank_environment
 from cluster.ray.process import StartReport
-from cluster.ray.rank_actors import launch_actors
 from cluster.ray.sigterm import on_sigterm
 from penstock.config import RouterConfig, WorkerConfig, parse
 from penstock.errors import InternalError, InvalidInput, PenstockError, to_status
@@ -138,7 +140,7 @@ class ServerActor:
         self._name = worker_id
         self._config = at_node_address(config) if use_node_address else config
         group = ray.util.get_current_placement_group()
-        self._launch = launch_actors(group, rank_environment()) if group is not None else None
+        self._launch = _launch_actors(group, rank_environment()) if group is not None else None
         self._server: HostedServer | None = None
         self._made = asyncio.Event()
         self._starting: asyncio.Task[StartReport] | None = None
@@ -242,3 +244,42 @@ def at_node_address(config: Mapping[str, object]) -> dict[str, object]:
     if isinstance(lookaside, Mapping):
         lookaside = {**lookaside, "host": address}
     return {**config, "host": address, "transfer": {**transfer, "host": address}, "lookaside": lookaside}
+
+
+class RankActor:
+    """A rank of a tensor-parallel worker other than the first, which is the worker's own actor.
+
+    It belongs to that actor: Ray ends it with it, as does the channel between them. No batch and no page passes
+    through an actor call.
+    """
+
+    def serve(self, control: str) -> None:
+        """Serves until rank 0 is gone; the process then ends at once."""
+        # Imported here: torch must come after this process's thread bounds are set.
+        from engine.parallel.spawn import serve_rank
+        from kv_transfer.ranks.rank_main import extend
+
+        serve_rank(Path(control), extend)
+        os._exit(0)
+
+
+def _launch_actors(group: PlacementGroup, environment: Mapping[str, str]) -> Launch:
+    """Returns a function that starts ranks in the worker's own placement group, with `environment`."""
+    actors: list[ActorHandle] = []  # Ray ends an actor whose last handle is gone
+
+    def launch(control: Path, num_processes: int) -> None:
+        for bundle in range(1, num_processes + 1):
+            amounts = dict(group.bundle_specs[bundle])
+            made = ray.remote(RankActor).options(
+                num_cpus=amounts.pop("CPU", 0),
+                num_gpus=amounts.pop("GPU", 0),
+                resources=amounts,
+                max_restarts=0,
+                runtime_env={"env_vars": dict(environment)},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+            )
+            actor: Any = made.remote()
+            actor.serve.remote(str(control))
+            actors.append(actor)
+
+    return launch

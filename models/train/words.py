@@ -51,7 +51,6 @@ ANIMALS = (
 )  # fmt: skip
 FOODS = ("apples", "pears", "plums", "cookies", "nuts", "cherries", "buns", "carrots", "berries", "cakes")
 WEATHERS = ("sunny", "windy", "rainy", "cloudy", "snowy", "foggy", "warm", "cold")
-SEASONS = ("spring", "summer", "autumn", "winter")
 FEELINGS = ("happy", "proud", "glad", "thankful", "cheerful", "calm")
 TRAITS = ("kind", "brave", "clever", "curious", "patient", "gentle", "quiet", "careful")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")

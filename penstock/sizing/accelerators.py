@@ -36,11 +36,6 @@ class Accelerator:
     efficiency: Efficiency = Efficiency()
     reads_e4m3: bool = True  # kernels multiply with fp8 codes (e4m3); elsewhere MXFP4 is decoded while loading
 
-    @property
-    def ridge_flops_per_byte(self) -> float:
-        """Arithmetic intensity above which computing, not memory, limits the device."""
-        return self.flops * self.efficiency.compute / (self.memory_bytes_per_s * self.efficiency.memory)
-
 
 _GBIT_400, _GBIT_100 = 50e9, 12.5e9
 _PCIE = Efficiency(collective_s=30e-6)

@@ -30,8 +30,3 @@ class Conversation:
     @property
     def size(self) -> int:
         return max(self.num_characters, sum(len(message.get("content") or "") for message in self.messages))
-
-    @property
-    def uses_tools(self) -> bool:
-        """Whether any message is part of a tool call."""
-        return any(message["role"] == "tool" or "tool_calls" in message for message in self.messages)

@@ -1,5 +1,5 @@
 """A module a command: `add_arguments(parser)` and `run(arguments)`, which returns the exit status.
 
-The file's name is the command's, and `cluster/cli/catalog.py` lists it with its line of help. Import Ray, torch, rich
+The file's name is the command's, and its first line, "`penstock NAME`: ...", its line of help. Import Ray, torch, rich
 and other heavy packages inside `run`: the command's own `--help` imports its module.
 """

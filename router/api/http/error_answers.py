@@ -12,9 +12,47 @@ from starlette.responses import JSONResponse, Response
 from penstock.errors import DeadlineExceeded, ModelNotFound, PenstockError, Unauthenticated, Unavailable
 from router.api.dialect import ErrorShape, Json
 from router.api.http.streams import internal_error
-from router.api.http.unserved import unserved
 from router.api.limits import UnreadRequest
 from router.api.openai.responses import error_json
+
+# Calls of OpenAI's API and of other servers, by the beginning of their path: what Penstock does not serve.
+_ELSEWHERE = {
+    "/v1/audio": "speech and transcription",
+    "/v1/images": "image generation",
+    "/v1/videos": "video generation",
+    "/v1/embeddings": "embeddings",
+    "/v1/moderations": "moderation",
+    "/v1/rerank": "reranking",
+    "/v2/rerank": "reranking",
+    "/rerank": "reranking",
+    "/v1/score": "scoring",
+    "/score": "scoring",
+    "/pooling": "pooling",
+    "/classify": "classification",
+    "/v1/realtime": "realtime sessions",
+    "/v1/files": "files",
+    "/v1/uploads": "files",
+    "/v1/batches": "batches of files",
+    "/v1/vector_stores": "vector stores",
+    "/v1/fine_tuning": "fine-tuning",
+    "/v1/evals": "evaluations",
+    "/v1/assistants": "assistants",
+    "/v1/threads": "assistants",
+    "/v1/conversations": "stored conversations",
+    "/v1/containers": "containers",
+    "/v1/load_lora_adapter": "adapters",
+    "/v1/unload_lora_adapter": "adapters",
+    "/invocations": "SageMaker's calls",
+    "/generate": "call of this name (POST /v1/completions takes text and token ids)",
+}
+
+
+def _unserved(path: str) -> str | None:
+    """Returns what a path stands for elsewhere and not here; None for any other path."""
+    for start, what in _ELSEWHERE.items():
+        if path == start or path.startswith(f"{start}/"):
+            return what
+    return None
 
 
 def openai_error(error: PenstockError) -> tuple[int, Json]:
@@ -52,7 +90,7 @@ class ErrorAnswers:
     async def _on_http_exception(self, http: Request, error: Exception) -> Response:
         """Reports an unknown path or method."""
         assert isinstance(error, HTTPException)
-        what = unserved(http.url.path) if error.status_code == 404 else None
+        what = _unserved(http.url.path) if error.status_code == 404 else None
         detail = error.detail if what is None else f"Penstock has no {what}"
         problem = ModelNotFound(f"{http.method} {http.url.path[:200]}: {detail}; GET /openapi.json lists all calls")
         _, body = self._shape(http)(problem)

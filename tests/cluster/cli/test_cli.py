@@ -449,3 +449,11 @@ def test_help_lists_each_command_once_and_imports_none(capsys: pytest.CaptureFix
 def test_a_mistyped_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "statu") == "command: 'statu' is unknown; did you mean status?; see penstock --help"
     assert refusal(capsys, "qqqqq") == "command: 'qqqqq' is unknown; see penstock --help"
+
+
+def test_every_file_in_a_room_of_commands_is_found() -> None:
+    rooms = Path(commands.__file__).parent
+    files = [file for file in rooms.glob("*/*.py") if file.stem != "__init__"]
+    assert {(file.parent.name, file.stem.replace("_", "-")) for file in files} == {
+        (group.room, name) for group in GROUPS for name in group.help_lines
+    }

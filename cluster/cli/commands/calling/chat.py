@@ -1,4 +1,4 @@
-"""`penstock chat`: a conversation in the terminal."""
+"""`penstock chat`: talk with the model."""
 
 from __future__ import annotations
 

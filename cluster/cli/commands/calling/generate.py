@@ -1,4 +1,4 @@
-"""`penstock generate`: streams one answer to the terminal, and shows where its time went and why its workers."""
+"""`penstock generate`: stream an answer to the terminal."""
 
 from __future__ import annotations
 

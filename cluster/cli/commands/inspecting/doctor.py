@@ -1,4 +1,4 @@
-"""`penstock doctor`: looks for faults here and in the deployment, with advice for each.
+"""`penstock doctor`: look for faults, with advice for each; exit status 1 with problems.
 
 Checks of this machine also work before a deployment exists; where one answers, its controller checks the workers and
 every pair of them that pages travel between. Exit status: 0 no problems (there may be warnings), 1 problems, 2 the

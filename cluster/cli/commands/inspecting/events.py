@@ -1,4 +1,4 @@
-"""`penstock events`: the transitions of workers, with their reasons."""
+"""`penstock events`: show what happened to the workers, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock explain`: why the autoscaler changed a pool, or did not."""
+"""`penstock explain`: show why the autoscaler changed a pool, or did not."""
 
 from __future__ import annotations
 

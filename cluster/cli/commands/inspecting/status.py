@@ -1,4 +1,4 @@
-"""`penstock status`: the workers, their states and their load."""
+"""`penstock status`: show the workers and their load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock top`: pools and workers, refreshed: a live view on a terminal, else a block of text for each view."""
+"""`penstock top`: watch pools, workers, pages, tokens/s and latencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock trace`: where one request's time went, as a waterfall, and why its workers were chosen."""
+"""`penstock trace`: show where one request's time went, and why its workers were chosen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock drain`: empties a worker, or every worker of a node, and ends it."""
+"""`penstock drain`: empty a worker, or all of a node, and end it; streams continue elsewhere."""
 
 from __future__ import annotations
 

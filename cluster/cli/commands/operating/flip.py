@@ -1,4 +1,4 @@
-"""`penstock flip`: changes a worker's role over the same engine."""
+"""`penstock flip`: change a worker's role; its weights and cached pages stay."""
 
 from __future__ import annotations
 

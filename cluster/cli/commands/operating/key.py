@@ -1,4 +1,4 @@
-"""`penstock key new`: makes an API key for a tenant."""
+"""`penstock key`: make API keys for tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock scale`: changes how many workers a pool has."""
+"""`penstock scale`: change how many workers a pool has."""
 
 from __future__ import annotations
 

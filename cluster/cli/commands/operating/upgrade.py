@@ -1,4 +1,4 @@
-"""`penstock upgrade`: replaces every worker, by another revision of the model or by new code."""
+"""`penstock upgrade`: replace every worker, by another revision or by new code."""
 
 from __future__ import annotations
 

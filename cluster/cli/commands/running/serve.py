@@ -1,4 +1,4 @@
-"""`penstock serve`: starts a deployment and keeps it up until Ctrl-C, SIGTERM or `penstock stop`."""
+"""`penstock serve`: start a deployment and keep it up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock stop`: ends the deployment."""
+"""`penstock stop`: end the deployment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock completion`: a script that completes commands, flags and their choices in bash, zsh or fish."""
+"""`penstock completion`: print a script that completes commands and flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock bench`: `run` measures a server under load, `compare` and `report` read the results of runs."""
+"""`penstock bench`: send traffic to any OpenAI-compatible server, measure latencies and goodput, compare results."""
 
 from __future__ import annotations
 

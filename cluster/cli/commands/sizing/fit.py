@@ -1,4 +1,4 @@
-"""`penstock fit`: learns what steps cost on the workers of a running deployment, and writes a cost file."""
+"""`penstock fit`: write what steps cost on a running deployment, for the simulator and for planning."""
 
 from __future__ import annotations
 

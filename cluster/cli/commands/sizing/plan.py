@@ -1,4 +1,4 @@
-"""`penstock plan`: which accelerators to buy for a workload and its latency targets, computed without a deployment."""
+"""`penstock plan`: size both pools for traffic, latency targets and priced accelerators, and say why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock plan-memory`: the device memory that a model needs, computed without loading weights or torch."""
+"""`penstock plan-memory`: show what a model and its KV pages take of a device, and how many requests fit."""
 
 from __future__ import annotations
 

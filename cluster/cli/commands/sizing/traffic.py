@@ -1,4 +1,4 @@
-"""`penstock traffic`: what a recorded trace looks like, computed from the file alone."""
+"""`penstock traffic`: describe a trace: lengths, bursts, reuse, and what caches of any size would hit."""
 
 from __future__ import annotations
 

@@ -78,6 +78,13 @@ SUBJECTS = (
         "structured-output.md",
     ),
     Subject(
+        "adapters",
+        "Adapters",
+        "What adapters cost a decode step of 64 sequences, and how long one takes to load.",
+        "make bench-lora",
+        "adapters.md",
+    ),
+    Subject(
         "quantized_cpu",
         "Quantized products on a CPU",
         "Products with int8, int4 and fp8 weights beside packed bf16 and the time to read their bytes.",

@@ -168,7 +168,7 @@ bench-structured: setup
 	$(PY) -m benchmarks.structured
 
 bench-lora: setup
-	$(PY) -m benchmarks.adapters
+	$(PY) -m benchmarks.engine.adapters
 
 bench-transfer: setup
 	$(PY) -m benchmarks.transfer

@@ -36,7 +36,7 @@ DENSE = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 KINDS = {"attention": ATTENTION, "attention and feed-forward": DENSE}
 
 
-class Streams:
+class AdaptedBatch:
     """A batch of sequences, the first of which have an adapter each."""
 
     def __init__(self, engine: Engine, refs: list[AdapterRef]) -> None:
@@ -72,8 +72,8 @@ class Streams:
 
 def step_row(engine: Engine, name: str, refs: list[AdapterRef]) -> Row:
     """Returns the median step with these adapters beside that of a batch without any."""
-    plain, adapted = Streams(engine, []), Streams(engine, refs)
-    times: dict[Streams, list[float]] = {plain: [], adapted: []}
+    plain, adapted = AdaptedBatch(engine, []), AdaptedBatch(engine, refs)
+    times: dict[AdaptedBatch, list[float]] = {plain: [], adapted: []}
     for step in range(STEPS):
         for streams in (plain, adapted) if step % 2 else (adapted, plain):
             times[streams].append(streams.step())

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from router.api.openapi_page import render_page
 
 OPENAPI = "/openapi.json"
 _ERROR = {
@@ -90,17 +91,16 @@ def described_reading() -> dict[str, Any]:
 
 def add_documents(app: FastAPI) -> None:
     """Adds /openapi.json and /docs, which describe the routes that the app has when they are first asked for."""
-    made: list[dict[str, Any]] = []
+    document = functools.cache(lambda: _document(app))
 
     @app.get(OPENAPI, include_in_schema=False)
     async def openapi() -> Response:
-        if not made:
-            made.append(_document(app))
-        return JSONResponse(made[0])
+        return JSONResponse(document())
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return get_swagger_ui_html(openapi_url=OPENAPI.removeprefix("/"), title=app.title)
+        headers = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
+        return HTMLResponse(render_page(document(), OPENAPI.removeprefix("/")), headers=headers)
 
 
 def _document(app: FastAPI) -> dict[str, Any]:

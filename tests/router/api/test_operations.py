@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import jsonschema
 import pytest
 
 from penstock.rpc.secret import digest_of
+from router.api.openapi_page import render_page
 from tests.support.router.router_fakes import FakeWorker, running_router
 
 
@@ -97,7 +100,38 @@ async def test_the_document_accepts_valid_bodies_and_no_others(http):
 async def test_the_page_shows_the_document(http):
     page = await http.get("/docs")
     assert page.status_code == 200
-    assert "openapi.json" in page.text
+    document = (await http.get("/openapi.json")).json()
+    for path, operations in document["paths"].items():
+        for method in operations:
+            assert f"<b>{method.upper()} {path}</b>" in page.text
+    named = set(re.findall(r'href="#(\w+)"', page.text))
+    assert "ChatBody" in named
+    assert named <= set(re.findall(r'<details id="(\w+)"', page.text))  # no link leads nowhere
+    assert "<code>max_tokens</code>" in page.text
+
+
+async def test_the_page_needs_no_other_host_and_no_script(http):
+    page = await http.get("/docs")
+    assert "<script" not in page.text
+    assert not re.search(r'(?:src|href)="(?:https?:)?//', page.text)
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+def test_what_a_document_says_is_escaped_on_the_page():
+    schema = {"properties": {"<i>": {"enum": ["<b>"], "description": "<u>"}}, "required": ["<i>"]}
+    operation = {"summary": "<em>", "responses": {"200": {"description": "<q>"}}}
+    page = render_page(
+        {
+            "info": {"title": "<t>", "version": "1"},
+            "paths": {"/<p>": {"get": operation}},
+            "components": {"schemas": {"<s>": schema}},
+        },
+        "openapi.json",
+    )
+    for text in ("<i>", "<u>", "<em>", "<q>", "<t>", "<p>x", "<s>"):
+        assert text not in page
+    assert "<code>&lt;b&gt;</code>" in page
+    assert "Required. &lt;u&gt;" in page
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from penstock.config.security import LimitsConfig
 from penstock.kv.adapters import AdapterRef
 from router.api.dialect import Dialect, ErrorShape, Json
 from router.api.http import message_routes, response_routes
-from router.api.http.documents import described_call, described_reading
 from router.api.http.generation import GenerationCalls, identify
+from router.api.http.openapi.document import described_call, described_reading
 from router.api.http.operations import make_operations_app
 from router.api.http.request_ids import REQUEST_ID
 from router.api.http.streams import GRANTED_TOKENS

@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.config.security import LimitsConfig
 from router.api.dialect import Dialect
-from router.api.http.documents import described_call
 from router.api.http.generation import GenerationCalls
+from router.api.http.openapi.document import described_call
 from router.api.identity import Tenant
 from router.api.openai.requests import read_timeout_s
 from router.api.prepare import RequestPreparer

@@ -11,8 +11,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from router.api.dialect import ErrorShape
-from router.api.http.documents import add_documents, answers
 from router.api.http.error_answers import ErrorAnswers
+from router.api.http.openapi.document import add_documents, answers
 from router.api.http.request_ids import RequestIdMiddleware
 from router.api.prepare import RequestPreparer
 from router.metrics.metrics import RouterMetrics

@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 from penstock.config.security import LimitsConfig
 from penstock.errors import InvalidInput, Unavailable
 from router.api.dialect import Dialect
-from router.api.http.documents import described_call, described_reading
 from router.api.http.generation import GenerationCalls, identify
+from router.api.http.openapi.document import described_call, described_reading
 from router.api.http.running_calls import RunningCalls
 from router.api.prepare import RequestPreparer
 from router.api.translation.responses.requests import ResponsesBody, read_response_call

@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response
 
 from penstock.config.security import LimitsConfig
 from penstock.v1 import inference_pb2
-from router.api.http.documents import described_call
 from router.api.http.generation import GenerationCalls
+from router.api.http.openapi.document import described_call
 from router.api.identity import Tenant
 from router.api.openai.requests import read_timeout_s
 from router.api.openai.tokenization import DetokenizeBody, parse_detokenize_body, parse_tokenize_body, tokenized_json

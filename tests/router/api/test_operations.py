@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from penstock.rpc.secret import digest_of
-from router.api.openapi_page import render_page
+from router.api.http.openapi.page import render_page
 from tests.support.router.router_fakes import FakeWorker, running_router
 
 

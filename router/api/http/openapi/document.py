@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from router.api.openapi_page import render_page
+from router.api.http.openapi.page import render_page
 
 OPENAPI = "/openapi.json"
 _ERROR = {

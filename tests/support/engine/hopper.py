@@ -26,7 +26,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
+from engine.kernels.triton.adapter_sum import add_adapters
 from engine.kernels.triton.attention import join_splits, tuning
 from engine.kernels.triton.backend import TritonAttention, TritonOps
 from engine.kernels.triton.copy_pages import copy_pages
@@ -177,6 +179,14 @@ def _copy_pages() -> None:
     copy_pages(zeros(4, 4096, dtype=torch.int64), zeros(4, 4096, dtype=torch.int64), [1], [2])
 
 
+def _adapters(rank: int) -> None:
+    """Compiles what adds 8 adapters to the fused projection of an 8B Llama's queries, keys and values."""
+    ends = (4096, 5120, 6144)
+    ranks, ends_P = zeros(9, 3, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
+    weights = AdapterWeights(zeros(9, 3 * rank, 4096), zeros(9, rank, 6144), ranks, ends, ends_P)
+    add_adapters(zeros(64, 6144), zeros(64, 4096), weights, AdapterRows.by_slot(zeros(64, dtype=torch.int64), 9))
+
+
 def _checksum_pages() -> None:
     checksum_pages(zeros(4, 4096, dtype=torch.int32), [1, 2])
 
@@ -217,6 +227,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "sampling": _sample,
     "copies of pages": _copy_pages,
     "checksums of pages": _checksum_pages,
+    "adapters of rank 8": lambda: _adapters(8),
+    "adapters of rank 64": lambda: _adapters(64),
     "experts, few rows": lambda: _experts(16),
     "experts, many rows": lambda: _experts(128 * 128),
     "experts of fp8": lambda: _fp8_experts(128 * 128),

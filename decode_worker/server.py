@@ -88,6 +88,7 @@ class DecodeServer:
             self._adapters,
         )
         worker.on_step.append(shell.step_metrics.observe)
+        worker.on_verified.append(shell.speculation_metrics.observe)
         self._driver = StepDriver(worker, engine, config.worker_id, loop.post)
 
         calls = self._migration_calls = MigrationClient(loop, shell.channels, self._worker_id, engine.num_ranks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -25,13 +26,14 @@ from engine.adapters.queue import AdapterQueue
 from engine.engine import Engine
 from engine.sampling.grammar.fast_forward import forced_tokens
 from engine.sampling.grammar.queue import GrammarQueue
+from engine.speculation.speculator import Speculator
 from engine.step.compute import StepTokens
 from engine.step.finish import finish_reason
 from engine.step.isolation import step_isolated
 from engine.step.plan import DecodeRows, EndConditions, StepPlan
 from engine.step.prompt_scores import PromptScores
 from engine.step.row_table import RowTable
-from engine.step.sequence import SampledToken, Sequence
+from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
 from kv_transfer.session.transfer_session import Manifest
 from penstock.config import DecodeConfig
 from penstock.errors import Cancelled, InvalidInput, Overloaded, PenstockError
@@ -67,7 +69,12 @@ class DecodeWorker:
         self._config = config
         self._context_length = context_length
         rows = RowTable(engine.layout.page_size, EndConditions(engine.model.eos_token_ids, context_length))
-        self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows)
+        self._speculator = None
+        if config.speculation != "off":
+            self._speculator = Speculator(config.speculation_tokens, time.monotonic, config.speculation == "always")
+        self.scheduler = DecodeScheduler(
+            engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows, self._speculator
+        )
         self._transfers = transfers
         self._grammars = grammars
         self._adapters = adapters or AdapterQueue(None, lambda call: None)
@@ -88,6 +95,7 @@ class DecodeWorker:
         self.after_step: list[Callable[[], None]] = []  # called between two steps, and when there was nothing to do
         self.on_release: list[Callable[[DecodeRequest], None]] = []  # called when a request ends here or has migrated
         self.on_step: list[Callable[[int, int, float], None]] = []  # called with a step's sequences, tokens and seconds
+        self.on_verified: list[Callable[[int, int], None]] = []  # called with tokens proposed to a sequence, and right
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
     # Requests.
@@ -320,8 +328,7 @@ class DecodeWorker:
 
     def finish_step(self, plan: StepPlan, tokens: StepTokens, elapsed_s: float) -> None:
         """Records the oldest step in flight and delivers its tokens."""
-        self._measure_step(plan, elapsed_s)
-        self._prefills.on_step(plan, elapsed_s)
+        self._measure_step(plan, elapsed_s, sum(map(len, tokens.further.values())))
         for sequence, error in tokens.failed:
             self._fail(sequence, error)
         discarded = self.scheduler.record(plan, tokens.rows, tokens.chunks)
@@ -332,8 +339,23 @@ class DecodeWorker:
         for place, (scheduled, token_id) in enumerate(zip(plan.chunks, tokens.chunks, strict=True), len(plan.rows)):
             if token_id is not None and scheduled.sequence not in discarded:
                 self._on_sampled(scheduled.sequence, SampledToken(token_id, tokens.logprobs.get(place)), now_s)
+                if scheduled.proposed:
+                    self._on_verified(scheduled, tokens.further[place], now_s)
         self._delivery.flush()
         self._after_step()
+
+    def _on_verified(self, scheduled: ScheduledSequence, further: list[SampledToken], now_s: float) -> None:
+        """Delivers what follows the first token of a sequence, up to its end, and learns how much was right."""
+        sequence = scheduled.sequence
+        for call in self.on_verified:
+            call(len(scheduled.proposed), len(further))
+        if self._speculator is not None:
+            self._speculator.on_verified(sequence, len(scheduled.proposed), len(further))
+        for token in further:
+            if sequence not in self._requests:
+                return
+            self.scheduler.append_verified(sequence, token.token_id)
+            self._on_sampled(sequence, token, now_s)
 
     def _deliver_rows(
         self, rows: DecodeRows, tokens: StepTokens, discarded: Collection[Sequence], now_s: float
@@ -353,8 +375,9 @@ class DecodeWorker:
         """Recomputes the failed and only step in flight on this thread, each sequence by itself if necessary, and ends
         the sequences that fail."""
         started_s = time.monotonic()
-        done = step_isolated(self._engine.step, [item for item in plan if item.sequence in self._requests])
-        self._measure_step(plan, time.monotonic() - started_s)
+        work = [replace(item, proposed=()) for item in plan if item.sequence in self._requests]
+        done = step_isolated(self._engine.step, work)
+        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, time.monotonic() - started_s)
         for sequence, error in done.failed:
             self._fail(sequence, error)
         now_s = time.monotonic()
@@ -365,8 +388,14 @@ class DecodeWorker:
         self._delivery.flush()
         self._after_step()
 
-    def _measure_step(self, plan: StepPlan, elapsed_s: float) -> None:
-        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
+    def _measure_step(self, plan: StepPlan, elapsed_s: float, num_further: int) -> None:
+        if plan.speculates:
+            self._pace.on_speculation(len(plan), len(plan) + num_further, elapsed_s)
+        else:
+            self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
+            self._prefills.on_step(plan, elapsed_s)
+        if self._speculator is not None and all(chunk.num_tokens == 1 for chunk in plan.chunks):
+            self._speculator.on_step(len(plan), plan.num_tokens - len(plan), num_further, elapsed_s)
         for call in self.on_step:
             call(len(plan), plan.num_tokens, elapsed_s)
 

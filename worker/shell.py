@@ -50,6 +50,7 @@ from worker.handover.source import PageSource
 from worker.metrics.collector import WorkerCollector
 from worker.metrics.model_work import find_work
 from worker.metrics.port import MetricsPort
+from worker.metrics.speculation_metrics import SpeculationMetrics
 from worker.metrics.step_metrics import StepMetrics
 from worker.pull.client import PullClient
 from worker.pull.prompts import PrefixPulls
@@ -136,6 +137,7 @@ class WorkerShell:
             self.replica = await asyncio.to_thread(load_replica, config.engine, progress, self._launch)
         self.description = describe(self.replica.engine, config, self.epoch)
         self.step_metrics = StepMetrics(self.description)
+        self.speculation_metrics = SpeculationMetrics(self.description)
         return self.replica.engine
 
     async def open_transfers(self) -> None:
@@ -213,6 +215,7 @@ class WorkerShell:
                 config.metrics_port,
                 collector,
                 self.step_metrics.registry,
+                self.speculation_metrics.registry,
                 last_port=config.last_metrics_port,
             )
             self.description.metrics_address = f"{config.host}:{self._metrics.port}"

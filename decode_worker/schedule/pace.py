@@ -36,6 +36,13 @@ class Pace:
             self.prefill_steps = self.prefill_steps.plus(num_tokens, contexts, elapsed_s)
             self.chunk_tokens_per_s = _smooth(self.chunk_tokens_per_s, num_tokens / max(elapsed_s, 1e-6))
 
+    def on_speculation(self, num_sequences: int, num_sampled: int, elapsed_s: float) -> None:
+        """Notes a step that has sampled several tokens of some sequences.
+
+        The totals leave it out: its cost is neither that of a token of each sequence nor that of a chunk.
+        """
+        self.step_s = _smooth(self.step_s, elapsed_s * num_sequences / num_sampled)
+
     def on_decode_steps(self, num_sequences: int, contexts: float, each_s: Sequence[float]) -> None:
         """Does what `on_step` does for several steps of the same sequences, whose contexts grow by a token a step."""
         totals, step_s = self.decode_steps, self.step_s

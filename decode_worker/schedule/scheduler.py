@@ -16,7 +16,7 @@ progresses, every sequence comes to be first, and none starves.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import cast
@@ -30,6 +30,8 @@ from decode_worker.schedule.sequence_pages import SequencePages
 from decode_worker.schedule.steps_in_flight import StepsInFlight
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.cache.prefix_cache import PrefixCache
+from engine.memory.estimates import SCORED_TOKENS
+from engine.speculation.speculator import Speculator
 from engine.step.plan import StepPlan
 from engine.step.row_table import RowTable
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
@@ -51,9 +53,15 @@ class DecodeScheduler:
     """Owns the queues, the row table and the steps in flight. Every scheduled step is recorded, in order."""
 
     def __init__(
-        self, pool: PagePool, cache: PrefixCache, page_size: int, config: DecodeConfig, rows: RowTable
+        self,
+        pool: PagePool,
+        cache: PrefixCache,
+        page_size: int,
+        config: DecodeConfig,
+        rows: RowTable,
+        speculator: Speculator | None = None,
     ) -> None:
-        """`rows` is empty, and this scheduler's alone."""
+        """`rows` is empty, and this scheduler's alone, like the `speculator`; without one nothing is proposed."""
         self.metrics = WorkerMetrics()
         self._pool = pool
         self._page_size = page_size
@@ -63,6 +71,8 @@ class DecodeScheduler:
         self._table = rows
         self._queues = RunQueues(rows)
         self._steps = StepsInFlight(pool, self._pages, rows)
+        self._speculator = speculator
+        self._asked = (0, False)  # whether the step after this one pays to verify proposals
         self.preempted: list[Sequence] = []  # for the newest step that `schedule` has returned
 
     @property
@@ -143,6 +153,8 @@ class DecodeScheduler:
         """Ends the sequence here and gives back its pages; does nothing if it is not tracked."""
         if self._queues.forget(sequence):
             self.drop_pages(sequence)
+            if self._speculator is not None:
+                self._speculator.forget(sequence)
 
     def drop_pages(self, sequence: Sequence) -> None:
         """Gives back the pages of a sequence that does not run."""
@@ -196,7 +208,14 @@ class DecodeScheduler:
         assert not self._steps, "a step is in flight"
         num_waiting = len(self._queues.waiting)
         self.preempted = []
-        self._queues.assign_rows([entry for entry in self._queues.rowless if entry.sequence.num_uncomputed_tokens == 1])
+        proposed = self._propose()
+        self._queues.assign_rows(
+            [
+                entry
+                for entry in self._queues.rowless
+                if entry.sequence.num_uncomputed_tokens == 1 and entry.sequence not in proposed
+            ]
+        )
         # One token each first (decode), then chunks: a long prompt must not delay those already streaming.
         without_room = self._table.without_room()
         if len(without_room) <= self._pool.num_available:
@@ -205,8 +224,11 @@ class DecodeScheduler:
             for entry in self._queues.by_rank(without_room):
                 if entry.sequence in self._table:  # not preempted for the sake of an earlier one
                     self._make_room(entry, 1)
-        budget = self._chunk_budget(max_chunk_tokens)
-        chunks = self._schedule_chunks(budget)
+        verified = self._schedule_verified(proposed)
+        budget = self._chunk_budget(max_chunk_tokens, sum(item.num_positions for item in verified))
+        chunks = [*verified, *self._schedule_chunks(budget, proposed)]
+        # A preemption may have hit a sequence that was scheduled earlier in this very step.
+        chunks = [chunk for chunk in chunks if chunk.sequence.pages]
         if (
             len(self._queues.waiting) <= num_waiting
         ):  # else a sequence was just preempted and must not come straight back
@@ -219,7 +241,7 @@ class DecodeScheduler:
 
         Returns None if it has to wait: pages are too few, or sampling depends on the text. Never preempts.
         """
-        if len(self._steps) != 1:
+        if len(self._steps) != 1 or self._steps.newest.speculates or self._pays_to_propose():
             return None
         prompts = assign_rows_ahead(self._queues, self._steps)
         without_room = self._table.without_room()
@@ -245,23 +267,22 @@ class DecodeScheduler:
         waiting = self._queues.waiting
         return bool(waiting) and not self._is_full and waiting[0].sequence.sampling_needs_text
 
-    def _chunk_budget(self, max_chunk_tokens: int | None) -> ChunkBudget:
-        budget = self._config.max_batch_tokens - len(self._table)
+    def _chunk_budget(self, max_chunk_tokens: int | None, num_verified: int = 0) -> ChunkBudget:
+        budget = self._config.max_batch_tokens - len(self._table) - num_verified
         return ChunkBudget(budget if max_chunk_tokens is None else min(budget, max_chunk_tokens))
 
-    def _schedule_chunks(self, budget: ChunkBudget) -> list[ScheduledSequence]:
+    def _schedule_chunks(self, budget: ChunkBudget, proposed: Collection[Sequence]) -> list[ScheduledSequence]:
         chunks: list[ScheduledSequence] = []
         # Sequences that stream already and were given tokens by their grammars go before prompts.
         for entry in sorted(self._queues.rowless, key=lambda entry: not entry.sequence.is_fast_forwarding):
             if budget.is_spent:
                 break
-            if entry not in self._queues.running:
+            if entry.sequence in proposed or entry not in self._queues.running:
                 continue
             num_tokens = budget.take(entry.sequence, entry.sequence.num_uncomputed_tokens)
             if num_tokens and self._make_room(entry, num_tokens):
                 chunks.append(ScheduledSequence(entry.sequence, num_tokens))
-        # A preemption may have hit a sequence that was scheduled earlier in this very step.
-        return [chunk for chunk in chunks if chunk.sequence.pages]
+        return chunks
 
     def _admit_waiting(self, budget: ChunkBudget, is_ahead: bool = False) -> list[ScheduledSequence]:
         chunks: list[ScheduledSequence] = []
@@ -316,6 +337,60 @@ class DecodeScheduler:
         self.drop_pages(entry.sequence)
         entry.num_preemptions += 1
         self._queues.wait(entry)
+
+    # Speculation.
+
+    def _propose(self) -> Mapping[Sequence, tuple[int, ...]]:
+        """Returns the tokens to verify in the next step, and takes the rows of their sequences from them."""
+        decoding = self._decoding()
+        if self._speculator is None or not decoding or not self._speculator.may_pay(len(decoding)):
+            return {}
+        limit = min(SCORED_TOKENS, self._config.max_batch_tokens - len(decoding))
+        proposed = self._speculator.propose(decoding, self._table.num_left, limit)
+        for sequence in proposed:
+            self._queues.withdraw_row(sequence)
+        return proposed
+
+    def _pays_to_propose(self) -> bool:
+        """Returns whether the step after the one in flight should verify proposals, for which it has to wait."""
+        step = self._steps.newest.step
+        if self._asked[0] != step:  # calls come in while a step is in flight, and each asks
+            decoding = self._decoding()
+            pays = self._speculator is not None and bool(decoding) and self._speculator.may_pay(len(decoding))
+            if pays and self._speculator is not None:
+                pays = bool(self._speculator.propose(decoding, self._table.num_left, SCORED_TOKENS))
+            self._asked = step, pays
+        return self._asked[1]
+
+    def _decoding(self) -> list[Sequence]:
+        """Returns the sequences that get a token each in the next step; none if prompts are computed beside them: such
+        a step is long enough."""
+        if self._speculator is None or self._queues.waiting:
+            return []
+        rowless = [entry.sequence for entry in self._queues.rowless]
+        if any(sequence.num_uncomputed_tokens > 1 for sequence in rowless):
+            return []
+        return [*self._table.sequences, *rowless]
+
+    def _schedule_verified(self, proposed: Mapping[Sequence, tuple[int, ...]]) -> list[ScheduledSequence]:
+        """Returns the sequences with proposed tokens, each with as many of them as pages are free for: nothing is
+        preempted for a proposal."""
+        chunks: list[ScheduledSequence] = []
+        for entry in self._queues.by_rank(proposed):
+            sequence = entry.sequence
+            if not sequence.pages or not self._make_room(entry, 1):
+                continue
+            num_spare = max(0, self._pool.num_available - self._watermark_pages)
+            room = (len(sequence.pages) + num_spare) * self._page_size - len(sequence.token_ids)
+            chunk = ScheduledSequence(sequence, 1, proposed=proposed[sequence][: max(0, room)])
+            self._pages.extend(chunk)
+            chunks.append(chunk)
+        return chunks
+
+    def append_verified(self, sequence: Sequence, token_id: int) -> None:
+        """Appends a token that the step just recorded has sampled behind another one; the KV before it is there."""
+        sequence.token_ids.append(token_id)
+        self._pages.share_full(sequence)
 
     # Several steps at once.
 

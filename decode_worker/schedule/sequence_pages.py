@@ -67,7 +67,7 @@ class SequencePages:
 
     def num_missing(self, chunk: ScheduledSequence) -> int:
         """Returns how many more pages the sequence needs to compute the chunk."""
-        return max(0, -(-(chunk.start + chunk.num_tokens) // self._page_size) - len(chunk.sequence.pages))
+        return max(0, -(-(chunk.start + chunk.num_positions) // self._page_size) - len(chunk.sequence.pages))
 
     def extend(self, chunk: ScheduledSequence) -> None:
         """Allocates the chunk's missing pages. Raises OutOfPages."""

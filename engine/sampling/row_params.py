@@ -50,9 +50,11 @@ class SamplingRows:
     positions: np.ndarray  # int64, position of the sampled token in its sequence
 
     @classmethod
-    def of(cls, sequences: SequenceOf[Sequence]) -> SamplingRows:
+    def of(cls, sequences: SequenceOf[Sequence], ahead: SequenceOf[int] = ()) -> SamplingRows:
+        """`ahead`: how many tokens beyond the end of its text each row's token is sampled; by default none."""
         records = sampling_records([sequence.sampling for sequence in sequences])
-        return cls(records, np.array([len(sequence.token_ids) for sequence in sequences], np.int64))
+        positions = np.array([len(sequence.token_ids) for sequence in sequences], np.int64)
+        return cls(records, positions + np.array(ahead, np.int64) if ahead else positions)
 
     def __len__(self) -> int:
         return len(self.positions)

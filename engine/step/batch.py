@@ -3,6 +3,10 @@
 `build_host_batch` reads sequences and rows, on the step loop, and returns plain arrays; with those, another thread or
 process can compute the step. `to_device` makes tensors of them. Neither changes a sequence. Sequences with one token to
 compute come first in the batch, because attention treats them apart; `sampled_places` leads back to the caller's order.
+
+A sequence with proposed tokens takes a batch row for its last token and one for each of these, with the same pages and
+a context that grows by one. A layer writes the KV of the whole batch before it attends, so each row sees the tokens
+before it, and it is computed by the kernels of plain decode steps: its logits are those of a step of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ class HostBatch:
     slot_offset_T: np.ndarray  # int64
     max_query_len: int
     num_decodes: int  # sequences with one token, which come first
-    sampled_places: np.ndarray  # int64 [R], place in the caller's list of each sampled sequence
+    # int64 [R], place in the caller's list of each sampled sequence; repeated for each proposed token
+    sampled_places: np.ndarray
     logit_rows_R: np.ndarray  # int64, batch row of its last token; then those of scored tokens
     scored: ScoredTokens | None = None
     adapter_T: np.ndarray | None = None  # int64, slot of each row's adapter, 0 for none; None: no row has one
@@ -124,7 +129,7 @@ def _rows_batch(rows: DecodeRows) -> HostBatch:
 
 def _items_batch(items: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
     order = sorted(range(len(items)), key=lambda index: items[index].num_tokens > 1)
-    counts = [items[index].num_tokens for index in order]
+    counts: list[int] = []
     token_ids: list[int] = []
     positions: list[np.ndarray] = []
     tables: list[list[PageId]] = []
@@ -133,14 +138,21 @@ def _items_batch(items: Sequence[ScheduledSequence], page_size: int) -> HostBatc
     for index in order:
         item = items[index]
         start, end = item.start, item.start + item.num_tokens
+        if len(item.sequence.pages) * page_size < end + len(item.proposed):
+            raise InternalError(
+                f"{item.sequence.request_id} has no page for its next tokens: {len(item.sequence.pages)} for {end}"
+            )
+        counts.append(item.num_tokens)
         token_ids += item.sequence.token_ids[start:end]
         positions.append(np.arange(start, end))
         tables.append(item.sequence.pages[: -(-end // page_size)])
-        if len(tables[-1]) * page_size < end:
-            raise InternalError(
-                f"{item.sequence.request_id} has no page for its next tokens: {len(tables[-1])} for {end}"
-            )
         if item.is_sampled:
+            sampled.append((index, len(token_ids) - 1))
+        for position, token_id in enumerate(item.proposed, end):
+            counts.append(1)
+            token_ids.append(token_id)
+            positions.append(np.array([position]))
+            tables.append(item.sequence.pages[: position // page_size + 1])
             sampled.append((index, len(token_ids) - 1))
         if item.sequence.scores_prompt and start + 1 < item.sequence.num_prompt_tokens:
             scored.append((index, len(token_ids) - item.num_tokens))
@@ -167,13 +179,13 @@ def _items_batch(items: Sequence[ScheduledSequence], page_size: int) -> HostBatc
         sampled_places=places,
         logit_rows_R=logit_rows_R,
         scored=scored_tokens,
-        adapter_T=_slots_of(items, order, counts),
+        adapter_T=_slots_of(items, order),
     )
 
 
-def _slots_of(items: Sequence[ScheduledSequence], order: Sequence[int], counts: Sequence[int]) -> np.ndarray | None:
+def _slots_of(items: Sequence[ScheduledSequence], order: Sequence[int]) -> np.ndarray | None:
     slots = [items[index].sequence.adapter_slot for index in order]
-    return np.repeat(np.array(slots, np.int64), counts) if any(slots) else None
+    return np.repeat(np.array(slots, np.int64), [items[index].num_positions for index in order]) if any(slots) else None
 
 
 def _scored_tokens(

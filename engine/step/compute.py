@@ -10,7 +10,8 @@ and `sample_forwarded` when the tokens before it are known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -24,10 +25,11 @@ from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import Sampled, failed_rows, sample_step
 from engine.sampling.step_sampling import StepSampling
+from engine.speculation.acceptance import num_accepted
 from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
 from engine.step.plan import StepPlan
 from engine.step.prompt_scores import PromptScores
-from engine.step.sequence import ScheduledSequence, Sequence
+from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
 from penstock.errors import PenstockError
 from penstock.types import TokenLogprob
 
@@ -43,6 +45,8 @@ class StepTokens:
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)  # by place in the plan
     failed: list[tuple[Sequence, PenstockError]] = field(default_factory=list)  # their tokens mean nothing
     scores: Mapping[int, PromptScores] = field(default_factory=dict)  # by place in the plan
+    # What follows the first token of a sequence whose proposed tokens were right, by place in the plan.
+    further: Mapping[int, list[SampledToken]] = field(default_factory=dict)
 
     @classmethod
     def from_list(
@@ -80,6 +84,13 @@ class PreparedStep:
         by_place[self.host.sampled_places] = np.arange(len(self.host.sampled_places))
         return by_place[places]
 
+    def first_rows(self) -> dict[int, int]:
+        """Returns, by place of `work`, the first row of logits of each sampled chunk."""
+        first_rows: dict[int, int] = {}
+        for row, place in enumerate(self.host.sampled_places[self.num_rows :].tolist(), self.num_rows):
+            first_rows.setdefault(place, row)
+        return first_rows
+
 
 def prepare_step(
     work: Seq[ScheduledSequence], page_size: int, vocab_size: int, eos_token_ids: Collection[int]
@@ -103,11 +114,22 @@ def _sampling_rows(work: Seq[ScheduledSequence], host: HostBatch) -> tuple[Sampl
         rows = SamplingRows(work.rows.members.params, host.context_B[:num_rows])
         if not work.chunks:
             return rows, special
-    sequences = [work[place].sequence for place in host.sampled_places[num_rows:].tolist()]
-    special.update(enumerate(sequences, num_rows))
-    if rows is None:
-        return SamplingRows.of(sequences), special
-    return (rows.then(SamplingRows.of(sequences)) if sequences else rows), special
+    sequences: list[Sequence] = []
+    ahead: list[int] = []  # how many proposed tokens each row's token comes after
+    for place, repeats in itertools.groupby(host.sampled_places[num_rows:].tolist()):
+        item = work[place]
+        for count, _ in enumerate(repeats):
+            one = item.sequence
+            if count and one.sampling.edits_beside_grammar:  # its logits are edited by the text before them
+                one = one.continued(item.proposed[:count])
+            special[num_rows + len(sequences)] = one
+            sequences.append(item.sequence)
+            ahead.append(count)
+    if not sequences:
+        assert rows is not None
+        return rows, special
+    others = SamplingRows.of(sequences, ahead)
+    return others if rows is None else rows.then(others), special
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,26 +171,42 @@ class SampledTokens:
         if self._copied is not None:
             self._copied.synchronize()
         token_ids, valid = self._host.token_ids_R.numpy(), self._host.valid_R.numpy()
-        step, places, num_rows = self._step, self._step.host.sampled_places, self._step.num_rows
+        step, num_rows = self._step, self._step.num_rows
         chunks: list[int | None] = [None] * (len(step.work) - num_rows)
-        if chunks:
-            for place, token_id in zip(places[num_rows:].tolist(), token_ids[num_rows:].tolist(), strict=True):
-                chunks[place - num_rows] = token_id
-        logprobs: Mapping[int, TokenLogprob] = {}
-        if self._host.logprobs is not None:
-            by_row = self._host.logprobs.by_row(token_ids)
-            logprobs = {int(places[row]): logprob for row, logprob in by_row.items()}
-        tokens = StepTokens(token_ids[:num_rows], chunks, logprobs, scores=self._scores)
-        edits = step.sampling.edits
-        if edits is not None or not valid.all():
-            tokens.failed.extend(self._failed(token_ids, valid))
-        return tokens
+        first_rows = step.first_rows() if chunks else {}
+        for place, row in first_rows.items():
+            chunks[place - num_rows] = int(token_ids[row])
+        by_row = {} if self._host.logprobs is None else self._host.logprobs.by_row(token_ids)
+        failed: Mapping[int, PenstockError] = {}
+        if step.sampling.edits is not None or not valid.all():
+            failed = self._failed(token_ids, valid)
+        further = {
+            place: [SampledToken(int(token_ids[one]), by_row.get(one)) for one in self._held(place, row, failed)]
+            for place, row in first_rows.items()
+            if step.work[place].proposed
+        }
+        firsts = {*range(num_rows), *first_rows.values()} if by_row or failed else ()
+        return StepTokens(
+            token_ids[:num_rows],
+            chunks,
+            {int(step.host.sampled_places[row]): found for row, found in by_row.items() if row in firsts},
+            # What fails behind the first token of a sequence is found again once its text is known to get there.
+            [(self._sequence(row), error) for row, error in failed.items() if row in firsts],
+            self._scores,
+            further,
+        )
 
-    def _failed(self, token_ids: np.ndarray, valid: np.ndarray) -> list[tuple[Sequence, PenstockError]]:
-        step = self._step
+    def _held(self, place: int, first_row: int, failed: Collection[int]) -> Iterable[int]:
+        """Returns the rows behind the first one of a place whose tokens follow from proposed tokens that hold."""
+        proposed = self._step.work[place].proposed
+        sampled = self._host.token_ids_R[first_row : first_row + len(proposed)].tolist()
+        rows = range(first_row + 1, first_row + 1 + num_accepted(proposed, sampled))
+        return itertools.takewhile(lambda row: row not in failed, rows)
+
+    def _failed(self, token_ids: np.ndarray, valid: np.ndarray) -> Mapping[int, PenstockError]:
+        """Returns, by row, why its token means nothing."""
         sequences = {row: self._sequence(row) for row in np.flatnonzero(~valid).tolist()}
-        failed = failed_rows(step.sampling, token_ids, sequences, self._masks)
-        return [(self._sequence(row), error) for row, error in failed.items()]
+        return failed_rows(self._step.sampling, token_ids, sequences, self._masks)
 
     def _sequence(self, row: int) -> Sequence:
         return self._step.work[int(self._step.host.sampled_places[row])].sequence

@@ -1,4 +1,4 @@
-"""Plans one step: the next token of every row, then chunks of prompts.
+"""Plans one step: the next token of every row, then chunks of prompts and sequences with proposed tokens.
 
 A scheduler makes the plan, `engine.step.batch` turns it into arrays, and the scheduler reads it again to record the
 step. What a row asks for is the same in every step, so one `RowMembers` is shared by all steps until a sequence joins
@@ -175,12 +175,17 @@ class StepPlan(Seq[ScheduledSequence]):
         self.rows = rows
         self.chunks = chunks
         self._items = rows.items + chunks if chunks else rows.items
-        self.num_tokens = len(rows) + sum(chunk.num_tokens for chunk in chunks)
+        self.num_tokens = len(rows) + sum(chunk.num_positions for chunk in chunks)
         self.num_contexts = rows.num_contexts + sum(chunk.num_contexts for chunk in chunks)
 
     @property
     def step(self) -> int:
         return self.rows.step
+
+    @property
+    def speculates(self) -> bool:
+        """Whether it verifies proposed tokens, so that how many tokens it yields is not known before it is over."""
+        return any(chunk.proposed for chunk in self.chunks)
 
     def __len__(self) -> int:
         return len(self._items)

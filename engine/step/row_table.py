@@ -54,6 +54,15 @@ class RowTable:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._rows
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [item.sequence for item in self._items]
+
+    def num_left(self, sequence: Sequence) -> int:
+        """Returns how many tokens a sequence may still get, with or without a row."""
+        end = min(sequence.num_prompt_tokens + sequence.sampling.max_tokens, self._ends.context_length)
+        return end - len(sequence.token_ids)
+
     # Joining and leaving.
 
     def add(self, sequence: Sequence) -> None:

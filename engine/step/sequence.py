@@ -84,6 +84,12 @@ class Sequence:
         """
         return bool(self.sampling.bad_sequences and self.sampling.allowed_token_ids)
 
+    def continued(self, token_ids: Collection[int]) -> Sequence:
+        """Returns a copy with more tokens, whose next token can be sampled; it has no pages and no grammar."""
+        return Sequence(
+            self.request_id, [*self.token_ids, *token_ids], self.num_prompt_tokens, self.sampling, self.salt
+        )
+
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are still owed: they go out with the first token."""
@@ -118,6 +124,8 @@ class ScheduledSequence:
     sequence: Sequence
     num_tokens: int
     fixed_start: int | None = None  # set for a chunk scheduled while an in-flight step computes the tokens before it
+    # Tokens that may follow the sequence's last one, which the step verifies: see `engine.speculation`.
+    proposed: tuple[int, ...] = ()
 
     @property
     def start(self) -> int:
@@ -127,12 +135,17 @@ class ScheduledSequence:
     @property
     def num_contexts(self) -> float:
         """Number of earlier tokens that attention reads, summed over the tokens to compute; valid like `start`."""
-        return self.num_tokens * (self.start + self.num_tokens / 2)
+        return self.num_positions * (self.start + self.num_positions / 2)
 
     @property
     def is_sampled(self) -> bool:
         """Whether the step reaches the end of the text and samples the next token; valid like `start`."""
         return self.start + self.num_tokens == len(self.sequence.token_ids)
+
+    @property
+    def num_positions(self) -> int:
+        """Number of positions whose KV the step writes."""
+        return self.num_tokens + len(self.proposed)
 
 
 @dataclass(frozen=True, slots=True)

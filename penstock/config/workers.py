@@ -50,6 +50,11 @@ class DecodeConfig(FrozenConfig):
     time to first token and delay of others."""
     max_local_tokens: int | None = Field(None, ge=0)
     """Longest part of a prompt, in tokens, that `placement = "auto"` computes here; by default any."""
+    speculation: Literal["off", "auto", "always"] = "off"
+    """Proposes tokens that followed the same words before, and verifies several in one step: where that pays, or
+    always. Outputs are the same."""
+    speculation_tokens: int = Field(8, ge=1, le=32)
+    """Tokens proposed to a sequence at a time, at most."""
     watermark: float = Field(0.02, ge=0, lt=1)
     """Share of the pages kept free for running sequences."""
     hedge_after_s: float = Field(0, ge=0)

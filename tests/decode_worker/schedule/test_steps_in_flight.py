@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import random
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from engine.cache.prefix_cache import PrefixCache
 from engine.sampling.counter_random import uniform, uniforms
 from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import sample, sample_rows
+from engine.speculation.prompt_lookup import Proposal
+from engine.speculation.speculator import Speculator
 from engine.step.batch import build_host_batch
 from engine.step.compute import StepTokens
 from engine.step.plan import EndConditions, StepPlan
@@ -50,15 +53,16 @@ def next_token(token_ids: list[int]) -> int:
 class Machine:
     """A scheduler and the device that computes its steps, one or two at a time."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, speculator: Speculator | None = None) -> None:
         self.pool = PagePool(num_pages)
         self._allocate, self.pool.allocate = self.pool.allocate, self.allocate  # type: ignore[method-assign]
         config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, watermark=0.0)
         cache = PrefixCache(self.pool, PAGE_SIZE)
         self.scheduler = DecodeScheduler(
-            self.pool, cache, PAGE_SIZE, config, RowTable(PAGE_SIZE, EndConditions({EOS}, 60))
+            self.pool, cache, PAGE_SIZE, config, RowTable(PAGE_SIZE, EndConditions({EOS}, 60)), speculator
         )
         self.in_flight: deque[tuple[StepPlan, list[int | None], set[PageId]]] = deque()
+        self.num_accepted = 0  # proposed tokens that were right
         self.kv: dict[tuple[PageId, int], int] = {}  # the token that the KV in this place belongs to
         self.live: list[Sequence] = []
         self.landing: list[Sequence] = []
@@ -98,8 +102,8 @@ class Machine:
             tokens.append(next_token(known))
         for chunk in plan.chunks:
             sequence, start = chunk.sequence, chunk.start
-            written |= set(sequence.pages[start // PAGE_SIZE : -(-(start + chunk.num_tokens) // PAGE_SIZE)])
-            self.compute(sequence.pages, sequence.token_ids[: start + chunk.num_tokens], start)
+            written |= set(sequence.pages[start // PAGE_SIZE : -(-(start + chunk.num_positions) // PAGE_SIZE)])
+            self.compute(sequence.pages, [*sequence.token_ids[: start + chunk.num_tokens], *chunk.proposed], start)
             tokens.append(next_token(sequence.token_ids) if chunk.is_sampled else None)
         self.in_flight.append((plan, tokens, written))
 
@@ -121,6 +125,19 @@ class Machine:
             assert not is_over or item.sequence in over or item in plan.chunks
             if is_over:
                 self.end_of(item.sequence)
+            else:
+                self.append_accepted(item)
+
+    def append_accepted(self, item: ScheduledSequence) -> None:
+        sequence = item.sequence
+        for proposed in item.proposed:
+            if proposed != sequence.token_ids[-1]:
+                return
+            self.num_accepted += 1
+            self.scheduler.append_verified(sequence, next_token(sequence.token_ids))
+            if sequence.token_ids[-1] == EOS or len(sequence.token_ids) >= self.end(sequence):
+                self.end_of(sequence)
+                return
 
     def end(self, sequence: Sequence) -> int:
         return min(60, sequence.num_prompt_tokens + sequence.sampling.max_tokens)
@@ -142,10 +159,44 @@ class Machine:
                 assert tokens[length] == next_token(tokens[:length]), f"{sequence.request_id}: wrong at {length}"
 
 
+class FlawedProposer:
+    """Knows what follows, and is wrong at random: never, always or in between."""
+
+    def __init__(self, seed: int, wrong: float, least: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._wrong = wrong
+        self._least = least
+
+    def propose(self, token_ids: list[int], count: int) -> Proposal | None:
+        text = list(token_ids)
+        for _ in range(self._random.randint(min(self._least, count), count)):
+            right = next_token(text)
+            text.append((right + 1) % 23 if self._random.random() < self._wrong else right)
+        return Proposal(tuple(text[len(token_ids) :]), 0)
+
+
+def speculator_of(seed: int, wrong: float, least: int = 0) -> Speculator:
+    return Speculator(5, lambda: 0.0, always=True, make_proposer=lambda _: FlawedProposer(seed, wrong, least))
+
+
+def runs_on(prompt: list[int], count: int) -> bool:
+    """Returns whether `count` tokens follow before one ends the sequence."""
+    text = list(prompt)
+    while len(text) < len(prompt) + count and text[-1] != EOS:
+        text.append(next_token(text))
+    return text[-1] != EOS
+
+
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), num_pages=st.integers(8, 30))
-def test_whatever_is_asked_during_steps_nothing_is_lost_or_overwritten(data: st.DataObject, num_pages: int) -> None:
-    machine = Machine(num_pages)
+@given(
+    data=st.data(),
+    num_pages=st.integers(8, 30),
+    wrong=st.sampled_from([None, 0.0, 0.3, 1.0]),
+)
+def test_whatever_is_asked_during_steps_nothing_is_lost_or_overwritten(
+    data: st.DataObject, num_pages: int, wrong: float | None
+) -> None:
+    machine = Machine(num_pages, None if wrong is None else speculator_of(num_pages, wrong))
     scheduler = machine.scheduler
     actions = ["local", "remote", "land", "cancel", "pause", "resume", "record", "record", *["step", "ahead"] * 3]
     for number in range(data.draw(st.integers(1, 60))):
@@ -191,6 +242,23 @@ def test_whatever_is_asked_during_steps_nothing_is_lost_or_overwritten(data: st.
         machine.end_of(sequence)
     machine.check()
     assert machine.pool.num_available == machine.pool.num_pages
+
+
+@pytest.mark.parametrize(("wrong", "num_steps"), [(0.0, 1 + 7), (1.0, 1 + 40)])
+def test_right_proposals_save_steps_and_wrong_ones_add_none(wrong: float, num_steps: int) -> None:
+    machine = Machine(60, speculator_of(1, wrong, least=5))
+    tokens = next(prompt for prompt in ([number] * 3 for number in range(1, 200)) if runs_on(prompt, 41))
+    sequence = Sequence(RequestId("0"), tokens, 3, SamplingParams(max_tokens=41), SALT)
+    machine.scheduler.track(sequence)
+    machine.scheduler.compute_here(sequence)
+    machine.live.append(sequence)
+    taken = 0
+    while machine.live:
+        machine.launch(machine.scheduler.schedule())
+        machine.record()
+        machine.check()
+        taken += 1
+    assert (taken, sequence.num_output_tokens) == (num_steps, 41)
 
 
 def test_a_failed_step_cancels_the_one_scheduled_ahead() -> None:

@@ -1,0 +1,72 @@
+"""How many proposed tokens a step verifies: as many as raise the expected tokens per second. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.speculation.step_cost_table import StepCostTable
+
+_LEAST_GAIN = 1.05  # of expected tokens per second; less is within the errors of what is predicted
+_ALLOWANCE = 0.004  # share of the time that attempts may lose
+_MAX_CREDIT_STEPS = 16.0  # gains that are kept to be lost again, in plain steps
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sequence's proposal: its length, and the probability that a token holds if those before it do."""
+
+    num_tokens: int
+    rate: float
+
+
+def choose_lengths(num_sequences: int, candidates: Sequence[Candidate], costs: StepCostTable) -> list[int]:
+    """Returns how many tokens of each candidate are verified in a step of `num_sequences`.
+
+    The likeliest tokens come first, and the best number of them is taken. A step is assumed to cost what the table
+    predicts for its number of tokens.
+    """
+    lengths = [0] * len(candidates)
+    queue = [(-each.rate, place) for place, each in enumerate(candidates) if each.num_tokens]
+    heapq.heapify(queue)
+    expected, taken = float(num_sequences), 0
+    best_rate = _LEAST_GAIN * num_sequences / costs.predict(num_sequences)
+    order: list[int] = []
+    best = 0
+    while queue:
+        probability, place = heapq.heappop(queue)
+        order.append(place)
+        expected, taken = expected - probability, taken + 1
+        lengths[place] += 1
+        if lengths[place] < candidates[place].num_tokens:
+            heapq.heappush(queue, (probability * candidates[place].rate, place))
+        if (rate := expected / costs.predict(num_sequences + taken)) > best_rate:
+            best_rate, best = rate, taken
+    for place in order[best:]:
+        lengths[place] -= 1
+    return lengths
+
+
+class SpeculationLedger:
+    """Keeps account of the seconds that speculation has saved and cost, so that it cannot cost more than a small share
+    of the time, whatever the predictions say."""
+
+    def __init__(self) -> None:
+        self._credit_s = 0.0
+        self._has_begun = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether speculation may be tried."""
+        return self._has_begun and self._credit_s > 0
+
+    def on_step(self, elapsed_s: float, plain_s: float) -> None:
+        """Notes that a step has ended; `plain_s` is what one of as many sequences takes with a token each."""
+        if not self._has_begun:
+            self._has_begun, self._credit_s = True, plain_s
+        self.add(_ALLOWANCE * elapsed_s, plain_s)
+
+    def add(self, gain_s: float, plain_s: float) -> None:
+        """Notes seconds that were gained, or lost if negative."""
+        self._credit_s = min(self._credit_s + gain_s, _MAX_CREDIT_STEPS * plain_s)

@@ -1,0 +1,42 @@
+"""What a step costs by the number of tokens that it computes, learned from steps without chunks of prompts. Pure."""
+
+from __future__ import annotations
+
+import bisect
+
+_SMOOTHING = 0.1  # weight of the newest measurement
+_OUTLIER = 3.0  # times what is known: something else took the machine, and it counts for no more
+_ASSUMED_SLOPE = 0.05  # share of a step by which a token more is assumed to lengthen it, until a wider step is seen
+
+
+class StepCostTable:
+    """Owns a running mean for each number of tokens. Between those, costs are interpolated."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []  # ascending
+        self._seconds: list[float] = []
+
+    def observe(self, num_tokens: int, elapsed_s: float) -> None:
+        place = bisect.bisect_left(self._tokens, num_tokens)
+        if place < len(self._tokens) and self._tokens[place] == num_tokens:
+            mean_s = self._seconds[place]
+            self._seconds[place] += (min(elapsed_s, _OUTLIER * mean_s) - mean_s) * _SMOOTHING
+        else:
+            self._tokens.insert(place, num_tokens)
+            self._seconds.insert(place, elapsed_s)
+
+    def knows(self, num_tokens: int) -> bool:
+        """Whether a step of exactly so many tokens has been measured."""
+        place = bisect.bisect_left(self._tokens, num_tokens)
+        return place < len(self._tokens) and self._tokens[place] == num_tokens
+
+    def predict(self, num_tokens: int) -> float:
+        """Returns seconds; at least one step must have been measured."""
+        tokens, seconds = self._tokens, self._seconds
+        place = bisect.bisect_left(tokens, num_tokens)
+        if place == len(tokens):
+            return seconds[-1] * (1 + _ASSUMED_SLOPE * (num_tokens - tokens[-1]))
+        if place == 0 or tokens[place] == num_tokens:
+            return seconds[place]
+        share = (num_tokens - tokens[place - 1]) / (tokens[place] - tokens[place - 1])
+        return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine.engine import Engine
+from engine.step.batch import build_host_batch
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
 from penstock.config import EngineConfig
 from penstock.types import RequestId, SamplingParams
@@ -127,3 +128,14 @@ def test_verified_rows_are_rows_of_a_decode_step(engine: Engine) -> None:
     assert host.sampled_places.tolist() == [0, 0, 0, 0]
     assert torch.equal(torch.from_numpy(host.logit_rows_R), torch.arange(4))
     engine.pool.release(sequence.pages)
+
+
+def test_each_verified_row_has_its_sequences_adapter(engine: Engine) -> None:
+    sequence, other = make_sequence(engine, 0, SAMPLINGS["greedy"]), make_sequence(engine, 1, SAMPLINGS["greedy"])
+    sequence.num_computed_tokens, sequence.adapter_slot = len(sequence.token_ids) - 1, 3
+    work = [ScheduledSequence(other, other.num_uncomputed_tokens), ScheduledSequence(sequence, 1, proposed=(3, 4))]
+    host = build_host_batch(work, engine.layout.page_size)
+    assert host.adapter_T is not None
+    assert host.adapter_T.tolist() == [3] * 3 + [0] * other.num_uncomputed_tokens
+    for one in (sequence, other):
+        engine.pool.release(one.pages)

@@ -22,7 +22,7 @@ _BULK = 64  # tokens from which on numpy is faster than a loop
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens that may follow a text; `kind` tells proposals apart that hold more or less often."""
+    """Tokens that may follow a text; proposals of one `kind` hold about equally often."""
 
     token_ids: tuple[int, ...]
     kind: int

@@ -1,4 +1,4 @@
-"""What becomes of proposed tokens, under vLLM's names."""
+"""Counts what becomes of proposed tokens, under vLLM's names."""
 
 from __future__ import annotations
 

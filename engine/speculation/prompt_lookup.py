@@ -29,7 +29,7 @@ class Proposal:
 
 
 class _NgramIndex:
-    """Maps each n-gram of a text to where it ended last. A slot may hold another one's place, so a place is compared."""
+    """Maps each n-gram of a text to where it ended last. A slot may hold another one's, so places are compared."""
 
     def __init__(self, length: int, num_slots: int) -> None:
         self._length = length

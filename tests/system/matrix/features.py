@@ -141,6 +141,7 @@ FEATURES = {
         Feature("structural_tag", {"grammar": Grammar(GrammarKind.STRUCTURAL_TAG, _TAGS)}),
         Feature("tools", {"ignore_eos": False}, over_http=True, is_chat=True),
         Feature("adapter", adapter=ADAPTER),
+        Feature("speculation", {"allowed_token_ids": [300, 301, 302]}),  # a text that often repeats what was before
     )
 }
 

@@ -43,7 +43,10 @@ _TIMEOUT_S = 60.0
 
 
 def _config(role: Role, number: int = 0, engine: dict[str, object] | None = None, **parts: Any) -> WorkerConfig:
+    """Returns the configuration of a worker; one that decodes verifies every proposed token."""
     settings = {"num_pages": 512, "dtype": "float32"} | ENGINE | (engine or {})
+    if role is Role.DECODE:
+        parts["decode"] = {"speculation": "always"} | parts.get("decode", {})
     return worker_config(role, MODEL, f"{role.value}-{number}", engine=settings, **parts)
 
 
@@ -67,13 +70,18 @@ def _streams(router: RouterServer, features: list[Any] | None = None, *, lookasi
 
 async def _served(*configs: WorkerConfig, times: int = 1) -> Results:
     """Runs all requests over workers in this process, several times one after the other; returns the last answers."""
+    accepted: list[int] = []
     async with workers(*configs) as servers:
+        for server in servers:
+            if isinstance(server, DecodeServer):
+                server.worker.on_verified.append(lambda num_proposed, num_accepted: accepted.append(num_accepted))
         async with _router([server.address for server in servers], len(servers)) as router:
             for _ in range(times):
                 async with _streams(router) as streams:
                     results = await streams.results()
             await wait_until_empty(*servers)
-            return results
+    assert any(accepted), "no proposed token was right"
+    return results
 
 
 def _timings(results: Results) -> Iterator[tuple[Stream, Any]]:

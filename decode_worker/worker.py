@@ -26,7 +26,6 @@ from engine.adapters.queue import AdapterQueue
 from engine.engine import Engine
 from engine.sampling.grammar.fast_forward import forced_tokens
 from engine.sampling.grammar.queue import GrammarQueue
-from engine.speculation.speculator import Speculator
 from engine.step.compute import StepTokens
 from engine.step.finish import finish_reason
 from engine.step.isolation import step_isolated
@@ -34,6 +33,7 @@ from engine.step.plan import DecodeRows, EndConditions, StepPlan
 from engine.step.prompt_scores import PromptScores
 from engine.step.row_table import RowTable
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
+from engine.step.speculation.speculator import Speculator
 from kv_transfer.session.transfer_session import Manifest
 from penstock.config import DecodeConfig
 from penstock.errors import Cancelled, InvalidInput, Overloaded, PenstockError

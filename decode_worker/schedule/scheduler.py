@@ -31,10 +31,10 @@ from decode_worker.schedule.steps_in_flight import StepsInFlight
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.cache.prefix_cache import PrefixCache
 from engine.memory.estimates import SCORED_TOKENS
-from engine.speculation.speculator import Speculator
 from engine.step.plan import StepPlan
 from engine.step.row_table import RowTable
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
+from engine.step.speculation.speculator import Speculator
 from penstock.config import DecodeConfig
 from penstock.errors import InternalError
 from penstock.types import Lane, PageId

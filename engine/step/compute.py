@@ -25,11 +25,11 @@ from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import Sampled, failed_rows, sample_step
 from engine.sampling.step_sampling import StepSampling
-from engine.speculation.acceptance import num_accepted
 from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
 from engine.step.plan import StepPlan
 from engine.step.prompt_scores import PromptScores
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
+from engine.step.speculation.acceptance import num_accepted
 from penstock.errors import PenstockError
 from penstock.types import TokenLogprob
 

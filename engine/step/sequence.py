@@ -124,7 +124,7 @@ class ScheduledSequence:
     sequence: Sequence
     num_tokens: int
     fixed_start: int | None = None  # set for a chunk scheduled while an in-flight step computes the tokens before it
-    # Tokens that may follow the sequence's last one, which the step verifies: see `engine.speculation`.
+    # Tokens that may follow the sequence's last one, which the step verifies: see `engine.step.speculation`.
     proposed: tuple[int, ...] = ()
 
     @property

@@ -26,13 +26,13 @@ from engine.cache.prefix_cache import PrefixCache
 from engine.sampling.counter_random import uniform, uniforms
 from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import sample, sample_rows
-from engine.speculation.prompt_lookup import Proposal
-from engine.speculation.speculator import Speculator
 from engine.step.batch import build_host_batch
 from engine.step.compute import StepTokens
 from engine.step.plan import EndConditions, StepPlan
 from engine.step.row_table import RowTable
 from engine.step.sequence import ScheduledSequence, Sequence
+from engine.step.speculation.prompt_lookup import Proposal
+from engine.step.speculation.speculator import Speculator
 from engine.step.thread import StepThread
 from penstock.config import DecodeConfig
 from penstock.errors import InternalError

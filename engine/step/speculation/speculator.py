@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.speculation.acceptance import AcceptanceRate, num_accepted
-from engine.speculation.prompt_lookup import LENGTHS, PromptLookup, Proposal
-from engine.speculation.speculation_policy import Candidate, SpeculationLedger, choose_lengths
-from engine.speculation.step_cost_table import StepCostTable
 from engine.step.sequence import Sequence
+from engine.step.speculation.acceptance import AcceptanceRate, num_accepted
+from engine.step.speculation.prompt_lookup import LENGTHS, PromptLookup, Proposal
+from engine.step.speculation.speculation_policy import Candidate, SpeculationLedger, choose_lengths
+from engine.step.speculation.step_cost_table import StepCostTable
 
 _FIRST_RATES = (0.8, 0.5)  # of each kind, assumed until any was seen
 _FLEET_DECAY = 0.98  # of what is known of all sequences, by each proposal after it

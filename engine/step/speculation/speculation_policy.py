@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.speculation.step_cost_table import StepCostTable
+from engine.step.speculation.step_cost_table import StepCostTable
 
 _LEAST_GAIN = 1.05  # of expected tokens per second; less is within the errors of what is predicted
 _ALLOWANCE = 0.004  # share of the time that attempts may lose

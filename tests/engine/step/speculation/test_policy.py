@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.prompt_lookup import Proposal
-from engine.speculation.speculation_policy import Candidate, SpeculationLedger, choose_lengths
-from engine.speculation.speculator import Speculator
-from engine.speculation.step_cost_table import StepCostTable
 from engine.step.sequence import Sequence
+from engine.step.speculation.prompt_lookup import Proposal
+from engine.step.speculation.speculation_policy import Candidate, SpeculationLedger, choose_lengths
+from engine.step.speculation.speculator import Speculator
+from engine.step.speculation.step_cost_table import StepCostTable
 from penstock.types import Grammar, GrammarKind, RequestId, SamplingParams
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.speculation.acceptance import AcceptanceRate, num_accepted
-from engine.speculation.prompt_lookup import _MAX_SLOTS, LENGTHS, PromptLookup
+from engine.step.speculation.acceptance import AcceptanceRate, num_accepted
+from engine.step.speculation.prompt_lookup import _MAX_SLOTS, LENGTHS, PromptLookup
 
 
 def search(text: list[int], count: int) -> tuple[tuple[int, ...], int] | None:

@@ -86,6 +86,20 @@ def test_the_controllers_port_is_open_to_the_controller_alone():
         Tenants({}).identify_controller(f"Bearer {KEY}")  # without a secret nobody is the controller
 
 
+def test_the_controller_is_known_by_a_secret_that_was_replaced_meanwhile():
+    directory, new = TenantDirectory({"acme": ACME}), ClusterSecret("n" * 40)
+    secrets = [ClusterSecrets(SECRET, (SECRET,))]
+    found = Tenants(lambda: directory, lambda: secrets[-1])
+    assert found.identify(f"Bearer {SECRET.token(CANARY)}") == Tenant()
+    with pytest.raises(Unauthenticated):
+        found.identify(f"Bearer {new.token(CANARY)}")
+    secrets.append(ClusterSecrets(new, (new, SECRET)))
+    assert found.identify(f"Bearer {new.token(CANARY)}") == Tenant()
+    secrets.append(ClusterSecrets(new, (new,)))
+    with pytest.raises(Unauthenticated):
+        found.identify(f"Bearer {SECRET.token(CANARY)}")
+
+
 def test_metrics_are_read_with_their_own_token():
     found, token = tenants(acme=ACME), make_api_key()
     found.check_scraper(f"Bearer {token}", token)

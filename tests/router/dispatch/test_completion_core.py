@@ -28,6 +28,15 @@ def place(core: CompletionCore, ledger: InflightLedger, epoch: int = 1) -> None:
     core.on_sent(Epoch(epoch))
 
 
+def test_an_end_before_any_token_leaves_nothing_booked() -> None:
+    ledger = InflightLedger()
+    core = make(ledger)
+    place(core, ledger)
+    core.on_end()
+    assert ledger.totals() == []
+    assert core.over
+
+
 @given(st.lists(st.sampled_from(EVENTS), max_size=20))
 def test_whatever_happens_nothing_stays_booked_and_a_worker_that_has_it_is_cancelled(events: list[str]) -> None:
     ledger = InflightLedger()

@@ -63,6 +63,7 @@ class Machine:
         )
         self.in_flight: deque[tuple[StepPlan, list[int | None], set[PageId]]] = deque()
         self.num_accepted = 0  # proposed tokens that were right
+        self.num_forced: Callable[[], int] = lambda: 0  # tokens that follow a sampled one unsampled, as by a grammar
         self.kv: dict[tuple[PageId, int], int] = {}  # the token that the KV in this place belongs to
         self.live: list[Sequence] = []
         self.landing: list[Sequence] = []
@@ -127,6 +128,18 @@ class Machine:
                 self.end_of(item.sequence)
             else:
                 self.append_accepted(item)
+                self.append_forced(item.sequence)
+
+    def append_forced(self, sequence: Sequence) -> None:
+        """Continues a text with tokens that no step samples, whether or not one in flight computes the sequence."""
+        forced: list[int] = []
+        for _ in range(self.num_forced() if sequence in self.live and sequence not in self.paused else 0):
+            forced.append(next_token([*sequence.token_ids, *forced]))
+            if forced[-1] == EOS or len(sequence.token_ids) + len(forced) >= self.end(sequence):
+                sequence.append_uncomputed(forced)
+                self.end_of(sequence)
+                return
+        self.scheduler.extend(sequence, forced)
 
     def append_accepted(self, item: ScheduledSequence) -> None:
         sequence = item.sequence
@@ -192,11 +205,14 @@ def runs_on(prompt: list[int], count: int) -> bool:
     data=st.data(),
     num_pages=st.integers(8, 30),
     wrong=st.sampled_from([None, 0.0, 0.3, 1.0]),
+    forces=st.booleans(),
 )
 def test_whatever_is_asked_during_steps_nothing_is_lost_or_overwritten(
-    data: st.DataObject, num_pages: int, wrong: float | None
+    data: st.DataObject, num_pages: int, wrong: float | None, forces: bool
 ) -> None:
     machine = Machine(num_pages, None if wrong is None else speculator_of(num_pages, wrong))
+    if forces and wrong is None:  # nothing is proposed to a text that has a grammar
+        machine.num_forced = lambda: data.draw(st.sampled_from([0, 0, 1, 2, 5]))
     scheduler = machine.scheduler
     actions = ["local", "remote", "land", "cancel", "pause", "resume", "record", "record", *["step", "ahead"] * 3]
     for number in range(data.draw(st.integers(1, 60))):

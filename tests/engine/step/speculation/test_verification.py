@@ -21,7 +21,7 @@ from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 
 PROMPT = [(5 * place) % (VOCAB_SIZE - 2) + 2 for place in range(21)]
 COUNT = 24
-BUNDLED = Path(__file__).resolve().parents[3] / "models" / "penstock-tiny"
+BUNDLED = Path(__file__).resolve().parents[4] / "models" / "penstock-tiny"
 SAMPLINGS = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.9, "top_p": 0.9, "top_k": 20, "seed": 7},

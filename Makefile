@@ -122,7 +122,7 @@ bench-quantized: setup
 VLLM := .venv-vllm
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-$(VLLM)/.installed: benchmarks/vllm-requirements.txt
+$(VLLM)/.installed: benchmarks/common/vllm-requirements.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --extra-index-url $(TORCH_CPU_INDEX) $$(grep '^torch==' $<)
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement $<
@@ -143,7 +143,7 @@ bench-modes: setup
 	$(PY) -m benchmarks.modes $(MODES)
 
 bench-replay: setup
-	$(PY) -m benchmarks.replay
+	$(PY) -m benchmarks.router.replay
 
 bench-overload: setup
 	$(PY) -m benchmarks.overload
@@ -165,7 +165,7 @@ bench-steps: setup
 	$(PY) -m benchmarks.steps
 
 bench-structured: setup
-	$(PY) -m benchmarks.structured
+	$(PY) -m benchmarks.engine.structured
 
 bench-lora: setup
 	$(PY) -m benchmarks.engine.adapters

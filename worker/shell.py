@@ -50,8 +50,7 @@ from worker.handover.source import PageSource
 from worker.metrics.collector import WorkerCollector
 from worker.metrics.model_work import find_work
 from worker.metrics.port import MetricsPort
-from worker.metrics.speculation_metrics import SpeculationMetrics
-from worker.metrics.step_metrics import StepMetrics
+from worker.metrics.step_metrics import SpeculationMetrics, StepMetrics
 from worker.pull.client import PullClient
 from worker.pull.prompts import PrefixPulls
 from worker.service import WorkerService

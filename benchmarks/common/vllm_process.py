@@ -102,7 +102,7 @@ def find_vllm(named: str | None, environment: Mapping[str, str] = os.environ) ->
     if not version:
         raise NoVllm(
             f"--vllm-python = {name} has no vLLM; install it there: "
-            "pip install --no-deps -r benchmarks/vllm-requirements.txt"
+            "pip install --no-deps -r benchmarks/common/vllm-requirements.txt"
         )
     return Vllm(python, version, preloads(python, environment), has_nixl == "True")
 

@@ -12,6 +12,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -19,11 +20,10 @@ from penstock.config.security import LimitsConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overloaded, Quarantined, Unavailable
 from penstock.kv.adapters import AdapterRef
 from penstock.rpc.hints import NO_HINTS, Hints
-from penstock.types import Lane, RequestId
+from penstock.types import Lane, RequestId, SamplingParams
 from penstock.v1 import common_pb2, inference_pb2
 from penstock.wire import grammar_from_wire
 from router.api import sampling_fields
-from router.api.bad_words import with_bad_sequences
 from router.api.conversations import read_conversation
 from router.api.dialect import OutputFormat
 from router.api.identity import Tenant, Tenants, salted_scope
@@ -383,3 +383,16 @@ def _texts_of(wire: PromptRequest) -> tuple[Conversation | None, int]:
 def _fraction_of(session: str) -> float:
     """Returns a number in [0, 1), the same at every router: a session stays with one cohort while two serve."""
     return int.from_bytes(hashlib.blake2b(session.encode(), digest_size=7).digest()) / 2.0**56
+
+
+async def with_bad_sequences(sampling: SamplingParams, tokenizer: Tokenizer, caller: str) -> SamplingParams:
+    """Returns the parameters with the tokens of their bad words: as an output begins with them, and after a space.
+
+    Raises Overloaded.
+    """
+    if not sampling.bad_words:
+        return sampling
+    words = [word.lstrip() for word in sampling.bad_words]
+    encoded = await tokenizer.encode_each([*words, *(f" {word}" for word in words)], caller)
+    sequences = dict.fromkeys(tuple(token_ids) for token_ids in encoded if token_ids)
+    return replace(sampling, bad_sequences=tuple(sequences))

@@ -192,7 +192,7 @@ def _bad_words(wire: common_pb2.SamplingParams, limits: _Limits) -> tuple[str, .
 
 
 def _bad_sequences(wire: common_pb2.SamplingParams, limits: _Limits) -> tuple[tuple[int, ...], ...]:
-    """Returns nothing: `router.api.bad_words` tokenizes the words of a request that is otherwise valid."""
+    """Returns nothing: `router.api.prepare` tokenizes the words of a request that is otherwise valid."""
     if wire.bad_sequences:
         raise InvalidInput("sampling.bad_sequences", "is set by routers alone; give the texts as bad_words")
     return ()

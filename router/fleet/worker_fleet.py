@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
@@ -34,7 +35,6 @@ from router.routing.costs.inflight import NO_WORK, InflightLedger, InflightWork,
 from router.routing.costs.link_costs import LinkBook
 from router.routing.costs.pull_costs import PullBook
 from router.routing.index.prefix_index import DEFAULT_CONFIG, PrefixIndex
-from router.routing.index.tidy_runner import IndexTidyRunner
 
 log = logging.getLogger(__name__)
 
@@ -225,3 +225,32 @@ async def follow_admin(address: str, fleet: WorkerFleet) -> None:
             except grpc.RpcError as error:
                 log.log(log_level(error), "the admin service at %s is away: %s", address, error.details())  # type: ignore[attr-defined]
         await asyncio.sleep(backoff.next_s())
+
+
+class IndexTidyRunner:
+    """Cleans up the prefix index, one bounded piece at a time between the event loop's other work.
+
+    It runs when woken after a worker has left, and every `every_s` for pages noted for silent workers.
+    """
+
+    def __init__(self, index: PrefixIndex, every_s: float) -> None:
+        self._index = index
+        self._every_s = every_s
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            more = self._index.tidy(time.monotonic())
+            await (asyncio.sleep(0) if more else self._wait())
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(self._every_s):
+                await self._woken.wait()
+        except TimeoutError:
+            return  # noted pages may have expired
+        self._woken.clear()

@@ -9,13 +9,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from penstock.types import FinishReason, Role, WorkerEnd, WorkerId, WorkerLoad
 from router.metrics.admission_metrics import AdmissionMetrics
-from router.metrics.credential_metrics import CredentialCollector, LoadedFiles
+from router.metrics.collectors import (
+    CredentialCollector,
+    IndexCollector,
+    LoadedFiles,
+    PredictionCollector,
+    WorkerMetricsCollector,
+)
 from router.metrics.histograms import BoundHistogram, HistogramFamily
-from router.metrics.index_metrics import IndexCollector
 from router.metrics.loop_lag import LoopLag
-from router.metrics.prediction_metrics import PredictionCollector
 from router.metrics.request_metrics import RequestMetrics
-from router.metrics.worker_metrics import WorkerMetricsCollector
 from router.routing.costs.predictions import WorkerPredictionErrors
 from router.routing.index.prefix_index import PrefixIndex
 

@@ -2,6 +2,6 @@
 
 Dispatch takes `placement_core.PlacementCore` and `decision_record`; the fleet feeds `index` and `costs` with what
 workers report; the simulator runs the same code in virtual time, and the autoscaler reads the cost models. The room
-must not know channels, HTTP, admission or where a request's tokens go: time and randomness are passed in. Only
-`index.tidy_runner` runs on an event loop.
+must not know channels, HTTP, admission or where a request's tokens go: time and randomness are passed in, and nothing
+runs on an event loop.
 """

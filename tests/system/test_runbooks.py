@@ -30,10 +30,8 @@ from penstock.sizing.model_shape import find_shape
 from penstock.types import Role, WorkerId, WorkerLoad
 from penstock.v1 import worker_pb2
 from penstock.worker_metrics import METRICS
-from router.metrics.credential_metrics import CredentialCollector
-from router.metrics.index_metrics import IndexCollector
+from router.metrics.collectors import CredentialCollector, IndexCollector, PredictionCollector
 from router.metrics.metrics import RouterMetrics
-from router.metrics.prediction_metrics import PredictionCollector
 from router.routing.costs.predictions import WorkerPredictionErrors
 from router.routing.index.prefix_index import PrefixIndex
 from tests.support.key_files import Authority, write_secret

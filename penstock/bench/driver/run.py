@@ -1,21 +1,26 @@
-"""Sends the chains of a plan: at their due times in the open loop, or as slots become free in the closed loop."""
+"""Sends the chains of a plan: at their due times in the open loop, or as slots become free in the closed loop.
+
+`GeneratorLag` measures the generator itself: for how long its event loop was kept from reading.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from penstock.bench.driver.endpoint import Endpoint, StreamLog
-from penstock.bench.driver.own_error import GeneratorLag, without_garbage_collection
 from penstock.bench.results.record import Ending, RequestRecord, RunRecord
 from penstock.bench.workloads.plan import Chain, LoadPlan, LoadRequest
 from penstock.bench.workloads.prompts import PromptWriter
 
 _ENCODED_AHEAD = 64  # chains whose first request is encoded before it is due
+_LAG_PERIOD_S = 0.01
 
 
 @dataclass(slots=True)
@@ -160,3 +165,40 @@ def record_of(request: LoadRequest, log: StreamLog, started_s: float, due_s: flo
         cached_tokens=log.cached_tokens,
         output_tokens=log.completion_tokens if log.completion_tokens is not None else log.num_pieces,
     )
+
+
+class GeneratorLag:
+    """Samples by how much a timer of the event loop is late: pieces that arrive meanwhile seem to arrive later."""
+
+    def __init__(self) -> None:
+        self.lags_s: list[float] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def _sample(self) -> None:
+        while True:
+            begun_s = time.perf_counter()
+            await asyncio.sleep(_LAG_PERIOD_S)
+            self.lags_s.append(max(0.0, time.perf_counter() - begun_s - _LAG_PERIOD_S))
+
+    async def __aenter__(self) -> GeneratorLag:
+        self._task = asyncio.create_task(self._sample())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Collects garbage before and after, but not during a run: a collection would stop the loop for milliseconds."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+        gc.collect()

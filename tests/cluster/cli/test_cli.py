@@ -18,9 +18,8 @@ import pytest
 from cluster.cli import commands
 from cluster.cli.admin import admin_call
 from cluster.cli.catalog import GROUPS
-from cluster.cli.commands.running.serve import how_to_call, serve_config
+from cluster.cli.commands.running.serve import how_to_call, may_restart, serve_config
 from cluster.cli.main import main, make_parser
-from cluster.cli.restart_policy import may_restart
 from cluster.cli.start_progress import StartProgress
 from cluster.cli.table import format_table, state_changes
 from cluster.ray import connection

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.types import SamplingParams
-from router.api.bad_words import with_bad_sequences
+from router.api.prepare import with_bad_sequences
 from router.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "penstock-tiny"

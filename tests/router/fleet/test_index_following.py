@@ -11,8 +11,8 @@ from penstock.kv.events import KvEventKind
 from penstock.kv.page_hash import hash_pages, make_salt
 from penstock.kv.page_places import ROOT
 from penstock.types import WorkerId
+from router.fleet.worker_fleet import IndexTidyRunner
 from router.routing.index.prefix_index import PrefixIndex
-from router.routing.index.tidy_runner import IndexTidyRunner
 from tests.router.dispatch.test_failures import collect, request
 from tests.support.router.router_fakes import PAGE_SIZE, FakeAdmin, FakeWorker, running_router, until
 from worker import service as worker_service

@@ -18,7 +18,7 @@ from penstock.config import RouterConfig
 from penstock.kv.adapters import AdapterRef
 from penstock.types import Grammar, GrammarKind, SamplingParams
 from router.api import sampling_fields
-from router.api.bad_words import with_bad_sequences
+from router.api.prepare import with_bad_sequences
 from router.parsers.choice import ParserChoice, choose_parsers
 from router.parsers.tools import ToolFunction
 from router.text.conversation import Conversation

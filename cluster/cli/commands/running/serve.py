@@ -7,12 +7,11 @@ import socket
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.cli.restart_policy import may_restart
 from cluster.cli.start_progress import StartProgress
 from cluster.cli.table import state_changes
 from penstock.config import ServeConfig, parse, read
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from cluster.ray.launch import RayDeployment
 
 _INTERRUPTED = 130
+MAX_LOSSES = 3
+WITHIN_S = 600.0
 BUNDLED_MODEL = Path(__file__).resolve().parents[4] / "models" / "penstock-tiny"
 
 
@@ -193,3 +194,11 @@ def how_to_call(model: str, endpoints: Mapping[str, str], *, encrypted: bool = F
   penstock status --admin {endpoints["admin"]}
   python -c '{imports}; print(Client({client}).complete("Once upon a time").text)'
   curl {url}/v1/completions{header} -H 'Content-Type: application/json' -d '{body}'"""
+
+
+def may_restart(losses_s: Sequence[float], now_s: float) -> bool:
+    """Decides whether a deployment whose Ray was lost is started again: not after repeated losses, whose cause remains.
+
+    `losses_s` are the times of all losses, the current one included. Pure.
+    """
+    return sum(now_s - lost_s < WITHIN_S for lost_s in losses_s) <= MAX_LOSSES

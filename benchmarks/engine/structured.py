@@ -32,7 +32,7 @@ from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import EngineConfig
 from penstock.types import Grammar, GrammarKind, RequestId, SamplingParams
 
-MODEL = Path(__file__).resolve().parents[1] / "models" / "penstock-tiny"
+MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
 PROMPT = [(7 * place) % 900 + 20 for place in range(32)]
 BATCHES = (1, 8, 32)
 STEPS = 300

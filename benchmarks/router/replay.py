@@ -1,8 +1,8 @@
 """Replays every trace under every placement policy in virtual time: hit rate, balance, latencies and goodput.
 
-`python -m benchmarks.replay` takes traces from the folder in PENSTOCK_TRACES; without it only the generated mix runs.
-Hit rates stand beside that of a single cache. Arrivals are scaled to an offered load: the time that the prompts would
-take without any cache, over the capacity of the workers.
+`python -m benchmarks.router.replay` takes traces from the folder in PENSTOCK_TRACES; without it only the generated mix
+runs. Hit rates stand beside that of a single cache. Arrivals are scaled to an offered load: the time that the prompts
+would take without any cache, over the capacity of the workers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CASES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.router.replay", description=__doc__)
     parser.add_argument("--page-size", type=int, default=64, help="16 takes four times as long and changes little")
     parser.add_argument("--share", type=float, default=1.0, help="of the requests of each trace")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of replay.json and its charts")

@@ -78,6 +78,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
         BarSpec("Latency that the router adds, ms", "(?P<row>added .+)", "ms"),
         BarSpec("Tokens that one router forwards a second", "(?P<row>token fan-out.+)", "tokens/s"),
     ),
+    "schemas": (BarSpec("Outputs that are valid against their schema", "(?P<row>.+), valid", "outputs"),),
     "serving": (
         BarSpec("Serving on two cores, ms", _LATENCIES + r" at [\d.]+/s), (?P<kind>.+)", "ms", renamed=_PENSTOCK),
         BarSpec("Output, tokens/s", r"(?P<row>output at [\d.]+/s), (?P<kind>.+)", "tokens/s", renamed=_PENSTOCK),

@@ -78,6 +78,14 @@ SUBJECTS = (
         "structured-output.md",
     ),
     Subject(
+        "schemas",
+        "Outputs and the schemas of public suites",
+        "Every schema of the JSON Schema Test Suite and of SchemaStore that is obeyed, through a deployment: how many "
+        "outputs are valid, greedy, seeded and across the loss of a worker.",
+        "make bench-schemas",
+        "structured-output.md",
+    ),
+    Subject(
         "adapters",
         "Adapters",
         "What adapters cost a decode step of 64 sequences, and how long one takes to load.",

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from cluster.cli.admin_token import find_token
-from cluster.cli.options import client_tls
+from cluster.cli.options import check_address, client_tls
 from penstock.client.auth import auth_metadata
 from penstock.errors import DeadlineExceeded, PenstockError, Unauthenticated
 from penstock.rpc.failed_call import failed_call
@@ -22,6 +22,13 @@ from penstock.rpc.secret import ADMIN, ClusterSecrets
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
+# Calls that follow what goes on have no deadline: a host that does not answer, or does no longer, is noticed by these.
+_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # bounds the time to connect
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+)
 
 Condition = Callable[[admin_pb2.StatusResponse], bool]
 
@@ -39,17 +46,26 @@ def admin_stub(arguments: Namespace) -> Iterator[tuple[admin_pb2_grpc.AdminStub,
     Raises Unavailable or Unauthenticated with what to do about it.
     """
     address = arguments.admin
+    check_address("--admin", address, "localhost:50052")
     if arguments.secret_file:
         token = ClusterSecrets.read(arguments.secret_file, "--secret-file").current.token(ADMIN)
     else:
         token = find_token(address)
     tls = client_tls(arguments)
-    options = tls.options() if tls else None
-    with grpc.secure_channel(address, tls.credentials(), options) if tls else grpc.insecure_channel(address) as channel:
+    options = [*_CHANNEL_OPTIONS, *(tls.options() if tls else ())]
+    with _open_channel(address, tls.credentials() if tls else None, options) as channel:
         try:
             yield admin_pb2_grpc.AdminStub(channel), auth_metadata(token)
         except grpc.RpcError as error:
             raise _with_advice(error, address) from error
+
+
+def _open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None, options: Sequence[tuple[str, Any]]
+) -> grpc.Channel:
+    if credentials is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, credentials, options)
 
 
 def _with_advice(failed: grpc.RpcError, address: str) -> PenstockError:

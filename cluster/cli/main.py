@@ -11,7 +11,6 @@ from importlib.util import find_spec
 
 from cluster.cli.catalog import GROUPS, find_group, format_groups, load_command, suggest_command
 from cluster.cli.command_parser import CommandParser, nested_parsers
-from penstock.errors import InvalidInput, PenstockError
 from penstock.process import set_up_logging
 
 ERROR = 2
@@ -21,6 +20,12 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] != ["serve"]:
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else lines of gRPC itself precede the message of an error
+    from penstock.errors import (
+        PenstockError,  # it imports gRPC, which reads that variable, and which --help does without
+    )
+
     try:
         arguments = _parse(words)
         set_up_logging("penstock")
@@ -89,6 +94,8 @@ def _command_of(words: Sequence[str]) -> tuple[str, ...]:
     if not words or words[0].startswith("-"):
         return ("",)
     if find_group(words[0]) is None:
+        from penstock.errors import InvalidInput
+
         raise InvalidInput("command", f"{words[0]!r} is unknown{suggest_command(words[0])}; see penstock --help")
     return (words[0],)
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.client.auth import ClientTls
 from penstock.errors import InvalidInput
 from penstock.types import Lane
 
-if TYPE_CHECKING:
-    from penstock.client.sync_client import Client
-
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
-_CONNECT_S = 5.0  # a person waits, perhaps at a wrong address
+_HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^:/\s\[\]]+):(?P<port>\d{1,5})")
+_GRPC_NAMES = ("dns:", "unix:", "unix-abstract:", "ipv4:", "ipv6:", "vsock:", "xds:")  # gRPC's other kinds of target
 
 
 def add_admin_options(parser: ArgumentParser) -> None:
@@ -67,19 +66,13 @@ def client_tls(arguments: Namespace) -> ClientTls | None:
     return ClientTls(arguments.ca, arguments.cert, arguments.cert_key, arguments.server_name)
 
 
-def make_client(arguments: Namespace) -> Client:
-    """Returns a client for the flags of `add_client_options`."""
-    from penstock.client.retry import RetryPolicy
-    from penstock.client.sync_client import Client  # most commands call the Admin service and need no client
-
-    return Client(
-        arguments.server,
-        timeout_s=arguments.timeout,
-        retry=RetryPolicy(connect_s=_CONNECT_S),
-        api_key=arguments.api_key,
-        tls=client_tls(arguments),
-        lookaside=arguments.lookaside,
-    )
+def check_address(flag: str, address: str, example: str) -> None:
+    """Raises InvalidInput unless `address` is HOST:PORT, or a target in one of gRPC's other forms."""
+    found = _HOST_PORT.fullmatch(address)
+    if found is not None and 0 < int(found["port"]) <= 65535:
+        return
+    if found is not None or not address.startswith(_GRPC_NAMES):
+        raise InvalidInput(flag, f"is {address!r}; give HOST:PORT, such as {example}")
 
 
 def sampling_fields(arguments: Namespace) -> dict[str, Any]:

@@ -37,7 +37,8 @@ class DeploymentSnapshot:
 
     at_s: float  # monotonic
     status: admin_pb2.StatusResponse
-    routers: Mapping[str, RouterCounts]  # by endpoint; those that could not be read are missing
+    routers: Mapping[str, RouterCounts]  # by endpoint
+    unread: Mapping[str, str] = field(default_factory=dict)  # routers that could not be read, by endpoint, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ class DeploymentRates:
     # Median and 99th percentile as upper bounds of their buckets; None beyond the last bucket.
     ttft_s: tuple[float | None, float | None] | None
     itl_s: tuple[float | None, float | None] | None
+    unread: Mapping[str, str] = field(default_factory=dict)  # routers whose figures are missing, and why
 
 
 def read_counts(text: str) -> RouterCounts:
@@ -108,6 +110,7 @@ def compute_rates(before: DeploymentSnapshot, now: DeploymentSnapshot) -> Deploy
         num_queued=sum(router.num_waiting for router in now.routers.values()) if now.routers else None,
         ttft_s=_percentiles([(old.ttft, new.ttft) for old, new in pairs]),
         itl_s=_percentiles([(old.itl, new.itl) for old, new in pairs]),
+        unread=now.unread,
     )
 
 

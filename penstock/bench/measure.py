@@ -78,7 +78,7 @@ async def warm_up(plan: LoadPlan, endpoint: Endpoint, spec: SweepSpec, salt: str
         log, short = StreamLog(), min(request.num_output_tokens, _MAX_WARM_UP_TOKENS)
         await endpoint.send(endpoint.encode(LoadRequest(0, prompt, short, lane=request.lane), writer), log)
         if log.ending is not None and log.ending.is_failure and log.ending not in (Ending.SHORT, Ending.REFUSED):
-            raise Unavailable(f"the first request failed ({log.ending.value}): {log.detail}")
+            raise Unavailable(f"the first request failed: {log.detail}")
 
 
 async def words_per_token(endpoint: Endpoint, seed: int) -> float:
@@ -90,7 +90,7 @@ async def words_per_token(endpoint: Endpoint, seed: int) -> float:
         prompt = PromptBlocks(((index, 1),), num_words, num_words)
         await endpoint.send(endpoint.encode(LoadRequest(0, prompt, 1), writer), log)
         if log.ending is not None and log.ending.is_failure and log.ending is not Ending.SHORT:
-            raise Unavailable(f"the calibration of texts failed ({log.ending.value}): {log.detail}")
+            raise Unavailable(f"the calibration of texts failed: {log.detail}")
         if log.prompt_tokens is None:
             return 1.0
         counted.append(log.prompt_tokens)

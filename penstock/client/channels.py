@@ -24,9 +24,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # While a channel waits to connect again its calls fail at once; grpc's own limit of 120 s outlasts any restart.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # bounds the time to connect, which grpc's own 20 s makes seem a hang
 )
 # In grpc's own words, for which it has no code. A failed TLS handshake begins alike, and never goes away by itself.
-_NOT_CONNECTED, _REFUSED = "failed to connect to all addresses", ("Connection refused", "Connection reset")
+_NOT_CONNECTED = "failed to connect to all addresses"
+_REFUSED = ("Connection refused", "Connection reset", "timed out before receiving SETTINGS", "Connection timed out")
 # A router notices a frozen worker under its own streams; under lookaside streams the client has to.
 _WORKER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 2_000),

@@ -9,15 +9,24 @@ from penstock.errors import (
     ConfigError,
     DeadlineExceeded,
     PenstockError,
+    PermissionDenied,
+    Unauthenticated,
     Unavailable,
     from_rpc_error,
 )
 
+_CLOSED = "it closed the connection; call it with TLS if it has a certificate"
 # Words of gRPC's details, for which it has no codes, and what they mean.
 _MAY_PASS = {
     "connection refused": "nothing listens there (connection refused)",
     "domain name not found": "the host has no address",
-    "socket closed": "it closed the connection; call it with TLS if it has a certificate",
+    "socket closed": _CLOSED,
+    "connection reset": _CLOSED,
+    "before receiving settings": "it accepts connections and says nothing",
+    "timed out": "the host does not answer",
+    "timeout": "the host does not answer",
+    "unreachable": "no network leads there",
+    "no route to host": "no network leads there",
 }
 _WILL_NOT_PASS = {  # with the fix, if it is not another address
     "failed parsing http/2": ("speaks HTTP, not gRPC", ""),
@@ -59,4 +68,6 @@ def failed_call(error: grpc.RpcError, address: str, advice: str) -> PenstockErro
                 return ConfigError(f"{address} {cause}; {fix or advice}")
         cause = next((cause for words, cause in _MAY_PASS.items() if words in details), typed.message)
         return Unavailable(f"no deployment answers at {address}: {cause}; start one with `penstock serve`, or {advice}")
+    if isinstance(typed, Unauthenticated | PermissionDenied):
+        return type(typed)(f"a proxy or another server at {address} refuses the call: {typed.message}; {advice}")
     return typed

@@ -40,6 +40,20 @@ class ClientTls:
             certificate_chain=_read_pem(self.cert_file, "cert_file"),
         )
 
+    def context(self) -> ssl.SSLContext:
+        """Returns the same for HTTP. Raises ConfigError that names the file at fault."""
+        try:
+            _read_pem(self.ca_file, "ca_file")
+            context = ssl.create_default_context(cafile=self.ca_file)
+            if self.cert_file:
+                context.load_cert_chain(self.cert_file, self.key_file, password="")
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"ca_file = {self.ca_file}, cert_file = {self.cert_file}, key_file = {self.key_file}: {error}; give "
+                "PEM files, and the key of the certificate"
+            ) from error
+        return context
+
     def options(self) -> list[tuple[str, str]]:
         """Returns the channel options that go with the credentials."""
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []

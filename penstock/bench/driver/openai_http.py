@@ -13,7 +13,9 @@ from penstock.bench.driver.endpoint import StreamLog
 from penstock.bench.results.record import Ending
 from penstock.bench.workloads.plan import LoadRequest, PromptBlocks, PromptMessages
 from penstock.bench.workloads.prompts import PromptWriter
-from penstock.errors import ConfigError, InvalidInput, Unavailable
+from penstock.client.auth import ClientTls
+from penstock.errors import ConfigError, InvalidInput, PenstockError
+from penstock.rpc.failed_http import failed_http, refused_http
 
 try:
     import aiohttp
@@ -23,6 +25,9 @@ except ImportError as error:  # pragma: no cover - the bare client has no HTTP c
 LANE_HEADER = "x-penstock-lane"
 _CONNECT_TIMEOUT_S = 10.0
 _DATA, _DONE = b"data:", b"[DONE]"
+_MAX_LISTING_BYTES = 1 << 20
+_ADVICE = "give the URL of an OpenAI-compatible server (--url http://HOST:PORT/v1)"
+_KEY_ADVICE = "give its key with --api-key or PENSTOCK_API_KEY"
 
 HttpBody = tuple[bytes, Mapping[str, str], int | None]  # the body, its headers, the tokens that the answer must have
 Prepare = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -49,6 +54,7 @@ class OpenAiEndpoint:
         form: RequestForm,
         *,
         api_key: str | None = None,
+        tls: ClientTls | None = None,
         timeout_s: float = 600.0,
         prepare: Prepare | None = None,
     ) -> None:
@@ -57,7 +63,7 @@ class OpenAiEndpoint:
         path = "/chat/completions" if form.api == "chat" else "/completions"
         self._url, self._form, self._prepare = base_url(url) + path, form, prepare
         self._timeout_s = timeout_s
-        self._session = open_session(api_key)
+        self._session = open_session(api_key, tls)
 
     def encode(self, request: LoadRequest, writer: PromptWriter) -> HttpBody:
         form = self._form
@@ -99,18 +105,21 @@ class OpenAiEndpoint:
                         await _read_events(response, log)
                     else:
                         text = (await response.content.read(2000)).decode(errors="replace")
-                        log.fail(ending_of_status(response.status), f"{response.status}: {text}")
+                        log.fail(ending_of_status(response.status), _refusal(response, text).message)
         except aiohttp.ServerTimeoutError as error:  # of the connection; it is a TimeoutError too
-            log.fail(Ending.CONNECTION, _describe(error))
+            log.fail(Ending.CONNECTION, self._describe(error))
         except TimeoutError:
             log.fail(Ending.TIMEOUT, f"no end within {self._timeout_s:g} s")
         except aiohttp.ClientPayloadError as error:
-            log.fail(Ending.TRUNCATED, _describe(error))
+            log.fail(Ending.TRUNCATED, f"the stream broke off: {error}")
         except (aiohttp.ClientError, OSError) as error:
-            log.fail(Ending.TRUNCATED if log.piece_times_s else Ending.CONNECTION, _describe(error))
+            log.fail(Ending.TRUNCATED if log.piece_times_s else Ending.CONNECTION, self._describe(error))
         except ValueError as error:
             log.fail(Ending.TRUNCATED, f"the stream is malformed: {error}")
         log.finish(wanted_tokens)
+
+    def _describe(self, error: Exception) -> str:
+        return failed_http(error, self._url, _ADVICE).message
 
     async def close(self) -> None:
         await self._session.close()
@@ -155,8 +164,9 @@ def _take_event(event: Mapping[str, Any], now_s: float, log: StreamLog) -> bool:
     return leaves
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _refusal(response: aiohttp.ClientResponse, text: str) -> PenstockError:
+    advice = _KEY_ADVICE if response.status in (401, 403) else _ADVICE
+    return refused_http(response.status, text, str(response.url), advice)
 
 
 def ending_of_status(status: int) -> Ending:
@@ -166,10 +176,11 @@ def ending_of_status(status: int) -> Ending:
     return Ending.SERVER_ERROR if status >= 500 else Ending.CLIENT_ERROR
 
 
-def open_session(api_key: str | None) -> aiohttp.ClientSession:
+def open_session(api_key: str | None, tls: ClientTls | None = None) -> aiohttp.ClientSession:
+    """Opens connections to https with the authority and the certificate of `tls`. Raises ConfigError for its files."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls.context() if tls else True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         headers=headers,
         read_bufsize=1 << 20,
@@ -185,14 +196,18 @@ def base_url(url: str) -> str:
     return url if "/" in rest else f"{url}/v1"
 
 
-async def find_model(url: str, api_key: str | None) -> str:
-    """Returns the first model that the server lists. Raises Unavailable where it cannot be asked."""
-    async with open_session(api_key) as session:
+async def find_model(url: str, api_key: str | None, tls: ClientTls | None = None) -> str:
+    """Returns the first model that the server lists. Raises PenstockError that says what answered instead."""
+    listing = f"{base_url(url)}/models"
+    async with open_session(api_key, tls) as session:
         try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S), session.get(f"{base_url(url)}/models") as response:
-                listed = await response.json(content_type=None)
-                return str(listed["data"][0]["id"])
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S), session.get(listing) as response:
+                text = (await response.content.read(_MAX_LISTING_BYTES)).decode(errors="replace")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Unavailable(f"{url} does not answer: {_describe(error)}; is the server up?") from error
-        except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise InvalidInput("model", f"cannot be found out at {url}/models ({error!r}); name it") from error
+            raise failed_http(error, listing, _ADVICE) from error
+    if response.status != 200:
+        raise _refusal(response, text)
+    try:
+        return str(json.loads(text)["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise InvalidInput("--model", f"cannot be found out, since {listing} lists none; name it") from error

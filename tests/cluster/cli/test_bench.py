@@ -34,7 +34,7 @@ def spec_of(*flags: str) -> SweepSpec:
         (["--token-ids", "5"], "--token-ids: is '5'; give FROM:TO"),
         (["--body", "[1]"], "--body: is '[1]'; give a JSON object"),
         (["--trace", "gone.jsonl"], "trace: no file gone.jsonl"),
-        (["--url", "127.0.0.1:1"], "127.0.0.1:1 does not answer"),
+        (["--url", "127.0.0.1:1"], "127.0.0.1:1/v1/models does not answer: nothing listens there"),
     ],
 )
 def test_mistakes_are_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,14 +56,16 @@ async def test_with_tenants_the_metrics_token_is_demanded(tmp_path: Path, capsys
     async with running_router(await FakeWorker().start(), **settings) as router:
         command = ["trace", "x", "--router", router.http_url]
         assert await asyncio.to_thread(main, command) == 2
-        assert "demands its metrics token; name its file with --metrics-token-file" in capsys.readouterr().err
+        assert (
+            "refuses the call; name the file of its metrics token with --metrics-token-file" in capsys.readouterr().err
+        )
         assert await asyncio.to_thread(main, [*command, "--metrics-token-file", str(token)]) == 2
         assert "is not among the last completions" in capsys.readouterr().err
 
 
 def test_an_unreachable_router_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "x", "--router", "http://127.0.0.1:9"]) == 2
-    assert "no answer from http://127.0.0.1:9 (" in capsys.readouterr().err
+    assert "http://127.0.0.1:9/ui/requests/x does not answer: nothing listens there" in capsys.readouterr().err
 
 
 def test_bars_share_one_scale_and_lost_workers_are_named() -> None:

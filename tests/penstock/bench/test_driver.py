@@ -316,7 +316,7 @@ async def test_nobody_at_the_address_is_a_failed_connection() -> None:
     await endpoint.send(endpoint.encode(request(0), WRITER), log)
     assert log.ending is Ending.CONNECTION
     await endpoint.close()
-    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 does not answer: .*is the server up\?"):
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1/v1/models does not answer: nothing listens there"):
         await find_model("127.0.0.1:1", None)
     grpc_endpoint = GrpcEndpoint("127.0.0.1:1", timeout_s=PATIENCE_S)
     log = StreamLog()
@@ -401,7 +401,7 @@ async def test_a_server_that_refuses_the_first_request_is_reported_at_once() -> 
     async with OpenAiServer(_reject) as url:
         endpoint = OpenAiEndpoint(url, RequestForm("it"), timeout_s=PATIENCE_S)
         spec = SweepSpec(mix_source({"random": 1.0}, MixSizes(), 3, 0), [Arrivals(rate=100.0)], is_quiet=True)
-        with pytest.raises(Unavailable, match=r"the first request failed \(4xx\): 400: bad field"):
+        with pytest.raises(Unavailable, match=r"the first request failed: .* status 400: bad field"):
             await measure(spec, endpoint)
         await endpoint.close()
 

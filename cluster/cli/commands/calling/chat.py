@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 
+from cluster.cli.client import open_client, with_key_advice
 from cluster.cli.commands.calling.generate import print_stream
-from cluster.cli.options import add_client_options, make_client, sampling_fields
+from cluster.cli.options import add_client_options, sampling_fields
 from penstock.client.results import ChatMessage
 from penstock.client.sync_client import Client
 from penstock.errors import PenstockError
@@ -26,7 +27,7 @@ def run(arguments: Namespace) -> int:
     messages: list[ChatMessage] = []
     if arguments.system:
         messages.append({"role": "system", "content": arguments.system})
-    with make_client(arguments) as client:
+    with open_client(arguments) as client:
         while True:
             try:
                 line = input("> ").strip()
@@ -49,5 +50,5 @@ def _answer(client: Client, arguments: Namespace, messages: list[ChatMessage]) -
         with client.generate(messages, lane=arguments.lane, **sampling_fields(arguments)) as stream:
             return print_stream(stream).text
     except PenstockError as error:
-        print(error.message, file=sys.stderr)
+        print(with_key_advice(error, arguments.server).message, file=sys.stderr)
         return None

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.cli.options import add_client_options, make_client, sampling_fields
+from cluster.cli.client import open_client
+from cluster.cli.options import add_client_options, sampling_fields
 from cluster.cli.table import TIMING_HEADER, format_table, timing_row
 from penstock.client.results import Chunk
 from penstock.client.sync_client import GenerateStream
@@ -27,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    with make_client(arguments) as client:
+    with open_client(arguments) as client:
         sampling = sampling_fields(arguments)
         with client.generate(prompt, lane=arguments.lane, explain=arguments.explain, **sampling) as stream:
             printed = print_stream(stream)

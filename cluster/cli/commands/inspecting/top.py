@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import ssl
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from argparse import ArgumentParser, Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +16,9 @@ from typing import Any
 from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
 from cluster.cli.options import add_admin_options, require_positive
 from cluster.cli.rates import DeploymentRates, DeploymentSnapshot, RouterCounts, WorkerRates, compute_rates, read_counts
+from cluster.cli.router_http import RouterHttp
 from cluster.cli.table import format_table
-from penstock.rpc.secret import read_private
+from penstock.errors import PenstockError
 from penstock.v1 import admin_pb2
 
 _SCRAPE_TIMEOUT_S = 3.0
@@ -43,12 +40,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Prints views until Ctrl-C or `--count`; each covers the time since the previous one."""
     require_positive("interval", arguments.interval)
-    token = read_private(arguments.metrics_token_file, "--metrics-token-file") if arguments.metrics_token_file else ""
+    routers = RouterHttp(arguments, _SCRAPE_TIMEOUT_S)
     with admin_stub(arguments) as (stub, metadata):
 
         def take_snapshot() -> DeploymentSnapshot:
             status = stub.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata)
-            return DeploymentSnapshot(time.monotonic(), status, scrape(status, token, arguments.ca))
+            counts, unread = scrape(status, routers)
+            return DeploymentSnapshot(time.monotonic(), status, counts, unread)
 
         views = itertools.islice(_views(take_snapshot, arguments.interval), arguments.count)
         if arguments.json:
@@ -71,19 +69,18 @@ def _views(
         before = now
 
 
-def scrape(status: admin_pb2.StatusResponse, token: str, authority: str | None) -> dict[str, RouterCounts]:
-    """Returns the counts of each router that can be reached and accepts the token, by the URL of its metrics."""
-    found = {}
+def scrape(status: admin_pb2.StatusResponse, routers: RouterHttp) -> tuple[dict[str, RouterCounts], dict[str, str]]:
+    """Returns the counts of each router by the URL of its metrics, and what is wrong with those that cannot be read."""
+    found, unread = {}, {}
     urls = [endpoint for endpoint in status.endpoints if endpoint.endswith("/metrics")]
     for endpoint in urls or [f"{endpoint}/metrics" for endpoint in status.endpoints if endpoint.startswith("http")]:
-        request = urllib.request.Request(endpoint)
-        if token:
-            request.add_header("Authorization", f"Bearer {token}")
-        context = ssl.create_default_context(cafile=authority) if endpoint.startswith("https") else None
-        with contextlib.suppress(urllib.error.URLError, TimeoutError):
-            with urllib.request.urlopen(request, timeout=_SCRAPE_TIMEOUT_S, context=context) as answer:
-                found[endpoint] = read_counts(answer.read().decode())
-    return found
+        try:
+            body = routers.get(endpoint)
+        except PenstockError as error:
+            unread[endpoint] = error.message
+        else:
+            found[endpoint] = read_counts((body or b"").decode())
+    return found, unread
 
 
 def _show(views: Iterator[tuple[admin_pb2.StatusResponse, DeploymentRates]]) -> None:
@@ -120,7 +117,9 @@ def format_rates(model: str, view: DeploymentRates, past: Sequence[float] | None
     pools = [
         _pool_line(role, [worker for worker in view.workers if worker.role == role]) for role in ("prefill", "decode")
     ]
-    return "\n".join([head, *pools, "", format_table(_HEADER, [_row(worker, has_bars) for worker in view.workers])])
+    table = format_table(_HEADER, [_row(worker, has_bars) for worker in view.workers])
+    notes = [f"no figures of a router: {reason}" for reason in view.unread.values()]
+    return "\n".join([head, *pools, "", table, *(["", *notes] if notes else [])])
 
 
 def sparkline(values: Sequence[float]) -> str:

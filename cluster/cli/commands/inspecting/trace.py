@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import ssl
 import sys
-import urllib.error
 import urllib.parse
-import urllib.request
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,16 +13,15 @@ from typing import Any
 from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
 from cluster.cli.commands.calling.generate import format_decision
 from cluster.cli.options import add_admin_options
+from cluster.cli.router_http import RouterHttp
 from cluster.cli.table import format_table
-from penstock.errors import InvalidInput, PermissionDenied, Unauthenticated, Unavailable
-from penstock.rpc.secret import read_private
+from penstock.errors import InvalidInput, PenstockError, Unavailable
 from penstock.v1 import admin_pb2
 
 _TIMEOUT_S = 5.0  # of each router
 _HEADER = ("stage", "start ms", "ms", "at", "")
 _WIDTH = 100  # of the output where there is no terminal
 _SHORTEST_BAR, _LONGEST_BAR = 10, 60
-_REFUSALS = {401: Unauthenticated, 403: PermissionDenied}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -39,14 +35,23 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Prints the waterfall of a request that is among the last completions of a router."""
-    token = read_private(arguments.metrics_token_file, "--metrics-token-file") if arguments.metrics_token_file else ""
-    urls = [arguments.router.rstrip("/")] if arguments.router else _router_urls(arguments)
-    found = _find(urls, arguments.request, token, arguments.ca)
+    routers = RouterHttp(arguments, _TIMEOUT_S)
+    urls = [_base_url(arguments.router)] if arguments.router else _router_urls(arguments)
+    found = _find(urls, arguments.request, routers)
     if arguments.json:
         print(json.dumps(found))
         return 0
     print(format_waterfall(found, shutil.get_terminal_size((_WIDTH, 0)).columns, _bar_character()))
     return 0
+
+
+def _base_url(text: str) -> str:
+    """Returns the URL without a path. Raises InvalidInput for what is none of HTTP."""
+    url = text if "://" in text else f"http://{text}"
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise InvalidInput("--router", f"is {text!r}; give http://HOST:PORT, such as http://localhost:8000")
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _router_urls(arguments: Namespace) -> list[str]:
@@ -59,22 +64,22 @@ def _router_urls(arguments: Namespace) -> list[str]:
     return urls
 
 
-def _find(urls: Sequence[str], request_id: str, token: str, authority: str | None) -> dict[str, Any]:
+def _find(urls: Sequence[str], request_id: str, routers: RouterHttp) -> dict[str, Any]:
     """Returns the first router's answer that knows the request.
 
-    Raises Unauthenticated, PermissionDenied, Unavailable, or InvalidInput if none knows it.
+    Raises what is wrong at a router that cannot be asked, or InvalidInput if none of them knows it.
     """
-    unreached = []
+    failed: PenstockError | None = None
     for url in urls:
         try:
-            answer = _ask(url, request_id, token, authority)
-        except (urllib.error.URLError, TimeoutError) as error:
-            unreached.append(f"{url} ({getattr(error, 'reason', error)})")
+            body = routers.get(f"{url}/ui/requests/{urllib.parse.quote(request_id, safe='')}")
+        except PenstockError as error:
+            failed = error
             continue
-        if answer is not None:
+        if body is not None and (answer := _read_answer(body)) is not None:
             return answer
-    if unreached:
-        raise Unavailable(f"no answer from {', '.join(unreached)}, and no other router knows the request")
+    if failed is not None:
+        raise failed
     raise InvalidInput(
         "request",
         f"{request_id!r} is not among the last completions of {' or '.join(urls)}; "
@@ -82,21 +87,13 @@ def _find(urls: Sequence[str], request_id: str, token: str, authority: str | Non
     )
 
 
-def _ask(url: str, request_id: str, token: str, authority: str | None) -> dict[str, Any] | None:
-    request = urllib.request.Request(f"{url}/ui/requests/{urllib.parse.quote(request_id, safe='')}")
-    if token:
-        request.add_header("Authorization", f"Bearer {token}")
-    context = ssl.create_default_context(cafile=authority) if url.startswith("https") else None
+def _read_answer(body: bytes) -> dict[str, Any] | None:
+    """Returns a router's answer, or None for what another server may say there."""
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
-    except urllib.error.HTTPError as error:
-        if error.code == 404:
-            return None
-        if refusal := _REFUSALS.get(error.code):
-            raise refusal(f"{url} demands its metrics token; name its file with --metrics-token-file") from error
-        raise
+        found = json.loads(body)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "completions" in found else None
 
 
 def _bar_character() -> str:

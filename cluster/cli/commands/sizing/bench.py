@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cluster.cli.options import add_tls_options, client_tls
+from cluster.cli.options import add_tls_options, check_address, client_tls
 from penstock.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -282,6 +282,7 @@ async def _open_endpoint(arguments: Namespace) -> tuple[Endpoint, str]:
     """Returns the endpoint and its description."""
     ignore_eos, as_text = not arguments.no_ignore_eos, arguments.text
     if arguments.grpc:
+        check_address("--grpc", arguments.grpc, "localhost:50051")
         from penstock.bench.driver.deployment_grpc import GrpcEndpoint
 
         grpc_endpoint = GrpcEndpoint(
@@ -299,9 +300,10 @@ async def _open_endpoint(arguments: Namespace) -> tuple[Endpoint, str]:
     from penstock.bench.driver.openai_http import OpenAiEndpoint, RequestForm, base_url, find_model
 
     api_key = arguments.api_key or os.environ.get("PENSTOCK_API_KEY")
-    model = arguments.model or await find_model(arguments.url, api_key)
+    tls = client_tls(arguments)
+    model = arguments.model or await find_model(arguments.url, api_key, tls)
     form = RequestForm(model, arguments.api, as_text, arguments.temperature, ignore_eos, arguments.body)
-    endpoint = OpenAiEndpoint(arguments.url, form, api_key=api_key, timeout_s=arguments.timeout)
+    endpoint = OpenAiEndpoint(arguments.url, form, api_key=api_key, tls=tls, timeout_s=arguments.timeout)
     return endpoint, f"{base_url(arguments.url)}, {arguments.api}, model {model}"
 
 

@@ -1,0 +1,96 @@
+"""Errors of HTTP requests, whichever library sent them: what is wrong at the URL, and the fix.
+
+The twin of `failed_call` for gRPC. Reads exceptions of urllib and aiohttp alike, by the causes that they carry.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+
+from penstock.errors import ConfigError, PenstockError, PermissionDenied, Unauthenticated, Unavailable
+
+_MAX_TEXT = 300  # characters of an answer that a message repeats
+_REFUSALS = {401: Unauthenticated, 403: PermissionDenied}
+_ERRNOS = {
+    errno.ECONNREFUSED: "nothing listens there (connection refused)",
+    errno.ECONNRESET: "it closed the connection; call it as https:// if it has a certificate",
+    errno.ENETUNREACH: "no network leads there",
+    errno.EHOSTUNREACH: "no network leads there",
+}
+
+
+def failed_http(error: BaseException, url: str, advice: str) -> PenstockError:
+    """Returns the typed error of a request that got no whole answer; `advice` says what to do, as an imperative clause.
+
+    Repeats the library's own words where it does not know what they mean.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return ConfigError(f"{url} has a certificate that is refused ({cause}); name its authority's by --ca")
+        if isinstance(cause, ssl.SSLError):
+            return ConfigError(f"{url} speaks no TLS; call it as http://")
+        if _is_no_http(cause):
+            return ConfigError(f"{url} speaks no HTTP; {advice}")
+        if found := _why_unreached(cause):
+            return Unavailable(f"{url} does not answer: {found}; {advice}")
+    return Unavailable(f"{url} does not answer: {_brief(str(error) or type(error).__name__)}; {advice}")
+
+
+def _is_no_http(error: BaseException) -> bool:
+    if isinstance(error, http.client.RemoteDisconnected):
+        return False
+    return isinstance(error, http.client.BadStatusLine) or "bad status line" in str(error).lower()
+
+
+def _why_unreached(error: BaseException) -> str:
+    """Returns what an exception says about the connection, or nothing."""
+    if isinstance(error, socket.gaierror):
+        return "the host has no address"
+    if isinstance(error, TimeoutError):
+        return "no answer came in time"
+    if isinstance(error, OSError) and error.errno in _ERRNOS:
+        return _ERRNOS[error.errno]
+    if "disconnected" in str(error).lower() or isinstance(error, http.client.RemoteDisconnected):
+        return _ERRNOS[errno.ECONNRESET]
+    return ""
+
+
+def refused_http(status: int, text: str, url: str, advice: str) -> PenstockError:
+    """Returns the typed error of an answer with this status, whose body is `text`."""
+    said = f": {_brief(_message_in(text))}" if text.strip() else ""
+    if kind := _REFUSALS.get(status):
+        return kind(f"{url} refuses the call{said}; {advice}")
+    if status == 404:
+        return ConfigError(f"{url} is no path of that server{said}; {advice}")
+    if status >= 500:
+        return Unavailable(f"{url} failed with status {status}{said}; look at the server's log")
+    return ConfigError(f"{url} answers with status {status}{said}")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields what the error was raised from, the innermost first, then the error itself."""
+    chain: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in chain:
+        chain.append(each)
+        each = each.__cause__ or each.__context__
+    yield from reversed(chain)
+
+
+def _message_in(text: str) -> str:
+    """Returns the message of an error in OpenAI's form, or the text."""
+    try:
+        message = json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return text
+    return str(message)
+
+
+def _brief(text: str) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= _MAX_TEXT else f"{words[:_MAX_TEXT]}..."

@@ -1,0 +1,204 @@
+"""Tests every command that calls a server against servers of the wrong kind: exit status, address, cause and fix."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import grpc
+import pytest
+
+from cluster.cli import admin
+from cluster.cli.main import main
+from penstock.client import sync_client
+
+ADMIN_COMMANDS: Mapping[str, list[str]] = {
+    "status": [],
+    "status --wait": ["--wait", "5"],
+    "events": ["-f"],
+    "explain": [],
+    "top": ["-n", "1"],
+    "trace": ["some-request"],
+    "drain": ["decode-0"],
+    "drain --node": ["--node", "here"],
+    "flip": ["decode-0", "prefill"],
+    "scale": ["decode", "2"],
+    "upgrade": [],
+    "stop": [],
+    "fit": ["costs.json"],
+}
+CLIENT_COMMANDS: Mapping[str, list[str]] = {
+    "generate": ["hi"],
+    "generate --lookaside": ["hi", "--lookaside"],
+    "chat": [],
+}
+BENCH = ["bench", "run", "--requests", "1", "--timeout", "9"]
+
+
+class NotFound(BaseHTTPRequestHandler):
+    """Answers everything with a page that is not there."""
+
+    page: ClassVar[bytes] = b"<html>no such page</html>"
+
+    def do_GET(self) -> None:
+        self.send_response(404)
+        self.send_header("content-length", str(len(self.page)))
+        self.end_headers()
+        self.wfile.write(self.page)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Logs nothing."""
+
+
+class RefuseAll(grpc.GenericRpcHandler):
+    """Refuses every call as a proxy does, without the details that servers of Penstock send."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "jwt is missing")
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def _start_grpc(*handlers: grpc.GenericRpcHandler) -> tuple[grpc.Server, str]:
+    server = grpc.server(ThreadPoolExecutor(2), handlers=handlers)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def wrong() -> Iterator[dict[str, str]]:
+    """Yields addresses of servers by their kind."""
+    page = ThreadingHTTPServer(("127.0.0.1", 0), NotFound)
+    threading.Thread(target=page.serve_forever, daemon=True).start()
+    other, other_address = _start_grpc()
+    proxy, proxy_address = _start_grpc(RefuseAll())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        yield {
+            "none": "127.0.0.1:1",
+            "page": f"127.0.0.1:{page.server_port}",
+            "other gRPC": other_address,
+            "proxy": proxy_address,
+            "silent": f"127.0.0.1:{silent.getsockname()[1]}",
+        }
+    other.stop(None).wait(5)
+    proxy.stop(None).wait(5)
+    page.shutdown()
+    page.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives up on connections sooner, and reads one line of a conversation."""
+    short = {"grpc.min_reconnect_backoff_ms": 300}
+    monkeypatch.setattr(admin, "_CHANNEL_OPTIONS", tuple((dict(admin._CHANNEL_OPTIONS) | short).items()))
+    monkeypatch.setattr(sync_client, "CHANNEL_OPTIONS", tuple((dict(sync_client.CHANNEL_OPTIONS) | short).items()))
+    monkeypatch.setattr("cluster.cli.client._CONNECT_S", 0.5)
+    lines = iter(["hello"])
+
+    def read(prompt: str) -> str:
+        for line in lines:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", read)
+
+
+CAUSES = {
+    "none": "nothing listens there (connection refused)",
+    "page": "speaks HTTP, not gRPC",
+    "other gRPC": "has no such call",
+    "silent": "it accepts connections and says nothing",
+}
+
+
+PATIENT = ("status", "upgrade", "events")  # the commands that are tried at a silent server, which takes a second
+ADMIN_CASES = [
+    (command, kind)
+    for command in ADMIN_COMMANDS
+    for kind in (*CAUSES, "proxy")
+    if kind != "silent" or command in PATIENT
+]
+
+
+@pytest.mark.parametrize(("command", "kind"), ADMIN_CASES)
+def test_operators_learn_what_answers(
+    command: str, kind: str, wrong: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [command.split()[0], *ADMIN_COMMANDS[command], "--admin", wrong[kind]]
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("penstock: ")
+    assert wrong[kind] in printed
+    assert CAUSES.get(kind, "wants another token") in printed
+    assert ("--secret-file" if kind == "proxy" else "--admin") in printed
+
+
+@pytest.mark.parametrize("kind", [*CAUSES, "proxy"])
+@pytest.mark.parametrize("command", CLIENT_COMMANDS)
+def test_callers_learn_what_answers(
+    command: str, kind: str, wrong: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command.split()[0], *CLIENT_COMMANDS[command], "--server", wrong[kind]]) == 2
+    printed = capsys.readouterr().err
+    assert wrong[kind] in printed
+    assert CAUSES.get(kind, "a proxy or another server") in printed
+    assert "a router's gRPC address" in printed
+    assert ("--api-key" in printed) is (kind == "proxy")
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_a_benchmark_over_grpc_ends_with_the_first_request(
+    kind: str, wrong: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.client.async_client.CHANNEL_OPTIONS", sync_client.CHANNEL_OPTIONS)
+    assert main([*BENCH, "--grpc", wrong[kind]]) == 2
+    printed = capsys.readouterr().err
+    assert wrong[kind] in printed
+    assert CAUSES[kind] in printed
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("none", "does not answer: nothing listens there"),
+        ("page", "is no path of that server: <html>no such page</html>"),
+        ("other gRPC", "speaks no HTTP"),
+    ],
+)
+@pytest.mark.parametrize("words", [[*BENCH, "--url"], ["trace", "some-request", "--router"]], ids=["bench", "trace"])
+def test_a_wrong_url_is_named_with_the_cause(
+    words: list[str], kind: str, cause: str, wrong: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"http://{wrong[kind]}"
+    assert main([*words, url]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"penstock: {url}/")
+    assert cause in printed
+    assert f"({words[-1]} http://HOST:PORT" in printed
+
+
+def test_plain_http_under_https_is_named(wrong: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["trace", "x", "--router"], [*BENCH, "--url"]):
+        assert main([*words, f"https://{wrong['page']}"]) == 2
+        assert "speaks no TLS; call it as http://" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["localhost", "here:port", "http://here:1", "here:0", "here:99999", ""])
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [(["status"], "--admin"), (["generate", "hi"], "--server")],
+    ids=["status", "generate"],
+)
+def test_what_is_no_address_is_not_called(
+    words: list[str], flag: str, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, flag, address]) == 2
+    assert f"{flag}: is {address!r}; give HOST:PORT, such as localhost:5005" in capsys.readouterr().err

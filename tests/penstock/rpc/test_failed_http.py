@@ -1,0 +1,68 @@
+"""Tests the errors of HTTP requests: each names the URL, the cause and the fix."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import socket
+import ssl
+
+import pytest
+
+from penstock.errors import ConfigError, PenstockError, PermissionDenied, Unauthenticated, Unavailable
+from penstock.rpc.failed_http import failed_http, refused_http
+
+URL, ADVICE = "http://here:8000/v1", "give another URL"
+
+
+def wrapped(cause: Exception) -> Exception:
+    """Returns the cause as libraries raise it: inside an error of their own."""
+    try:
+        try:
+            raise cause
+        except Exception as inner:
+            raise OSError("connection failed") from inner
+    except OSError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind", "words"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), Unavailable, "nothing listens there"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), Unavailable, "call it as https:// if it has a certificate"),
+        (OSError(errno.EHOSTUNREACH, "unreachable"), Unavailable, "no network leads there"),
+        (socket.gaierror(-2, "unknown"), Unavailable, "the host has no address"),
+        (TimeoutError(), Unavailable, "no answer came in time"),
+        (http.client.RemoteDisconnected("closed"), Unavailable, "it closed the connection"),
+        (http.client.BadStatusLine("xx"), ConfigError, f"{URL} speaks no HTTP; {ADVICE}"),
+        (ssl.SSLError(1, "WRONG_VERSION_NUMBER"), ConfigError, "speaks no TLS; call it as http://"),
+        (ssl.SSLCertVerificationError(1, "self-signed"), ConfigError, "name its authority's by --ca"),
+        (ValueError("something new"), Unavailable, "connection failed"),
+    ],
+)
+def test_a_request_without_an_answer_says_why(cause: Exception, kind: type[PenstockError], words: str) -> None:
+    found = failed_http(wrapped(cause), URL, ADVICE)
+    assert type(found) is kind
+    assert found.message.startswith(URL)
+    assert words in found.message
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "words"),
+    [
+        (401, Unauthenticated, f"{URL} refuses the call: no key; {ADVICE}"),
+        (403, PermissionDenied, f"{URL} refuses the call: no key; {ADVICE}"),
+        (404, ConfigError, f"{URL} is no path of that server: no key; {ADVICE}"),
+        (422, ConfigError, f"{URL} answers with status 422: no key"),
+        (503, Unavailable, f"{URL} failed with status 503: no key; look at the server's log"),
+    ],
+)
+def test_an_answer_that_refuses_is_repeated(status: int, kind: type[PenstockError], words: str) -> None:
+    found = refused_http(status, '{"error": {"message": "no key"}}', URL, ADVICE)
+    assert (type(found), found.message) == (kind, words)
+    assert refused_http(status, " \n", URL, ADVICE).message == words.replace(": no key", "")
+
+
+def test_a_long_page_is_cut() -> None:
+    assert len(refused_http(500, "x " * 5000, URL, ADVICE).message) < 400

@@ -27,12 +27,14 @@ def run(arguments: Namespace) -> int:
     messages: list[ChatMessage] = []
     if arguments.system:
         messages.append({"role": "system", "content": arguments.system})
+    prompt = "> " if sys.stdin.isatty() else ""
     with open_client(arguments) as client:
         while True:
             try:
-                line = input("> ").strip()
+                line = input(prompt).strip()
             except (EOFError, KeyboardInterrupt):
-                print()
+                if prompt:
+                    print()
                 return exit_status
             if not line:
                 continue

@@ -98,8 +98,7 @@ def _check_without_deployment(admin: str, error: PenstockError, config: ServeCon
     if not isinstance(error, Unavailable):
         yield Finding("deployment", admin, Severity.PROBLEM, "its server does not answer the call", error.message)
         return
-    advice = "start one with `penstock serve`, or name its --admin address"
-    yield Finding("deployment", admin, Severity.SKIPPED, "none answers there", advice)
+    yield Finding("deployment", admin, Severity.SKIPPED, "none answers there", error.message)
     if config is not None:
         from cluster.diagnose import local_checks
 

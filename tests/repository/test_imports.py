@@ -87,7 +87,7 @@ ROOMS: dict[str, set[str]] = {
     "cluster.health": {"controller", "pools"},
     "cluster.lifecycle": {"controller", "pools"},
     "penstock.kv": set(),
-    "penstock.bench": {"charts", "client"},
+    "penstock.bench": {"charts", "client", "rpc"},
     "penstock.charts": set(),
     "penstock.text": {"kv"},
     "penstock.config": set(),

@@ -26,13 +26,14 @@ from router.api.http.connections import ABORT, SUBJECTS
 from router.api.http.request_ids import name_request
 from router.api.http.running_calls import RunningCalls
 from router.api.http.streams import (
+    HEARTBEAT_S,
     EventStream,
+    StartedOutputs,
     collect_outputs,
     event_bytes,
     granted_header,
     merged_outputs,
     until_disconnect,
-    with_heartbeats,
 )
 from router.api.identity import Tenant
 from router.api.limits import check_completions, check_headers
@@ -99,7 +100,11 @@ class GenerationCalls:
         tenant: Tenant,
         running: RunningCalls | None,
     ) -> Response:
-        """Returns a stream only with its first token, so that errors before it are plain HTTP errors."""
+        """Returns a stream with its first token, so that errors before it are plain HTTP errors.
+
+        A token that takes longer than `HEARTBEAT_S` is waited for in the stream, which then sends its head and
+        heartbeats: proxies and clients end a connection on which nothing comes.
+        """
         preparer, accepted_s = self._preparer, time.monotonic()
         timeout_s = read_timeout_s(http.headers)
         async with preparer.until(preparer.deadline_s(timeout_s)):
@@ -137,17 +142,17 @@ class GenerationCalls:
                 # Off the event loop, as many tokens with their alternatives make an answer of megabytes.
                 write = functools.partial(_write_whole, response, totals, headers)
                 return write() if totals.completion_tokens <= _INLINE_TOKENS else await asyncio.to_thread(write)
+        started, headers = StartedOutputs(outputs), {}
         try:
-            first = await anext(outputs)
+            if (first := await started.wait(HEARTBEAT_S)) is not None:
+                headers = granted_header(first)
         except BaseException:
-            await outputs.aclose()
+            await started.aclose()
             raise
         cut = http.scope.get(ABORT, lambda: None)
         watch = ReaderWatch(requests[0].request_id, requests[0].deadline_s, preparer.limits, self._metrics, cut)
-        events = event_bytes(first, outputs, parsed, response, totals)
-        if dialect.heartbeat is not None:
-            events = with_heartbeats(events, dialect.heartbeat)
-        return EventStream(events, watch, granted_header(first[1]))
+        events = event_bytes(started, parsed, response, totals)
+        return EventStream(events, started, watch, headers, dialect.heartbeat, HEARTBEAT_S)
 
     async def parse(
         self, raw: bytes, tenant: Tenant, read: Callable[[LimitsConfig], ResultT], *, off_loop: bool = False

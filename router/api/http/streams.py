@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import TypeVar
 
+from pydantic_core import to_json
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from penstock.errors import Cancelled, InternalError, PenstockError
 from penstock.text.completions import Output
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 GRANTED_TOKENS = "x-penstock-max-tokens"  # response header: the max_tokens that overload has allowed
 
 HEARTBEAT_S = 10.0  # without an event
+_COMMENT = b": keep-alive\n\n"  # which clients skip: the heartbeat of APIs that have no event for it
 
 ResultT = TypeVar("ResultT")
 Outputs = AsyncGenerator[tuple[int, Output], None]  # index of the choice, and its new output
@@ -87,67 +88,64 @@ def granted_header(output: Output) -> dict[str, str]:
     return {} if output.granted_tokens is None else {GRANTED_TOKENS: str(output.granted_tokens)}
 
 
+class StartedOutputs:
+    """A call's outputs from the moment when the first is waited for, which may come before the head or after it.
+
+    Read `first` once and then `rest`; close it in any case.
+    """
+
+    def __init__(self, outputs: Outputs) -> None:
+        self.first: asyncio.Task[tuple[int, Output]] = asyncio.create_task(_next(outputs))
+        self.rest = outputs
+
+    async def wait(self, timeout_s: float) -> Output | None:
+        """Returns the first output; None if it has not come by then. Raises the call's failure."""
+        await asyncio.wait([self.first], timeout=timeout_s)
+        return self.first.result()[1] if self.first.done() else None
+
+    async def aclose(self) -> None:
+        self.first.cancel()
+        await asyncio.wait([self.first])
+        if not self.first.cancelled():
+            self.first.exception()  # read, so that it is not logged as one that nobody has seen
+        await self.rest.aclose()
+
+
 async def event_bytes(
-    first: tuple[int, Output], outputs: Outputs, parsed: ParsedOutputs, response: CallResponse, totals: CallTotals
+    outputs: StartedOutputs, parsed: ParsedOutputs, response: CallResponse, totals: CallTotals
 ) -> AsyncGenerator[bytes, None]:
-    """Yields server-sent events: those of the response, and after a failure its own for that."""
-    async with contextlib.aclosing(outputs):
-        try:
-            for event in response.opening(totals):
-                yield _event(event)
-            choice, output = first
-            while True:
-                delta = parsed.delta(choice, output)
-                totals.add(delta)
-                for event in response.events(delta, totals):
-                    yield _event(event)
-                choice, output = await anext(outputs)
-        except StopAsyncIteration:
-            for event in response.closing(totals):
-                yield _event(event)
-        except PenstockError as error:
-            for event in response.failure(error):
-                yield _event(event)
-        except Exception as error:
-            log.exception("a stream failed")
-            for event in response.failure(internal_error(error)):
-                yield _event(event)
-
-
-async def with_heartbeats(
-    events: AsyncGenerator[bytes, None], heartbeat: ServerEvent, interval_s: float = HEARTBEAT_S
-) -> AsyncGenerator[bytes, None]:
-    """Yields the events, and a heartbeat for every interval without one, so that nobody takes the stream for dead."""
-    waiting: asyncio.Task[bytes] | None = None
+    """Yields server-sent events, each output's in one piece: the response's, and after a failure its own for that."""
     try:
+        if opening := response.opening(totals):
+            yield encoded(opening)
+        choice, output = await outputs.first
         while True:
-            waiting = waiting or asyncio.create_task(_next(events))
-            await asyncio.wait([waiting], timeout=interval_s)
-            if not waiting.done():
-                yield _event(heartbeat)
-                continue
-            arrived, waiting = waiting, None
-            try:
-                event = arrived.result()
-            except StopAsyncIteration:
-                return
-            yield event
-    finally:
-        if waiting is not None:
-            waiting.cancel()
-            await asyncio.wait([waiting])
-        await events.aclose()
+            delta = parsed.delta(choice, output)
+            totals.add(delta)
+            if events := response.events(delta, totals):
+                yield encoded(events)
+            choice, output = await anext(outputs.rest)
+    except StopAsyncIteration:
+        yield encoded(response.closing(totals))
+    except PenstockError as error:
+        yield encoded(response.failure(error))
+    except Exception as error:
+        log.exception("a stream failed")
+        yield encoded(response.failure(internal_error(error)))
 
 
-async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
+async def _next(outputs: Outputs) -> tuple[int, Output]:
+    return await anext(outputs)
 
 
-def _event(event: ServerEvent) -> bytes:
-    head = f"event: {event.name}\ndata: " if event.name else "data: "
-    data = event.data
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return f"{head}{text}\n\n".encode()
+def encoded(events: Sequence[ServerEvent]) -> bytes:
+    """Returns the events as they are sent."""
+    return b"".join(map(_encode, events))
+
+
+def _encode(event: ServerEvent) -> bytes:
+    data = event.data.encode() if isinstance(event.data, str) else to_json(event.data)
+    return b"event: %b\ndata: %b\n\n" % (event.name.encode(), data) if event.name else b"data: %b\n\n" % data
 
 
 def internal_error(error: Exception) -> InternalError:
@@ -179,24 +177,55 @@ async def _disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """A streamed body that is cancelled as soon as the client disconnects, whatever it waits for then.
 
-    Its watch aborts the connection of a client that does not read, which is a disconnect too.
+    Its watch aborts the connection of a client that does not read, which is a disconnect too. While it has nothing to
+    send it sends heartbeats, so that neither clients nor proxies take it for dead.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], watch: ReaderWatch, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        outputs: StartedOutputs,
+        watch: ReaderWatch,
+        headers: Mapping[str, str],
+        heartbeat: ServerEvent | None,
+        interval_s: float,
+    ) -> None:
+        """`events` are made of the outputs, which it closes. A heartbeat, or else a comment, follows `interval_s`
+        without an event."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._events = events
+        self._outputs = outputs
         self._watch = watch
+        self._heartbeat = _COMMENT if heartbeat is None else encoded([heartbeat])
+        self._interval_s = interval_s
+        self._loop = asyncio.get_running_loop()
+        self._sent_s = 0.0  # when the last event began to be sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(Cancelled), contextlib.closing(self._watch):
-            await until_disconnect(receive, self._send(send))
+        async with contextlib.aclosing(self._outputs):
+            with contextlib.suppress(Cancelled), contextlib.closing(self._watch):
+                await until_disconnect(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        head: Message = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        async with contextlib.aclosing(self._events) as events:
-            await send(head)
-            async for event in events:
-                with self._watch:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        beating = asyncio.create_task(self._beat(send))
+        try:
+            async with contextlib.aclosing(self._events) as events:
+                async for event in events:
+                    self._sent_s = self._loop.time()
+                    with self._watch:
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            beating.cancel()
+            await asyncio.wait([beating])
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _beat(self, send: Send) -> None:
+        """Sends heartbeats. They are whole events, which may come between any two others."""
+        self._sent_s = self._loop.time()
+        while True:
+            await asyncio.sleep(self._sent_s + self._interval_s - self._loop.time())
+            if self._sent_s + self._interval_s <= self._loop.time():
+                self._sent_s = self._loop.time()
+                await send({"type": "http.response.body", "body": self._heartbeat, "more_body": True})

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from penstock.errors import InternalError
+from router.api.http import generation
 from tests.router.api.test_grpc_service import TOKENIZER, saying, text_tokens
 from tests.support.router.router_fakes import EOS, FakeWorker, expected_tokens, running_router, until
 
@@ -387,6 +388,32 @@ async def test_an_error_within_a_stream_is_an_error_event_without_done():
             with pytest.raises(openai.APIError, match="did not end within"):
                 async for _ in stream:
                     pass
+
+
+async def test_a_stream_that_waits_long_has_its_head_and_heartbeats_before_its_first_token(monkeypatch):
+    monkeypatch.setattr(generation, "HEARTBEAT_S", 0.01)
+    worker = await FakeWorker(pause_at=0).start()
+    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
+        body = {"prompt": "a", "stream": True, "max_tokens": 2}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            assert (answer.status_code, answer.headers["x-request-id"] != "") == (200, True)
+            pieces = answer.aiter_text()
+            assert await anext(pieces) == ": keep-alive\n\n"
+            worker.resume.set()
+            rest = "".join([piece async for piece in pieces])
+        assert rest.endswith("data: [DONE]\n\n")
+        assert rest.count('"finish_reason":"length"') == 1
+
+
+async def test_a_stream_that_fails_after_its_head_ends_with_an_error_event(monkeypatch):
+    monkeypatch.setattr(generation, "HEARTBEAT_S", 0.01)
+    worker = await FakeWorker(pause_at=0).start()
+    async with running_router(worker, default_timeout_s=0.5) as router:
+        async with openai.AsyncOpenAI(base_url=f"{router.http_url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.completions.create(model=MODEL, prompt="a", stream=True, max_tokens=9)
+            with pytest.raises(openai.APIError, match="did not end within"):
+                assert [chunk async for chunk in stream] == []
+        await worker.until(lambda fake: len(fake.cancelled) == 1)
 
 
 async def test_an_internal_error_of_a_worker_is_a_server_error():

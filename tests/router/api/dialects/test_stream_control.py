@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 
+from penstock.config.security import LimitsConfig
 from penstock.errors import Cancelled
 from router.api.dialect import ServerEvent
 from router.api.http.running_calls import RunningCalls
-from router.api.http.streams import with_heartbeats
+from router.api.http.streams import EventStream, StartedOutputs
+from router.api.reader_watch import ReaderWatch
+from router.metrics.metrics import RouterMetrics
 
 PING = ServerEvent({"type": "ping"}, "ping")
 KEY = ("tenant", "resp_1")
@@ -33,32 +37,83 @@ class Source:
             self.closed = True
 
 
-async def test_heartbeats_fill_the_silence():
-    source, seen = Source(), []
-    async for piece in with_heartbeats(source.pieces(), PING, 0.001):
-        seen.append(piece)
-        if piece.startswith(b"event: ping"):
-            source.release.set()
-    assert (seen[0], seen[-1]) == (b"one", b"two")
-    assert set(seen[1:-1]) == {b'event: ping\ndata: {"type":"ping"}\n\n'}
-    assert source.closed
+class Connection:
+    """Records what a response sends, and leaves when `leave` is set."""
+
+    def __init__(self, on_send=lambda body: None) -> None:
+        self.bodies: list[bytes] = []
+        self.leave = asyncio.Event()
+        self._on_send = on_send
+
+    async def receive(self):
+        await self.leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message):
+        if "body" in message:
+            self.bodies.append(message["body"])
+            self._on_send(message["body"])
 
 
-async def test_a_stream_that_is_closed_closes_its_source():
+def response_of(source: Source, heartbeat: ServerEvent | None = PING) -> EventStream:
+    """Returns a response that sends the source's pieces as they are, with a heartbeat after each millisecond."""
+    outputs = StartedOutputs(source.pieces())
+
+    async def events():
+        yield await outputs.first
+        async for piece in outputs.rest:
+            yield piece
+
+    watch = ReaderWatch("r", time.monotonic() + TIMEOUT_S, LimitsConfig(), RouterMetrics("m"), lambda: None)
+    return EventStream(events(), outputs, watch, {}, heartbeat, 0.001)
+
+
+@pytest.mark.parametrize(
+    ("heartbeat", "expected"), [(PING, b'event: ping\ndata: {"type":"ping"}\n\n'), (None, b": keep-alive\n\n")]
+)
+async def test_heartbeats_fill_the_silence(heartbeat, expected):
     source = Source()
-    events = with_heartbeats(source.pieces(), PING, 0.001)
-    assert [await anext(events), (await anext(events))[:11]] == [b"one", b"event: ping"]
-    await events.aclose()
+    connection = Connection(lambda body: source.release.set() if body == expected else None)
+    await response_of(source, heartbeat)({}, connection.receive, connection.send)
+    assert (connection.bodies[0], *connection.bodies[-2:]) == (b"one", b"two", b"")
+    assert set(connection.bodies[1:-2]) == {expected}
     assert source.closed
 
 
-async def test_a_failing_source_fails_the_stream():
-    async def failing():
-        yield b"one"
-        raise Cancelled("gone")
+@pytest.mark.parametrize("at_start", [True, False])
+async def test_a_client_that_leaves_closes_the_source(at_start):
+    source = Source()
+    connection = Connection(lambda body: connection.leave.set())
+    if at_start:
+        connection.leave.set()
+    await response_of(source)({}, connection.receive, connection.send)
+    assert source.closed
+    assert b"two" not in connection.bodies
 
+
+async def test_a_failure_before_the_first_output_is_raised_where_it_is_waited_for():
+    async def failing():
+        raise Cancelled("gone")
+        yield
+
+    outputs = StartedOutputs(failing())
     with pytest.raises(Cancelled, match="gone"):
-        assert [piece async for piece in with_heartbeats(failing(), PING)] == []
+        await outputs.wait(TIMEOUT_S)
+    await outputs.aclose()
+
+
+async def test_the_first_output_is_waited_for_no_longer_than_that():
+    released = asyncio.Event()
+
+    async def late():
+        await released.wait()
+        yield 0, "output"
+
+    outputs = StartedOutputs(late())
+    assert await outputs.wait(0.001) is None
+    released.set()
+    assert await outputs.first == (0, "output")
+    await outputs.aclose()
 
 
 async def test_a_call_is_cancelled_while_it_waits():

@@ -126,7 +126,7 @@ class Engine:
         kv_pages = part.make_pool(num_pages)
         pool = PagePool(num_pages, _make_eraser(kv_pages, ranks) if config.zero_freed_pages else None)
         tiers = _make_tiers(config, kv_pages, part.layout.page_bytes, ranks)
-        cache = PrefixCache(pool, config.page_size, on_event, config.prefix_caching, tiers)
+        cache = PrefixCache(pool, config.page_size, on_event, config.prefix_caching, tiers, part.model.page_window)
         engine = cls(part, kv_pages, cache, ranks)
         log.info(
             "loaded %s: %d pages, %s, KV in %s, %s attention on %s%s",

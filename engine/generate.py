@@ -27,7 +27,8 @@ def generate(
     use_prefix_cache: bool = True,
     adapter: AdapterRef | None = None,
 ) -> list[int]:
-    """Returns the tokens after the prompt, including the one that ended it. Blocks; releases every page it takes.
+    """Returns the tokens after the prompt, including the one that ended it. Blocks; releases every page it takes, and
+    none before the end.
 
     `chunk_tokens` bounds what one step computes; None computes the prompt whole. `salt` must differ by `adapter`.
     Raises CheckpointError for an adapter that cannot be loaded.
@@ -42,6 +43,7 @@ def generate(
         hashes = generation.hash_full_pages(page_size)[: (len(token_ids) - 1) // page_size]
         generation.pages = engine.prefix_cache.match(hashes)
         generation.num_computed_tokens = len(generation.pages) * page_size
+        generation.num_dropped = engine.prefix_cache.first_needed(len(generation.pages))
     try:
         if use_prefix_cache:
             _promote(engine, generation, hashes)
@@ -51,9 +53,9 @@ def generate(
             if use_prefix_cache:
                 num_full = generation.num_computed_tokens // page_size
                 hashes = generation.hash_full_pages(page_size)[:num_full]
-                engine.prefix_cache.insert(hashes, generation.pages[:num_full])
+                engine.prefix_cache.insert(hashes, generation.pages[:num_full], start=generation.num_dropped)
     finally:
-        engine.pool.release(generation.pages)
+        engine.pool.release(generation.held_pages)
         if adapter is not None and engine.adapters is not None:
             engine.adapters.slots.release(adapter.revision)
     return generation.token_ids[len(token_ids) :]

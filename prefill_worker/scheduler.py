@@ -10,21 +10,27 @@ lanes slow it down but never stop it.
 
 A prompt takes all its pages when its first chunk is scheduled, so a begun prompt never waits for pages. Queued prompts
 begin in rank order: a small one does not pass a large one that waits for pages, which might otherwise wait for ever.
+
+Where every layer of the model has a window, a prompt takes the most pages that it holds at once instead, and gives back
+what falls behind the window as it takes what comes next. A page given back may be in use by a prompt that found it
+cached; then its holder goes on once others give pages back, and no prompt begins before. The prompt that began last
+lacks nothing, so that one always progresses.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.cache.page_pool import OutOfPages, PagePool
+from engine.cache.page_window import PageWindow
 from engine.cache.prefix_cache import PrefixCache
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.scheduling.lane_order import LaneOrder
-from penstock.types import Lane
+from penstock.types import Lane, PageHash, PageId
 
 # Full steps of later arrivals that may be computed before a prompt of the lane.
 HANDICAP_STEPS = {Lane.INTERACTIVE: 0, Lane.STANDARD: 8, Lane.BULK: 64}
@@ -35,6 +41,7 @@ class _Entry:
     sequence: Sequence
     base: float
     arrival: int
+    window: PageWindow
 
     def rank(self) -> tuple[float, int]:
         """Returns the sort key, which changes only while the prompt is computed."""
@@ -52,13 +59,16 @@ class PrefillScheduler:
         max_batch_tokens: int,
         max_batch_sequences: int,
         reserved: Mapping[Lane, float] | None = None,
+        max_steps_ahead: int = 0,
     ) -> None:
-        """`reserved` holds shares of a step's tokens by lane."""
+        """`reserved` holds shares of a step's tokens by lane. Pages that a step gives back are the pool's again after
+        `max_steps_ahead` further calls of `schedule`."""
         self._pool = pool
         self._cache = cache
         self._page_size = page_size
         self._max_batch_tokens = max_batch_tokens
         self._max_batch_sequences = max_batch_sequences
+        self._tokens_ahead = max_batch_tokens * (1 + max_steps_ahead)
         self._reserved = {lane: int(share * max_batch_tokens) for lane, share in (reserved or {}).items()}
         self._order = LaneOrder({lane: steps * max_batch_tokens for lane, steps in HANDICAP_STEPS.items()})
         self._entries: dict[Sequence, _Entry] = {}
@@ -79,9 +89,12 @@ class PrefillScheduler:
     def num_uncomputed_tokens(self) -> int:
         return self._num_queued_tokens + sum(entry.sequence.num_uncomputed_tokens for entry in self._running)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, num_extra: int = 0) -> None:
+        """Queues a prompt. Its pages stay `num_extra` tokens longer than the window asks for."""
         self._num_arrivals += 1
-        entry = self._entries[sequence] = _Entry(sequence, self._order.rank(sequence.lane), self._num_arrivals)
+        window = self._cache.window.wider(num_extra)
+        entry = _Entry(sequence, self._order.rank(sequence.lane), self._num_arrivals, window)
+        self._entries[sequence] = entry
         bisect.insort(self._queue, entry, key=_Entry.rank)
         self._num_queued_tokens += len(sequence.token_ids)
 
@@ -101,9 +114,9 @@ class PrefillScheduler:
 
     def schedule(self) -> list[ScheduledSequence]:
         """Returns the next step's chunks, at most `max_batch_tokens` in all; prompts that begin take their pages."""
-        chunks = self._schedule_reserved() if any(self._reserved.values()) else {}
+        may_begin = self._extend_running()
+        chunks = self._schedule_reserved(may_begin) if any(self._reserved.values()) else {}
         budget = self._max_batch_tokens - sum(chunks.values())
-        may_begin = True
         for entry in heapq.merge(sorted(self._running, key=_Entry.rank), list(self._queue), key=_Entry.rank):
             if budget == 0:
                 break
@@ -112,53 +125,92 @@ class PrefillScheduler:
                 if not may_begin:
                     continue
             given = chunks.get(entry.sequence, 0)
-            chunks[entry.sequence] = given + min(budget, entry.sequence.num_uncomputed_tokens - given)
+            chunks[entry.sequence] = given + min(budget, self._num_computable(entry.sequence) - given)
             budget -= chunks[entry.sequence] - given
         return [ScheduledSequence(sequence, count) for sequence, count in chunks.items() if count]
 
-    def _schedule_reserved(self) -> dict[Sequence, int]:
+    def _num_computable(self, sequence: Sequence) -> int:
+        """Returns how many more tokens the sequence has, or has pages for."""
+        room = len(sequence.pages) * self._page_size - sequence.num_computed_tokens
+        return min(sequence.num_uncomputed_tokens, room)
+
+    def _extend_running(self) -> bool:
+        """Gives running prompts the pages that come next within the window; returns whether they lack none."""
+        if self._cache.window.tokens is None:
+            return True
+        lacks_none = True
+        for entry in sorted(self._running, key=_Entry.rank):
+            sequence = entry.sequence
+            first = entry.window.num_behind(sequence.num_computed_tokens)
+            end = min(-(-len(sequence.token_ids) // self._page_size), first + self._max_held(entry))
+            missing = max(0, end - len(sequence.pages))
+            sequence.pages += self._pool.allocate(min(missing, self._pool.num_available))
+            lacks_none = lacks_none and end <= len(sequence.pages)
+        return lacks_none
+
+    def _max_held(self, entry: _Entry) -> int:
+        """Returns the most pages that a prompt holds at once, those that it shares with others left out."""
+        most = entry.window.max_pages(len(entry.sequence.token_ids), self._tokens_ahead)
+        return min(most, self._pool.num_pages)
+
+    def _schedule_reserved(self, may_begin: bool) -> dict[Sequence, int]:
         """Returns the tokens that lanes with a reserved share get first, in rank order within each lane."""
         chunks: dict[Sequence, int] = {}
         for lane, share in self._reserved.items():
             begun = sorted((entry for entry in self._running if entry.sequence.lane is lane), key=_Entry.rank)
             waiting = [entry for entry in self._queue if entry.sequence.lane is lane]
             for entry in (*begun, *waiting):
-                if share == 0 or not (entry in self._running or self._begin_ahead(entry)):
+                if share == 0 or not (entry in self._running or (may_begin and self._begin_ahead(entry))):
                     break
-                chunks[entry.sequence] = min(share, entry.sequence.num_uncomputed_tokens)
+                chunks[entry.sequence] = min(share, self._num_computable(entry.sequence))
                 share -= chunks[entry.sequence]
         return chunks
 
     def _begin_ahead(self, entry: _Entry) -> bool:
         """Begins a prompt before those of lower rank if there are pages for all of them, so that none waits longer."""
         ahead = self._queue[: self._queue.index(entry) + 1]
-        num_pages = sum(self._num_pages(queued.sequence) for queued in ahead)
+        num_pages = sum(self._max_held(queued) for queued in ahead)
         return num_pages <= self._pool.num_available and self._begin(entry)
 
     def _begin(self, entry: _Entry) -> bool:
-        if len(self._running) >= self._max_batch_sequences or not self._take_pages(entry.sequence):
+        if len(self._running) >= self._max_batch_sequences:
+            return False
+        # At least one token is computed, because the first sampled token needs its logits.
+        reusable = (len(entry.sequence.token_ids) - 1) // self._page_size
+        hashes = entry.sequence.hash_full_pages(self._page_size)[:reusable]
+        # A prompt that is alone fits, but perhaps not beside the cached pages of its own prefix.
+        is_alone = self._cache.window.tokens is not None and not self._running
+        if not (self._take_pages(entry, hashes) or (is_alone and self._take_pages(entry, []))):
             return False
         self._dequeue(entry)
         self._running.append(entry)
         return True
 
-    def _take_pages(self, sequence: Sequence) -> bool:
-        """Takes all the prompt's pages, cached ones first; False, and nothing taken, if the pool has too few."""
-        # At least one token is computed, because the first sampled token needs its logits.
-        reusable = (len(sequence.token_ids) - 1) // self._page_size
-        hashes = sequence.hash_full_pages(self._page_size)[:reusable]
-        cached = self._cache.match(hashes)
+    def _take_pages(self, entry: _Entry, hashes: Seq[PageHash]) -> bool:
+        """Takes the pages that the prompt begins with, cached ones first; False, and nothing taken, if the pool has too
+        few."""
+        sequence, window = entry.sequence, entry.window
+        cached = self._cache.match(hashes, window=window)
+        num_dropped = self._cache.first_needed(len(cached), window=window)
+        num_pages = -(-len(sequence.token_ids) // self._page_size)
         try:
-            fresh = self._pool.allocate(self._num_pages(sequence) - len(cached))
+            fresh = self._pool.allocate(min(num_pages - len(cached), self._max_held(entry)))
         except OutOfPages:
-            self._pool.release(cached)
+            self._pool.release(cached[num_dropped:])
             return False
-        sequence.pages = [*cached, *fresh]
-        sequence.num_computed_tokens = self._cache.promote(hashes, sequence.pages, len(cached)) * self._page_size
+        sequence.pages, sequence.num_dropped = [*cached, *fresh], num_dropped
+        num_filled = self._cache.promote(hashes, sequence.pages, len(cached), window=window)
+        sequence.num_computed_tokens = num_filled * self._page_size
         return True
 
-    def _num_pages(self, sequence: Sequence) -> int:
-        return -(-len(sequence.token_ids) // self._page_size)
+    def drop_behind(self, sequences: Collection[Sequence]) -> list[PageId]:
+        """Takes from begun prompts the pages that no later token reads; the caller releases them."""
+        dropped: list[PageId] = []
+        for sequence in sequences:
+            entry = self._entries.get(sequence)
+            if entry is not None:
+                dropped += sequence.drop_pages(entry.window.num_behind(sequence.num_computed_tokens))
+        return dropped
 
     def commit(self, work: Seq[ScheduledSequence]) -> list[Sequence]:
         """Records a computed step and caches its full pages. Returns the sequences whose prompts are complete."""

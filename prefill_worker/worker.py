@@ -49,7 +49,7 @@ class _StepInFlight:
     tokens: SampledTokens
     started_s: float
     num_contexts: float  # sum of `ScheduledSequence.num_contexts`
-    parked: list[list[PageId]] = field(default_factory=list)  # pages of ended jobs, which it may still write
+    parked: list[list[PageId]] = field(default_factory=list)  # pages given back that it may still read or write
 
     def computes(self, sequence: Sequence) -> bool:
         return any(item.sequence is sequence for item in self.work)
@@ -90,6 +90,7 @@ class PrefillWorker:
             max_batch_tokens,
             config.prefill.max_batch_sequences,
             config.prefill.reserved,
+            max_steps_ahead=int(engine.runs_ahead),
         )
         self._jobs: dict[TransferKey, PrefillJob] = {}
         self._by_sequence: dict[Sequence, PrefillJob] = {}
@@ -134,7 +135,7 @@ class PrefillWorker:
         if job.key not in self._jobs or job.error is not None:
             return
         if self._grammars is None:
-            self.scheduler.add(job.sequence)
+            self._add(job)
         else:
             self._grammars.when_ready(job.sequence, partial(self._queue, job))
 
@@ -143,9 +144,13 @@ class PrefillWorker:
         if job.key not in self._jobs or job.error is not None:
             return
         if error is None:
-            self.scheduler.add(job.sequence)
+            self._add(job)
         else:
             self.cancel(job.key, error)
+
+    def _add(self, job: PrefillJob) -> None:
+        # A receiver's larger page may begin before the window does.
+        self.scheduler.add(job.sequence, 0 if job.page_size == self._page_size else job.page_size)
 
     def set_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None:
         job = self._jobs.get(key)
@@ -154,6 +159,10 @@ class PrefillWorker:
         self.on_heartbeat(key)
         if job.destination is not None or num_pages_held + len(pages) != job.num_pages:
             problem = f"{num_pages_held} + {len(pages)} pages; expected {job.num_pages}"
+            self.cancel(key, InvalidInput("destination", problem))
+            return
+        if num_pages_held * job.page_size < job.sequence.num_dropped * self._page_size:
+            problem = f"begins at page {num_pages_held}, which lies behind the window and has been given back"
             self.cancel(key, InvalidInput("destination", problem))
             return
         job.destination = pages
@@ -189,9 +198,9 @@ class PrefillWorker:
         del self._by_sequence[job.sequence]
         self._adapters.release(job.sequence)
         if self._in_flight is not None and self._in_flight.computes(job.sequence):
-            self._in_flight.parked.append(job.sequence.pages)
+            self._in_flight.parked.append(job.sequence.held_pages)
         else:
-            self._engine.pool.release(job.sequence.pages)
+            self._engine.pool.release(job.sequence.held_pages)
         job.emit(Closed(job.error))
 
     def on_failed(self, key: TransferKey, error: PenstockError) -> None:
@@ -247,6 +256,7 @@ class PrefillWorker:
         complete = self.scheduler.commit(work)
         self._push_batch(work, pushes)
         self._in_flight = _StepInFlight(work, complete, tokens, started_s, num_contexts)
+        self._in_flight.parked.append(self._dropped(work))
         return True
 
     def _finish_step(self, step: _StepInFlight) -> None:
@@ -288,6 +298,11 @@ class PrefillWorker:
         for sequence, error in done.failed:
             self.cancel(self._by_sequence[sequence].key, error)
         self._push_batch(done.work, pushes)
+        self._engine.pool.release(self._dropped(done.work))
+
+    def _dropped(self, work: list[ScheduledSequence]) -> list[PageId]:
+        """Takes from the prompts of a committed step what lies behind the window; the caller releases it."""
+        return self.scheduler.drop_behind([scheduled.sequence for scheduled in work])
 
     def _layerwise_pushes(self, work: list[ScheduledSequence]) -> dict[PrefillJob, LayerwisePush]:
         """Returns how pages that this step completes can be pushed before it ends, for jobs whose destination is known

@@ -311,8 +311,7 @@ class WorkerShell:
 
 def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.WorkerDescription:
     """Describes a worker to routers and to the workers that it exchanges pages with."""
-    # A sequence must fit into the pool alone, or else it could never finish.
-    context_length = min(engine.model.context_length, engine.pool.num_pages * engine.layout.page_size)
+    context_length = _context_that_fits(engine, config)
     labels = Labels(config.labels.host or platform.node(), config.labels.rack, config.labels.zone)
     return worker_pb2.WorkerDescription(
         worker_id=config.worker_id,
@@ -331,4 +330,27 @@ def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.W
         silent_cache=config.engine.prefix_caching and not config.engine.kv_events,
         labels=wire.labels_to_wire(labels),
         adapter_slots=config.engine.max_adapters,
+        max_held_tokens=_max_held_tokens(engine, config),
     )
+
+
+def _step_tokens(engine: Engine, config: WorkerConfig) -> int:
+    """Returns how many tokens of one prompt are computed while those before them keep their pages."""
+    if config.role is Role.PREFILL:
+        return 2 * (config.prefill.max_batch_tokens or engine.saturating_tokens)  # a step may run ahead
+    return config.decode.max_batch_tokens
+
+
+def _context_that_fits(engine: Engine, config: WorkerConfig) -> int:
+    """Returns how many tokens a sequence may have: it must fit into the pool alone, or else it could never finish."""
+    context_length, num_pages = engine.model.context_length, engine.pool.num_pages
+    if engine.prefix_cache.window.max_pages(context_length, _step_tokens(engine, config)) <= num_pages:
+        return context_length
+    return min(context_length, num_pages * engine.layout.page_size)
+
+
+def _max_held_tokens(engine: Engine, config: WorkerConfig) -> int:
+    window = engine.prefix_cache.window
+    if window.tokens is None:
+        return 0
+    return window.max_pages(engine.model.context_length, _step_tokens(engine, config)) * engine.layout.page_size

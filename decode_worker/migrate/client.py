@@ -91,6 +91,7 @@ class MigrationClient:
         target: MigrationTarget,
         state: worker_pb2.SequenceState,
         num_tokens: int,
+        num_dropped_tokens: int,
         events: TargetEvents,
     ) -> None:
         """Opens the call; `events` receives the target's answers on the step loop."""
@@ -101,6 +102,7 @@ class MigrationClient:
             worker_id=self._worker_id,
             address=target.source_address,
             num_ranks=self._num_ranks,
+            num_dropped_tokens=num_dropped_tokens,
         )
         self._running.call_soon_threadsafe(self._start, key, target, start, events)
 

@@ -138,7 +138,10 @@ class IncomingMigrations:
         migration.request = request
         landed = migration.call.landed
         try:
-            if not self._transfers.receive(key, request, start.num_tokens, worker.scheduler, migration, landed):
+            num_unneeded = self._transfers.num_unneeded(request.sequence, start.num_dropped_tokens)
+            if not self._transfers.receive(
+                key, request, start.num_tokens, worker.scheduler, migration, landed, num_unneeded
+            ):
                 raise Overloaded(f"no room for one more sequence of {start.num_tokens} tokens now", _RETRY_AFTER_S)
         except PenstockError:
             worker.cancel(request)

@@ -149,7 +149,11 @@ class OutgoingMigrations:
         state = sequence_state.to_wire(request, self._worker.timing(request), time.monotonic())
         num_tokens_left = self._worker.num_tokens_left(sequence)
         num_tokens = num_tokens_to_reserve(len(sequence.token_ids), num_tokens_left, self._page_size)
-        self._calls.start(key, target, state, num_tokens, events=self)
+        self._worker.scheduler.keep_whole(sequence, True)  # what the target awaits must not be dropped meanwhile
+        self._calls.start(key, target, state, num_tokens, self._num_dropped_tokens(sequence), events=self)
+
+    def _num_dropped_tokens(self, sequence: Generation) -> int:
+        return sequence.num_dropped * self._page_size
 
     def _can_migrate(self, request: DecodeRequest) -> bool:
         sequence = request.sequence
@@ -174,6 +178,11 @@ class OutgoingMigrations:
         migration.is_open, migration.destination = True, pages
         if num_held * migration.page_size > migration.sequence.num_computed_tokens:
             self._fail(migration, InvalidInput("num_pages_held", f"is {num_held}, more than the sequence has"))
+            return
+        if num_held * migration.page_size < self._num_dropped_tokens(migration.sequence):
+            self._fail(
+                migration, InvalidInput("num_pages_held", f"is {num_held}; pages from there on are dropped here")
+            )
             return
         migration.num_held = migration.num_pushed = migration.num_landed = num_held
         self._advance(migration)
@@ -332,6 +341,7 @@ class OutgoingMigrations:
             return
         migration.error = error
         del self._unsettled[migration.sequence]
+        self._worker.scheduler.keep_whole(migration.sequence, False)
         log.info("%s did not migrate to %s: %s", migration.sequence.request_id, migration.target.worker_id, error)
         if migration.phase is not CopyPhase.COPYING and self._worker.request_of(migration.sequence) is not None:
             self._worker.scheduler.resume(migration.sequence)

@@ -21,11 +21,12 @@ from decode_worker.prefill.client import PrefillCandidate, PrefillClient, Remote
 from decode_worker.request import DecodeRequest
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.engine import Engine
+from engine.step.sequence import Sequence
 from kv_transfer.endpoints import KvReceiver
 from kv_transfer.session.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.session.transfer_session import ENDED, Effect, Manifest, TransferSession
 from penstock.config import TransferConfig
-from penstock.errors import PenstockError, TransferError
+from penstock.errors import InvalidInput, PenstockError, TransferError, TransferRefused
 from penstock.types import Epoch, PageId, SamplingParams, TransferId, TransferKey
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class TransferAttempt:
     num_tokens: int  # whose KV the transfer brings
     on_landed: Callable[[int], None] = lambda num_pages: None  # called with the number of pages that have landed
     is_part: bool = False  # whether this worker computes the tokens that follow, and samples
-    num_held: int = 0  # leading pages that were cached here already
+    num_unneeded: int = 0  # leading pages that nothing will read here
+    num_held: int = 0  # leading pages that were cached here already, or that nothing will read
     has_begun: bool = False  # whether the sender has asked for its destination
 
     def mismatch(self, page_size: int, checks: KvReceiver | None) -> str | None:
@@ -147,7 +149,10 @@ class TransferTable:
         count = len(sequence.token_ids) if num_tokens is None else num_tokens
         is_part = count < len(sequence.token_ids)
         key = TransferKey(TransferId(uuid.uuid4().hex), candidate.epoch, self._epoch)
-        self._transfers[key] = TransferAttempt(self._session(key), request, self._calls, count, is_part=is_part)
+        num_unneeded = self._engine.prefix_cache.window.num_unsent(count)
+        self._transfers[key] = TransferAttempt(
+            self._session(key), request, self._calls, count, is_part=is_part, num_unneeded=num_unneeded
+        )
         self._calls.start(
             RemotePrefill(
                 key=key,
@@ -174,13 +179,17 @@ class TransferTable:
         scheduler: DecodeScheduler,
         sender: SenderCalls,
         on_landed: Callable[[int], None],
+        num_unneeded: int = 0,
     ) -> bool:
-        """Reserves pages for a migrating sequence, which may grow to `num_tokens` before it pauses at its source.
+        """Reserves pages for a migrating sequence, which may grow to `num_tokens` before it pauses at its source, and
+        of which nothing will read the first `num_unneeded` pages.
 
         Returns False, without a transfer, if there are too few pages now. Raises TransferError, likewise without one,
         for a source that was forgotten. `sender` and `on_landed` reach the source.
         """
-        transfer = TransferAttempt(self._session(key), request, sender, num_tokens, on_landed)
+        transfer = TransferAttempt(
+            self._session(key), request, sender, num_tokens, on_landed, num_unneeded=num_unneeded
+        )
         self._transfers[key] = transfer
         is_granted = False
         try:
@@ -189,6 +198,19 @@ class TransferTable:
             if not is_granted:
                 del self._transfers[key]
         return is_granted
+
+    def num_unneeded(self, sequence: Sequence, num_dropped_tokens: int) -> int:
+        """Returns how many leading pages of a migrating sequence nothing will read here, given those tokens without KV
+        at its source. Raises InvalidInput for tokens that may be read, TransferRefused where they end inside a page."""
+        num_pages, rest = divmod(num_dropped_tokens, self._page_size)
+        if num_pages > self._engine.prefix_cache.window.num_behind(len(sequence.token_ids) - 1):
+            raise InvalidInput("num_dropped_tokens", f"is {num_dropped_tokens}, and tokens to come read some of them")
+        if rest:
+            raise TransferRefused(
+                f"the source has dropped the first {num_dropped_tokens} tokens, which end inside a page of "
+                f"{self._page_size} tokens here; give both workers the same engine.page_size"
+            )
+        return num_pages
 
     def _session(self, key: TransferKey) -> TransferSession:
         return TransferSession(key, Lease(self._config.timeout_s, self._clock()))
@@ -247,10 +269,11 @@ class TransferTable:
         TransferError for an unknown sender, and then leaves the pages to the request, unfenced."""
         # A part needs room for the rest, too: it would else preempt others, or be preempted, as soon as it runs.
         num_total = len(request.sequence.token_ids) if transfer.is_part else transfer.num_tokens
-        reservation = scheduler.reserve(request.sequence, num_total, transfer.num_tokens)
+        reservation = scheduler.reserve(request.sequence, num_total, transfer.num_tokens, transfer.num_unneeded)
         if reservation is None:
             return False
         request.sequence.pages = [*reservation.held, *reservation.fresh]
+        request.sequence.num_dropped = reservation.num_dropped
         num_fresh = -(-transfer.num_tokens // self._page_size) - len(reservation.held)
         key, fresh = transfer.session.key, reservation.fresh[:num_fresh]
         transfer.num_held = len(reservation.held)

@@ -45,8 +45,9 @@ from penstock.worker_metrics import PREEMPTED_TOKENS, PREEMPTIONS, WorkerMetrics
 class Reservation:
     """Pages for a prompt that is computed elsewhere: leading ones that are cached here, and those to be written."""
 
-    held: list[PageId]
+    held: list[PageId]  # entries of pages that nothing will read included
     fresh: list[PageId]
+    num_dropped: int = 0  # such entries
 
 
 class DecodeScheduler:
@@ -66,7 +67,7 @@ class DecodeScheduler:
         self._pool = pool
         self._page_size = page_size
         self._config = config
-        self._pages = SequencePages(pool, cache, page_size, rows)
+        self._pages = SequencePages(pool, cache, page_size, rows, config.max_batch_tokens)
         self._watermark_pages = int(config.watermark * pool.num_pages)
         self._table = rows
         self._queues = RunQueues(rows)
@@ -171,23 +172,29 @@ class DecodeScheduler:
         """Returns how many tokens at the start of the sequence need no computing here."""
         return self._pages.peek(sequence) * self._page_size
 
-    def reserve(self, sequence: Sequence, num_tokens: int, num_reused: int | None = None) -> Reservation | None:
+    def reserve(
+        self, sequence: Sequence, num_tokens: int, num_landing: int | None = None, num_unneeded: int = 0
+    ) -> Reservation | None:
         """Returns pages for a tracked sequence's first `num_tokens`, cached ones first; None if there are too few now.
 
         The sequence may have fewer tokens yet. The caller owns the references. Sequences that wait to be computed here
-        go first, or they would starve. Only pages before the last of the first `num_reused` tokens, by default of all,
-        are taken from the cache.
+        go first, or they would starve. `num_landing` tokens, by default all, come from elsewhere: only pages before the
+        last of them are taken from the cache. The first `num_unneeded` pages will be read by nothing.
         """
         if self._queues.waiting and self._queues.waiting[0].rank < self._queues[sequence].rank:
             return None
         if self._is_full:
             return None
-        allocated = self._pages.allocate(sequence, num_tokens, self._num_kept_back, num_reused)
-        if allocated is None:
+        landing = num_tokens if num_landing is None else num_landing
+        grant = self._pages.allocate(sequence, num_tokens, self._num_kept_back, landing, num_unneeded)
+        if grant is None:
             return None
-        num_held, pages = allocated
-        self._queues[sequence].num_cached_tokens = num_held * self._page_size
-        return Reservation(pages[:num_held], pages[num_held:])
+        self._queues[sequence].num_cached_tokens = grant.num_found * self._page_size
+        return Reservation(grant.pages[: grant.num_filled], grant.pages[grant.num_filled :], grant.num_dropped)
+
+    def keep_whole(self, sequence: Sequence, keeps: bool) -> None:
+        """Starts or ends a time in which a sequence keeps even pages that no later token of it reads."""
+        self._pages.keep_whole(sequence, keeps)
 
     @property
     def _is_full(self) -> bool:
@@ -292,17 +299,18 @@ class DecodeScheduler:
                 break
             if self._is_full or not self._admit(entry):
                 break
-            num_tokens = budget.take(entry.sequence, entry.sequence.num_uncomputed_tokens)
-            if not num_tokens:  # admitted, but other prompts are scored in this step
+            room = len(entry.sequence.pages) * self._page_size - entry.sequence.num_computed_tokens
+            num_tokens = budget.take(entry.sequence, min(entry.sequence.num_uncomputed_tokens, room))
+            if not num_tokens:  # admitted, but other prompts are scored in this step, or it needs further pages
                 break
             chunks.append(ScheduledSequence(entry.sequence, num_tokens))
         return chunks
 
     def _admit(self, entry: TrackedSequence) -> bool:
-        allocated = self._pages.allocate(entry.sequence, len(entry.sequence.token_ids), self._num_kept_back)
-        if allocated is None:
+        grant = self._pages.allocate(entry.sequence, len(entry.sequence.token_ids), self._num_kept_back)
+        if grant is None:
             return False
-        self._pages.hold(entry.sequence, *allocated)
+        self._pages.hold(entry.sequence, grant)
         if entry.num_preemptions == 0:
             entry.num_cached_tokens = entry.sequence.num_computed_tokens
         self._queues.admit(entry)
@@ -415,7 +423,9 @@ class DecodeScheduler:
         """
         assert not self._steps, "a step is in flight"
         self._pages.extend_rows_by(num_steps + goes_on)
-        self._pages.share_filled(self._table.advance(num_steps))
+        filled = self._table.advance(num_steps)
+        self._pages.share_filled(filled)
+        self._steps.drop_behind(filled)
 
     # Ends of steps.
 

@@ -1,4 +1,4 @@
-"""Allocates the pages of sequences, and offers full ones to the prefix cache. Pure.
+"""Allocates the pages of sequences, offers full ones to the prefix cache, and takes back those behind a window. Pure.
 
 The decode scheduler calls it. It owns how much of each sequence the prefix cache has been offered; the pages themselves
 are the pool's, and `decode_worker.schedule.steps_in_flight` decides when they go back.
@@ -7,6 +7,7 @@ are the pool's, and `decode_worker.schedule.steps_in_flight` decides when they g
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.cache.prefix_cache import PrefixCache
@@ -15,15 +16,30 @@ from engine.step.sequence import ScheduledSequence, Sequence, hash_one_more_page
 from penstock.types import PageHash, PageId
 
 
+@dataclass(frozen=True, slots=True)
+class PageGrant:
+    """Pages for the beginning of a sequence, as `Sequence.pages` holds them."""
+
+    pages: list[PageId]
+    num_filled: int  # leading ones that need no computing
+    num_dropped: int  # of these, entries without a page
+    num_found: int  # leading ones whose KV was cached
+
+
 class SequencePages:
     """Counts pages of `page_size` tokens. Adds every page that a row gets to `rows`."""
 
-    def __init__(self, pool: PagePool, cache: PrefixCache, page_size: int, rows: RowTable) -> None:
+    def __init__(
+        self, pool: PagePool, cache: PrefixCache, page_size: int, rows: RowTable, max_chunk_tokens: int
+    ) -> None:
+        """No step computes more than `max_chunk_tokens` of one sequence."""
         self._pool = pool
         self._cache = cache
         self._page_size = page_size
         self._rows = rows
+        self._max_chunk_tokens = max_chunk_tokens
         self._num_shared: dict[Sequence, int] = {}  # leading full pages already offered to the prefix cache
+        self._whole: set[Sequence] = set()  # whose pages stay, although they are behind the window
 
     # Prompts.
 
@@ -32,36 +48,72 @@ class SequencePages:
         return self._cache.peek(self._reusable_hashes(sequence, len(sequence.token_ids)))
 
     def allocate(
-        self, sequence: Sequence, num_tokens: int, num_kept_back: int, num_reused: int | None = None
-    ) -> tuple[int, list[PageId]] | None:
-        """Returns the number of cached leading pages, and pages for `num_tokens`, each with a reference.
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        num_kept_back: int,
+        num_landing: int | None = None,
+        num_unneeded: int = 0,
+    ) -> PageGrant | None:
+        """Returns pages for `num_tokens`, each with a reference, or for as many of them as a window lets it hold.
 
-        Cached pages are looked for within the first `num_reused` tokens, by default all. Returns None, and allocates
-        nothing, if that would leave fewer than `num_kept_back` pages in the pool.
+        With `num_landing`, so many leading tokens get their KV from elsewhere, except the first `num_unneeded` pages,
+        which nothing will read. Cached pages are looked for within those tokens, by default in all. Returns None, and
+        allocates nothing, if that would leave fewer than `num_kept_back` pages in the pool.
         """
-        hashes = self._reusable_hashes(sequence, num_tokens if num_reused is None else num_reused)
-        cached = self._cache.match(hashes)
-        num_fresh = -(-num_tokens // self._page_size) - len(cached)
+        hashes = self._reusable_hashes(sequence, num_tokens if num_landing is None else num_landing)
+        cached = self._cache.match(hashes, num_unneeded)
+        num_dropped = self._cache.first_needed(len(cached), num_unneeded)
+        num_fresh = self._num_at_first(num_tokens, len(cached), num_dropped, num_landing or 0) - len(cached)
         if self._pool.num_available - num_fresh >= num_kept_back:
             try:
                 pages = [*cached, *self._pool.allocate(num_fresh)]
-                return self._cache.promote(hashes, pages, len(cached)), pages
+                num_filled = self._cache.promote(hashes, pages, len(cached), num_unneeded)
+                return PageGrant(pages, num_filled, num_dropped, num_filled if num_filled > num_unneeded else 0)
             except OutOfPages:
                 pass  # the references on `cached` made evictable pages unavailable: same as too few
-        self._pool.release(cached)
+        self._pool.release(cached[num_dropped:])
         return None
 
-    def hold(self, sequence: Sequence, num_cached: int, pages: list[PageId]) -> None:
+    def _num_at_first(self, num_tokens: int, num_cached: int, num_dropped: int, num_landing: int) -> int:
+        """Returns how many leading entries a sequence of `num_tokens` has before its first step."""
+        total = -(-num_tokens // self._page_size)
+        if self._cache.window.tokens is None:
+            return total
+        landing = -(-num_landing // self._page_size)
+        most_held = self._cache.window.max_pages(num_tokens, self._max_chunk_tokens)
+        return min(total, max(num_dropped + most_held, landing, num_cached))
+
+    def hold(self, sequence: Sequence, grant: PageGrant) -> None:
         """Gives allocated pages to the sequence; the rest of its tokens is computed next."""
-        sequence.pages = pages
-        sequence.num_computed_tokens = num_cached * self._page_size
-        self._num_shared[sequence] = num_cached
+        sequence.pages, sequence.num_dropped = grant.pages, grant.num_dropped
+        sequence.num_computed_tokens = grant.num_filled * self._page_size
+        self._num_shared[sequence] = grant.num_filled
 
     def drop(self, sequence: Sequence) -> None:
         """Takes the sequence's pages from it; the caller gives them back to the pool."""
-        sequence.pages = []
+        sequence.pages, sequence.num_dropped = [], 0
         sequence.num_computed_tokens = 0
         self._num_shared.pop(sequence, None)
+        self._whole.discard(sequence)
+
+    # The window.
+
+    def keep_whole(self, sequence: Sequence, keeps: bool) -> None:
+        """Starts or ends a time in which the sequence keeps its pages, although they come to lie behind the window."""
+        if keeps:
+            self._whole.add(sequence)
+        else:
+            self._whole.discard(sequence)
+
+    def drop_behind(self, sequence: Sequence) -> list[PageId]:
+        """Takes those pages from the sequence that no later token of it reads; the caller gives them back."""
+        stop = self._cache.window.num_behind(sequence.num_computed_tokens)
+        first = sequence.num_dropped
+        if stop <= first or sequence in self._whole:
+            return []
+        self._rows.drop_pages(sequence, first, stop)
+        return sequence.drop_pages(stop)
 
     # Growth.
 
@@ -104,7 +156,7 @@ class SequencePages:
         if not self._cache.enabled:
             return
         num_full = sequence.num_computed_tokens // self._page_size
-        num_shared = self._num_shared.get(sequence, 0)
+        num_shared = max(self._num_shared.get(sequence, 0), sequence.num_dropped)
         if num_full > num_shared:
             hashes = sequence.hash_full_pages(self._page_size)
             self._cache.insert(hashes[:num_full], sequence.pages, start=num_shared)

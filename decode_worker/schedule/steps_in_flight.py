@@ -79,12 +79,20 @@ class StepsInFlight:
 
     def give_back(self, sequence: Sequence) -> None:
         """Returns the sequence's pages to the pool once no step can write them any more."""
+        if self._plans:
+            self._dropped[sequence] = self._num_steps
+        self._give_back(sequence.held_pages)
+
+    def _give_back(self, pages: list[PageId]) -> None:
         if not self._plans:
-            self._pool.release(sequence.pages)
-            return
-        self._dropped[sequence] = self._num_steps
-        if sequence.pages:
-            self._parked.append((self._num_steps, sequence.pages))
+            self._pool.release(pages)
+        elif pages:
+            self._parked.append((self._num_steps, pages))
+
+    def drop_behind(self, sequences: Iterable[Sequence]) -> None:
+        """Gives back the pages of running sequences that lie behind the window of every layer."""
+        for sequence in sequences:
+            self._give_back(self._pages.drop_behind(sequence))
 
     def record(
         self, plan: StepPlan, tokens_R: Seq[int] | np.ndarray, chunk_tokens: Seq[int | None]
@@ -96,7 +104,9 @@ class StepsInFlight:
             raise InternalError("steps are recorded in another order than they were scheduled")
         discarded = self._discarded(plan)
         self._record_each(plan.chunks, chunk_tokens, discarded)
-        self._pages.share_filled(self._rows.record(plan.rows, tokens_R, chunk_tokens, discarded))
+        filled = self._rows.record(plan.rows, tokens_R, chunk_tokens, discarded)
+        self._pages.share_filled(filled)
+        self.drop_behind(filled)
         self._free_parked(plan.step if self._plans else self._num_steps)
         return discarded
 
@@ -125,6 +135,7 @@ class StepsInFlight:
                 sequence.token_ids.append(token_id)
                 if sequence.num_uncomputed_tokens == 1:
                     sequence.start_decoding()  # it may have its row already
+        self.drop_behind(item.sequence for item in work if item.sequence not in discarded)
 
     def _free_parked(self, step: int) -> None:
         while self._parked and self._parked[0][0] <= step:

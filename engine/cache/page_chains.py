@@ -1,7 +1,8 @@
 """The prefix cache's map from page hash to page, as chains from the first page of a text on.
 
 Only `engine.cache.prefix_cache` changes it, and keeps the pool consistent with it. This module knows nothing of pools,
-tiers or events. A page is in the map only while its parent is.
+tiers or events. A page is in the map only while its parent is, except in models of which every layer has a window: a
+parent is detached there, and its children become orphans.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from penstock.types import CachedPage, PageHash, PageId
 class ChainNode:
     """A cached page and its place in the chain."""
 
-    __slots__ = ("first_child", "next_sibling", "num_uses", "page", "page_hash", "parent", "previous_sibling")
+    __slots__ = (
+        "first_child", "next_sibling", "num_uses", "page", "page_hash", "parent", "parent_hash", "previous_sibling",
+    )  # fmt: skip
 
-    def __init__(self, page_hash: PageHash, page: PageId, parent: ChainNode | None) -> None:
+    def __init__(
+        self, page_hash: PageHash, page: PageId, parent: ChainNode | None, parent_hash: PageHash | None
+    ) -> None:
         self.page_hash = page_hash
         self.page = page
         self.parent = parent
+        self.parent_hash = parent_hash  # None for the first page of a text; an orphan has no more than this
         # A linked list of children: most pages have one or none, some have thousands.
         self.first_child: ChainNode | None = None
         self.next_sibling: ChainNode | None = None
@@ -53,26 +59,27 @@ class PageChains:
     def roots(self) -> list[ChainNode]:
         return [node for node in self.nodes.values() if node.parent is None]
 
-    def rooted(self, nodes: Iterable[ChainNode], max_pages: int) -> list[CachedPage]:
-        """Returns at most `max_pages` of these pages and their ancestors, in order, parents before children."""
+    def rooted(self, nodes: Iterable[ChainNode], max_pages: int, max_run: int | None = None) -> list[CachedPage]:
+        """Returns at most `max_pages` of these pages and their ancestors, in order, parents before children.
+
+        With `max_run`, a page brings only so many pages, itself included.
+        """
         chosen: dict[PageHash, ChainNode] = {}
         for node in nodes:
             fresh: list[ChainNode] = []
             ancestor: ChainNode | None = node
-            while ancestor is not None and ancestor.page_hash not in chosen:
+            while ancestor is not None and ancestor.page_hash not in chosen and len(fresh) != max_run:
                 fresh.append(ancestor)
                 ancestor = ancestor.parent
             if len(chosen) + len(fresh) > max_pages:
                 continue
             chosen.update((added.page_hash, added) for added in reversed(fresh))
-        return [
-            CachedPage(page_hash, node.parent.page_hash if node.parent else None, node.page)
-            for page_hash, node in chosen.items()
-        ]
+        return [CachedPage(page_hash, node.parent_hash, node.page) for page_hash, node in chosen.items()]
 
-    def link(self, page_hash: PageHash, page: PageId, parent: ChainNode | None) -> ChainNode:
-        """Makes a page findable, as a child of `parent`."""
-        node = ChainNode(page_hash, page, parent)
+    def link(self, page_hash: PageHash, page: PageId, parent_hash: PageHash | None) -> ChainNode:
+        """Makes a page findable, as a child of the page `parent_hash`; an orphan, if that is not cached."""
+        parent = self.nodes.get(parent_hash) if parent_hash is not None else None
+        node = ChainNode(page_hash, page, parent, parent_hash)
         if parent is not None:
             sibling = parent.first_child
             if sibling is not None:
@@ -94,15 +101,27 @@ class PageChains:
                 subtree.extend(node.children())
         subtree.reverse()
         for node in subtree:
-            before, after = node.previous_sibling, node.next_sibling
-            if after is not None:
-                after.previous_sibling = before
-            if before is not None:
-                before.next_sibling = after
-            elif node.parent is not None:
-                node.parent.first_child = after
-            del self.nodes[node.page_hash], self.by_page[node.page]
+            self._remove(node)
         return subtree
+
+    def detach(self, node: ChainNode) -> None:
+        """Makes one page unfindable, like `unlink`; its children become orphans."""
+        for child in list(node.children()):
+            child.parent = child.previous_sibling = child.next_sibling = None
+        self._remove(node)
+
+    def _remove(self, node: ChainNode) -> None:
+        before, after = node.previous_sibling, node.next_sibling
+        if after is not None:
+            after.previous_sibling = before
+        if before is not None:
+            before.next_sibling = after
+        elif node.parent is not None:
+            node.parent.first_child = after
+        del self.nodes[node.page_hash], self.by_page[node.page]
+
+    def has_orphans(self) -> bool:
+        return any(node.parent is None and node.parent_hash is not None for node in self.nodes.values())
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless maps and chains agree."""

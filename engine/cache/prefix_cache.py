@@ -10,6 +10,9 @@ A cached page is of use only while its parent is cached too, so leaves are evict
 page goes, all its descendants go. Referenced pages of that subtree keep their holders and are merely no longer
 findable.
 
+Where every layer of the model has a window, a prefix is found by the pages of its last window alone
+(`engine.cache.page_window`). Pages are then evicted one by one, and children stay findable without their parents.
+
 Routers receive an event for each page that moves: to the device, to the best lower tier that has it, or to nowhere.
 """
 
@@ -19,6 +22,7 @@ from collections.abc import Iterable, Sequence
 
 from engine.cache.page_chains import ChainNode, PageChains
 from engine.cache.page_pool import PageMisuse, PagePool
+from engine.cache.page_window import PageWindow
 from engine.cache.tiers import CacheTiers
 from penstock.kv.events import KvEventKind, KvEventLog
 from penstock.kv.page_places import ROOT
@@ -35,8 +39,11 @@ class PrefixCache:
         events: KvEventLog | None = None,
         enabled: bool = True,
         tiers: CacheTiers | None = None,
+        window: int | None = None,
     ) -> None:
+        """`window` is how many tokens a token reads, itself included, in the layer that reads most; None: all."""
         self.page_size = page_size
+        self.window = PageWindow(window, page_size)
         self.enabled = enabled
         self.pool = pool
         self._events = events
@@ -65,42 +72,100 @@ class PrefixCache:
             total_disk_pages=disk.slots.num_slots if disk else 0,
         )
 
-    def match(self, hashes: Sequence[PageHash]) -> list[PageId]:
+    def match(
+        self, hashes: Sequence[PageHash], num_unneeded: int = 0, window: PageWindow | None = None
+    ) -> list[PageId]:
         """Returns the pages of the longest prefix on the device, with a reference on each for the caller to release.
 
-        Call `promote` next, once there are pages for the rest.
+        Pages behind the `window`, by default the model's, and the first `num_unneeded` pages, are neither looked for
+        nor referenced: their entries are 0 (`first_needed` counts them). Call `promote` next, once there are pages for
+        the rest.
         """
-        found = self._chains.leading(hashes)
+        nodes, length = self._chains.nodes, self._num_leading(hashes, num_unneeded, window)
+        first = self.first_needed(length, num_unneeded, window)
+        found = [nodes[page_hash] for page_hash in hashes[first:length]]
         for node in found:
             node.num_uses += 1
         pages = [node.page for node in found]
         self.pool.share(pages)
+        if first:  # those behind it age with the rest of their text
+            self.pool.touch([nodes[page_hash].page for page_hash in hashes[:first] if page_hash in nodes])
         if self._tiers is not None:  # allocating the rest evicts pages, but not those about to be promoted
-            self._tiers.touch(self._tiers.leading(hashes[len(pages) :]))
-        return pages
+            self._tiers.touch(self._below(hashes[length:]))
+        return [*[PageId(0)] * first, *pages]
 
-    def promote(self, hashes: Sequence[PageHash], pages: Sequence[PageId], num_matched: int) -> int:
+    def first_needed(self, num_pages: int, num_unneeded: int = 0, window: PageWindow | None = None) -> int:
+        """Returns how many leading pages of a prefix of `num_pages` need not be there for what follows it."""
+        return max(num_unneeded, (window or self.window).num_behind(num_pages * self.page_size))
+
+    def _num_leading(self, hashes: Sequence[PageHash], num_unneeded: int = 0, window: PageWindow | None = None) -> int:
+        """Returns the length of the longest prefix on the device."""
+        if self.window.tokens is None:
+            return len(self._chains.leading(hashes))
+        nodes = self._chains.nodes
+        return (window or self.window).longest_prefix(len(hashes), num_unneeded, lambda index: hashes[index] in nodes)
+
+    def _below(self, hashes: Sequence[PageHash]) -> list[PageHash]:
+        """Returns those that lower tiers hold: up to the first that they do not, unless a window needs no others."""
+        assert self._tiers is not None
+        if self.window.tokens is None:
+            return self._tiers.leading(hashes)
+        return [page_hash for page_hash in hashes if self._tiers.holds(page_hash)]
+
+    def promote(
+        self,
+        hashes: Sequence[PageHash],
+        pages: Sequence[PageId],
+        num_matched: int,
+        num_unneeded: int = 0,
+        window: PageWindow | None = None,
+    ) -> int:
         """Fills pages after the matched ones from lower tiers, and returns how many leading pages hold their KV.
 
-        `pages` are those that `match` returned for these hashes, then fresh ones that only the caller holds. Blocks
+        `pages` are those that `match` returned for these arguments, then fresh ones that only the caller holds. Blocks
         while they are copied; filled pages are cached. Counts the request: call it once each, with lower tiers or not.
         """
         if not self.enabled:
             return num_matched
         self._num_queries += len(hashes)
-        self._num_device_hits += num_matched
+        self._num_device_hits += num_matched if num_matched > num_unneeded else 0
         if self._tiers is None:
             return num_matched
-        wanted = self._tiers.leading(hashes[num_matched:])
+        first, stop = self._promotable(hashes[: len(pages)], num_matched, num_unneeded, window)
         num_filled = num_matched
-        if wanted:
-            num_filled += self._tiers.load(wanted, pages[num_matched : num_matched + len(wanted)])
-            self.insert(hashes[:num_filled], pages, start=num_matched)
+        if stop > first:
+            num_loaded = self._tiers.load(hashes[first:stop], pages[first:stop])
+            self.insert(hashes[: first + num_loaded], pages, start=first)
             self._report_moved([])
+            if self.window.tokens is None or num_loaded == stop - first:
+                num_filled = first + num_loaded
         return num_filled
+
+    def _promotable(
+        self, hashes: Sequence[PageHash], num_matched: int, num_unneeded: int, window: PageWindow | None
+    ) -> tuple[int, int]:
+        """Returns from where to where pages are worth loading from lower tiers."""
+        tiers = self._tiers
+        assert tiers is not None
+        if self.window.tokens is None:
+            return num_matched, num_matched + len(tiers.leading(hashes[num_matched:]))
+        first_real = self.first_needed(num_matched, num_unneeded, window)
+        stop = (window or self.window).longest_prefix(
+            len(hashes),
+            num_unneeded,
+            lambda index: first_real <= index < num_matched or tiers.holds(hashes[index]),
+        )
+        return max(num_matched, self.first_needed(stop, num_unneeded, window)), stop
 
     def peek(self, hashes: Sequence[PageHash]) -> int:
         """Returns how many leading pages are cached, lower tiers included, without a reference or any side effect."""
+        if self.window.tokens is not None:
+            nodes, tiers = self._chains.nodes, self._tiers
+            return self.window.longest_prefix(
+                len(hashes),
+                0,
+                lambda index: hashes[index] in nodes or (tiers is not None and tiers.holds(hashes[index])),
+            )
         num_leading = len(self._chains.leading(hashes))
         return num_leading + (len(self._tiers.leading(hashes[num_leading:])) if self._tiers else 0)
 
@@ -117,24 +182,21 @@ class PrefixCache:
         if len(pages) < len(hashes):
             raise PageMisuse(f"insert: {len(hashes)} hashes for {len(pages)} pages")
         start = min(start, len(hashes))
-        while start > 0 and hashes[start - 1] not in self._chains.nodes:
+        while self.window.tokens is None and start > 0 and hashes[start - 1] not in self._chains.nodes:
             start -= 1  # the parent has been evicted: begin where the chain is intact
         self._check_insertable(hashes, pages, start)
-        parent = self._chains.nodes[hashes[start - 1]] if start > 0 else None
-        stored: list[PageHash] = []
+        stored: list[tuple[PageHash, PageHash]] = []
         met: list[PageId] = []  # cached pages with the same content; they count as used
         for index in range(start, len(hashes)):
             node = self._chains.nodes.get(hashes[index])
             if node is None:
-                node = self._link(hashes[index], pages[index], parent)
-                stored.append(node.page_hash)
+                parent = hashes[index - 1] if index else None
+                self._link(hashes[index], pages[index], parent)
+                stored.append((hashes[index], parent or ROOT))
             else:
                 met.append(node.page)
-            parent = node
         self.pool.touch(met)
-        if self._events is not None:
-            first = len(hashes) - len(stored)  # what follows a page that was not cached was not cached either
-            self._events.stored(stored, hashes[first - 1] if first else ROOT)
+        self._report_stored(stored)
         return len(stored)
 
     def insert_last(self, chains: Iterable[tuple[Sequence[PageHash], Sequence[PageId]]]) -> None:
@@ -151,7 +213,7 @@ class PrefixCache:
                 stored = []
                 self.insert(hashes, pages, start=last)
             else:
-                self._link(hashes[last], pages[last], parent)
+                self._link(hashes[last], pages[last], hashes[last - 1] if last else None)
                 stored.append((hashes[last], parent.page_hash if parent else ROOT))
         self._report_stored(stored)
 
@@ -170,21 +232,19 @@ class PrefixCache:
         idle = [self._chains.by_page[page] for page in self.pool.evictable()]
         idle.reverse()
         held = [node for page, node in self._chains.by_page.items() if self.pool.num_references(page)]
-        return self._chains.rooted((*held, *sorted(idle, key=lambda node: not node.num_uses)), max_pages)
+        max_run = None if self.window.tokens is None else max(1, -(-(self.window.tokens - 1) // self.page_size))
+        return self._chains.rooted((*held, *sorted(idle, key=lambda node: not node.num_uses)), max_pages, max_run)
 
     def num_on_device(self, hashes: Sequence[PageHash]) -> int:
-        """Returns how many leading pages are cached on the device, without a reference or any side effect."""
-        return len(self._chains.leading(hashes))
+        """Returns the length in pages of the prefix that `match` would find, without a reference or any side effect."""
+        return self._num_leading(hashes)
 
     def find(self, hashes: Sequence[PageHash]) -> list[CachedPage]:
         """Returns the longest leading run of these consecutive pages that is cached on the device.
 
         The run may begin anywhere in a prompt. The caller takes references.
         """
-        return [
-            CachedPage(node.page_hash, node.parent.page_hash if node.parent else None, node.page)
-            for node in self._chains.leading(hashes)
-        ]
+        return [CachedPage(node.page_hash, node.parent_hash, node.page) for node in self._chains.leading(hashes)]
 
     def lacking(self, pages: Sequence[tuple[PageHash, PageHash | None]]) -> list[int]:
         """Returns the indexes of the (page, parent) pairs that could be cached here and are not; touches the others."""
@@ -194,9 +254,7 @@ class PrefixCache:
         self.pool.touch(met)
         fresh: dict[PageHash, int] = {}
         for index, (page_hash, parent) in enumerate(pages):
-            if page_hash not in self._chains.nodes and (
-                parent is None or parent in self._chains.nodes or parent in fresh
-            ):
+            if page_hash not in self._chains.nodes and (self._may_follow(parent) or parent in fresh):
                 fresh.setdefault(page_hash, index)
         return list(fresh.values())
 
@@ -205,13 +263,16 @@ class PrefixCache:
 
         Returns False if its parent has been evicted meanwhile, or the hash is cached already.
         """
-        after = self._chains.nodes.get(parent) if parent is not None else None
-        if not self.enabled or page_hash in self._chains.nodes or (parent is not None and after is None):
+        if not self.enabled or page_hash in self._chains.nodes or not self._may_follow(parent):
             return False
-        self._link(page_hash, page, after)
+        self._link(page_hash, page, parent)
         if self._events is not None:
             self._events.stored([page_hash], parent if parent is not None else ROOT)
         return True
+
+    def _may_follow(self, parent: PageHash | None) -> bool:
+        """Returns whether a page with that parent is of use here."""
+        return parent is None or parent in self._chains.nodes or self.window.tokens is not None
 
     def clear(self) -> None:
         """Forgets every page, on every tier; referenced pages stay with their holders."""
@@ -232,6 +293,8 @@ class PrefixCache:
                 f"pool and prefix cache differ on pages {sorted(cached ^ self._chains.by_page.keys())}"
             )
         self._chains.check_integrity()
+        if self.window.tokens is None and self._chains.has_orphans():
+            raise AssertionError("a page is cached without its parent, and no prefix can be found by it")
 
     def _check_insertable(self, hashes: Sequence[PageHash], pages: Sequence[PageId], start: int) -> None:
         """Runs all checks before the first change, so that a refused insert changes nothing."""
@@ -244,9 +307,9 @@ class PrefixCache:
             if known is None and not self.pool.can_keep(page):
                 raise PageMisuse(f"insert: page {page} is {self.pool.state(page)}")
 
-    def _link(self, page_hash: PageHash, page: PageId, parent: ChainNode | None) -> ChainNode:
+    def _link(self, page_hash: PageHash, page: PageId, parent: PageHash | None) -> None:
         self.pool.keep(page)
-        return self._chains.link(page_hash, page, parent)
+        self._chains.link(page_hash, page, parent)
 
     def _evict(self, num_pages: int) -> None:
         """Frees at least `num_pages` pages, which the pool has counted as evictable."""
@@ -258,7 +321,11 @@ class PrefixCache:
             node = self._chains.by_page.get(page)
             if node is None:
                 continue  # evicted already, with an ancestor
-            subtree = self._chains.unlink(node)
+            if self.window.tokens is not None:
+                self._chains.detach(node)
+                subtree = [node]
+            else:
+                subtree = self._chains.unlink(node)
             num_freed += sum([not self.pool.num_references(each.page) for each in subtree]) if len(subtree) > 1 else 1
             gone += subtree
         if num_freed < num_pages:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine.adapters.products import adapter_bytes
 from engine.cache.kv_layout import KVLayout
+from engine.cache.page_window import PageWindow
 from engine.kernels.libraries.capabilities import check_library
 from engine.memory import estimates
 from engine.memory.device_memory import DeviceMemory
@@ -46,6 +47,13 @@ class MemoryPlan:
     largest_batch: dict[int, int]  # by context in tokens: how many such sequences the pool holds at once
     num_ranks: int = 1
     has_weights: bool = True  # False: no weight file was there to be held against config.json
+
+    @property
+    def longest_fitting(self) -> int:
+        """The most tokens that the pages hold of one request, or `max_context` if they hold that."""
+        if _held_pages(self.model, self.layout, self.max_context) <= self.num_pages:
+            return self.max_context
+        return self.num_pages * self.layout.page_size
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -95,7 +103,7 @@ def plan_memory(
     left = free - step - (host_tier if device.type == "cpu" else 0)
     _check_pool(config, device, layout, kv_bytes, left)
     if context is not None:
-        _check_context(config, context, num_pages, layout, device, left)
+        _check_context(config, context, num_pages, _held_pages(model, layout, context), layout, device, left)
     contexts = sorted({*(size for size in _CONTEXTS if size < max_context), max_context, context or max_context})
     return MemoryPlan(
         device,
@@ -109,7 +117,7 @@ def plan_memory(
         adapter_bytes=adapters,
         num_pages=num_pages,
         max_context=max_context,
-        largest_batch={tokens: num_pages // -(-tokens // layout.page_size) for tokens in contexts},
+        largest_batch={tokens: num_pages // _held_pages(model, layout, tokens) for tokens in contexts},
         num_ranks=shard.num_ranks,
         has_weights=has_weights,
     )
@@ -187,10 +195,21 @@ def _check_pool(config: EngineConfig, device: DeviceMemory, layout: KVLayout, kv
     )
 
 
+def _held_pages(model: ModelConfig, layout: KVLayout, num_tokens: int) -> int:
+    """Returns the most pages that a running sequence of that many tokens holds at once; chunks of its prompt take some
+    more for a moment."""
+    return PageWindow(model.page_window, layout.page_size).max_pages(num_tokens, layout.page_size)
+
+
 def _check_context(
-    config: EngineConfig, context: int, num_pages: int, layout: KVLayout, device: DeviceMemory, left: int
+    config: EngineConfig,
+    context: int,
+    num_pages: int,
+    needed: int,
+    layout: KVLayout,
+    device: DeviceMemory,
+    left: int,
 ) -> None:
-    needed = -(-context // layout.page_size)
     if needed <= num_pages:
         return
     needed_bytes = needed * layout.page_bytes

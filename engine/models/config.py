@@ -58,6 +58,12 @@ class ModelConfig:
     scheme: WeightScheme | None = None  # None: the checkpoint's weights are plain
 
     @property
+    def page_window(self) -> int | None:
+        """The tokens that a token reads, itself included, in the layer that reads most; None: all before it."""
+        widths = [window for window in self.windows if window is not None]
+        return max(widths) if len(widths) == self.num_layers else None
+
+    @property
     def rope_dim(self) -> int:
         """The number of values of a head that the tables of the rotary embedding cover."""
         return self.head_dim if self.latent is None else self.latent.rope_dim

@@ -123,6 +123,12 @@ class RowTable:
             self._pages_RW[row, place] = page
             self._room[row] = room + self._page_size
 
+    def drop_pages(self, sequence: Sequence, first: int, stop: int) -> None:
+        """Clears the entries of pages that the sequence has dropped, if it has a row."""
+        row = self._rows.get(sequence)
+        if row is not None:
+            self._pages_RW[row, first:stop] = 0
+
     def _make_room(self, num_rows: int, num_pages: int) -> None:
         self._width = max(self._width, num_pages)
         width = self._pages_RW.shape[1]

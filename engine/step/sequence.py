@@ -25,7 +25,9 @@ class Sequence:
     """Tokens of one generation and the pages that hold their KV.
 
     Invariant: `num_computed_tokens < len(token_ids)` between steps, and `pages` holds at least
-    `ceil(num_computed_tokens / page_size)` pages. The KV of token i is in `pages[i // page_size]`.
+    `ceil(num_computed_tokens / page_size)` pages. The KV of token i is in `pages[i // page_size]`, except that the
+    first `num_dropped` entries stand for pages that lie behind the model's window and were given back: they are 0, as
+    in a page table, and what is found there counts for nothing.
     """
 
     request_id: RequestId
@@ -34,6 +36,7 @@ class Sequence:
     sampling: SamplingParams
     salt: bytes  # root of the page hashes
     pages: list[PageId] = field(default_factory=list)
+    num_dropped: int = 0
     page_hashes: list[PageHash] = field(default_factory=list)  # of leading full pages, grown by `hash_full_pages`
     lane: Lane = Lane.STANDARD  # its priority class, for schedulers and links
     is_decoding: bool = False  # all tokens but the last have their KV; no count is kept while this holds
@@ -61,6 +64,18 @@ class Sequence:
         """Appends tokens whose KV is yet to be computed; the sequence no longer counts as decoding."""
         self.is_decoding, self._num_prefilled = False, self.num_computed_tokens
         self.token_ids += token_ids
+
+    @property
+    def held_pages(self) -> list[PageId]:
+        """The pages that it has a reference on, in order."""
+        return self.pages[self.num_dropped :]
+
+    def drop_pages(self, num_dropped: int) -> list[PageId]:
+        """Drops the pages before that many leading ones, and returns them; the caller releases them."""
+        dropped = self.pages[self.num_dropped : num_dropped]
+        self.pages[self.num_dropped : num_dropped] = [PageId(0)] * len(dropped)
+        self.num_dropped += len(dropped)
+        return dropped
 
     @property
     def num_output_tokens(self) -> int:

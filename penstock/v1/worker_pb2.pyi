@@ -49,7 +49,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens", "lookaside_address", "num_ranks", "metrics_address", "pulls", "adapter_slots")
+    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens", "lookaside_address", "num_ranks", "metrics_address", "pulls", "adapter_slots", "max_held_tokens")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class WorkerDescription(_message.Message):
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PULLS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: str
@@ -94,7 +95,8 @@ class WorkerDescription(_message.Message):
     metrics_address: str
     pulls: bool
     adapter_slots: int
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ..., lookaside_address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pulls: _Optional[bool] = ..., adapter_slots: _Optional[int] = ...) -> None: ...
+    max_held_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ..., lookaside_address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pulls: _Optional[bool] = ..., adapter_slots: _Optional[int] = ..., max_held_tokens: _Optional[int] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "revision", "path")
@@ -654,20 +656,22 @@ class SequenceState(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., num_known: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
 
 class MigrationStart(_message.Message):
-    __slots__ = ("transfer", "state", "num_tokens", "worker_id", "address", "num_ranks")
+    __slots__ = ("transfer", "state", "num_tokens", "worker_id", "address", "num_ranks", "num_dropped_tokens")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     transfer: TransferKey
     state: SequenceState
     num_tokens: int
     worker_id: str
     address: str
     num_ranks: int
-    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., num_tokens: _Optional[int] = ..., worker_id: _Optional[str] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ...) -> None: ...
+    num_dropped_tokens: int
+    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., state: _Optional[_Union[SequenceState, _Mapping]] = ..., num_tokens: _Optional[int] = ..., worker_id: _Optional[str] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., num_dropped_tokens: _Optional[int] = ...) -> None: ...
 
 class MigrationFinish(_message.Message):
     __slots__ = ("state", "manifest", "paused_ms")

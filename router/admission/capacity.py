@@ -22,6 +22,7 @@ class FleetState:
     num_waiting: int | None = None  # sequences in the workers' own queues, from any router
     kv_tokens: int | None = None  # that the decode workers' pages hold
     free_kv_tokens: int | None = None  # of these, free or evictable
+    max_held_tokens: int = 0  # of one sequence, whose KV a worker holds at once; 0: of all
     queued_prefill_tokens: int | None = None  # not computed yet
     prefill_tokens_per_s: float | None = None  # of all workers that compute prompts
     step_s: float | None = None  # mean decode step
@@ -103,5 +104,8 @@ def _pages_have_room(fleet: FleetState, outstanding: Outstanding, prompt_tokens:
     """Counts prompts in flight as well: they have not all their pages yet, so that the reports do not show them."""
     if not fleet.kv_tokens or fleet.free_kv_tokens is None:
         return True
-    free = fleet.free_kv_tokens - outstanding.prefilling_tokens - prompt_tokens
+    prefilling, most = outstanding.prefilling_tokens, fleet.max_held_tokens
+    if most:
+        prefilling, prompt_tokens = min(prefilling, outstanding.num_prefilling * most), min(prompt_tokens, most)
+    free = fleet.free_kv_tokens - prefilling - prompt_tokens
     return free >= (1.0 - config.max_page_use) * fleet.kv_tokens

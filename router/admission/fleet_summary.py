@@ -27,6 +27,7 @@ def summarize_fleet(
         num_waiting=sum(worker.load.num_waiting for worker in decode),
         kv_tokens=sum(worker.load.total_pages * worker.page_size for worker in decode) if has_pages else None,
         free_kv_tokens=sum(worker.load.free_pages * worker.page_size for worker in decode) if has_pages else None,
+        max_held_tokens=int(_sum(worker.limits.max_held_tokens for worker in decode) or 0) // max(1, len(decode)),
         queued_prefill_tokens=sum(worker.load.queued_prefill_tokens for worker in computing),
         prefill_tokens_per_s=_sum(worker.load.prefill_tokens_per_s for worker in computing),
         step_s=sum(steps) / len(steps) if steps else None,

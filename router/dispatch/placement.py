@@ -203,7 +203,7 @@ class Placer:
         def marks() -> Sequence[PageHash]:
             return () if scores_prompt else pages.all_marks(computes.page_size)
 
-        commitment = self._core.commit(choice, demand, chosen.description.page_size, now_s, marks)
+        commitment = self._core.commit(choice, demand, chosen.description.page_size, now_s, marks, chosen.limits)
         source = _source(choice.decode_pull, group, chosen.address)
         return Placement(chosen, candidates, choice, commitment, group.token_bytes, source)
 

@@ -274,7 +274,7 @@ class WorkerFollower:
 
 def _limits(description: worker_pb2.WorkerDescription) -> WorkerLimits:
     max_local = description.max_local_tokens if description.HasField("max_local_tokens") else None
-    return WorkerLimits(description.chunk_tokens, description.max_running, max_local)
+    return WorkerLimits(description.chunk_tokens, description.max_running, max_local, description.max_held_tokens)
 
 
 async def _read(call: grpc.aio.UnaryStreamCall) -> worker_pb2.EventBatch | None:

@@ -206,13 +206,16 @@ class PlacementCore:
         page_size: int,
         now_s: float,
         marks: Callable[[], Sequence[PageHash]] = tuple,
+        limits: WorkerLimits | None = None,
     ) -> Commitment:
         """Credits the workers with what their next load reports do not show yet, and the link with its bytes.
 
-        `marks` returns the prompt's marks; it is called only where the prompt is worth recording as pending.
+        `marks` returns the prompt's marks; it is called only where the prompt is worth recording as pending. `limits`
+        are those of the decode worker.
         """
         ledger = self._ledger
-        pages = -(-demand.num_tokens // page_size)
+        num_held = limits.held_tokens(demand.num_tokens) if limits else demand.num_tokens
+        pages = -(-num_held // page_size)
         computed_by = choice.prefill[0].worker_id if choice.prefill else choice.decode
         credits = [
             ledger.record(choice.decode, InflightWork(num_requests=1, num_pages=pages), now_s),

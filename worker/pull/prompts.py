@@ -32,7 +32,7 @@ class _Wanted:
 
     source: PrefixSource
     hashes: Sequence[PageHash]  # of the leading pages that the source holds
-    num_here: int  # leading ones of them that are in this pool
+    first: int  # of them that is asked for: those before are in this pool, or behind the model's window
     missing: MissingPages
 
 
@@ -85,7 +85,7 @@ class PrefixPulls:
         if wanted is None:
             then(None)
             return
-        first = wanted.hashes[wanted.num_here]
+        first = wanted.hashes[wanted.first]
         pull = self._open.get(first)
         if pull is None:
             plan = self._plan(wanted) if len(self._open) < self._config.max_pulls else None
@@ -93,7 +93,7 @@ class PrefixPulls:
                 then(None)
                 return
             pull = self._open[first] = _Pull(wanted, self._clock())
-            request = PullRequest(wanted.source, wanted.hashes[wanted.num_here :], sequence.lane, plan.patience_s)
+            request = PullRequest(wanted.source, wanted.hashes[wanted.first :], sequence.lane, plan.patience_s)
             self._start(request, lambda problem: self._on_end(first, problem))
         began_s = self._clock()
         pull.waiting.append(lambda problem: then(self._account(wanted, began_s, problem)))
@@ -108,10 +108,10 @@ class PrefixPulls:
         num_spared = num_pages - cache.peek(hashes)
         if num_spared * size < self._config.min_pull_tokens:
             return None
-        num_here = cache.num_on_device(hashes)
-        num_bytes = (num_pages - num_here) * self._engine.model_layout.page_bytes
+        first = max(cache.num_on_device(hashes), cache.first_needed(num_pages))
+        num_bytes = (num_pages - first) * self._engine.model_layout.page_bytes
         missing = MissingPages(num_spared * size, (num_pages - num_spared) * size, num_bytes)
-        return _Wanted(source, hashes, num_here, missing)
+        return _Wanted(source, hashes, first, missing)
 
     def _plan(self, wanted: _Wanted) -> PullPlan | None:
         self.costs.on_steps(self._totals())
@@ -121,8 +121,8 @@ class PrefixPulls:
         pull = self._open.pop(first)
         wanted, now_s = pull.wanted, self._clock()
         seconds = now_s - pull.started_s
-        num_pulled = self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.num_here
-        if num_pulled < len(wanted.hashes) - wanted.num_here:
+        num_pulled = self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.first
+        if num_pulled < len(wanted.hashes) - wanted.first:
             self.metrics.add(PULL_FAILURES)
             self.costs.on_failed(wanted.source, wanted.missing, seconds, now_s)
             log.info("pulled %d pages from %s: %s", num_pulled, wanted.source.worker_id, problem or "it sent no more")
@@ -135,8 +135,8 @@ class PrefixPulls:
             resume(problem)
 
     def _account(self, wanted: _Wanted, began_s: float, problem: PenstockError | None) -> common_pb2.Pull:
-        num_pulled = max(0, self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.num_here)
-        num_wanted = len(wanted.hashes) - wanted.num_here
+        num_pulled = max(0, self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.first)
+        num_wanted = len(wanted.hashes) - wanted.first
         reason = "" if num_pulled == num_wanted else (problem.message if problem else "not all of them came")
         return common_pb2.Pull(
             source=wanted.source.worker_id,

@@ -57,6 +57,11 @@ class WorkerLimits:
     chunk_tokens: int = 0  # of prompts, in one step
     max_running: int = 0  # sequences
     max_local_tokens: int | None = None  # that a decode worker computes itself while there are prefill workers
+    max_held_tokens: int = 0  # of one sequence, whose KV it holds at once
+
+    def held_tokens(self, num_tokens: int) -> int:
+        """Returns how many of a sequence's tokens take pages there."""
+        return min(num_tokens, self.max_held_tokens or num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

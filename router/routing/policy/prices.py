@@ -94,7 +94,7 @@ def admission_s(demand: PlacementDemand, view: WorkerView) -> float:
     # A running sequence has half its output ahead of it on average; the sequences end one by one until then.
     remaining_s = demand.output_tokens * view.step_s / 2
     if load.total_pages:
-        missing = -(-demand.uncached_on(view.worker_id) // view.page_size) + view.sent.num_pages - load.free_pages
+        missing = _num_pages(demand, view) + view.sent.num_pages - load.free_pages
         if missing > 0:
             used = max(1, load.total_pages - load.free_pages)
             missing += load.num_waiting * used // max(1, load.num_running)
@@ -108,10 +108,15 @@ def admission_s(demand: PlacementDemand, view: WorkerView) -> float:
 def page_delay_s(demand: PlacementDemand, view: WorkerView) -> float:
     """Returns by how much requests that wait there for pages are delayed, summed: this one takes pages from them."""
     load = view.load
-    pages = -(-demand.uncached_on(view.worker_id) // view.page_size)
+    pages = _num_pages(demand, view)
     if not load.num_waiting or pages + view.sent.num_pages <= load.free_pages:
         return 0.0
     return load.num_waiting * demand.output_tokens * view.step_s * pages / max(1, load.total_pages)
+
+
+def _num_pages(demand: PlacementDemand, view: WorkerView) -> int:
+    """Returns the pages that the request would take there, beyond those cached."""
+    return -(-view.limits.held_tokens(demand.uncached_on(view.worker_id)) // view.page_size)
 
 
 def harm_s(demand: PlacementDemand, view: WorkerView) -> float:

@@ -17,7 +17,7 @@ from cluster.cli.main import main
 from engine.engine import Engine
 from engine.memory.device_memory import DeviceMemory, find_device
 from engine.memory.estimates import count_pages, make_layout, step_bytes
-from engine.memory.plan import plan_memory
+from engine.memory.plan import MemoryPlan, plan_memory
 from engine.models.config import ModelConfig
 from engine.models.shapes import tensor_shapes
 from penstock.config import EngineConfig
@@ -67,6 +67,20 @@ def test_the_plan_equals_what_the_engine_holds(family: str, overrides: dict[str,
         assert plan.layout == engine.layout
         assert (plan.num_pages, plan.kv_bytes) == (engine.pool.num_pages, engine.kv_pages.nbytes)
         assert plan.kv_bytes_per_token == engine.kv_pages.nbytes // (plan.num_pages * config.page_size)
+
+
+def test_a_window_in_every_layer_bounds_what_a_long_request_holds(tmp_path: Path) -> None:
+    def plan(family: str, **overrides: Any) -> MemoryPlan:
+        folder = make_checkpoint(family, tmp_path / family, max_position_embeddings=4096, **overrides)
+        return plan_memory(EngineConfig(model=str(folder), num_pages=32, device="cpu"), HOST, context=4096)
+
+    windowed = plan("mistral", sliding_window=100)
+    held = -(-99 // 16) + 2
+    assert windowed.largest_batch == {1024: 32 // held, 4096: 32 // held}
+    assert windowed.longest_fitting == 4096
+    # One layer that reads everything keeps everything.
+    with pytest.raises(ConfigError, match="a context of 4096 tokens takes 256 pages"):
+        plan("gemma2", sliding_window=100)
 
 
 # Published shapes; parameters and bytes of KV a token as their authors give them.

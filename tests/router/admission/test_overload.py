@@ -32,6 +32,14 @@ def test_unknown_figures_limit_nothing():
     assert not has_room(FleetState(num_decode=1, kv_tokens=2000, free_kv_tokens=50), out, 1, 100, 1.0, config)
 
 
+def test_a_window_bounds_the_pages_of_long_prompts():
+    out = Outstanding(num_requests=4, num_sequences=4, num_prefilling=2, prefilling_tokens=9000)
+    windowed = FleetState(num_decode=1, kv_tokens=2000, free_kv_tokens=800, max_held_tokens=100)
+    assert has_room(windowed, out, 1, 5000, 1.0, AdmissionConfig())
+    assert not has_room(replace(windowed, max_held_tokens=0), out, 1, 5000, 1.0, AdmissionConfig())
+    assert not has_room(replace(windowed, free_kv_tokens=350), out, 1, 5000, 1.0, AdmissionConfig(max_page_use=0.95))
+
+
 def test_cached_prompts_take_less_of_the_prefill_queue():
     out = Outstanding(num_requests=8, num_sequences=8, num_prefilling=8, prefilling_tokens=4000)
     fleet = FleetState(num_decode=2, num_prefill=2, prefill_tokens_per_s=2000.0)

@@ -40,7 +40,8 @@ class World:
         # One size at both ends half the time; the pools hold about as many tokens whatever the sizes.
         self.decode_size = self.rng.choice([4, 4, 2, 6])
         self.prefill_size = self.decode_size if self.rng.random() < 0.5 else self.rng.choice([2, 3, 4, 8])
-        self.decode_engine = FakeEngine(*self.pool_sizes(self.decode_size))
+        self.window = random.Random(seed).choice([None, None, 2, 3, 7, 12])  # of every layer
+        self.decode_engine = FakeEngine(*self.pool_sizes(self.decode_size), self.window)
         self.receiver = FakeReceiver()
         self.now_s = 0.0
         self.frozen: object = None  # the worker that neither computes nor sends anything, though its writes may go on
@@ -78,7 +79,7 @@ class World:
         return self.rng.randint(44, 100) // page_size, page_size, self.rng.choice([0, 8, 100])
 
     def start_prefill_worker(self) -> None:
-        self.prefill_engine = FakeEngine(*self.pool_sizes(self.prefill_size))
+        self.prefill_engine = FakeEngine(*self.pool_sizes(self.prefill_size), self.window)
         self.prefill_engine.runs_ahead = self.runs_ahead
         source, target = (replace(LAYOUT, page_size=size) for size in (self.prefill_size, self.decode_size))
         self.sender = FakeSender(plan_reshard(source, target))

@@ -91,6 +91,7 @@ class OutgoingCalls:
         target: MigrationTarget,
         state: worker_pb2.SequenceState,
         num_tokens: int,
+        num_dropped_tokens: int,
         events: TargetEvents,
     ) -> None:
         self.open_keys.add(key)
@@ -99,7 +100,12 @@ class OutgoingCalls:
         if other is None:
             self._network.break_call(key)
             return
-        start = worker_pb2.MigrationStart(transfer=wire.transfer_key_to_wire(key), state=state, num_tokens=num_tokens)
+        start = worker_pb2.MigrationStart(
+            transfer=wire.transfer_key_to_wire(key),
+            state=state,
+            num_tokens=num_tokens,
+            num_dropped_tokens=num_dropped_tokens,
+        )
         call.to_target.append(lambda: other.incoming.on_start(key, start, SourceCall(self._network, self._source, key)))
 
     def finish(self, key: TransferKey, state: worker_pb2.SequenceState, manifest: Manifest, paused_s: float) -> None:

@@ -41,7 +41,8 @@ class Node:
         self.epoch = Epoch(epoch)
         # One size at both ends half the time; the pools hold about as many tokens whatever the sizes.
         size = self.page_size = 4 if world.rng.random() < 0.7 else world.rng.choice([2, 3, 6])
-        self.engine = FakeEngine(world.rng.randint(72, 160) // size, size, world.rng.choice([0, 8, 100]))
+        num_host_pages = world.rng.choice([0, 8, 100])
+        self.engine = FakeEngine(world.rng.randint(72, 160) // size, size, num_host_pages, world.window)
         self.receiver = FakeReceiver()
 
         def clock() -> float:
@@ -125,6 +126,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now_s = 0.0
+        self.window = random.Random(seed).choice([None, None, 2, 3, 7, 12])  # of every layer
         self.network = MigrationNetwork(self.alive)
         self.streams: list[Stream] = []
         self.sizes: dict[int, int] = {}  # of pages, by epoch, dead incarnations included

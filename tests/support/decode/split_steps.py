@@ -84,7 +84,7 @@ class SplitSteps:
                 start, is_sampled = int(plan.rows.positions_R[place]), True
                 if start == len(text):
                     text.append(self._in_flight[-1].token_of(item.sequence))
-            for position in range(start + item.num_tokens):
+            for position in range(self._engine.first_read(start), start + item.num_tokens):
                 where = item.sequence.pages[position // size], position % size
                 (done.reads if position < start else done.writes)[where] = hash(tuple(text[: position + 1]))
             done.sampled.append(next_token(text) if is_sampled else None)

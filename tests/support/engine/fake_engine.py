@@ -1,7 +1,8 @@
 """A model whose KV can be checked: each position holds a digest of the tokens up to it.
 
 `FakeEngine.step` fails on any page that does not hold exactly what its sequence's tokens say, so a stale, reused or
-half-written page cannot go unnoticed. The next token depends on the tokens alone, as with a real model.
+half-written page cannot go unnoticed. The next token depends on the tokens alone, as with a real model. With a window,
+pages behind it are not looked at, and a sequence that holds more than the window's is noted in `most_held`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class PendingStep:
 class FakeEngine:
     """Stands in for `engine.engine.Engine` in tests of the workers' control flow."""
 
-    def __init__(self, num_pages: int, page_size: int, num_host_pages: int = 0) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_host_pages: int = 0, window: int | None = None) -> None:
         self.layout = FakeLayout(page_size)
         self.model = FakeModel()
         self.runs_ahead = False
@@ -105,7 +106,9 @@ class FakeEngine:
         self._allocate, self.pool.allocate = self.pool.allocate, self.allocate  # type: ignore[method-assign]
         self.kv_pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         tiers = CacheTiers(FakeHost(self.kv_pages, num_host_pages)) if num_host_pages else None
-        self.prefix_cache = PrefixCache(self.pool, page_size, tiers=tiers)
+        self.prefix_cache = PrefixCache(self.pool, page_size, tiers=tiers, window=window)
+        self.window = window
+        self.most_held = 0  # pages that a sequence had when a step began
 
     def allocate(self, num_pages: int) -> list[PageId]:
         pages = self._allocate(num_pages)
@@ -114,7 +117,7 @@ class FakeEngine:
 
     def launch(self, work: Seq[ScheduledSequence], on_layer: object = None) -> PendingStep:
         """Computes the step at once, as later work on a device would see it."""
-        pages = {page for scheduled in work for page in scheduled.sequence.pages}
+        pages = {page for scheduled in work for page in scheduled.sequence.held_pages}
         return PendingStep(self.step(work), pages, self.in_flight)
 
     def step(self, work: Seq[ScheduledSequence]) -> StepOutput:
@@ -122,7 +125,9 @@ class FakeEngine:
         for scheduled in work:
             sequence = scheduled.sequence
             start = sequence.num_computed_tokens
-            for position in range(start + scheduled.num_tokens):
+            self.most_held = max(self.most_held, len(sequence.held_pages))
+            assert len(set(sequence.held_pages)) == len(sequence.held_pages)
+            for position in range(self.first_read(start), start + scheduled.num_tokens):
                 digest = hash(tuple(sequence.token_ids[: position + 1]))
                 page, offset = sequence.pages[position // self.layout.page_size], position % self.layout.page_size
                 if position < start:
@@ -131,6 +136,10 @@ class FakeEngine:
                     self.kv_pages[page][offset] = digest
             tokens.append(SampledToken(next_token(sequence.token_ids)) if scheduled.is_sampled else None)
         return StepOutput(tuple(tokens))
+
+    def first_read(self, position: int) -> int:
+        """Returns the first position that a token at `position` reads."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
 
     def read(self, pages: Seq[PageId]) -> list[list[int | None]]:
         return [list(self.kv_pages[page]) for page in pages]

@@ -105,7 +105,7 @@ def describe(plan: MemoryPlan, max_sequences: int) -> str:
     notes = [] if plan.has_weights else ["No weight file is there, so the weights are what config.json makes of them."]
     if max(plan.largest_batch.values()) > max_sequences:
         notes.append(f"A step takes at most {max_sequences} sequences, unless max_batch_sequences is raised.")
-    if tokens < plan.max_context:
+    if plan.longest_fitting < plan.max_context:
         notes.append(
             f"No request of more than {tokens:,} tokens fits; set engine.max_context = {tokens} to refuse longer ones."
         )

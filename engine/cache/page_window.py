@@ -1,0 +1,51 @@
+"""Decides which pages of a sequence are still read in a model whose every layer has a sliding window. Pure.
+
+A token of such a model reads the KV of the last `tokens` tokens alone, itself included, so pages that lie wholly before
+them are given back while the sequence runs, are not sent to other workers, and a cached prefix is found without them.
+Where a single layer reads the whole context, every page is: a page holds all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PageWindow:
+    """`tokens` is None where some layer reads the whole context; then nothing is ever behind the window."""
+
+    tokens: int | None
+    page_size: int
+
+    def num_behind(self, num_tokens: int) -> int:
+        """Returns how many leading pages are read by no token from position `num_tokens` on."""
+        return 0 if self.tokens is None else max(0, num_tokens - self.tokens + 1) // self.page_size
+
+    def num_unsent(self, num_tokens: int) -> int:
+        """Returns how many leading pages of a prompt of `num_tokens` its receiver does without; never all of them."""
+        return min(self.num_behind(num_tokens), (num_tokens - 1) // self.page_size)
+
+    def max_pages(self, num_tokens: int, num_new: int) -> int:
+        """Returns the most pages that a sequence of up to `num_tokens` holds at once, of which a step computes at most
+        `num_new`."""
+        num_pages = -(-num_tokens // self.page_size)
+        if self.tokens is None:
+            return num_pages
+        return min(num_pages, -(-(self.tokens - 1 + num_new) // self.page_size) + 1)
+
+    def wider(self, num_tokens: int) -> PageWindow:
+        """Returns a window of that many tokens more."""
+        return self if self.tokens is None else PageWindow(self.tokens + num_tokens, self.page_size)
+
+    def longest_prefix(self, num_pages: int, num_unneeded: int, holds: Callable[[int], bool]) -> int:
+        """Returns the most leading pages, of at most `num_pages`, of which all that later tokens read are held.
+
+        `holds` is asked for indexes of pages from `num_unneeded` on; the pages before count as held.
+        """
+        length = index = num_pages
+        while index > max(num_unneeded, self.num_behind(length * self.page_size)):
+            index -= 1
+            if not holds(index):
+                length = index
+        return max(length, num_unneeded)

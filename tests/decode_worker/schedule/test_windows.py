@@ -1,0 +1,156 @@
+"""Streams of a model whose every layer has a window: they hold its pages alone, and no token changes.
+
+The real engine and scheduler, without servers. Page 0, which stands in for dropped pages, is kept by the test and full
+of large numbers: what kernels find there must count for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from decode_worker.schedule.scheduler import DecodeScheduler
+from engine.engine import Engine
+from engine.generate import generate
+from engine.step.row_table import RowTable
+from engine.step.sequence import Sequence
+from penstock.config import DecodeConfig, EngineConfig
+from penstock.types import Lane, RequestId, SamplingParams
+from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
+
+WINDOW, PAGE_SIZE, CHUNK = 40, 16, 24
+BOUND = 6  # pages: a window, a chunk, and one that is half read at either end
+SALT = b"salt"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("mistral", tmp_path_factory.mktemp("mistral"), sliding_window=WINDOW)
+
+
+@functools.cache
+def load(model: Path, dtype: str, num_pages: int, prefix_caching: bool = True, kv_dtype: str = "auto") -> Engine:
+    return Engine.load(
+        EngineConfig.model_validate(
+            {
+                "model": str(model),
+                "num_pages": num_pages,
+                "num_threads": 1,
+                "dtype": dtype,
+                "page_size": PAGE_SIZE,
+                "prefix_caching": prefix_caching,
+                "kv_dtype": kv_dtype,
+            }
+        )
+    )
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [(7 * i + 13 * seed) % (VOCAB_SIZE - 2) + 2 for i in range(length)]
+
+
+def sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+class Streams:
+    """Sequences that one scheduler runs over one engine."""
+
+    def __init__(self, engine: Engine, **config: object) -> None:
+        self.engine = engine
+        defaults: dict[str, object] = {"max_batch_tokens": CHUNK, "max_batch_sequences": 4, "watermark": 0.0}
+        settings = DecodeConfig.model_validate(defaults | config)
+        self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, PAGE_SIZE, settings, RowTable(PAGE_SIZE))
+        self.running: list[Sequence] = []
+        self.most_held = 0
+
+    def submit(self, prompt: list[int], max_tokens: int, lane: Lane = Lane.STANDARD) -> Sequence:
+        name = RequestId(f"r{len(self.running)}")
+        sequence = Sequence(name, list(prompt), len(prompt), sampling(max_tokens), SALT, lane=lane)
+        self.scheduler.track(sequence)
+        self.scheduler.compute_here(sequence)
+        self.running.append(sequence)
+        return sequence
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.most_held = max(self.most_held, *(len(item.sequence.held_pages) for item in plan))
+        self.scheduler.commit(plan, self.engine.step(plan))
+        self.scheduler.check_integrity()
+        self.engine.prefix_cache.check_integrity()
+
+    def run(self, sequence: Sequence) -> list[int]:
+        """Returns the sequence's output, once it has all of it."""
+        while sequence.num_output_tokens < sequence.sampling.max_tokens:
+            self.step()
+        self.scheduler.forget(sequence)
+        return sequence.token_ids[sequence.num_prompt_tokens :]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")], ids=str
+)
+def test_a_long_stream_is_that_of_a_run_that_frees_nothing(model: Path, dtype: str, kv_dtype: str) -> None:
+    prompt, count = prompt_of(150), 200
+    wanted = generate(load(model, dtype, 64, kv_dtype=kv_dtype), prompt, sampling(count), SALT, use_prefix_cache=False)
+    engine = load(model, dtype, BOUND + 1, kv_dtype=kv_dtype)
+    [stand_in] = engine.pool.allocate(1)
+    assert stand_in == 0
+    try:
+        if kv_dtype == "auto":
+            engine.kv_pages[stand_in].fill_(1e4)
+        streams = Streams(engine)
+        assert streams.run(streams.submit(prompt, count)) == wanted
+        assert streams.most_held <= BOUND < len([*prompt, *wanted]) // PAGE_SIZE
+    finally:
+        engine.pool.release([stand_in])
+    assert engine.pool.num_available == engine.pool.num_pages
+
+
+def test_a_prefix_is_found_although_its_beginning_is_gone(model: Path) -> None:
+    prompt, engine = prompt_of(150, seed=1), load(model, "float32", BOUND)
+    plain = load(model, "float32", 64)
+    streams = Streams(engine)
+    answer = streams.run(streams.submit(prompt, 20))
+    text = [*prompt, *answer, 5]
+    again = streams.submit(text, 20)
+    wanted = generate(plain, text, sampling(20), SALT, use_prefix_cache=False)
+    assert streams.run(again) == wanted
+    assert engine.prefix_cache.num_cached <= BOUND < len(prompt) // PAGE_SIZE
+    assert engine.prefix_cache.stats.device_hits == 160 // PAGE_SIZE
+    # The single process finds it too, and likewise gives back what it took.
+    assert generate(engine, text, sampling(4), SALT, chunk_tokens=16) == wanted[:4]
+    assert engine.pool.num_available == engine.pool.num_pages
+
+
+def test_preempted_streams_go_on_as_if_nothing_had_happened(model: Path) -> None:
+    engine = load(model, "float32", 2 * BOUND, False)
+    prompts = [prompt_of(17, seed=seed) for seed in (2, 3, 4, 5)]
+    wanted = [
+        generate(load(model, "float32", 64), prompt, sampling(100), SALT, use_prefix_cache=False) for prompt in prompts
+    ]
+    streams = Streams(engine, max_batch_sequences=4)
+    sequences = [streams.submit(prompt, 100) for prompt in prompts]
+    while any(sequence.num_output_tokens < 100 for sequence in sequences):
+        streams.step()
+        for sequence in sequences:
+            if sequence.num_output_tokens == 100 and sequence.pages:
+                streams.scheduler.pause(sequence)
+                streams.scheduler.drop_pages(sequence)
+    assert sum(streams.scheduler.num_preemptions(sequence) for sequence in sequences) > 0
+    assert [sequence.token_ids[17:] for sequence in sequences] == wanted
+    assert engine.pool.num_available == engine.pool.num_pages
+
+
+def test_a_model_with_one_layer_that_reads_everything_keeps_every_page(tmp_path: Path) -> None:
+    model = make_checkpoint("gemma2", tmp_path, sliding_window=WINDOW)
+    engine = load(model, "float32", 16)
+    assert engine.prefix_cache.window.tokens is None
+    streams = Streams(engine)
+    sequence = streams.submit(prompt_of(150), 40)
+    while sequence.num_output_tokens < 40:
+        streams.step()
+    assert len(sequence.held_pages) == -(-189 // PAGE_SIZE)
+    streams.scheduler.forget(sequence)

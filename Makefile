@@ -110,7 +110,7 @@ bench: setup
 
 # Two cores: one for the router, the other for null worker and clients. Decisions and index first, as they stand.
 bench-router: setup
-	for name in router.index router.choice router.tracing router.http_streams router; do $(PY) -m benchmarks.$$name || exit 1; done
+	for name in router.index router.choice router.observing router.http_streams router; do $(PY) -m benchmarks.$$name || exit 1; done
 
 bench-engine: setup
 	$(PY) -m benchmarks.engine

@@ -149,9 +149,9 @@ SUBJECTS = (
         "lab-notes/router.md",
     ),
     Subject(
-        "tracing",
-        "Traces",
-        "What traces cost a router, turned off and sampled.",
+        "observing",
+        "Metrics and traces",
+        "What metrics and traces cost a router, turned on and off in one process.",
         "make bench-router",
         "lab-notes/router.md",
     ),

@@ -12,20 +12,17 @@ import asyncio
 import contextlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import tokenizers
 
-from benchmarks.common.process_group import ROOT
 from benchmarks.common.report import Row, publish, show
 from benchmarks.common.shapes import BUNDLED
-from benchmarks.router.tracing import TracedRouter, router, started
+from benchmarks.router.observing import started, started_router
 from penstock import AsyncClient, Chat
 from penstock.config import TracingConfig
 from penstock.types import Grammar, GrammarKind
@@ -107,9 +104,8 @@ async def measure_kind(kind: ChatKind, num_streams: int, num_tokens: int, step_s
     settings = json.dumps({"num_streams": num_streams, "step_s": step_s, "token_ids": token_ids})
     found: dict[str, list[float]] = {"http": [], "grpc": []}
     with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        worker = stack.enter_context(started(_OTHER_CORE, "benchmarks.router.peers", ["worker", settings], ROOT))
-        target: TracedRouter = stack.enter_context(router("it", str(worker["address"]), TracingConfig(), ROOT, scratch))
+        worker, _ = stack.enter_context(started(_OTHER_CORE, "benchmarks.router.peers", ["worker", settings]))
+        target = stack.enter_context(started_router(worker["address"], TracingConfig()))
         encoded = json.dumps(body).encode()
         async with AsyncClient(target.address) as client:
             for number in range(-1, num_rounds):  # the first warms up

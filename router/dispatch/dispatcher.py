@@ -71,6 +71,8 @@ class _OutputRun:
             self._texts[index].resume(before)
         self._usage = common_pb2.Usage(prompt_tokens=len(self._request.token_ids))
         self._last_token_s = [0.0] * sampling.n
+        self._gap_s = context.metrics.requests.gaps(self._request.lane, len(self._request.token_ids))
+        self._generated = context.metrics.requests.generation_tokens
 
     def output(self, delta: CompletionDelta, stream: TokenStream) -> Output:
         """Turns a delta's tokens into text and counts them; a matched stop string ends the completion at its worker."""
@@ -78,7 +80,7 @@ class _OutputRun:
         text = self._texts[delta.index]
         before = text.num_tokens
         output = text.feed(delta)
-        self._context.metrics.generation_tokens.inc(text.num_tokens - before)
+        self._generated.inc(text.num_tokens - before)
         if text.stopped:
             ended = stream.end(delta.index)
             output.timing = delta.timing or ended.timing
@@ -98,7 +100,7 @@ class _OutputRun:
         self._last_token_s[delta.index] = now_s
         if before_s:
             num_tokens = len(delta.token_ids)
-            self._context.metrics.inter_token_s.observe((now_s - before_s) / num_tokens, num_tokens)
+            self._gap_s.observe((now_s - before_s) / num_tokens, num_tokens)
         else:
             self._context.counts.first_token(self._request, now_s - self._request.accepted_s)
 

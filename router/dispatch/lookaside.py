@@ -242,7 +242,7 @@ class HeldRequest:
                 cached_tokens=self._cached_tokens,
             )
             last = state.ended[-1].timing if state.ended else None
-            self._metrics.generation_tokens.inc(usage.completion_tokens)
+            self._metrics.requests.generation_tokens.inc(usage.completion_tokens)
             self._leave(self._counts.request(self.request, usage, last))
             return
         error = from_status(state.error)
@@ -298,7 +298,8 @@ class HeldRequest:
         self._counts.first_token(self.request, timing.first_token_ms / 1e3)
         num_later = end.num_tokens - (len(before.token_ids) if before else 0) - 1
         if num_later > 0:
-            self._metrics.inter_token_s.observe(timing.decode_ms / 1e3 / num_later, num_later)
+            gap_s = self._metrics.requests.gaps(self.request.lane, len(self.request.token_ids))
+            gap_s.observe(timing.decode_ms / 1e3 / num_later, num_later)
         if end.index == 0:
             self._cached_tokens = timing.cached_tokens
         if placed is not None and timing.prefill_worker and not (timing.num_migrations or self.request.emitted):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge
 
 from penstock.types import Lane
+from router.metrics.families import CounterFamily, HistogramFamily
 
 _WAIT_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -16,35 +17,35 @@ class AdmissionMetrics:
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry
         self._model = model
-        waits = Histogram(
+        waits = HistogramFamily(
             "penstock:admission_wait_seconds",
             "Time in the router's queue of requests that were dispatched",
             ["model_name", "lane"],
-            buckets=_WAIT_S,
-            registry=registry,
+            _WAIT_S,
+            registry,
         )
-        self._waits = {lane: waits.labels(model, lane.value) for lane in Lane}
-        self._refusals = Counter(
+        self._waits = {lane: waits.bind(model, lane.value) for lane in Lane}
+        self._refusals = CounterFamily(
             "penstock:admission_refusals",
             "Requests refused, or given up in the queue; shed: at random, where the operator allows it",
             ["model_name", "lane", "reason"],
-            registry=registry,
+            registry,
         )
-        self._tokens = Counter(
+        self._tokens = CounterFamily(
             "penstock:tenant_tokens",
             "Prompt and output tokens that count against a tenant's rate",
             ["model_name", "tenant"],
-            registry=registry,
+            registry,
         )
 
     def passed(self, lane: Lane, waited_s: float) -> None:
         self._waits[lane].observe(waited_s)
 
     def refused(self, lane: Lane, reason: str) -> None:
-        self._refusals.labels(self._model, lane.value, str(reason)).inc()
+        self._refusals.bind(self._model, lane.value, str(reason)).inc()
 
     def spent(self, tenant: str, num_tokens: int) -> None:
-        self._tokens.labels(self._model, tenant).inc(num_tokens)
+        self._tokens.bind(self._model, tenant).inc(num_tokens)
 
     def watch(
         self,

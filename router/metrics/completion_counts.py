@@ -13,6 +13,7 @@ from router.admission.interface import RequestUsage
 from router.metrics.demand_report import DemandCounter
 from router.metrics.metrics import RouterMetrics
 from router.metrics.recent_requests import RecentRequests
+from router.metrics.request_metrics import EndedRequest
 from router.prepared_request import PreparedRequest
 from router.routing.policy.interface import PairChoice
 from router.tracing.stages import WorkerLeg
@@ -31,7 +32,6 @@ class CompletionCounts:
 
     def first_token(self, request: PreparedRequest, ttft_s: float) -> None:
         num_prompt_tokens = len(request.token_ids)
-        self.metrics.first_token_s.observe(ttft_s)
         self.metrics.requests.first_token(request.lane, num_prompt_tokens, ttft_s)
         self._demand.begin(num_prompt_tokens, ttft_s)
 
@@ -54,25 +54,14 @@ class CompletionCounts:
         ended = self.recent.add(request, index, reason, timing, num_tokens, admitted_s, legs, choices)
         if request.trace is not None:
             request.trace.completions.append(ended)
-        metrics = self.metrics
-        metrics.succeeded(reason)
-        metrics.requests.completion(
-            request.lane, len(request.token_ids), timing, reason, num_tokens, choices[-1] if choices else None
-        )
-        if timing.num_preemptions:
-            metrics.preemptions.inc(timing.num_preemptions)
-        if timing.num_migrations:
-            metrics.migrations.inc(timing.num_migrations)
-        if timing.num_redispatches:
-            metrics.redispatches.inc(timing.num_redispatches)
-        metrics.queue_s.observe(timing.queue_ms / 1e3)
+        self.metrics.requests.completion(ended)
 
     def request(
         self, request: PreparedRequest, usage: common_pb2.Usage, last: common_pb2.Timing | None
     ) -> RequestUsage:
         """Counts a request all of whose completions have ended, but for the generated tokens, which whoever sees them
         counts; `last` is the timing of the completion that ended last."""
-        metrics, now_s = self.metrics, time.monotonic()
+        now_s = time.monotonic()
         timing = last if last is not None else common_pb2.Timing()
         decode_s, num_later = timing.decode_ms / 1e3, usage.completion_tokens - 1
         token_s = decode_s / num_later if num_later > 0 else None
@@ -80,13 +69,16 @@ class CompletionCounts:
         self._demand.end(usage, decode_s)
         in_time = timing.first_token_ms / 1e3 <= self._slo.first_token_s(usage.prompt_tokens)
         steady = token_s is None or token_s <= self._slo.itl_s
-        metrics.requests.request(request.lane, usage.completion_tokens, token_s, in_time and steady)
-        metrics.request_s.observe(now_s - request.accepted_s)
-        metrics.prompt_size.observe(usage.prompt_tokens)
-        metrics.prompt_tokens.inc(usage.prompt_tokens)
-        metrics.cached_tokens.inc(usage.cached_tokens)
-        metrics.cache_queries.inc(usage.prompt_tokens)
-        metrics.cache_hits.inc(usage.cached_tokens)
+        self.metrics.requests.request(
+            EndedRequest(
+                request.lane,
+                usage.prompt_tokens,
+                usage.cached_tokens,
+                usage.completion_tokens,
+                now_s - request.accepted_s,
+                in_time and steady,
+            )
+        )
         if request.trace is not None:
             request.trace.end()
         return RequestUsage(usage.completion_tokens, usage.cached_tokens, decode_s)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge
+
+from router.metrics.families import HistogramFamily
 
 _INTERVAL_S = 0.02
 _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -20,14 +22,14 @@ class LoopLag:
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._model = model
         self._registry = registry
-        family = Histogram(
+        family = HistogramFamily(
             "penstock:router_loop_lag_seconds",
             "Time by which a timer of the router's event loop came late, every 20 ms",
             ["model_name"],
-            buckets=_LAG_S,
-            registry=registry,
+            _LAG_S,
+            registry,
         )
-        self._lag_s = family.labels(model)
+        self._lag_s = family.bind(model)
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:

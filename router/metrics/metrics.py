@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from penstock.types import FinishReason, Role, WorkerEnd, WorkerId, WorkerLoad
+from penstock.types import Role, WorkerEnd, WorkerId, WorkerLoad
 from router.metrics.admission_metrics import AdmissionMetrics
 from router.metrics.collectors import (
     CredentialCollector,
@@ -16,42 +16,23 @@ from router.metrics.collectors import (
     PredictionCollector,
     WorkerMetricsCollector,
 )
-from router.metrics.histograms import BoundHistogram, HistogramFamily
+from router.metrics.families import HistogramFamily
 from router.metrics.loop_lag import LoopLag
 from router.metrics.request_metrics import RequestMetrics
 from router.routing.costs.predictions import WorkerPredictionErrors
 from router.routing.index.prefix_index import PrefixIndex
 
 _LABELS = ["model_name"]
-_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
-_LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
+_ERROR_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 
 
 class RouterMetrics:
-    """Binds counters to the model's name once, so that the token path does no label look-ups."""
+    """Owns the registry. `requests` and `admission` count on the way of a request; the rest is rare, or is read when
+    Prometheus scrapes."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._registry = registry = CollectorRegistry()
-        self.first_token_s = self._histogram("time_to_first_token_seconds", "Accepted to first token", _SHORT_S)
-        self.inter_token_s = self._histogram("inter_token_latency_seconds", "Between two tokens", _SHORT_S)
-        self.request_s = self._histogram("e2e_request_latency_seconds", "Accepted to last token", _LONG_S)
-        self.queue_s = self._histogram(
-            "request_queue_time_seconds", "Waiting at the router and for a prefill worker", _LONG_S
-        )
-        self.prompt_size = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens served")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
-        self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens whose pages a prefix cache held")
-        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in prefix caches")
-        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens found in prefix caches")
-        self.preemptions = self._counter("num_preemptions", "Sequences preempted")
-        self.migrations = self._counter("request_migrations", "Migrations of running sequences between decode workers")
-        self.redispatches = self._counter("request_redispatches", "Requests dispatched again after losing their worker")
-        self._success = Counter(
-            "vllm:request_success", "Completions ended", [*_LABELS, "finished_reason"], registry=registry
-        )
         self._errors = Counter("vllm:request_errors", "Requests failed", [*_LABELS, "reason"], registry=registry)
         self._limited = Counter(
             "penstock:limited",
@@ -72,7 +53,7 @@ class RouterMetrics:
             "penstock:prediction_error_seconds",
             "Difference between a stage's actual and predicted time",
             [*_LABELS, "stage"],
-            _SHORT_S,
+            _ERROR_S,
             registry,
         )
 
@@ -136,9 +117,6 @@ class RouterMetrics:
     def mispredicted(self, stage: str, seconds: float) -> None:
         self._mispredicted.bind(self._model, stage).observe(seconds)
 
-    def succeeded(self, reason: FinishReason) -> None:
-        self._success.labels(self._model, reason.value).inc()
-
     def failed(self, reason: str) -> None:
         self._errors.labels(self._model, reason).inc()
 
@@ -150,13 +128,8 @@ class RouterMetrics:
 
     def render(self) -> bytes:
         """Returns the text exposition format."""
+        self.requests.fold()
         return generate_latest(self._registry)
-
-    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> BoundHistogram:
-        return HistogramFamily(f"vllm:{name}", help_text, _LABELS, buckets, self._registry).bind(self._model)
-
-    def _counter(self, name: str, help_text: str) -> Counter:
-        return Counter(f"vllm:{name}", help_text, _LABELS, registry=self._registry).labels(self._model)
 
     def _gauges(
         self, name: str, help_text: str, label: str, values: tuple[str, ...], read: Callable[[str], float]

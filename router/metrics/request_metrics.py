@@ -1,166 +1,230 @@
-"""Metrics of requests that have ended: the time of each stage by lane and prompt length, and whether targets were met.
+"""Metrics of requests: their tokens, the time of each stage by lane and prompt length, and whether targets were met.
 
 vLLM's names carry vLLM's labels, so that its dashboards work. What they lack (lanes, prompt lengths, the place that
-computed a prompt) is under `penstock:`.
+computed a prompt) is under `penstock:`; where both have a histogram, vLLM's is the sum of the other's series.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
 from penstock.types import FinishReason, Lane, Role
-from penstock.v1 import common_pb2
-from router.metrics.histograms import BoundHistogram, HistogramFamily
-from router.routing.policy.interface import PairChoice
+from router.metrics.families import BoundCounter, BoundHistogram, CounterFamily, HistogramFamily, HistogramTotal
+from router.metrics.place_metrics import PlaceMetrics
+from router.tracing.stages import EndedCompletion
 
-_LABELS = ["model_name"]
+_SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_FIRST_TOKEN_S = (*_SHORT_S, 10.0, 30.0, 60.0, 120.0, 600.0)
 _STAGE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
 _PROMPT_BOUNDS = (1024, 8192, 32768)  # tokens: a prompt below the first has the first class
-_COMPUTING = ("prefill worker", "decode worker")
 _PROMPT_CLASSES = ("below 1k", "1k to 8k", "8k to 32k", "32k and more")
+_BATCH = 64  # completions that are counted at a time: a loop over them takes a third of what each alone would take
 STAGES: Mapping[str, str] = MappingProxyType(
     {"queue": "queue_ms", "prefill": "prefill_ms", "transfer": "transfer_ms", "decode": "decode_ms"}
 )
 """Each stage of a completion and the field of `Timing` that holds its milliseconds."""
 
 
+class EndedRequest(NamedTuple):
+    """A request that ended with an answer."""
+
+    lane: Lane
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_tokens: int
+    elapsed_s: float  # accepted to last token
+    met: bool  # the targets of the SLO
+
+
+@dataclass(frozen=True, slots=True)
+class _CompletionSeries:
+    """The series of completions that share lane, prompt class, pool and finish reason."""
+
+    stages: tuple[tuple[str, BoundHistogram], ...]  # the field of `Timing` and where it is observed
+    elapsed_s: BoundHistogram
+    token_s: BoundHistogram
+    ended: BoundCounter
+
+
 class RequestMetrics:
-    """Binds each series with its first use. Called on the router's event loop."""
+    """Binds each series with its first use. Called on the router's event loop.
+
+    What has ended waits in a list, at most `_BATCH` of each kind, until `fold` counts it: nothing but an append is paid
+    while a request is served.
+    """
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
-        def series(name: str, help_text: str, bounds: tuple[float, ...]) -> BoundHistogram:
-            return HistogramFamily(f"vllm:{name}", help_text, _LABELS, bounds, registry).bind(model)
-
-        def family(name: str, help_text: str, labels: tuple[str, ...], bounds: tuple[float, ...]) -> HistogramFamily:
-            return HistogramFamily(f"penstock:{name}", help_text, [*_LABELS, *labels], bounds, registry)
-
-        def counter(name: str, help_text: str, *labels: str) -> Counter:
-            return Counter(f"penstock:{name}", help_text, [*_LABELS, *labels], registry=registry)
-
         self._model = model
-        self._prefill_s = series("request_prefill_time_seconds", "First chunk scheduled to first token", _STAGE_S)
-        self._decode_s = series("request_decode_time_seconds", "First token sent to last token sent", _STAGE_S)
-        self._token_s = series(
-            "request_time_per_output_token_seconds", "Mean time between two tokens of a completion", _TOKEN_S
+        self._completions: list[EndedCompletion] = []
+        self._requests: list[EndedRequest] = []
+        self._completion_series: dict[tuple[Lane, str, Role, FinishReason], _CompletionSeries] = {}
+        self._make_token_families(registry)
+        self._make_completion_families(registry)
+        self._make_request_families(registry)
+        self._places = PlaceMetrics(registry, model)
+
+    def _make_token_families(self, registry: CollectorRegistry) -> None:
+        by = ("model_name", "lane", "prompt")
+        names = {"model_name": self._model}
+        self._first_token_s = HistogramFamily(
+            "penstock:time_to_first_token_seconds",
+            "Accepted to first token, by lane and prompt length in tokens",
+            by,
+            _FIRST_TOKEN_S,
+            registry,
         )
-        self._output_size = series("request_generation_tokens", "Tokens generated for a request", _TOKENS)
+        HistogramTotal(
+            "vllm:time_to_first_token_seconds", "Accepted to first token", names, self._first_token_s, registry
+        )
+        self._gap_s = HistogramFamily(
+            "penstock:inter_token_latency_seconds",
+            "Between two tokens, by lane and prompt length in tokens",
+            by,
+            _SHORT_S,
+            registry,
+        )
+        HistogramTotal("vllm:inter_token_latency_seconds", "Between two tokens", names, self._gap_s, registry)
+
+    def _make_completion_families(self, registry: CollectorRegistry) -> None:
+        def family(name: str, help_text: str, labels: tuple[str, ...], bounds: tuple[float, ...]) -> HistogramFamily:
+            return HistogramFamily(f"penstock:{name}", help_text, ("model_name", *labels), bounds, registry)
+
+        def total(name: str, help_text: str, parts: HistogramFamily, **where: str) -> None:
+            HistogramTotal(f"vllm:{name}", help_text, {"model_name": self._model}, parts, registry, where)
+
+        def counter(name: str, help_text: str, *labels: str) -> CounterFamily:
+            return CounterFamily(f"vllm:{name}", help_text, ("model_name", *labels), registry)
+
         self._stage_s = family(
             "stage_seconds",
             "Time of a completion's stages, by the pool that computed its prompt",
             ("lane", "stage", "prompt", "pool"),
             _STAGE_S,
         )
-        self._first_token_s = family(
-            "time_to_first_token_seconds",
-            "Accepted to first token, by lane and prompt length in tokens",
-            ("lane", "prompt"),
-            _STAGE_S,
-        )
+        waiting = "Waiting at the router and for a prefill worker"
+        total("request_queue_time_seconds", waiting, self._stage_s, stage="queue")
+        total("request_prefill_time_seconds", "First chunk scheduled to first token", self._stage_s, stage="prefill")
+        total("request_decode_time_seconds", "First token sent to last token sent", self._stage_s, stage="decode")
         of_ended = ("lane", "prompt", "pool", "finished_reason")
         self._completion_s = family("completion_seconds", "Accepted to a completion's last token", of_ended, _STAGE_S)
-        self._completion_token_s = family(
-            "time_per_output_token_seconds", "Mean time between two tokens of a completion", of_ended, _TOKEN_S
+        between = "Mean time between two tokens of a completion"
+        self._token_s = family("time_per_output_token_seconds", between, of_ended, _TOKEN_S)
+        total("request_time_per_output_token_seconds", between, self._token_s)
+        self._ended = counter("request_success", "Completions ended", "finished_reason")
+        self._preemptions = counter("num_preemptions", "Sequences preempted").bind(self._model)
+        self._migrations = counter("request_migrations", "Migrations of running sequences between decode workers").bind(
+            self._model
         )
-        targets = counter(
-            "request_targets",
+        self._redispatches = counter(
+            "request_redispatches", "Requests dispatched again after losing their worker"
+        ).bind(self._model)
+
+    def _make_request_families(self, registry: CollectorRegistry) -> None:
+        def series(name: str, help_text: str, bounds: tuple[float, ...]) -> BoundHistogram:
+            return HistogramFamily(f"vllm:{name}", help_text, ("model_name",), bounds, registry).bind(self._model)
+
+        def counter(name: str, help_text: str) -> BoundCounter:
+            return CounterFamily(f"vllm:{name}", help_text, ("model_name",), registry).bind(self._model)
+
+        self._request_s = series("e2e_request_latency_seconds", "Accepted to last token", _LONG_S)
+        self._prompt_size = series("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self._output_size = series("request_generation_tokens", "Tokens generated for a request", _TOKENS)
+        self.generation_tokens = counter("generation_tokens", "Tokens generated")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens served")
+        self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens whose pages a prefix cache held")
+        self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in prefix caches")
+        self._cache_hits = counter("prefix_cache_hits", "Prompt tokens found in prefix caches")
+        targets = CounterFamily(
+            "penstock:request_targets",
             "Requests that ended with an answer, by whether they met the targets of the SLO",
-            "lane",
-            "result",
+            ("model_name", "lane", "result"),
+            registry,
         )
         self._targets = {
-            (lane, met): targets.labels(model, lane.value, "met" if met else "missed")
+            (lane, met): targets.bind(self._model, lane.value, "met" if met else "missed")
             for lane in Lane
             for met in (True, False)
-        }
-        tokens = counter("prompt_tokens_by_place", "Prompt tokens by where their KV came from", "place")
-        self._tokens = {place: tokens.labels(model, place) for place in ("cached", *_COMPUTING)}
-        planned = counter(
-            "prompt_tokens_planned",
-            "Uncached prompt tokens by where the decode workers decided that they be computed",
-            "place",
-        )
-        self._planned = {place: planned.labels(model, place) for place in _COMPUTING}
-        routed = counter(
-            "routed_prompt_tokens",
-            "Prompt tokens by the pool that the router chose to compute them: all, those that its index promised to be "
-            "cached there, and those that were",
-            "pool",
-            "kind",
-        )
-        self._routed = {
-            (pool, kind): routed.labels(model, pool.value, kind)
-            for pool in Role
-            for kind in ("all", "predicted cached", "cached")
         }
 
     def first_token(self, lane: Lane, num_prompt_tokens: int, ttft_s: float) -> None:
         """Observes the time to a completion's first token."""
         self._first_token_s.bind(self._model, lane.value, prompt_class(num_prompt_tokens)).observe(ttft_s)
 
-    def completion(
-        self,
-        lane: Lane,
-        num_prompt_tokens: int,
-        timing: common_pb2.Timing,
-        reason: FinishReason,
-        num_tokens: int,
-        choice: PairChoice | None,
-    ) -> None:
-        """Observes a completion that has ended with `num_tokens`: its stages and times, where its prompt was computed,
-        and what the router's last `choice` of a pair promised of caches; None: the router made none."""
-        model, prompt = self._model, prompt_class(num_prompt_tokens)
-        pool = Role.DECODE if timing.prefill_worker in ("", timing.decode_worker) else Role.PREFILL
-        for stage, field in STAGES.items():
-            self._stage_s.bind(model, lane.value, stage, prompt, pool.value).observe(getattr(timing, field) / 1e3)
-        self._prefill_s.observe(timing.prefill_ms / 1e3)
-        self._decode_s.observe(timing.decode_ms / 1e3)
-        ended = (model, lane.value, prompt, pool.value, reason.value)
-        self._completion_s.bind(*ended).observe((timing.first_token_ms + timing.decode_ms) / 1e3)
-        if num_tokens > 1:
-            self._completion_token_s.bind(*ended).observe(timing.decode_ms / 1e3 / (num_tokens - 1))
-        self._count_places(num_prompt_tokens, timing, pool)
-        if choice is not None:
-            self._count_route(num_prompt_tokens, timing.cached_tokens, choice)
+    def gaps(self, lane: Lane, num_prompt_tokens: int) -> BoundHistogram:
+        """Returns the histogram of the seconds between two tokens of such a request, for its stream to hold."""
+        return self._gap_s.bind(self._model, lane.value, prompt_class(num_prompt_tokens))
 
-    def _count_places(self, num_prompt_tokens: int, timing: common_pb2.Timing, pool: Role) -> None:
-        """Counts prompt tokens by where they were computed, and by where the decode worker decided that they be."""
-        cached = min(timing.cached_tokens, num_prompt_tokens)
-        computed = num_prompt_tokens - cached
-        there = computed if pool is Role.PREFILL else 0
-        if timing.prices:
-            planned = min(computed, max(0, timing.prices[0].remote_tokens - cached))
-            self._planned["prefill worker"].inc(planned)
-            self._planned["decode worker"].inc(computed - planned)
-            if timing.prices[0].place == "split" and pool is Role.PREFILL:
-                there = planned
-        self._tokens["cached"].inc(cached)
-        self._tokens["prefill worker"].inc(there)
-        self._tokens["decode worker"].inc(computed - there)
+    def completion(self, ended: EndedCompletion) -> None:
+        """Counts a completion that has ended, of which nothing changes any more: its stages and times, where its prompt
+        was computed, and what the router's last choice of a pair promised of caches."""
+        self._completions.append(ended)
+        if len(self._completions) >= _BATCH:
+            self.fold()
 
-    def _count_route(self, num_prompt_tokens: int, num_cached: int, choice: PairChoice) -> None:
-        """Counts what the index promised of the worker that was to compute the prompt beside what was cached."""
-        is_remote, score = bool(choice.prefill), choice.score
-        pool = Role.PREFILL if is_remote else Role.DECODE
-        promised = score.prefill_cached_tokens if is_remote else score.decode_cached_tokens
-        self._routed[pool, "all"].inc(num_prompt_tokens)
-        self._routed[pool, "predicted cached"].inc(min(promised, num_prompt_tokens))
-        self._routed[pool, "cached"].inc(min(num_cached, num_prompt_tokens))
+    def request(self, ended: EndedRequest) -> None:
+        """Counts a request that ended with an answer, but for the tokens that it generated."""
+        self._requests.append(ended)
+        if len(self._requests) >= _BATCH:
+            self.fold()
 
-    def request(self, lane: Lane, num_tokens: int, token_s: float | None, met: bool) -> None:
-        """Counts a request that ended with an answer.
+    def fold(self) -> None:
+        """Counts what waits. Whoever renders the metrics calls it first."""
+        completions, self._completions = self._completions, []
+        requests, self._requests = self._requests, []
+        for completion in completions:
+            self._count_completion(completion)
+        for request in requests:
+            self._count_request(request)
 
-        `num_tokens` were generated; `token_s` is the mean time between two of them, None where there was but one.
-        """
-        self._output_size.observe(num_tokens)
-        if token_s is not None:
-            self._token_s.observe(token_s)
-        self._targets[lane, met].inc()
+    def _count_completion(self, ended: EndedCompletion) -> None:
+        timing, decode_worker = ended.timing, ended.timing.decode_worker
+        pool = Role.DECODE if timing.prefill_worker in ("", decode_worker) else Role.PREFILL
+        key = (ended.lane, prompt_class(ended.num_prompt_tokens), pool, ended.finish_reason)
+        series = self._completion_series.get(key)
+        if series is None:
+            series = self._completion_series[key] = self._bind_completion(*key)
+        for field, stage_s in series.stages:
+            stage_s.observe(getattr(timing, field) / 1e3)
+        decode_s = timing.decode_ms / 1e3
+        series.elapsed_s.observe(timing.first_token_ms / 1e3 + decode_s)
+        if ended.num_tokens > 1:
+            series.token_s.observe(decode_s / (ended.num_tokens - 1))
+        series.ended.inc()
+        self._preemptions.inc(timing.num_preemptions)
+        self._migrations.inc(timing.num_migrations)
+        self._redispatches.inc(timing.num_redispatches)
+        self._places.count(ended.num_prompt_tokens, timing, pool, ended.choices[-1] if ended.choices else None)
+
+    def _bind_completion(self, lane: Lane, prompt: str, pool: Role, reason: FinishReason) -> _CompletionSeries:
+        of_ended = (self._model, lane.value, prompt, pool.value, reason.value)
+        return _CompletionSeries(
+            tuple(
+                (field, self._stage_s.bind(self._model, lane.value, stage, prompt, pool.value))
+                for stage, field in STAGES.items()
+            ),
+            self._completion_s.bind(*of_ended),
+            self._token_s.bind(*of_ended),
+            self._ended.bind(self._model, reason.value),
+        )
+
+    def _count_request(self, ended: EndedRequest) -> None:
+        self._request_s.observe(ended.elapsed_s)
+        self._prompt_size.observe(ended.num_prompt_tokens)
+        self._output_size.observe(ended.num_tokens)
+        self._prompt_tokens.inc(ended.num_prompt_tokens)
+        self._cached_tokens.inc(ended.num_cached_tokens)
+        self._cache_queries.inc(ended.num_prompt_tokens)
+        self._cache_hits.inc(ended.num_cached_tokens)
+        self._targets[ended.lane, ended.met].inc()
 
 
 def prompt_class(num_tokens: int) -> str:

@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from penstock.client.retry import RetryBudget
 from penstock.config.autoscaler import SloConfig
@@ -16,9 +16,9 @@ from penstock.types import FinishReason, Lane, RequestId, SamplingParams, Worker
 from penstock.v1 import common_pb2
 from router.metrics.completion_counts import CompletionCounts
 from router.metrics.demand_report import DemandCounter
-from router.metrics.histograms import HistogramFamily
+from router.metrics.families import HistogramFamily
 from router.metrics.metrics import RouterMetrics
-from router.metrics.request_metrics import prompt_class
+from router.metrics.request_metrics import EndedRequest, RequestMetrics, prompt_class
 from router.prepared_request import PreparedRequest
 from router.routing.policy.interface import PairChoice, PairScore, PrefillEstimate
 
@@ -113,7 +113,33 @@ def test_ended_completions_are_observed_by_lane_pool_prompt_and_finish_reason() 
     of_ended = 'finished_reason="length",lane="interactive",model_name="m",pool="decode",prompt="8k to 32k"'
     assert f"penstock:completion_seconds_sum{{{of_ended}}} 0.16" in text
     assert f"penstock:time_per_output_token_seconds_sum{{{of_ended}}} 0.01" in text
-    assert "penstock:time_per_output_token_seconds_sum{" not in count(timing(), num_tokens=1)
+    alone = of_ended.replace('pool="decode",prompt="8k to 32k"', 'pool="prefill",prompt="below 1k"')
+    assert f"penstock:time_per_output_token_seconds_count{{{alone}}} 0.0" in count(timing(), num_tokens=1)
+
+
+def test_ends_wait_for_a_scrape_or_for_each_other_and_none_is_lost() -> None:
+    metrics = RouterMetrics("m")
+    ended = 0
+    for more in (1, 63, 64, 65, 7):
+        for _ in range(more):
+            metrics.requests.request(EndedRequest(Lane.BULK, 10, 0, 1, 1.0, met=True))
+        ended += more
+        series = 'penstock:request_targets_total{lane="bulk",model_name="m",result="met"}'
+        assert f"{series} {ended:.1f}" in metrics.render().decode()
+
+
+def test_vllms_histogram_is_the_sum_over_lanes_and_prompt_lengths() -> None:
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry, "m")
+    metrics.first_token(Lane.BULK, 10, 0.004)
+    metrics.first_token(Lane.STANDARD, 10_000, 0.02)
+    metrics.gaps(Lane.BULK, 10).observe(0.003, 5)
+    text = generate_latest(registry).decode()
+    assert 'vllm:time_to_first_token_seconds_bucket{le="0.005",model_name="m"} 1.0' in text
+    assert 'vllm:time_to_first_token_seconds_count{model_name="m"} 2.0' in text
+    assert 'vllm:time_to_first_token_seconds_sum{model_name="m"} 0.024' in text
+    assert 'vllm:inter_token_latency_seconds_count{model_name="m"} 5.0' in text
+    assert 'vllm:request_prefill_time_seconds_count{model_name="m"} 0.0' in text  # there before the first request
 
 
 def test_a_prompt_that_was_planned_for_a_prefill_worker_and_computed_elsewhere_shows() -> None:

@@ -10,9 +10,10 @@ import pytest
 from cluster.cli.commands.inspecting.top import format_rates, sparkline
 from cluster.cli.main import main
 from cluster.cli.rates import DeploymentSnapshot, RouterCounts, compute_rates, read_counts
-from penstock.types import FinishReason
+from penstock.types import Lane
 from penstock.v1 import admin_pb2, worker_pb2
 from router.metrics.metrics import RouterMetrics
+from router.metrics.request_metrics import EndedRequest
 from tests.cluster.controller.test_operations import served
 
 
@@ -56,12 +57,10 @@ def test_a_starting_worker_shows_its_progress() -> None:
 def metrics(first_tokens_s: list[float], tokens: int) -> RouterCounts:
     counts = RouterMetrics("m")
     for seconds in first_tokens_s:
-        counts.first_token_s.observe(seconds)
-    counts.inter_token_s.observe(0.004, tokens)
-    counts.generation_tokens.inc(tokens)
-    counts.cache_queries.inc(100)
-    counts.cache_hits.inc(tokens)
-    counts.succeeded(FinishReason.STOP)
+        counts.requests.first_token(Lane.STANDARD, 100, seconds)
+    counts.requests.gaps(Lane.STANDARD, 100).observe(0.004, tokens)
+    counts.requests.generation_tokens.inc(tokens)
+    counts.requests.request(EndedRequest(Lane.STANDARD, 100, tokens, tokens, 1.0, met=True))
     return read_counts(counts.render().decode())
 
 
@@ -72,7 +71,7 @@ def test_routers_histograms_become_percentiles_of_the_interval() -> None:
     assert view.ttft_s == (0.025, 1.0)  # earlier observations do not count
     assert view.itl_s == (0.005, 0.005)
     assert view.tokens_per_s == 20.0
-    beyond = compute_rates(sample(0.0, a=metrics([], 0)), sample(1.0, a=metrics([99.0], 0)))
+    beyond = compute_rates(sample(0.0, a=metrics([], 0)), sample(1.0, a=metrics([999.0], 0)))
     assert beyond.ttft_s == (None, None)
 
 

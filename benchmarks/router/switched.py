@@ -1,0 +1,86 @@
+"""`python -m benchmarks.router.switched --config FILE`: a router whose metrics and traces a signal turns off and on.
+
+A ratio between two processes also holds what their hashes and memory layouts differ by, up to two percent. One process
+that is measured in turns with and without what it observes has neither. It takes the signal `SIGRTMIN + n` for the
+n-th of `MODES` and prints the mode's name once it is in force; the router's configuration must turn traces on.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Any
+
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+
+from penstock.types import Lane
+from penstock.v1 import common_pb2
+from router.__main__ import main
+from router.admission.interface import RequestUsage
+from router.api.prepare import RequestPreparer
+from router.metrics.admission_metrics import AdmissionMetrics
+from router.metrics.completion_counts import CompletionCounts
+from router.metrics.families import BoundCounter, BoundHistogram
+from router.metrics.metrics import RouterMetrics
+from router.metrics.request_metrics import RequestMetrics
+from router.prepared_request import PreparedRequest
+
+MODES = ("unobserved", "metrics", "1 % sampled", "all sampled")
+_Replaced = tuple[type, str, Any]  # an attribute of a class, and its value
+_SAMPLED = {"1 % sampled": 0.01, "all sampled": 1.0}
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """Observes nothing."""
+
+
+_NO_HISTOGRAM = BoundHistogram(())
+
+
+def _no_gaps(requests: RequestMetrics, lane: Lane, num_prompt_tokens: int) -> BoundHistogram:
+    return _NO_HISTOGRAM
+
+
+def _uncounted_end(
+    counts: CompletionCounts, request: PreparedRequest, usage: common_pb2.Usage, last: common_pb2.Timing | None
+) -> RequestUsage:
+    """Answers as `CompletionCounts.request` does, and counts nothing."""
+    return RequestUsage(usage.completion_tokens, usage.cached_tokens, last.decode_ms / 1e3 if last is not None else 0.0)
+
+
+_UNOBSERVED: tuple[_Replaced, ...] = (
+    (BoundCounter, "inc", _nothing),
+    (BoundHistogram, "observe", _nothing),
+    (RequestMetrics, "gaps", _no_gaps),
+    (RouterMetrics, "mispredicted", _nothing),
+    (AdmissionMetrics, "passed", _nothing),
+    (AdmissionMetrics, "spent", _nothing),
+    (CompletionCounts, "first_token", _nothing),
+    (CompletionCounts, "completion", _nothing),
+    (CompletionCounts, "request", _uncounted_end),
+)
+_UNTRACED: tuple[_Replaced, ...] = ((RequestPreparer, "begin_trace", _nothing),)
+_OBSERVED: tuple[_Replaced, ...] = tuple(
+    (owner, name, getattr(owner, name)) for owner, name, _ in (*_UNOBSERVED, *_UNTRACED)
+)
+
+
+def switch(mode: str) -> None:
+    """Puts a mode in force, for all requests that come from now on."""
+    replaced: tuple[_Replaced, ...] = _OBSERVED
+    if mode == "unobserved":
+        replaced = (*replaced, *_UNOBSERVED)
+    if mode in _SAMPLED:
+        bound = TraceIdRatioBased.get_bound_for_rate(_SAMPLED[mode])
+        replaced = (*replaced, (TraceIdRatioBased, "bound", property(lambda sampler: bound)))
+    else:
+        replaced = (*replaced, *_UNTRACED)
+    for owner, name, method in replaced:
+        setattr(owner, name, method)
+    print(mode, flush=True)
+
+
+if __name__ == "__main__":
+    for number, mode in enumerate(MODES):
+        signal.signal(signal.SIGRTMIN + number, lambda *_, mode=mode: switch(mode))
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Counters and histograms that cost a tenth of a microsecond to add to: those of the library take up to three.
+
+None is thread-safe: the router's event loop owns them, and Prometheus is answered on it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import add
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+
+class BoundCounter:
+    """One series of a counter, bound to the values of its labels."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1.0) -> None:
+        self.value += amount
+
+
+class BoundHistogram:
+    """One series of a histogram, bound to the values of its labels."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Observes `count` equal values."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def totals(self) -> tuple[list[int], float]:
+        """Returns how many values were at most each bound, then how many in all, and their sum."""
+        return list(accumulate(self._counts)), self._sum
+
+
+class CounterFamily(Collector):
+    """A counter with labels. A series appears with its first `bind`."""
+
+    def __init__(self, name: str, help_text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self._name, self._help_text, self._labels = name, help_text, tuple(labels)
+        self._series: dict[tuple[str, ...], BoundCounter] = {}
+        registry.register(self)
+
+    def bind(self, *values: str) -> BoundCounter:
+        """Returns the series of these label values, in the order of the labels."""
+        if (series := self._series.get(values)) is None:
+            _check_values(self._name, self._labels, values)
+            series = self._series[values] = BoundCounter()
+        return series
+
+    def describe(self) -> list[Metric]:
+        return [CounterMetricFamily(self._name, self._help_text, labels=self._labels)]
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._help_text, labels=self._labels)
+        for values, series in self._series.items():
+            family.add_metric(values, series.value)
+        yield family
+
+
+class HistogramFamily(Collector):
+    """A histogram with labels. A series appears with its first `bind`, so that label values that never occur cost
+    nothing."""
+
+    def __init__(
+        self, name: str, help_text: str, labels: Sequence[str], bounds: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        self.bounds = bounds
+        self._name, self._help_text, self._labels = name, help_text, tuple(labels)
+        self._series: dict[tuple[str, ...], BoundHistogram] = {}
+        registry.register(self)
+
+    def bind(self, *values: str) -> BoundHistogram:
+        """Returns the series of these label values, in the order of the labels."""
+        if (series := self._series.get(values)) is None:
+            _check_values(self._name, self._labels, values)
+            series = self._series[values] = BoundHistogram(self.bounds)
+        return series
+
+    def total(self, where: Mapping[str, str]) -> tuple[list[int], float]:
+        """Returns the `totals` of all series together whose labels have these values."""
+        counts, seconds = [0] * (len(self.bounds) + 1), 0.0
+        wanted = [(self._labels.index(label), value) for label, value in where.items()]
+        for values, series in self._series.items():
+            if all(values[place] == value for place, value in wanted):
+                more, more_s = series.totals()
+                counts, seconds = list(map(add, counts, more)), seconds + more_s
+        return counts, seconds
+
+    def describe(self) -> list[Metric]:
+        return [HistogramMetricFamily(self._name, self._help_text, labels=self._labels)]
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._help_text, labels=self._labels)
+        for values, series in self._series.items():
+            _add_series(family, values, self.bounds, series.totals())
+        yield family
+
+
+class HistogramTotal(Collector):
+    """A histogram that is the sum of a family's series, so that nothing is observed twice."""
+
+    def __init__(
+        self,
+        name: str,
+        help_text: str,
+        labels: Mapping[str, str],
+        parts: HistogramFamily,
+        registry: CollectorRegistry,
+        where: Mapping[str, str] | None = None,
+    ) -> None:
+        """Sums the series of `parts` whose labels have the values `where`; by default all."""
+        self._name, self._help_text, self._labels = name, help_text, labels
+        self._parts, self._where = parts, where or {}
+        registry.register(self)
+
+    def describe(self) -> list[Metric]:
+        return [HistogramMetricFamily(self._name, self._help_text, labels=tuple(self._labels))]
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._help_text, labels=tuple(self._labels))
+        _add_series(family, tuple(self._labels.values()), self._parts.bounds, self._parts.total(self._where))
+        yield family
+
+
+def _add_series(
+    family: HistogramMetricFamily, values: Sequence[str], bounds: Sequence[float], totals: tuple[list[int], float]
+) -> None:
+    counts, total = totals
+    family.add_metric(values, list(zip([*map(str, bounds), "+Inf"], map(float, counts), strict=True)), total)
+
+
+def _check_values(name: str, labels: Sequence[str], values: Sequence[str]) -> None:
+    if len(values) != len(labels):
+        raise ValueError(f"{name} has the labels {list(labels)}, not {len(values)}")

@@ -467,6 +467,11 @@ class DecodeWorker:
     def _report(self, request: DecodeRequest, outcome: worker_pb2.PrefillOutcome) -> None:
         self._delivery.put(request, TokenDelta(request.stream_id, prefill=outcome))
 
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Those of all open requests. From any thread."""
+        return tuple(self._requests)
+
     def _refresh_load(self) -> None:
         self.load = WorkerLoad(
             num_running=self.scheduler.num_running,

@@ -64,6 +64,7 @@ class PrefillServer:
             step=worker.step,
             sweep=lambda now_s: earliest(worker.sweep(now_s), adapters.sweep(now_s)),
             load=lambda: worker.load,
+            sequences=lambda: worker.sequences,
             is_transfer_open=worker.is_open,
             outgoing=worker,
             incoming=None,

@@ -372,6 +372,11 @@ class PrefillWorker:
         for call in self.on_step:
             call(num_sequences, num_tokens, elapsed_s)
 
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Those of all open jobs. From any thread."""
+        return tuple(self._by_sequence)
+
     def _refresh_load(self) -> None:
         self.load = WorkerLoad(
             num_running=self.scheduler.num_running,

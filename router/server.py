@@ -115,7 +115,7 @@ class RouterServer:
         self._config = config
         card = ModelCard.load(config)
         self._tokenizer = Tokenizer.load(config.model, config.limits.text_queue_characters)
-        self._metrics = RouterMetrics(card.name)
+        self._metrics = RouterMetrics(card.name, config.tenant_labels)
         self._tasks: list[asyncio.Task[None]] = []
         self._trust = Trust(config.security)
         self.fleet = WorkerFleet(self._trust, config.index)

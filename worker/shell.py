@@ -11,7 +11,7 @@ import asyncio
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from engine.engine import Engine
 from engine.parallel.leader import Launch
 from engine.replica import Replica
 from engine.step.loop import StepLoop
+from engine.step.sequence import Sequence
 from kv_transfer.endpoints import KvReceiver, KvSender, open_receiver, open_sender
 from kv_transfer.ranks.rank_main import launch_ranks
 from kv_transfer.session.lease import earliest
@@ -49,6 +50,7 @@ from worker.handover.service import HandoverService
 from worker.handover.source import PageSource
 from worker.metrics.collector import WorkerCollector
 from worker.metrics.model_work import find_work
+from worker.metrics.page_use import measure_pages
 from worker.metrics.port import MetricsPort
 from worker.metrics.step_metrics import SpeculationMetrics, StepMetrics
 from worker.pull.client import PullClient
@@ -83,6 +85,7 @@ class RoleCore:
     step: Callable[[], bool]  # on the step loop; whether it did any work
     sweep: Callable[[float], float | None]  # on the step loop: checks leases at `now_s`, returns when to come again
     load: Callable[[], WorkerLoad]  # from any thread
+    sequences: Callable[[], Collection[Sequence]]  # those of open requests; from any thread
     is_transfer_open: Callable[[TransferKey], bool]  # besides those that the sender knows; from any thread
     outgoing: OutgoingTransfers
     incoming: IncomingTransfers | None  # None: only handed-over pages are ever written into this pool
@@ -207,7 +210,12 @@ class WorkerShell:
         if config.metrics_port is not None:
             work = find_work(config.engine, self._engine.num_ranks)
             collector = WorkerCollector(
-                self.description, self._load, work, device_name(self._engine), config.price_per_hour
+                self.description,
+                self._load,
+                work,
+                device_name(self._engine),
+                config.price_per_hour,
+                lambda: measure_pages(self._engine.pool, self._core.sequences(), self.description.page_size),
             )
             self._metrics = MetricsPort(
                 config.host,

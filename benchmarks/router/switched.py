@@ -37,7 +37,7 @@ def _nothing(*_: object, **__: object) -> None:
 _NO_HISTOGRAM = BoundHistogram(())
 
 
-def _no_gaps(requests: RequestMetrics, lane: Lane, num_prompt_tokens: int) -> BoundHistogram:
+def _no_gaps(requests: RequestMetrics, lane: Lane, num_prompt_tokens: int, tenant: str) -> BoundHistogram:
     return _NO_HISTOGRAM
 
 

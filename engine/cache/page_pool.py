@@ -64,6 +64,7 @@ class PagePool:
         self._fenced_s: dict[Hashable, float] = {}  # when the first pages came under a key; oldest first
         self._evict: Callable[[int], None] | None = None
         self._on_free = on_free
+        self.num_allocated = 0  # pages handed out so far
 
     # ---- counts -------------------------------------------------------------------------------------------------
 
@@ -74,6 +75,15 @@ class PagePool:
     @property
     def num_fenced(self) -> int:
         return len(self._fences)
+
+    @property
+    def num_evictable(self) -> int:
+        return len(self._evictable)
+
+    @property
+    def num_held(self) -> int:
+        """Pages with a reference that no transfer may write."""
+        return self.num_pages - len(self._free) - len(self._evictable) - len(self._fences)
 
     @property
     def num_available(self) -> int:
@@ -114,6 +124,7 @@ class PagePool:
         del self._free[-num_pages:]
         for page in pages:
             self._refs[page] = 1
+        self.num_allocated += num_pages
         return pages
 
     def share(self, pages: Sequence[PageId]) -> None:

@@ -111,6 +111,9 @@ class RouterConfig(KvAwareConfig):
     """Tenants by name; without any, callers are not distinguished."""
     tenants_file: str = ""
     """File with the table `tenants`, TOML or JSON, instead of the setting; it is read again when it changes."""
+    tenant_labels: int = Field(0, ge=0, le=1000)
+    """Tenants that the metrics of latency name in the label `tenant`, in the order of their first requests; further
+    ones share `other`. 0: these metrics do not tell tenants apart."""
     limits: LimitsConfig = LimitsConfig()
     """Largest calls to the public ports."""
     tls: TlsConfig | None = None

@@ -71,8 +71,9 @@ class _OutputRun:
             self._texts[index].resume(before)
         self._usage = common_pb2.Usage(prompt_tokens=len(self._request.token_ids))
         self._last_token_s = [0.0] * sampling.n
-        self._gap_s = context.metrics.requests.gaps(self._request.lane, len(self._request.token_ids))
-        self._generated = context.metrics.requests.generation_tokens
+        metrics, num_prompt_tokens = context.metrics.requests, len(self._request.token_ids)
+        self._gap_s = metrics.gaps(self._request.lane, num_prompt_tokens, self._request.tenant)
+        self._generated = metrics.generation_tokens
 
     def output(self, delta: CompletionDelta, stream: TokenStream) -> Output:
         """Turns a delta's tokens into text and counts them; a matched stop string ends the completion at its worker."""

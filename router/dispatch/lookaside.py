@@ -298,7 +298,8 @@ class HeldRequest:
         self._counts.first_token(self.request, timing.first_token_ms / 1e3)
         num_later = end.num_tokens - (len(before.token_ids) if before else 0) - 1
         if num_later > 0:
-            gap_s = self._metrics.requests.gaps(self.request.lane, len(self.request.token_ids))
+            request, metrics = self.request, self._metrics.requests
+            gap_s = metrics.gaps(request.lane, len(request.token_ids), request.tenant)
             gap_s.observe(timing.decode_ms / 1e3 / num_later, num_later)
         if end.index == 0:
             self._cached_tokens = timing.cached_tokens

@@ -32,7 +32,7 @@ class CompletionCounts:
 
     def first_token(self, request: PreparedRequest, ttft_s: float) -> None:
         num_prompt_tokens = len(request.token_ids)
-        self.metrics.requests.first_token(request.lane, num_prompt_tokens, ttft_s)
+        self.metrics.requests.first_token(request.lane, num_prompt_tokens, request.tenant, ttft_s)
         self._demand.begin(num_prompt_tokens, ttft_s)
 
     def completion(
@@ -54,7 +54,7 @@ class CompletionCounts:
         ended = self.recent.add(request, index, reason, timing, num_tokens, admitted_s, legs, choices)
         if request.trace is not None:
             request.trace.completions.append(ended)
-        self.metrics.requests.completion(ended)
+        self.metrics.requests.completion(ended, request.tenant)
 
     def request(
         self, request: PreparedRequest, usage: common_pb2.Usage, last: common_pb2.Timing | None
@@ -72,6 +72,7 @@ class CompletionCounts:
         self.metrics.requests.request(
             EndedRequest(
                 request.lane,
+                request.tenant,
                 usage.prompt_tokens,
                 usage.cached_tokens,
                 usage.completion_tokens,

@@ -30,7 +30,7 @@ class RouterMetrics:
     """Owns the registry. `requests` and `admission` count on the way of a request; the rest is rare, or is read when
     Prometheus scrapes."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, tenant_labels: int = 0) -> None:
         self._model = model
         self._registry = registry = CollectorRegistry()
         self._errors = Counter("vllm:request_errors", "Requests failed", [*_LABELS, "reason"], registry=registry)
@@ -46,7 +46,7 @@ class RouterMetrics:
             [*_LABELS, "result"],
             registry=registry,
         )
-        self.requests = RequestMetrics(registry, model)
+        self.requests = RequestMetrics(registry, model, tenant_labels)
         self.admission = AdmissionMetrics(registry, model)
         self.loop_lag = LoopLag(registry, model)
         self._mispredicted = HistogramFamily(

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from penstock.types import FinishReason, Lane, Role
 from router.metrics.families import BoundCounter, BoundHistogram, CounterFamily, HistogramFamily, HistogramTotal
 from router.metrics.place_metrics import PlaceMetrics
+from router.metrics.tenant_label import TenantLabel
 from router.tracing.stages import EndedCompletion
 
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -28,6 +29,7 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
 _PROMPT_BOUNDS = (1024, 8192, 32768)  # tokens: a prompt below the first has the first class
 _PROMPT_CLASSES = ("below 1k", "1k to 8k", "8k to 32k", "32k and more")
 _BATCH = 64  # completions that are counted at a time: a loop over them takes a third of what each alone would take
+_RESULTS = {True: "met", False: "missed"}
 STAGES: Mapping[str, str] = MappingProxyType(
     {"queue": "queue_ms", "prefill": "prefill_ms", "transfer": "transfer_ms", "decode": "decode_ms"}
 )
@@ -38,11 +40,15 @@ class EndedRequest(NamedTuple):
     """A request that ended with an answer."""
 
     lane: Lane
+    tenant: str
     num_prompt_tokens: int
     num_cached_tokens: int
     num_tokens: int
     elapsed_s: float  # accepted to last token
     met: bool  # the targets of the SLO
+
+
+_CompletionKey = tuple[Lane, str, Role, FinishReason, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +68,20 @@ class RequestMetrics:
     while a request is served.
     """
 
-    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+    def __init__(self, registry: CollectorRegistry, model: str, num_tenants: int = 0) -> None:
+        """`num_tenants` get a value of their own of the label `tenant`; 0: there is no such label."""
         self._model = model
-        self._completions: list[EndedCompletion] = []
+        self._tenants = TenantLabel(num_tenants)
+        self._completions: list[tuple[EndedCompletion, str]] = []
         self._requests: list[EndedRequest] = []
-        self._completion_series: dict[tuple[Lane, str, Role, FinishReason], _CompletionSeries] = {}
+        self._completion_series: dict[_CompletionKey, _CompletionSeries] = {}
         self._make_token_families(registry)
         self._make_completion_families(registry)
         self._make_request_families(registry)
         self._places = PlaceMetrics(registry, model)
 
     def _make_token_families(self, registry: CollectorRegistry) -> None:
-        by = ("model_name", "lane", "prompt")
+        by = ("model_name", "lane", "prompt", *self._tenants.names)
         names = {"model_name": self._model}
         self._first_token_s = HistogramFamily(
             "penstock:time_to_first_token_seconds",
@@ -96,7 +104,8 @@ class RequestMetrics:
 
     def _make_completion_families(self, registry: CollectorRegistry) -> None:
         def family(name: str, help_text: str, labels: tuple[str, ...], bounds: tuple[float, ...]) -> HistogramFamily:
-            return HistogramFamily(f"penstock:{name}", help_text, ("model_name", *labels), bounds, registry)
+            names = ("model_name", *labels, *self._tenants.names)
+            return HistogramFamily(f"penstock:{name}", help_text, names, bounds, registry)
 
         def total(name: str, help_text: str, parts: HistogramFamily, **where: str) -> None:
             HistogramTotal(f"vllm:{name}", help_text, {"model_name": self._model}, parts, registry, where)
@@ -143,30 +152,31 @@ class RequestMetrics:
         self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens whose pages a prefix cache held")
         self._cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up in prefix caches")
         self._cache_hits = counter("prefix_cache_hits", "Prompt tokens found in prefix caches")
-        targets = CounterFamily(
+        self._targets = CounterFamily(
             "penstock:request_targets",
             "Requests that ended with an answer, by whether they met the targets of the SLO",
-            ("model_name", "lane", "result"),
+            ("model_name", "lane", "result", *self._tenants.names),
             registry,
         )
-        self._targets = {
-            (lane, met): targets.bind(self._model, lane.value, "met" if met else "missed")
-            for lane in Lane
-            for met in (True, False)
-        }
+        if not self._tenants.names:  # there before the first request, so that rates begin at 0
+            for lane in Lane:
+                for result in _RESULTS.values():
+                    self._targets.bind(self._model, lane.value, result)
 
-    def first_token(self, lane: Lane, num_prompt_tokens: int, ttft_s: float) -> None:
+    def first_token(self, lane: Lane, num_prompt_tokens: int, tenant: str, ttft_s: float) -> None:
         """Observes the time to a completion's first token."""
-        self._first_token_s.bind(self._model, lane.value, prompt_class(num_prompt_tokens)).observe(ttft_s)
+        prompt = prompt_class(num_prompt_tokens)
+        self._first_token_s.bind(self._model, lane.value, prompt, *self._tenants.values(tenant)).observe(ttft_s)
 
-    def gaps(self, lane: Lane, num_prompt_tokens: int) -> BoundHistogram:
+    def gaps(self, lane: Lane, num_prompt_tokens: int, tenant: str) -> BoundHistogram:
         """Returns the histogram of the seconds between two tokens of such a request, for its stream to hold."""
-        return self._gap_s.bind(self._model, lane.value, prompt_class(num_prompt_tokens))
+        prompt = prompt_class(num_prompt_tokens)
+        return self._gap_s.bind(self._model, lane.value, prompt, *self._tenants.values(tenant))
 
-    def completion(self, ended: EndedCompletion) -> None:
+    def completion(self, ended: EndedCompletion, tenant: str) -> None:
         """Counts a completion that has ended, of which nothing changes any more: its stages and times, where its prompt
         was computed, and what the router's last choice of a pair promised of caches."""
-        self._completions.append(ended)
+        self._completions.append((ended, tenant))
         if len(self._completions) >= _BATCH:
             self.fold()
 
@@ -180,15 +190,15 @@ class RequestMetrics:
         """Counts what waits. Whoever renders the metrics calls it first."""
         completions, self._completions = self._completions, []
         requests, self._requests = self._requests, []
-        for completion in completions:
-            self._count_completion(completion)
+        for completion, tenant in completions:
+            self._count_completion(completion, self._tenants.values(tenant))
         for request in requests:
             self._count_request(request)
 
-    def _count_completion(self, ended: EndedCompletion) -> None:
+    def _count_completion(self, ended: EndedCompletion, tenant: tuple[str, ...]) -> None:
         timing, decode_worker = ended.timing, ended.timing.decode_worker
         pool = Role.DECODE if timing.prefill_worker in ("", decode_worker) else Role.PREFILL
-        key = (ended.lane, prompt_class(ended.num_prompt_tokens), pool, ended.finish_reason)
+        key = (ended.lane, prompt_class(ended.num_prompt_tokens), pool, ended.finish_reason, tenant)
         series = self._completion_series.get(key)
         if series is None:
             series = self._completion_series[key] = self._bind_completion(*key)
@@ -204,11 +214,13 @@ class RequestMetrics:
         self._redispatches.inc(timing.num_redispatches)
         self._places.count(ended.num_prompt_tokens, timing, pool, ended.choices[-1] if ended.choices else None)
 
-    def _bind_completion(self, lane: Lane, prompt: str, pool: Role, reason: FinishReason) -> _CompletionSeries:
-        of_ended = (self._model, lane.value, prompt, pool.value, reason.value)
+    def _bind_completion(
+        self, lane: Lane, prompt: str, pool: Role, reason: FinishReason, tenant: tuple[str, ...]
+    ) -> _CompletionSeries:
+        of_ended = (self._model, lane.value, prompt, pool.value, reason.value, *tenant)
         return _CompletionSeries(
             tuple(
-                (field, self._stage_s.bind(self._model, lane.value, stage, prompt, pool.value))
+                (field, self._stage_s.bind(self._model, lane.value, stage, prompt, pool.value, *tenant))
                 for stage, field in STAGES.items()
             ),
             self._completion_s.bind(*of_ended),
@@ -224,7 +236,8 @@ class RequestMetrics:
         self._cached_tokens.inc(ended.num_cached_tokens)
         self._cache_queries.inc(ended.num_prompt_tokens)
         self._cache_hits.inc(ended.num_cached_tokens)
-        self._targets[ended.lane, ended.met].inc()
+        tenant = self._tenants.values(ended.tenant)
+        self._targets.bind(self._model, ended.lane.value, _RESULTS[ended.met], *tenant).inc()
 
 
 def prompt_class(num_tokens: int) -> str:

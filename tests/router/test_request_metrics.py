@@ -122,7 +122,7 @@ def test_ends_wait_for_a_scrape_or_for_each_other_and_none_is_lost() -> None:
     ended = 0
     for more in (1, 63, 64, 65, 7):
         for _ in range(more):
-            metrics.requests.request(EndedRequest(Lane.BULK, 10, 0, 1, 1.0, met=True))
+            metrics.requests.request(EndedRequest(Lane.BULK, "", 10, 0, 1, 1.0, met=True))
         ended += more
         series = 'penstock:request_targets_total{lane="bulk",model_name="m",result="met"}'
         assert f"{series} {ended:.1f}" in metrics.render().decode()
@@ -131,9 +131,9 @@ def test_ends_wait_for_a_scrape_or_for_each_other_and_none_is_lost() -> None:
 def test_vllms_histogram_is_the_sum_over_lanes_and_prompt_lengths() -> None:
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry, "m")
-    metrics.first_token(Lane.BULK, 10, 0.004)
-    metrics.first_token(Lane.STANDARD, 10_000, 0.02)
-    metrics.gaps(Lane.BULK, 10).observe(0.003, 5)
+    metrics.first_token(Lane.BULK, 10, "", 0.004)
+    metrics.first_token(Lane.STANDARD, 10_000, "", 0.02)
+    metrics.gaps(Lane.BULK, 10, "").observe(0.003, 5)
     text = generate_latest(registry).decode()
     assert 'vllm:time_to_first_token_seconds_bucket{le="0.005",model_name="m"} 1.0' in text
     assert 'vllm:time_to_first_token_seconds_count{model_name="m"} 2.0' in text
@@ -206,3 +206,21 @@ def test_prompt_classes_meet_at_their_bounds() -> None:
         *["8k to 32k"] * 2,
         *["32k and more"] * 2,
     ]
+
+
+def test_the_label_tenant_is_bounded_and_off_by_default() -> None:
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(registry, "m", num_tenants=2)
+    for tenant in ("a", "b", "c", "d", "a"):
+        metrics.first_token(Lane.BULK, 10, tenant, 0.004)
+        metrics.gaps(Lane.BULK, 10, tenant).observe(0.003)
+        metrics.request(EndedRequest(Lane.BULK, tenant, 10, 0, 1, 1.0, met=True))
+    metrics.fold()
+    for name in ("time_to_first_token_seconds_count", "inter_token_latency_seconds_count"):
+        for tenant, times in (("a", 2), ("b", 1), ("other", 2)):
+            labels = {"model_name": "m", "lane": "bulk", "prompt": "below 1k", "tenant": tenant}
+            assert registry.get_sample_value(f"penstock:{name}", labels) == times
+    missed = {"model_name": "m", "lane": "bulk", "result": "met", "tenant": "other"}
+    assert registry.get_sample_value("penstock:request_targets_total", missed) == 2
+    assert registry.get_sample_value("vllm:time_to_first_token_seconds_count", {"model_name": "m"}) == 5
+    assert "tenant=" not in count(timing())

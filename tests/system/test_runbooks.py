@@ -40,6 +40,7 @@ from tests.support.prefork.module_process import forked_ray_workers
 from tests.support.serving import worker_config
 from worker.metrics.collector import WorkerCollector
 from worker.metrics.model_work import ModelWork
+from worker.metrics.page_use import PageUse
 from worker.metrics.step_metrics import StepMetrics
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -137,14 +138,21 @@ def metric_names() -> set[str]:
         level=no_value,
         retries_left=no_value,
     )
-    load = WorkerLoad(metrics=dict.fromkeys(METRICS, 0.0))
+    load, use = WorkerLoad(metrics=dict.fromkeys(METRICS, 0.0)), PageUse({"free": 1}, 0, 0.0)
     metrics.watch_workers(lambda: {WorkerId("w"): load})
     names = set(re.findall(r"(?m)^# TYPE (\S+) ", metrics.render().decode()))
     for collector in (
         CredentialCollector("m", lambda: []),
         IndexCollector("m", PrefixIndex(), lambda: 0),
         PredictionCollector("m", lambda: {"w": WorkerPredictionErrors()}),  # type: ignore[dict-item]
-        WorkerCollector(worker_pb2.WorkerDescription(), lambda: load, ModelWork(find_shape("llama-3.1-8b")), "H100"),
+        WorkerCollector(
+            worker_pb2.WorkerDescription(),
+            lambda: load,
+            ModelWork(find_shape("llama-3.1-8b")),
+            "H100",
+            0.0,
+            lambda: use,
+        ),
         StepMetrics(worker_pb2.WorkerDescription()).registry,
     ):
         suffix = {"counter": "_total", "info": "_info"}

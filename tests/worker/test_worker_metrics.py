@@ -14,17 +14,20 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from decode_worker.server import DecodeServer
+from engine.cache.page_pool import PagePool
+from engine.step.sequence import Sequence
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.sizing.accelerators import accelerator_of
 from penstock.sizing.model_shape import ModelShape
-from penstock.types import CacheStats, Role, StepTotals, WorkerLoad
+from penstock.types import CacheStats, RequestId, Role, SamplingParams, StepTotals, WorkerLoad
 from penstock.v1 import worker_pb2
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
 from tests.support.serving import GREEDY, caller, worker_config, workers
 from worker.metrics.collector import WorkerCollector
 from worker.metrics.model_work import ModelWork, find_work
+from worker.metrics.page_use import measure_pages
 from worker.metrics.port import MetricsPort
 
 PROMPT = [(5 * i) % 300 + 2 for i in range(64)]
@@ -206,6 +209,10 @@ async def test_both_workers_of_a_request_count_it_and_their_ports_end_with_them(
     assert value(from_decode, "penstock:worker_step_duration_seconds_count") > 0
     assert value(from_decode, "penstock:worker_batch_size_sum") > 0
     assert value(from_decode, "vllm:estimated_flops_per_gpu_total") > 0
+    assert value(from_prefill, "penstock:worker_pages_allocated_total") >= len(PROMPT) // 16
+    states = [amount for (name, _), amount in from_decode.items() if name == "penstock:worker_pages"]
+    assert sum(states) == decode.shell.description.num_pages
+    assert value(from_decode, "penstock:worker_page_fragmentation") == 0  # no sequence is open
     assert value(from_prefill, "penstock:worker_pages_sent_total") > 0
     assert value(from_prefill, "penstock:worker_bytes_sent_total") > 0
     assert value(from_decode, "penstock:worker_step_tokens_total", kind="decode") > 0
@@ -214,3 +221,18 @@ async def test_both_workers_of_a_request_count_it_and_their_ports_end_with_them(
         host, _, number = address.rpartition(":")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, int(number)), timeout=5.0)
+
+
+def test_pages_are_counted_by_state_with_what_their_holders_leave_empty() -> None:
+    pool = PagePool(10)
+    first, second = (Sequence(RequestId("r"), list(range(length)), length, SamplingParams(max_tokens=4), b"") for length in (24, 8))
+    first.pages, second.pages = pool.allocate(2), pool.allocate(1)
+    first.num_computed_tokens, second.num_computed_tokens = 20, 4
+    pool.fence(second.pages, "transfer")
+    use = measure_pages(pool, (first, second), 16)
+    assert use.by_state == {"free": 7, "evictable": 0, "fenced": 1, "held": 2}
+    assert use.num_allocated == 3
+    assert use.fragmentation == pytest.approx(1 - 24 / 48)
+    pool.release(first.pages)
+    assert measure_pages(pool, (), 16).fragmentation == 0.0
+    assert measure_pages(pool, (), 16).num_allocated == 3

@@ -12,6 +12,7 @@ from penstock.types import WorkerLoad
 from penstock.v1 import worker_pb2
 from penstock.worker_metrics import METRICS
 from worker.metrics.model_work import ModelWork
+from worker.metrics.page_use import PageUse
 
 
 class WorkerCollector(Collector):
@@ -24,6 +25,7 @@ class WorkerCollector(Collector):
         work: ModelWork | None = None,
         device: str = "cpu",
         price_per_hour: float = 0.0,
+        pages: Callable[[], PageUse] | None = None,
     ) -> None:
         """Estimates nothing without `work`, and exports no peak where the device has no published one."""
         self._description = description
@@ -31,6 +33,7 @@ class WorkerCollector(Collector):
         self._work = work
         self._peaks = accelerator_of(device)
         self._price_per_hour = price_per_hour
+        self._pages = pages
         self._labels = {"model_name": description.model, "worker": description.worker_id, "role": description.role}
 
     def describe(self) -> list[Metric]:
@@ -76,6 +79,8 @@ class WorkerCollector(Collector):
         )
         yield self._counter("penstock:worker_requests_ended", "Requests that ended here", requests.ended)
         yield self._counter("penstock:worker_requests_failed", "Requests that failed by this worker", requests.failed)
+        if self._pages is not None:
+            yield from self._page_use(self._pages())
         yield from self._device_use(load)
         yield self._gauge(
             "penstock:worker_price_per_hour", "Cost of this worker an hour, 0: unknown", self._price_per_hour
@@ -84,6 +89,15 @@ class WorkerCollector(Collector):
             if metric.name in load.metrics:
                 make = self._counter if metric.is_counter else self._gauge
                 yield make(f"penstock:worker_{metric.name}", metric.help_text, load.metrics[metric.name])
+
+    def _page_use(self, use: PageUse) -> Iterator[Metric]:
+        yield self._gauges("penstock:worker_pages", "Pages of the pool", "state", use.by_state)
+        yield self._counter("penstock:worker_pages_allocated", "Pages handed to sequences", use.num_allocated)
+        yield self._gauge(
+            "penstock:worker_page_fragmentation",
+            "Share of the slots in sequences' pages that hold no token, 0 to 1",
+            use.fragmentation,
+        )
 
     def _device_use(self, load: WorkerLoad) -> Iterator[Metric]:
         """Yields what steps have multiplied and read, by estimate, and the device's peaks."""

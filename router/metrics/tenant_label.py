@@ -1,0 +1,26 @@
+"""The label `tenant` of metrics: off unless it is configured, and with a bounded number of values."""
+
+from __future__ import annotations
+
+OTHER = "other"
+_NAMES = ("tenant",)
+
+
+class TenantLabel:
+    """Gives the first tenants that it sees a value of their own; what came later shares `other`."""
+
+    def __init__(self, most: int) -> None:
+        """With 0 tenants at most there is no label."""
+        self.names: tuple[str, ...] = _NAMES if most else ()
+        self._most = most
+        self._known: dict[str, tuple[str, ...]] = {}
+
+    def values(self, tenant: str) -> tuple[str, ...]:
+        """Returns the values for `names`."""
+        if not self.names:
+            return ()
+        if (found := self._known.get(tenant)) is None:
+            if len(self._known) >= self._most:
+                return (OTHER,)
+            found = self._known[tenant] = (tenant,)
+        return found

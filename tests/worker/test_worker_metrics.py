@@ -225,7 +225,9 @@ async def test_both_workers_of_a_request_count_it_and_their_ports_end_with_them(
 
 def test_pages_are_counted_by_state_with_what_their_holders_leave_empty() -> None:
     pool = PagePool(10)
-    first, second = (Sequence(RequestId("r"), list(range(length)), length, SamplingParams(max_tokens=4), b"") for length in (24, 8))
+    first, second = (
+        Sequence(RequestId("r"), list(range(length)), length, SamplingParams(max_tokens=4), b"") for length in (24, 8)
+    )
     first.pages, second.pages = pool.allocate(2), pool.allocate(1)
     first.num_computed_tokens, second.num_computed_tokens = 20, 4
     pool.fence(second.pages, "transfer")

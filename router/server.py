@@ -215,7 +215,7 @@ class RouterServer:
             self._https.append(self._serve_http(operations, metrics_socket, counts, asks_for_certificate=False))
         http_port, *metrics_port = [server.port for server in self._https]
         self.ports = Ports(grpc_port, http_port, control or grpc_port, *metrics_port)
-        await self.fleet.peers.start(self._config.peer_host, self._config.peer_port)
+        await self.fleet.peers.start(self._config.peer_host, self._config.peer_port, self.context.gate)
         self._tasks.append(asyncio.create_task(self._follow_health(), name="health"))
         self._tasks.append(asyncio.create_task(self._trust.watcher.follow(), name="key files"))
         if self._config.admin:
@@ -266,7 +266,7 @@ class RouterServer:
 
     async def leave(self, drain_s: float) -> None:
         """Takes no new requests; returns once those in flight have ended or time is up. `stop` must follow."""
-        self.preparer.leaving = True
+        self.preparer.refuse_new()
         await self._grpc.set_serving(False)
         await asyncio.gather(self._grpc.stop(drain_s), *(each.leave(drain_s, drain_s) for each in self._https))
 

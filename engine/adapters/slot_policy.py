@@ -77,7 +77,7 @@ class AdapterSlots:
         slot.state, slot.revision = SlotState.LOADING, revision
         self._by_revision[revision] = number
         self._use(number)
-        return SlotGrant(number, True, evicted)
+        return SlotGrant(number, must_load=True, evicted=evicted)
 
     def _use(self, number: int) -> None:
         slot = self._slots[number]

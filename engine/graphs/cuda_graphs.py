@@ -119,7 +119,7 @@ class GraphRunner:
         """Captures one of `sizes`, to be called in their order. Blocks. Raises RuntimeError if CUDA refuses."""
         if not self._graphs:
             self._pad(0, self._buckets[-1])
-            self._logits_BV = torch.empty_like(self._compute(size, False))
+            self._logits_BV = torch.empty_like(self._compute(size, adapted=False))
             self._capture = make_capture()
         for adapted in (False, True) if self._adapter_B is not None else (False,):
             self._graphs[size, adapted] = self._capture(functools.partial(self._run, size, adapted))
@@ -167,9 +167,9 @@ class GraphRunner:
 
     def _run(self, size: int, adapted: bool) -> None:
         """Computes one captured step; it may depend on nothing but the buffers and the bucket."""
-        self._logits_BV[:size].copy_(self._compute(size, adapted))
+        self._logits_BV[:size].copy_(self._compute(size, adapted=adapted))
 
-    def _compute(self, size: int, adapted: bool) -> torch.Tensor:
+    def _compute(self, size: int, *, adapted: bool) -> torch.Tensor:
         positions_B, table_BW = self._positions_B[:size], self._page_table_BW[:size]
         rows_B = torch.arange(size, device=positions_B.device)
         page_B = table_BW.gather(1, (positions_B // self._page_size)[:, None])[:, 0]

@@ -30,7 +30,7 @@ class DenseFeedForward:
     """Computes `down(silu(gate(x)) * up(x))`, or with gelu instead of silu, with gate and up in one product."""
 
     def __init__(
-        self, read: LayerTensors, block: str, has_bias: bool, is_fused: bool = False, is_gelu: bool = False
+        self, read: LayerTensors, block: str, *, has_bias: bool, is_fused: bool = False, is_gelu: bool = False
     ) -> None:
         """`is_fused`: the checkpoint stores gate and up as one tensor."""
         self.is_gelu = is_gelu
@@ -54,7 +54,7 @@ class ExpertFeedForward:
         shift_E = read(names.router_shift) if names.is_stacked else None
         self._router = Linear(router_ED.float() if config.float32_router else router_ED, shift_E)
         self._bias_E = read(names.router_bias).float() if config.sigmoid else None
-        self._shared = DenseFeedForward(read, names.shared, False) if config.shared_size else None
+        self._shared = DenseFeedForward(read, names.shared, has_bias=False) if config.shared_size else None
 
         self._gate_up_bias_EX: torch.Tensor | None = None
         self._down_bias_ED: torch.Tensor | None = None

@@ -190,7 +190,9 @@ class _Layer:
             self.feed_forward = ExpertFeedForward(config.experts, read)
         else:
             family = config.family
-            self.feed_forward = DenseFeedForward(read, "mlp", config.mlp_bias, family.fused_products, family.gelu)
+            self.feed_forward = DenseFeedForward(
+                read, "mlp", has_bias=config.mlp_bias, is_fused=family.fused_products, is_gelu=family.gelu
+            )
 
     def dense(self) -> DenseLayer | None:
         """Returns the weights for the kernel that runs all layers, or None for a layer that it does not support."""

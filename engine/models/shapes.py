@@ -62,8 +62,8 @@ def _attention_shapes(config: ModelConfig) -> Shapes:
     if config.family.fused_products:
         widths = {"qkv": q_width + 2 * kv_width}
     for name, width in widths.items():
-        _add_product(shapes, f"self_attn.{name}_proj", width, hidden, config.qkv_bias)
-    _add_product(shapes, "self_attn.o_proj", hidden, q_width, config.o_bias)
+        _add_product(shapes, f"self_attn.{name}_proj", width, hidden, has_bias=config.qkv_bias)
+    _add_product(shapes, "self_attn.o_proj", hidden, q_width, has_bias=config.o_bias)
     if config.qk_norm:
         is_wide = config.family.wide_qk_norm
         shapes["self_attn.q_norm.weight"] = (q_width if is_wide else config.head_dim,)
@@ -98,11 +98,11 @@ def _feed_forward_shapes(config: ModelConfig, layer: int) -> Shapes:
     experts = config.experts
     if experts is None or layer not in experts.layers:
         if config.family.fused_products:
-            _add_product(shapes, "mlp.gate_up_proj", 2 * inner, hidden, config.mlp_bias)
+            _add_product(shapes, "mlp.gate_up_proj", 2 * inner, hidden, has_bias=config.mlp_bias)
         else:
-            _add_product(shapes, "mlp.gate_proj", inner, hidden, config.mlp_bias)
-            _add_product(shapes, "mlp.up_proj", inner, hidden, config.mlp_bias)
-        _add_product(shapes, "mlp.down_proj", hidden, inner, config.mlp_bias)
+            _add_product(shapes, "mlp.gate_proj", inner, hidden, has_bias=config.mlp_bias)
+            _add_product(shapes, "mlp.up_proj", inner, hidden, has_bias=config.mlp_bias)
+        _add_product(shapes, "mlp.down_proj", hidden, inner, has_bias=config.mlp_bias)
         return shapes
     shapes[experts.names.router] = (experts.num_experts, hidden)
     if experts.names.is_stacked:
@@ -111,8 +111,8 @@ def _feed_forward_shapes(config: ModelConfig, layer: int) -> Shapes:
         shapes[experts.names.router_bias] = (experts.num_experts,)
     if experts.shared_size:
         for name in ("gate", "up"):
-            _add_product(shapes, f"{experts.names.shared}.{name}_proj", experts.shared_size, hidden, False)
-        _add_product(shapes, f"{experts.names.shared}.down_proj", hidden, experts.shared_size, False)
+            _add_product(shapes, f"{experts.names.shared}.{name}_proj", experts.shared_size, hidden, has_bias=False)
+        _add_product(shapes, f"{experts.names.shared}.down_proj", hidden, experts.shared_size, has_bias=False)
     for expert in range(experts.num_experts):
         gate, up, down = experts.names.of(expert)
         shapes[gate] = shapes[up] = (experts.intermediate_size, hidden)
@@ -134,7 +134,7 @@ def _stacked_shapes(experts: ExpertConfig, hidden: int) -> Shapes:
     return shapes
 
 
-def _add_product(shapes: Shapes, name: str, rows: int, columns: int, has_bias: bool) -> None:
+def _add_product(shapes: Shapes, name: str, rows: int, columns: int, *, has_bias: bool) -> None:
     shapes[f"{name}.weight"] = (rows, columns)
     if has_bias:
         shapes[f"{name}.bias"] = (rows,)

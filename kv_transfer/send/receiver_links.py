@@ -180,8 +180,7 @@ class ReceiverLinks:
         self._stats.num_connects += 1
         self._stats.num_fallbacks += num_failed
         log.info("connected to receiver epoch %d over %s", receiver.offer.receiver_epoch, name)
-        receiver.queue.staging = receiver.path.staging
-        receiver.queue.link = link
+        receiver.queue.connect(link, receiver.path.staging)
         self._on_layer_groups(receiver.offer.receiver_epoch, self._choose_layer_groups(receiver, link))
 
     def _choose_layer_groups(self, receiver: _Receiver, link: TransportLink) -> int:

@@ -89,6 +89,10 @@ class SendQueue:
     _in_flight: deque[_Flight] = field(default_factory=deque)
     _bytes_in_flight: int = 0
 
+    def connect(self, link: TransportLink, staging: Staging | None) -> None:
+        """Lets pushes start. `staging` is needed where the receiver's layout is not ours."""
+        self.link, self.staging = link, staging
+
     @property
     def waits_for_polling(self) -> bool:
         waits_for_gpu = any(queued.ready is not None for queued in self._queue)

@@ -246,7 +246,7 @@ class AdmissionPolicy:
             request.prompt_tokens,
         )
         self._lanes[request.lane].push(tracked.entry)
-        self._forecast.drain.observe(0.0, True, now_s)
+        self._forecast.drain.observe(0.0, now_s, backlogged=True)
 
     def _next(self) -> QueueEntry | None:
         """Returns the next entry of the lane that has had the least of its share."""
@@ -286,7 +286,7 @@ class AdmissionPolicy:
         assert tracked.entry is not None
         self._lanes[tracked.request.lane].remove(tracked.entry)
         tracked.entry = None
-        self._forecast.drain.observe(served, self.num_waiting > 0, now_s)
+        self._forecast.drain.observe(served, now_s, backlogged=self.num_waiting > 0)
 
     def _drop(self, tracked: TrackedRequest, now_s: float) -> None:
         """Removes a request from the queue unserved and refunds its charge."""

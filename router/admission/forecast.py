@@ -45,7 +45,7 @@ class DrainRate:
         self._drained = 0.0  # decaying sum
         self._time_s = 0.0  # with a backlog, decaying alike
 
-    def observe(self, drained: float, backlogged: bool, now_s: float) -> None:
+    def observe(self, drained: float, now_s: float, *, backlogged: bool) -> None:
         """Counts what has left since the last call; `backlogged` says whether the queue is now non-empty."""
         passed_s = 0.0 if self._observed_s is None else max(0.0, now_s - self._observed_s)
         decay = math.exp(-passed_s / self.window_s)

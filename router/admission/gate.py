@@ -22,6 +22,7 @@ from router.admission.admission_policy import OPEN_ENDED_TOKENS, AdmissionPolicy
 from router.admission.capacity import FleetState
 from router.admission.fleet_summary import PeerSequenceEstimate, num_reported, summarize_fleet
 from router.admission.interface import (
+    NOTHING_USED,
     AdmissionRequest,
     Dispatched,
     Queued,
@@ -63,7 +64,6 @@ class AdmissionGate:
         self._summarized_s = 0.0
         self._last_key = 0
         fleet.watch_loads(self._on_load)
-        fleet.peers.share_quotas(self)
         self.admission.accounts.watch(fleet.peers.note_change)
 
     def pass_through(self, request: PreparedRequest) -> AdmissionSlot:
@@ -232,7 +232,6 @@ class AdmissionSlot:
         self.request = request  # once entered: as granted
         self.granted_tokens: int | None = None  # max_tokens, where fewer were granted than requested
         self.admitted_s = 0.0  # monotonic; 0 until then
-        self.used: RequestUsage | None = None  # set once the request has run to its end
         self._left = False
 
     async def __aenter__(self) -> AdmissionSlot:
@@ -257,16 +256,11 @@ class AdmissionSlot:
     ) -> None:
         self.leave()
 
-    def leave(self) -> None:
-        """Releases what the request held. Idempotent."""
+    def leave(self, used: RequestUsage = NOTHING_USED) -> None:
+        """Releases what the request held, and counts what it has used at the workers. Idempotent."""
         if not self._left:
             self._left = True
-            self._gate.leave(self._wanted, self.used or RequestUsage(0, whole=False))
-
-    def end(self, used: RequestUsage) -> None:
-        """Leaves with what the request has used at the workers, which compute for it no longer."""
-        self.used = used
-        self.leave()
+            self._gate.leave(self._wanted, used)
 
     def emit(self, num_tokens: int) -> None:
         """Records output tokens. An open-ended request is charged for more KV as it grows."""

@@ -83,3 +83,6 @@ class RequestUsage:
     cached_tokens: int = 0  # of its prompt
     decode_s: float | None = None  # of one sequence, first token to last
     whole: bool = True  # it ran to its end, so that others can be expected to use as much
+
+
+NOTHING_USED = RequestUsage(0, whole=False)

@@ -67,7 +67,7 @@ class RequestPreparer:
         self.tokenizer = tokenizer
         self.tenants = tenants
         self.limits = context.config.limits
-        self.leaving = False  # the router shuts down: requests in flight go on, new ones are refused
+        self._leaving = False
         self._parsers = choose_parsers(
             tokenizer.template.source if tokenizer.template else None,
             context.config.tool_parser,
@@ -82,7 +82,16 @@ class RequestPreparer:
     @property
     def ready(self) -> bool:
         """Whether a request sent now would be served."""
-        return not self.leaving and self._fleet.group() is not None
+        return not self._leaving and self._fleet.group() is not None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the router shuts down."""
+        return self._leaving
+
+    def refuse_new(self) -> None:
+        """Refuses new requests from now on, since the router shuts down; those in flight go on."""
+        self._leaving = True
 
     @property
     def inflight(self) -> tuple[int, int]:
@@ -125,7 +134,7 @@ class RequestPreparer:
         accepted_s = accepted_s or time.monotonic()
         trace = RequestTrace(sampled, "chat" if wire.messages else "text_completion", accepted_s) if sampled else None
         with self._context.counting_errors(trace):
-            if self.leaving:
+            if self._leaving:
                 raise Unavailable("this router is shutting down; ask another", _RETRY_AFTER_S)
             deadline_s = accepted_s + self._limit_s(timeout_s)
             async with self.until(deadline_s):
@@ -134,10 +143,6 @@ class RequestPreparer:
             lane = tenant.lane(wire.lane)
             async with self.until(deadline_s):
                 token_ids, prepaid_tokens = await self._prompt(wire, tenant, lane)
-            if wire.HasField("truncate_prompt_tokens"):
-                num_cut = max(0, len(token_ids) - wire.truncate_prompt_tokens)
-                token_ids = token_ids[num_cut:]
-                prepaid_tokens = max(0, prepaid_tokens - num_cut)  # what is cut off stays paid for
             check_tokens(len(token_ids), self.limits)
             if self._context.quarantine.holds(token_ids, accepted_s):
                 raise Quarantined("prompt: several workers died of it one after the other; do not send it again")
@@ -147,24 +152,11 @@ class RequestPreparer:
             params = self._with_max_tokens(
                 wire.sampling, lane, group.context_length - len(token_ids), default_max_tokens
             )
-            if complete is not None:
-                num_characters = sum(len(tool.parameters) for tool in wire.chat.tools)
-                async with self.until(deadline_s):
-                    await self._grammars.write(tenant.name, num_characters, partial(complete, params, token_ids))
-            if params.HasField("grammar"):
-                async with self.until(deadline_s):
-                    await self._grammars.check(grammar_from_wire(params.grammar), tenant.name)
-            sampling = sampling_fields.resolve(
-                params,
-                num_prompt_tokens=len(token_ids),
-                context_length=group.context_length,
-                vocab_size=self.card.vocab_size,
-                seed=secrets.randbits(64),
-                defaults=self.card.generation_defaults,
-                max_prompt_logprobs=self.limits.prompt_logprobs,
-            )
             async with self.until(deadline_s):
-                sampling = await with_bad_sequences(sampling, self.tokenizer, tenant.name)
+                if complete is not None:
+                    num_characters = sum(len(tool.parameters) for tool in wire.chat.tools)
+                    await self._grammars.write(tenant.name, num_characters, partial(complete, params, token_ids))
+                sampling = await self._sampling(params, len(token_ids), group, tenant.name)
             scope = salted_scope(tenant.cache_scope, wire.cache_salt)
             emitted = sampling_fields.check_emitted(wire, sampling, self.card.vocab_size)
         revision = adapter.revision if adapter is not None else ""
@@ -193,6 +185,23 @@ class RequestPreparer:
         if trace is not None:
             trace.request = prepared
         return prepared
+
+    async def _sampling(
+        self, params: common_pb2.SamplingParams, num_prompt_tokens: int, group: WorkerGroup, tenant: str
+    ) -> SamplingParams:
+        """Returns the parameters with every default filled in. Raises InvalidInput or Overloaded."""
+        if params.HasField("grammar"):
+            await self._grammars.check(grammar_from_wire(params.grammar), tenant)
+        sampling = sampling_fields.resolve(
+            params,
+            num_prompt_tokens=num_prompt_tokens,
+            context_length=group.context_length,
+            vocab_size=self.card.vocab_size,
+            seed=secrets.randbits(64),
+            defaults=self.card.generation_defaults,
+            max_prompt_logprobs=self.limits.prompt_logprobs,
+        )
+        return await with_bad_sequences(sampling, self.tokenizer, tenant)
 
     def begin_trace(self, headers: Mapping[str, str | bytes]) -> SampledCall | None:
         """Returns the trace of a call with these headers or metadata; None if it is not traced."""
@@ -298,8 +307,8 @@ class RequestPreparer:
             token_ids = wire.token_ids[:]  # a list, in a third of the time that list() takes
             if (highest := max(token_ids)) >= self.card.vocab_size:
                 raise InvalidInput("token_ids", f"hold {highest}; the vocabulary ends at {self.card.vocab_size - 1}")
-            return token_ids, 0
-        return await self._encode(wire, tenant, lane)
+            return _truncated(wire, token_ids, 0)
+        return _truncated(wire, *await self._encode(wire, tenant, lane))
 
     async def tokenize(
         self, wire: inference_pb2.TokenizeRequest, tenant: Tenant, timeout_s: float | None, *, spelt: bool = True
@@ -378,6 +387,14 @@ def _texts_of(wire: PromptRequest) -> tuple[Conversation | None, int]:
     """Returns the conversation, if there is one, and the bytes of all texts of the prompt. Raises InvalidInput."""
     conversation = read_conversation(wire) if wire.messages else None
     return conversation, sum(len(text.encode()) for text in prompt_texts(wire))
+
+
+def _truncated(wire: inference_pb2.GenerateRequest, token_ids: list[int], prepaid_tokens: int) -> tuple[list[int], int]:
+    """Returns the last `truncate_prompt_tokens` of a prompt, if it is set; what is cut off stays paid for."""
+    if not wire.HasField("truncate_prompt_tokens"):
+        return token_ids, prepaid_tokens
+    num_cut = max(0, len(token_ids) - wire.truncate_prompt_tokens)
+    return token_ids[num_cut:], max(0, prepaid_tokens - num_cut)
 
 
 def _fraction_of(session: str) -> float:

@@ -38,7 +38,7 @@ class Dispatcher:
         with context.counting_errors(request.trace):
             async with context.gate.pass_through(request) as slot:
                 run = _OutputRun(context, slot, self._spelling)
-                with TokenStream(slot.request, context, slot.end) as stream:
+                with TokenStream(slot.request, context, slot.leave) as stream:
                     if request.trace is not None:
                         request.trace.open_legs = stream.open_legs
                     await stream.start()

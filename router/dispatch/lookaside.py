@@ -17,7 +17,7 @@ from penstock.rpc.secret import ClusterSecrets
 from penstock.rpc.ticket import TicketKey
 from penstock.v1 import common_pb2, worker_pb2
 from router.admission.gate import AdmissionSlot
-from router.admission.interface import RequestUsage
+from router.admission.interface import NOTHING_USED, RequestUsage
 from router.dispatch.context import DispatchContext
 from router.dispatch.placement import Placement, PromptPages
 from router.fleet.quarantine import Quarantine
@@ -260,11 +260,11 @@ class HeldRequest:
             self._health.on_failure(self._epoch, time.monotonic())
             if not self._started:
                 self._suspect(self.request)
-        self._leave(RequestUsage(0, whole=False))
+        self._leave(NOTHING_USED)
 
     def release(self) -> None:
         """Gives everything back for a ticket that went to nobody."""
-        self._leave(RequestUsage(0, whole=False))
+        self._leave(NOTHING_USED)
 
     def _fail_trace(self, reason: str) -> None:
         if self.request.trace is not None:
@@ -272,8 +272,7 @@ class HeldRequest:
 
     def _leave(self, used: RequestUsage) -> None:
         self._settle_credits()
-        self._slot.used = used
-        self._slot.leave()
+        self._slot.leave(used)
 
     def _settle_credits(self) -> None:
         for placed in self.placements.values():

@@ -35,12 +35,12 @@ _TENANTS_GAP_S = 0.05  # between two reports of what tenants use, which may be m
 class PeerService(peer_pb2_grpc.RouterPeerServicer):
     """Reports this router's work in flight to the others."""
 
-    def __init__(self, ledger: InflightLedger, epoch: Epoch) -> None:
+    def __init__(self, ledger: InflightLedger, epoch: Epoch, quotas: QuotaExchange) -> None:
         self._ledger = ledger
         self._epoch = epoch
         self._changed = asyncio.Event()
         self._number = 0
-        self.quotas: QuotaExchange | None = None
+        self.quotas = quotas
         ledger.watch(self.note_change)
 
     def note_change(self) -> None:
@@ -56,7 +56,7 @@ class PeerService(peer_pb2_grpc.RouterPeerServicer):
             changed, now_s = self._changed, time.monotonic()
             report, tenants = self._report(), self._tenants()
             is_pending = tenants != sent
-            if tenants is not None and is_pending and now_s - sent_s >= _TENANTS_GAP_S:
+            if is_pending and now_s - sent_s >= _TENANTS_GAP_S:
                 report.tenants.CopyFrom(tenants)
                 sent, sent_s, is_pending = tenants, now_s, False
             yield report
@@ -69,9 +69,7 @@ class PeerService(peer_pb2_grpc.RouterPeerServicer):
             if changed is self._changed:
                 self._changed = asyncio.Event()
 
-    def _tenants(self) -> peer_pb2.TenantUses | None:
-        if self.quotas is None:
-            return None
+    def _tenants(self) -> peer_pb2.TenantUses:
         return peer_pb2.TenantUses(
             tenants=[
                 peer_pb2.TenantUse(
@@ -102,39 +100,43 @@ class PeerRouters:
 
     def __init__(self, ledger: InflightLedger, load: PeerInflight, trust: Trust) -> None:
         self.epoch = new_epoch()
-        self._service = PeerService(ledger, self.epoch)
+        self._ledger = ledger
         self._load = load
         self._trust = trust
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._service: PeerService | None = None  # once started
         self._server: GrpcServer | None = None
         self.address = ""
 
-    def share_quotas(self, quotas: QuotaExchange) -> None:
-        """Reports what tenants use here, and passes on what the other routers report."""
-        self._service.quotas = quotas
-
     def note_change(self) -> None:
         """Notes that the uses of tenants have changed."""
-        self._service.note_change()
+        if self._service is not None:
+            self._service.note_change()
 
-    async def start(self, host: str, port: int) -> None:
-        """Serves the other routers. Raises ConfigError if the port is taken."""
+    async def start(self, host: str, port: int, quotas: QuotaExchange) -> None:
+        """Serves the other routers. Reports what tenants use here, and passes on what the others report.
+
+        Raises ConfigError if the port is taken.
+        """
+        self._service = PeerService(self._ledger, self.epoch, quotas)
         self._server = self._trust.server([peer_pb2.DESCRIPTOR.services_by_name["RouterPeer"]])
         peer_pb2_grpc.add_RouterPeerServicer_to_server(self._service, self._server.server)
         bound = await self._server.start(host, port, "peer_port")
         self.address = f"{host}:{bound}"
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Follows exactly the routers at these addresses, except this router itself."""
+        """Follows exactly the routers at these addresses, except this router itself. Call it after `start`."""
+        assert self._service is not None
+        quotas = self._service.quotas
         wanted = {address for address in addresses if address != self.address}
         for address in self._tasks.keys() - wanted:
             self._tasks.pop(address).cancel()
             self._load.drop(address)
-            self._lose(address)
+            quotas.on_peer_away(address)
         for address in wanted - self._tasks.keys():
-            self._tasks[address] = asyncio.create_task(self._follow(address), name=f"peer {address}")
+            self._tasks[address] = asyncio.create_task(self._follow(address, quotas), name=f"peer {address}")
 
-    async def _follow(self, address: str) -> None:
+    async def _follow(self, address: str, quotas: QuotaExchange) -> None:
         backoff = Backoff(random.Random())
         while True:
             async with self._trust.channel(address) as channel:
@@ -149,18 +151,14 @@ class PeerRouters:
                         self._load.apply(
                             address, Epoch(report.epoch), report.number, _work_of(report), time.monotonic()
                         )
-                        if report.HasField("tenants") and self._service.quotas is not None:
-                            self._service.quotas.on_peer_uses(address, Epoch(report.epoch), _uses_of(report.tenants))
+                        if report.HasField("tenants"):
+                            quotas.on_peer_uses(address, Epoch(report.epoch), _uses_of(report.tenants))
                 except (grpc.RpcError, TimeoutError):
                     log.info("the router at %s is out of reach", address)
                 finally:
                     call.cancel()
-            self._lose(address)
+            quotas.on_peer_away(address)
             await asyncio.sleep(backoff.next_s())
-
-    def _lose(self, address: str) -> None:
-        if self._service.quotas is not None:
-            self._service.quotas.on_peer_away(address)
 
     async def stop(self) -> None:
         tasks = list(self._tasks.values())

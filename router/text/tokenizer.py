@@ -70,11 +70,11 @@ class Tokenizer:
         """
         segments = self._cutter.cut(text)
         if len(segments) < 2 or (add_special_tokens and self._affixes is None):
-            return (await self._encode_parts([text], add_special_tokens, caller))[0]
+            return (await self._encode_parts([text], caller, add_special_tokens=add_special_tokens))[0]
         before, after = self._affixes if add_special_tokens and self._affixes else ((), ())
         known = [self._cache.get(scope, segment) for segment in segments]
         missing = [segment for segment, ids in zip(segments, known, strict=True) if ids is None]
-        fresh = iter(await self._encode_parts(missing, False, caller))
+        fresh = iter(await self._encode_parts(missing, caller, add_special_tokens=False))
         prompt = array("I", before)
         for segment, ids in zip(segments, known, strict=True):
             if ids is None:
@@ -128,7 +128,7 @@ class Tokenizer:
 
     async def encode_each(self, texts: Sequence[str], caller: str = "") -> list[list[int]]:
         """Returns the ids of each text, without special tokens around it. Raises Overloaded."""
-        return await self._encode_parts(texts, False, caller)
+        return await self._encode_parts(texts, caller, add_special_tokens=False)
 
     async def spell(self, token_ids: Sequence[int], caller: str = "") -> list[str]:
         """Returns each token's text. Raises Overloaded."""
@@ -149,7 +149,7 @@ class Tokenizer:
             decoded() if len(token_ids) <= _INLINE_TOKENS else await self._threads.run(caller, len(token_ids), decoded)
         )
 
-    async def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool, caller: str) -> list[list[int]]:
+    async def _encode_parts(self, parts: Sequence[str], caller: str, *, add_special_tokens: bool) -> list[list[int]]:
         size = sum(map(len, parts))
         if size <= _INLINE_CHARACTERS:
             return self._encode(parts, add_special_tokens)

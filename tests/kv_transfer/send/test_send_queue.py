@@ -266,7 +266,7 @@ class FakeStaging:
 def test_a_staged_page_is_returned_however_its_push_ends(ends_by: str) -> None:
     send_queue, link, (transfer,) = make()
     staging = FakeStaging()
-    send_queue.staging = staging  # type: ignore[assignment]
+    send_queue.connect(link, staging)  # type: ignore[arg-type]
     send_queue.add(item(transfer, 0, 1))
     if ends_by == "refusal":
         link.refused = transfer.key

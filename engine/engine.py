@@ -312,7 +312,9 @@ def _make_tiers(
         return None
     for name in ("host_memory_bytes", "disk_bytes"):
         if 0 < getattr(config, name) < page_bytes:
-            raise ConfigError(f"engine.{name} = {getattr(config, name)} holds no page of {page_bytes} bytes; give more")
+            raise ConfigError(
+                f"engine.{name} = {getattr(config, name)} is less than one page, {page_bytes} bytes; give more"
+            )
     try:
         host = HostTier(kv_pages, config.host_memory_bytes // page_bytes)
     except RuntimeError as error:  # torch reports a lack of memory this way

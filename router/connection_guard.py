@@ -115,7 +115,10 @@ class ConnectionGuard:
             took_s = now_s - begun_s
             for peer in self._accounts.find_excessive(open_now, now_s):
                 limit = self._limits.control_bytes_per_s
-                log.warning("a gRPC connection sent too much without calls (limits.control_bytes_per_s = %d)", limit)
+                log.warning(
+                    "reset a gRPC connection that sent too much outside of calls (limits.control_bytes_per_s = %d)",
+                    limit,
+                )
                 self._metrics.limited("control_bytes_per_s")
                 await asyncio.to_thread(_reset, port, peer)
 

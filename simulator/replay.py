@@ -61,25 +61,32 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m simulator.replay", description=__doc__)
     parser.add_argument("--trace", default=GENERATED, help=f"a file, or {GENERATED} for the generated mix")
     parser.add_argument("--policy", choices=POLICIES, action="append", help="may be repeated; default: all")
-    parser.add_argument("--workers", type=int, default=8, help="prefill workers, and as many decode workers")
-    parser.add_argument("--decode-workers", type=int, default=None, help="if not as many")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=8,
+        help="number of prefill workers, and of decode workers too unless --decode-workers is given",
+    )
+    parser.add_argument(
+        "--decode-workers", type=int, default=None, help="decode workers; default: as many as --workers"
+    )
     parser.add_argument("--colocated", action="store_true", help="no prefill workers: decode workers compute prompts")
-    parser.add_argument("--cache-pages", type=int, default=30_000, help="of each worker; 0: unlimited")
+    parser.add_argument("--cache-pages", type=int, default=30_000, help="cache of each worker; 0: unlimited")
     parser.add_argument("--pull", action="store_true", help="prefill workers pull prefixes from other workers")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens in a page")
     parser.add_argument(
         "--load",
         type=float,
         default=None,
         help="scales arrivals to this multiple of what the workers could compute without caches; default: as recorded",
     )
-    parser.add_argument("--costs", metavar="FILE", help="of a worker, as `penstock fit` writes them")
+    parser.add_argument("--costs", metavar="FILE", help="costs of a worker, as `penstock fit` writes them")
     parser.add_argument(
         "--accelerator", help="derive the costs of --model on one: A100, H100, ..., or cpu, this machine"
     )
     parser.add_argument("--model", default="llama-3.1-8b", help="a known shape or a checkpoint folder")
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--limit", type=int, default=None, help="requests")
+    parser.add_argument("--limit", type=int, default=None, help="replay only the first requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slo-ttft", type=float, default=Slo().ttft_s, help="seconds")
     parser.add_argument("--slo-tpot", type=float, default=Slo().tpot_s, help="seconds")

@@ -92,7 +92,7 @@ class FenceKeeper:
 
     async def _watch(self, key: TransferKey, address: str) -> None:
         proof = await self._find_proof(key, address)
-        log.info("transfer %s is quiet, since %s; its fence is lifted", key.transfer_id, proof)
+        log.info("transfer %s writes no more, since %s; its fence is lifted", key.transfer_id, proof)
         self._on_quiesced(key)
 
     async def _find_proof(self, key: TransferKey, address: str) -> str:
@@ -101,7 +101,7 @@ class FenceKeeper:
         while True:
             news = self._news
             if key.sender_epoch in self._gone and await self._has_no_way(self._ways_in().tear_down, key.sender_epoch):
-                return "its sender's machine is dead, and has no way into this pool"
+                return "its sender's machine is dead, and has no connection to this pool"
             try:
                 if not await self._may_write(key, address):
                     return "its sender has closed it, or is another incarnation"
@@ -114,7 +114,7 @@ class FenceKeeper:
                 if num_refusals:
                     pause_s = self._first_pause_s
             if num_silent >= _NUM_SILENT and await self._has_no_way(self._ways_in().cut_off, key.sender_epoch):
-                return "its sender is silent, and has no way into this pool"
+                return "its sender is silent, and has no connection to this pool"
             await _wait(news, pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -123,7 +123,7 @@ class FenceKeeper:
         try:
             return await asyncio.to_thread(end_ways, epoch)
         except PenstockError as error:
-            log.error("the ways of epoch %d into this pool stay open: %s", epoch, error)
+            log.error("epoch %d may still write to this pool: its connections could not be closed: %s", epoch, error)
             return False
 
     async def _may_write(self, key: TransferKey, address: str) -> bool:

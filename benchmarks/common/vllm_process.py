@@ -96,7 +96,7 @@ def find_vllm(named: str | None, environment: Mapping[str, str] = os.environ) ->
         name = sys.executable
     python = Path(name).absolute()  # not resolved: the link in an environment's bin folder selects the environment
     if not os.access(python, os.X_OK):
-        raise NoVllm(f"--vllm-python = {name} is no program; give the python of an environment with vLLM")
+        raise NoVllm(f"--vllm-python = {name} is not a program; give the python of an environment with vLLM")
     done = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=60.0, check=False)
     has_nixl, _, version = done.stdout.strip().partition("\n")
     if not version:

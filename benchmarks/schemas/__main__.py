@@ -2,9 +2,9 @@
 
 Two prefill and two decode workers with the bundled model serve behind a router. Each schema is answered greedily and
 with a seed, and with the same seed again while one decode worker is killed: those tokens must be the same. Schemas with
-keywords that are not obeyed are refused by name, and counted. An output that `max_tokens` cuts is no JSON: a bias for
-tokens that only close texts, lists and objects, and a penalty for repeated ones, make most outputs of so small a model
-end in time.
+keywords that are not supported are refused by name, and counted. An output that `max_tokens` cuts is not valid JSON: a
+bias for tokens that only close texts, lists and objects, and a penalty for repeated ones, make most outputs of so small
+a model end in time.
 """
 
 from __future__ import annotations

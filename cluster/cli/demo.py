@@ -216,7 +216,7 @@ def main() -> int:
         return 130
     left = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     if left:
-        print(f"demo: processes are left: {left}", file=sys.stderr)
+        print(f"demo: these processes are still running: {left}", file=sys.stderr)
         return 1
     print(f"stopped in {time.monotonic() - began_s:.1f} s; none of {len(processes)} processes is left")
     return 0

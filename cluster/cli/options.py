@@ -47,15 +47,15 @@ def add_tls_options(parser: ArgumentParser, variables: str = "") -> None:
     """Adds the flags of TLS, which default to variables of the environment that begin with `variables`."""
     add = parser.add_argument
     found = {name: os.environ.get(f"{variables}{name}") for name in ("CA", "CERT", "CERT_KEY")} if variables else {}
-    add("--tls", action="store_true", help="encrypt, and trust gRPC's default certificate authorities")
+    add("--tls", action="store_true", help="encrypt, and trust the default certificate authorities")
     add("--ca", metavar="FILE", default=found.get("CA"), help="encrypt, and trust this certificate authority (PEM)")
     add(
         "--cert",
         metavar="FILE",
         default=found.get("CERT"),
-        help="a client certificate to show (PEM), with --cert-key",
+        help="a client certificate (PEM), with --cert-key",
     )
-    add("--cert-key", metavar="FILE", default=found.get("CERT_KEY"), help="its private key (PEM)")
+    add("--cert-key", metavar="FILE", default=found.get("CERT_KEY"), help="the private key of --cert (PEM)")
     add("--server-name", metavar="NAME", help="name in the server's certificate, if it differs from the host")
 
 

@@ -87,7 +87,7 @@ class CanaryJudge:
                 opinions.append(own)
         own.voters.add(worker_id)
         right = max(opinions, key=lambda opinion: len(opinion.voters), default=None)  # the first of equals
-        return disagreement(answer, right.answer) if right else "log-probabilities that are no numbers"
+        return disagreement(answer, right.answer) if right else "log-probabilities that are not numbers"
 
     def to_json(self) -> str:
         def plain(opinion: _Opinion) -> Mapping[str, object]:

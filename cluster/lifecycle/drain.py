@@ -188,7 +188,7 @@ class Drain:
             stub = worker_pb2_grpc.PageHandoverStub(channel)
             response = await stub.HandOver(request, timeout=bounds.timeout_s + _HANDOVER_GRACE_S)
         except grpc.aio.AioRpcError as error:
-            log.info("%s: handing cached pages over failed: %s", self.member.worker_id, error.details())
+            log.info("%s: cached pages could not be handed over: %s", self.member.worker_id, error.details())
             return
         for problem in response.problems:
             log.info("%s: not every cached page was handed over: %s", self.member.worker_id, problem)

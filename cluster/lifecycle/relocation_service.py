@@ -138,7 +138,9 @@ class RelocationService:
         """Takes all nodes that are about to go, and starts to relocate their workers."""
         for notice in self._leaving_nodes.replace(notices):
             left = f" within {notice.deadline_s - notice.given_s:.0f} s" if notice.deadline_s is not None else ""
-            self._events.note(f"node {notice.node[:12]}", LEAVING, f"it goes{left}: {notice.reason or 'no reason'}")
+            self._events.note(
+                f"node {notice.node[:12]}", LEAVING, f"it is leaving{left}: {notice.reason or 'no reason'}"
+            )
         self.check_nodes()
 
     def check_nodes(self) -> None:
@@ -165,7 +167,7 @@ class RelocationService:
             async with asyncio.timeout(left_s):
                 while any(slot.node == own for slot in self._pools.worker_slots):
                     await self._membership.next_change()
-        self._events.note("controller", LEAVING, "it moves to another node, and the routers with it")
+        self._events.note("controller", LEAVING, "it moves to another node, together with the routers")
         await asyncio.sleep(_LAST_WORDS_S)
         if problem := await self._nodes.move_controller():
             log.warning("the controller stays: %s", problem)

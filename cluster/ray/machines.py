@@ -38,7 +38,9 @@ class RayMachines:
             async with asyncio.timeout(_READ_TIMEOUT_S):
                 nodes, growth = await asyncio.to_thread(_read_ray)
         except Exception as error:  # whatever Ray raises while its head is away
-            raise Unavailable(f"Ray's head does not say what the nodes have: {type(error).__name__}") from error
+            raise Unavailable(
+                f"Ray's head does not answer which resources the nodes have: {type(error).__name__}"
+            ) from error
         if not self._embedded:
             self.num_cores = sum(node.resources.get("CPU", 0.0) for node in nodes.values())
             return Capacity(nodes, growth)

@@ -46,7 +46,7 @@ class RayNodes:
                 away = is_first = False
             except Exception as error:  # whatever Ray raises while its head is away
                 if not away:
-                    log.info("Ray does not say which nodes go: %s", type(error).__name__)
+                    log.info("Ray does not answer which nodes are leaving: %s", type(error).__name__)
                 found, away = noted, True
             if found != noted:
                 noted = found
@@ -59,7 +59,7 @@ class RayNodes:
         try:
             known = await asyncio.to_thread(ray.nodes)
         except Exception as error:  # as above
-            log.info("Ray does not say which nodes are dead: %s", type(error).__name__)
+            log.info("Ray does not answer which nodes are dead: %s", type(error).__name__)
             return ()
         return {node["NodeID"] for node in known if not node["Alive"]}.intersection(nodes)
 
@@ -78,7 +78,7 @@ class RayNodes:
         except Exception as error:  # as above
             raise Unavailable(f"Ray's head does not answer, so {name} is not drained: {error}") from error
         if refusal:
-            raise Unavailable(f"Ray does not let {name} go: {refusal}")
+            raise Unavailable(f"Ray refuses to drain {name}: {refusal}")
         return _notice(node, deadline_ms, "an operator drains it")
 
     async def move_controller(self) -> str:

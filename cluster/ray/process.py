@@ -207,7 +207,7 @@ class RayProcess:
         patience_s = _REMOVE_TIMEOUT_S if self._is_router else _WORKER_REMOVE_TIMEOUT_S
         done, pending = await asyncio.wait(gone, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
-            log.info("%s: nothing confirmed its end within %g s", self._spec.name, patience_s)
+            log.info("%s: its end was not confirmed within %g s", self._spec.name, patience_s)
         for task in pending:
             task.cancel()
 

@@ -209,7 +209,7 @@ class ServerActor:
                 async with asyncio.timeout(_CONTROLLER_PATIENCE_S):
                     await self._stop_requested.wait()
             except TimeoutError:
-                log.info("no controller stops it; it ends by itself")
+                log.info("no controller is left to stop it; it ends by itself")
         if not self._stop_requested.is_set():
             await self._server.stop()
             os._exit(0)

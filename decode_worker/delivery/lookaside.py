@@ -63,7 +63,7 @@ class LookasideService(inference_pb2_grpc.LookasideServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         async with typed_errors(context):
             if self._stopping:
-                raise Unavailable(f"decode worker {self._worker_id} is stopping; go on with Inference.Route")
+                raise Unavailable(f"decode worker {self._worker_id} is stopping; continue with Inference.Route")
             now_s, secrets = time.time(), self._secrets()
             assert secrets is not None  # `check_lookaside`
             ticket, secret = self.turnstile.admit(request.ticket, secrets, now_s)

@@ -125,7 +125,7 @@ class TicketStream:
                 raise failure
             if self._all_ended:
                 return
-        raise Unavailable(f"decode worker {self._worker_id} is stopping; go on with Inference.Route")
+        raise Unavailable(f"decode worker {self._worker_id} is stopping; continue with Inference.Route")
 
     @property
     def _all_ended(self) -> bool:
@@ -165,7 +165,7 @@ class TicketStream:
                 self._report(self._state)
             if message.HasField("migrated"):
                 failure = SequenceMoved(
-                    f"the sequence runs at {message.migrated.worker_id}; go on with Inference.Route"
+                    f"the sequence runs at {message.migrated.worker_id}; continue with Inference.Route"
                 )
             elif message.HasField("error"):
                 failure = _for_client(from_status(message.error))
@@ -256,5 +256,5 @@ class TicketStream:
 def _for_client(error: PenstockError) -> PenstockError:
     """Turns the refusal of a full worker into Unavailable: another worker may have room, which the router knows."""
     if isinstance(error, Overloaded):
-        return Unavailable(f"{error.message}; go on with Inference.Route", error.retry_after_s)
+        return Unavailable(f"{error.message}; continue with Inference.Route", error.retry_after_s)
     return error

@@ -197,7 +197,12 @@ class IncomingMigrations:
             return False
         assert migration.request is not None
         if len(request.sequence.token_ids) != migration.num_tokens:
-            self._drop(ticket, InvalidInput("token_ids", f"the sequence came with {migration.num_tokens} tokens"))
+            self._drop(
+                ticket,
+                InvalidInput(
+                    "token_ids", f"continue another sequence: the migrated one has {migration.num_tokens} tokens"
+                ),
+            )
             return False
         del self._kept[ticket]
         self._worker.replace(migration.request, request)

@@ -91,7 +91,7 @@ def _read_config(ref: AdapterRef, content: bytes, max_rank: int) -> tuple[int, f
     try:
         config = json.loads(content)
     except ValueError as error:
-        raise CheckpointError(f"{ref}: {CONFIG_FILE} is no JSON ({error}); fetch the adapter again") from error
+        raise CheckpointError(f"{ref}: {CONFIG_FILE} is not valid JSON ({error}); fetch the adapter again") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
         raise CheckpointError(f"{ref}: peft_type = {kind!r}; only LORA is served")

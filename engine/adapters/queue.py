@@ -95,7 +95,7 @@ class AdapterQueue:
         except PenstockError as raised:
             error = AdapterUnavailable(raised.message)
         except Exception as raised:  # a lost rank, or a fault: the sequences must not wait
-            error = AdapterUnavailable(f"{ref}: was not loaded: {type(raised).__name__}: {raised}")
+            error = AdapterUnavailable(f"{ref}: could not be loaded: {type(raised).__name__}: {raised}")
         self._post(partial(self._on_loaded, ref.revision, error))
 
     def _on_loaded(self, revision: str, error: PenstockError | None) -> None:

@@ -76,7 +76,7 @@ def require(name: str) -> Isa:
     """Returns the named instruction set. Raises ConfigError for one that is unknown or that this machine lacks."""
     names = ", ".join(isa.name for isa in supported()) or "none"
     if name not in ISAS:
-        raise ConfigError(f"{VARIABLE} = {name!r} is no instruction set; this machine has: {names}")
+        raise ConfigError(f"{VARIABLE} = {name!r} is not an instruction set; this machine has: {names}")
     if ISAS[name] not in supported():
         lacking = ", ".join(sorted(ISAS[name].needs - _features())) or f"a processor of the kind {ISAS[name].machine}"
         raise ConfigError(f"{VARIABLE} = {name!r}: this machine lacks {lacking}; it has: {names}")

@@ -172,7 +172,7 @@ def select_device(name: str, shard: Shard = WHOLE) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"engine.device = {name!r} is no device; give auto, cpu or cuda") from error
+        raise ConfigError(f"engine.device = {name!r} is not a device; give auto, cpu or cuda") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"engine.device = {name!r} is not available here; give auto or cpu")
     if device.type == "cpu":

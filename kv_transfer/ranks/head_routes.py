@@ -85,7 +85,7 @@ def split_offer(data: bytes) -> tuple[int, int, list[bytes]]:
     try:
         raw = msgpack.unpackb(data)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise TransferError(f"offer: no msgpack ({error})") from error
+        raise TransferError(f"offer: not msgpack ({error})") from error
     if not isinstance(raw, dict) or "ranks" not in raw:
         return 1, 1, [data]
     match raw["ranks"], raw.get("offers"):

@@ -53,7 +53,7 @@ def parse_offer(data: bytes) -> Offer:
     try:
         raw = msgpack.unpackb(data, max_map_len=64, max_array_len=64)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise TransferError(f"offer: no msgpack ({error})") from error
+        raise TransferError(f"offer: not msgpack ({error})") from error
     if not isinstance(raw, dict):
         raise TransferError(f"offer: a {type(raw).__name__}, want a map")
     version = take(raw, "version", int)

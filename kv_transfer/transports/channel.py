@@ -63,7 +63,7 @@ class Channel:
         try:
             frame = msgpack.unpackb(self._read(length))
         except (ValueError, msgpack.UnpackException, RecursionError) as error:
-            raise TransferError(f"frame: no msgpack ({error})") from error
+            raise TransferError(f"frame: not msgpack ({error})") from error
         if not isinstance(frame, list):
             raise TransferError(f"frame: a {type(frame).__name__}, want an array")
         return frame

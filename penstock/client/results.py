@@ -259,7 +259,7 @@ def _sampling_to_wire(options: Mapping[str, object]) -> common_pb2.SamplingParam
     wire = common_pb2.SamplingParams()
     for name, value in options.items():
         if name not in known:
-            raise InvalidInput(name, f"is no sampling option; use one of {', '.join(sorted(known))}")
+            raise InvalidInput(name, f"is not a sampling option; use one of {', '.join(sorted(known))}")
         if value is None:
             continue
         given = [value] if name == "stop" and isinstance(value, str) else value

@@ -51,7 +51,7 @@ class TenantConfig(TenantLimits):
     def _check_digests(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
         if not all(_DIGEST.fullmatch(key) for key in keys):  # the wrong value may be a key, so it is not repeated
             raise ValueError(
-                "one of them is no sha256 digest (its value is not shown); give sha256: and 64 hex digits, "
+                "one of them is not a sha256 digest (its value is not shown); give sha256: and 64 hex digits, "
                 "as `penstock key new` prints them"
             )
         return keys

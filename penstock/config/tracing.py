@@ -29,5 +29,5 @@ class TracingConfig(FrozenConfig):
     def _check_endpoint(cls, endpoint: str) -> str:
         parts = urlsplit(endpoint)
         if endpoint and not (parts.scheme in ("http", "https") and parts.hostname):
-            raise ValueError("is no URL; give one such as http://collector:4317, or https:// for TLS")
+            raise ValueError("is not a URL; give one such as http://collector:4317, or https:// for TLS")
         return endpoint

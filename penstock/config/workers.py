@@ -27,7 +27,7 @@ class PrefillConfig(FrozenConfig):
         if any(share < 0 for share in self.reserved.values()) or sum(self.reserved.values()) > 1:
             shares = {lane.value: share for lane, share in self.reserved.items()}
             raise ValueError(
-                f"prefill.reserved = {shares} are no shares of a step; give each 0 or more, and 1 at most together"
+                f"prefill.reserved = {shares} are not shares of a step; give each 0 or more, and 1 at most together"
             )
         return self
 

@@ -27,6 +27,6 @@ def require_source_address(address: str) -> str:
     if is_every_interface(address.rpartition(":")[0]):
         raise InvalidInput(
             "source_address",
-            f"is {address!r}, which nobody can call; name the address at which others reach this worker",
+            f"is {address!r}, which other workers cannot reach; name the address at which others reach this worker",
         )
     return address

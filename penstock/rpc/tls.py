@@ -157,5 +157,5 @@ def _read_pem(path: str | None, setting: str) -> bytes | None:
     except OSError as error:
         raise ConfigError(f"{setting} = {path}: {error.strerror}; give a readable PEM file") from error
     if b"-----BEGIN " not in data:
-        raise ConfigError(f"{setting} = {path}: is no PEM file; convert it to PEM")
+        raise ConfigError(f"{setting} = {path}: is not a PEM file; convert it to PEM")
     return data

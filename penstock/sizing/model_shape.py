@@ -183,7 +183,9 @@ def find_shape(name: str) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         known = ", ".join(MODEL_SHAPES)
-        raise InvalidInput("model", f"{name!r} is no config.json and no known shape; give a folder, or one of {known}")
+        raise InvalidInput(
+            "model", f"{name!r} is neither a config.json nor a known shape; give a folder, or one of {known}"
+        )
     try:
         data = json.loads(file.read_text())
         return shape_from_config(data, path.name if path.is_dir() else path.parent.name)

@@ -193,7 +193,7 @@ def _read_json(source: str) -> object:
     try:
         return json.loads(source)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(FIELD, f"is no JSON: {str(error)[:100]}") from None
+        raise InvalidInput(FIELD, f"is not valid JSON: {str(error)[:100]}") from None
 
 
 def _compute_mask(matcher: LLMatcher, vocab_size: int) -> None:

@@ -31,7 +31,7 @@ def structural_tag_to_lark(source: str, special_tokens: Mapping[str, int], field
     try:
         tag = json.loads(source)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(field, f"is no JSON: {str(error)[:100]}") from None
+        raise InvalidInput(field, f"is not valid JSON: {str(error)[:100]}") from None
     if not isinstance(tag, dict):
         raise InvalidInput(field, f"is {_shown(tag)}; a structural tag is an object")
     lark = LarkWriter(special_tokens, field)
@@ -84,7 +84,7 @@ class _Writer:
         known = self._FORMATS.get(kind) if isinstance(kind, str) else None
         if known is None:
             obeyed = ", ".join(self._FORMATS)
-            raise self.problem(f"{place}.type", f"is {_shown(kind)}, which is not obeyed; give one of {obeyed}")
+            raise self.problem(f"{place}.type", f"is {_shown(kind)}, which is not supported; give one of {obeyed}")
         names, write = known
         self._known(value, place, ("type", *names))
         return write(self, value, place, end, depth)
@@ -95,7 +95,7 @@ class _Writer:
     def _json_schema(self, value: Mapping[str, Any], place: str, end: str, depth: int) -> str:
         style, schema = value.get("style"), value.get("json_schema")
         if style not in (None, "json"):
-            raise self.problem(f"{place}.style", f"is {_shown(style)}, which is not obeyed; give json")
+            raise self.problem(f"{place}.style", f"is {_shown(style)}, which is not supported; give json")
         if schema is True:
             schema = {}
         if not isinstance(schema, Mapping):
@@ -108,7 +108,7 @@ class _Writer:
 
     def _any_text(self, value: Mapping[str, Any], place: str, end: str, depth: int) -> str:
         if value.get("excludes") not in (None, []):
-            raise self.problem(f"{place}.excludes", "is not obeyed; leave it out")
+            raise self.problem(f"{place}.excludes", "is not supported; leave it out")
         return self._lark.until(end) if end else self._lark.text()
 
     def _sequence(self, value: Mapping[str, Any], place: str, end: str, depth: int) -> str:
@@ -123,7 +123,7 @@ class _Writer:
                 end = self._text(element, "value", at) + end
                 continue
             if written and not end and _may_end_free(element):
-                raise self.problem(at, "may end with free text, which has no end there; put a const_string after it")
+                raise self.problem(at, "may end with free text, whose end cannot be found; put a const_string after it")
             written.insert(0, self.format(element, at, end, depth + 1))
             end = ""
         return " ".join(written)
@@ -195,7 +195,7 @@ class _Writer:
 
     def _no_excludes(self, value: Mapping[str, Any], place: str) -> None:
         if value.get("excludes") not in (None, []):
-            raise self.problem(f"{place}.excludes".lstrip("."), "is not obeyed; leave it out")
+            raise self.problem(f"{place}.excludes".lstrip("."), "is not supported; leave it out")
 
     def _choice(self, written: Sequence[str]) -> str:
         return f"({' | '.join(written)})"

@@ -66,9 +66,9 @@ def _checked_arguments(text: str) -> str:
     try:
         arguments = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput("chat_template_kwargs", f"is no JSON: {error}; give an object") from error
+        raise InvalidInput("chat_template_kwargs", f"is not valid JSON: {error}; give an object") from error
     if not isinstance(arguments, dict):
-        raise InvalidInput("chat_template_kwargs", "is no JSON object; give one")
+        raise InvalidInput("chat_template_kwargs", "is not a JSON object; give one")
     for name in arguments:
         if name in RESERVED_ARGUMENTS or not name.isidentifier():
             raise InvalidInput(

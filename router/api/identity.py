@@ -116,7 +116,7 @@ class Tenants:
         else:
             raise Unauthenticated("authorization: is missing; send your API key as 'Bearer KEY'")
         if not tenant.config.enabled:
-            raise PermissionDenied(f"tenant {tenant.name} is turned off; ask whoever runs this deployment")
+            raise PermissionDenied(f"tenant {tenant.name} is turned off; ask the operator of this deployment")
         return tenant
 
     def check_scraper(self, authorization: str | None, token: str) -> None:
@@ -163,7 +163,7 @@ def salted_scope(cache_scope: str, cache_salt: str) -> str:
 
 def _key(authorization: str) -> str:
     if authorization[: len(_SCHEME)].lower() != _SCHEME or not authorization[len(_SCHEME) :].strip():
-        raise Unauthenticated("authorization: is no bearer token; send your API key as 'Bearer KEY'")
+        raise Unauthenticated("authorization: is not a bearer token; send your API key as 'Bearer KEY'")
     key = authorization[len(_SCHEME) :].strip()
     if len(key) > _MAX_KEY_CHARACTERS:
         raise Unauthenticated(f"authorization: the API key is longer than {_MAX_KEY_CHARACTERS} characters; check it")

@@ -135,7 +135,7 @@ class RequestPreparer:
         trace = RequestTrace(sampled, "chat" if wire.messages else "text_completion", accepted_s) if sampled else None
         with self._context.counting_errors(trace):
             if self._leaving:
-                raise Unavailable("this router is shutting down; ask another", _RETRY_AFTER_S)
+                raise Unavailable("this router is shutting down; call another one", _RETRY_AFTER_S)
             deadline_s = accepted_s + self._limit_s(timeout_s)
             async with self.until(deadline_s):
                 await self._inspect(wire, tenant, lambda: check_request(wire, self.limits_of(wire)))
@@ -145,7 +145,7 @@ class RequestPreparer:
                 token_ids, prepaid_tokens = await self._prompt(wire, tenant, lane)
             check_tokens(len(token_ids), self.limits)
             if self._context.quarantine.holds(token_ids, accepted_s):
-                raise Quarantined("prompt: several workers died of it one after the other; do not send it again")
+                raise Quarantined("prompt: several workers died in a row while serving it; do not send it again")
             fraction = _fraction_of(hints.session) if hints.session else self._rng.random()
             left_s = max(0.0, deadline_s - time.monotonic())
             group = await self._wait_for_group(fraction, min(left_s, _WAIT_FOR_WORKER_S))

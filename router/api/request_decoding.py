@@ -179,7 +179,7 @@ def explain(data: bytes, descriptor: Descriptor) -> InvalidInput:
     except (DecodeError, _TooManyFields):
         found = None
     if found is None:
-        return InvalidInput("request", f"is no {descriptor.full_name}; encode it with this version's proto files")
+        return InvalidInput("request", f"is not a {descriptor.full_name}; encode it with this version's proto files")
     field, problem = found
     return InvalidInput(field, f"is not valid UTF-8 ({problem}); send text as UTF-8")
 

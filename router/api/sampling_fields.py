@@ -187,7 +187,7 @@ def _bad_words(wire: common_pb2.SamplingParams, limits: _Limits) -> tuple[str, .
                 "sampling.bad_words", f"has a word of {len(word)} characters; give 1 to {MAX_BAD_WORD_CHARACTERS}"
             )
         if word.isspace():
-            raise InvalidInput("sampling.bad_words", f"has {word!r}; give a word with a character that is no space")
+            raise InvalidInput("sampling.bad_words", f"has {word!r}; give a word with a character other than a space")
     return tuple(wire.bad_words)
 
 

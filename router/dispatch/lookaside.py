@@ -70,7 +70,7 @@ class Lookaside:
         if self._secrets() is None:
             raise ConfigError(f"lookaside: this router has no cluster secret to sign tickets with; {_CALL_GENERATE}")
         if self._suspects.holds(request.token_ids, time.monotonic()):
-            raise ConfigError(f"lookaside: a worker was lost with this prompt; {_CALL_GENERATE}")
+            raise ConfigError(f"lookaside: a worker died while serving this prompt; {_CALL_GENERATE}")
         limits = self._context.limits_of(request.tenant)
         if request.open_ended and limits.max_inflight_tokens is not None:
             raise ConfigError(f"lookaside: max_tokens is not given, and this tenant's KV is limited; {_CALL_GENERATE}")

@@ -278,9 +278,10 @@ class TokenStream:
             return
         if alone and await is_dead(self._fleet.dial, completion.worker_address, completion.core.worker_epoch):
             self._quarantine.add(self._request.token_ids, time.monotonic())
-            log.error("%s kills every worker that it goes to; it is refused from now on", self._request.request_id)
+            log.error("%s: every worker that served it died; it is refused from now on", self._request.request_id)
             raise Quarantined(
-                f"request {self._request.request_id}: three workers in a row died of it; do not send it again"
+                f"request {self._request.request_id}: three workers in a row died while serving it; "
+                "do not send it again"
             )
         try:
             async with asyncio.timeout(self._request.deadline_s - time.monotonic()):

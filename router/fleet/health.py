@@ -80,7 +80,11 @@ class FleetHealth:
                 self._link_ends.setdefault(prefill, set()).add(link)
                 self._link_ends.setdefault(decode, set()).add(link)
                 if self._links.on_failure(link, now_s):
-                    log.warning("no pages get from %s to epoch %d; the pair is avoided", outcome.worker_id, decode)
+                    log.warning(
+                        "transfers from %s to epoch %d keep failing; the pair is avoided for a while",
+                        outcome.worker_id,
+                        decode,
+                    )
             case _:
                 self._workers.on_success(prefill, now_s)
                 self._links.on_success(link, now_s)

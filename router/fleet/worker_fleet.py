@@ -223,7 +223,7 @@ async def follow_admin(address: str, fleet: WorkerFleet) -> None:
                     fleet.set_members(members, membership.shares)
                 log.info("the admin service at %s ended its stream", address)
             except grpc.RpcError as error:
-                log.log(log_level(error), "the admin service at %s is away: %s", address, error.details())  # type: ignore[attr-defined]
+                log.log(log_level(error), "the admin service at %s is out of reach: %s", address, error.details())  # type: ignore[attr-defined]
         await asyncio.sleep(backoff.next_s())
 
 

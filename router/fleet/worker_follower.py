@@ -193,7 +193,7 @@ class WorkerFollower:
             try:
                 await self._watch(channel)
             except (grpc.RpcError, Unavailable, TimeoutError) as error:
-                log.info("events of %s broke off: %s", self.worker_id, _reason(error))
+                log.info("the event stream of %s ended: %s", self.worker_id, _reason(error))
             self._has_reported = False
             self._on_change()
             if not link.is_open:

@@ -103,7 +103,7 @@ class ParserChoice:
             problem = "this model has no known format of tool calls; set tool_parser, or ask without tool_choice"
             raise InvalidInput("tool_choice", problem)
         if not offered:
-            raise InvalidInput("tools", "is empty, and tool_choice wants a call; offer a tool")
+            raise InvalidInput("tools", "is empty, but tool_choice requires a call; give at least one tool")
         reasoning = self.reasoning
         return write_grammar(
             self.tools.name,
@@ -139,7 +139,7 @@ def _find(field: str, name: str, formats: Mapping[str, FormatT], source: str) ->
         return next((row for row in formats.values() if row.is_shown_by(source)), None)
     if name not in formats:
         known = ", ".join([AUTO, NONE, *formats])
-        raise ConfigError(f"{field}: {name[:64]!r} is no parser; choose one of {known}")
+        raise ConfigError(f"{field}: {name[:64]!r} is not a parser; choose one of {known}")
     return formats[name]
 
 

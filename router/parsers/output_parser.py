@@ -179,7 +179,7 @@ class OutputParser:
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state` of a parser of the same choice returned. Raises InvalidInput for anything else."""
         if state.keys() != {*_FIELDS, "raw", "output", "body"}:
-            raise InvalidInput("parser_state", "has not the fields of a parser; send what state() returned")
+            raise InvalidInput("parser_state", "lacks the fields of a parser; send what state() returned")
         for name in _FIELDS:
             own, value = getattr(self, f"_{name}"), state[name]
             if not isinstance(value, bool if isinstance(own, bool) else str):

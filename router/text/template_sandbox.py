@@ -149,7 +149,7 @@ def _parse_json(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> 
         if "parameters" in function:
             parameters = _json_object(function["parameters"])
             if parameters is None:
-                raise _InvalidField(f"chat.tools[{number}].parameters", "is no JSON object; give a JSON schema")
+                raise _InvalidField(f"chat.tools[{number}].parameters", "is not a JSON object; give a JSON schema")
             function["parameters"] = parameters
     for message in messages:
         for call in message.get("tool_calls", ()):

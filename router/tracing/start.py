@@ -68,7 +68,7 @@ def read_headers(path: str) -> dict[str, str]:
         found = _HEADER.fullmatch(line.strip())
         if found is None:
             raise ConfigError(
-                f"tracing.headers_file = {path}: line {number} is no header (it is not shown); write `name: value`"
+                f"tracing.headers_file = {path}: line {number} is not a header (it is not shown); write `name: value`"
             )
         headers[found[1]] = found[2]
     return headers

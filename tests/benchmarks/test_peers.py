@@ -126,7 +126,7 @@ def test_the_loop_answers_as_a_worker_would() -> None:
 @pytest.mark.processes
 def test_vllm_needs_a_name_and_a_wrong_name_is_reported(tmp_path: Path) -> None:
     assert find_vllm(None, {}) is None
-    with pytest.raises(NoVllm, match="nowhere is no program; give the python"):
+    with pytest.raises(NoVllm, match="nowhere is not a program; give the python"):
         find_vllm("nowhere", {})
     with pytest.raises(NoVllm, match=r"has no vLLM; install it there: .*vllm-requirements\.txt"):
         find_vllm(sys.executable, {})

@@ -70,7 +70,7 @@ def test_a_pool_may_have_an_engine_that_differs(tmp_path: Path) -> None:
         ('model = "m"\n[prefill_pool]\nreplicas = 3\nmax_replicas = 2', "is not within min_replicas = 1 and max_repl"),
         ('model = "m"\n[decode_pool]\nmin_replicas = 0', "decode_pool.min_replicas is 0: at least 1 decode worker"),
         ('model = "m"\nrouters = 3\nmetrics_ports = [1, 2]', "metrics_ports holds 2 ports; with routers = 3"),
-        ('model = "m"\n[prefill.reserved]\nbulk = -0.1', "prefill.reserved = {'bulk': -0.1} are no shares of a step"),
+        ('model = "m"\n[prefill.reserved]\nbulk = -0.1', "prefill.reserved = {'bulk': -0.1} are not shares of a step"),
         ('model = "m"\n[prefill.reserved]\nbulk = 0.6\nstandard = 0.5', "give each 0 or more, and 1 at most together"),
         ('model = "m"\n[engine]\ndisk_bytes = 9\ndisk_path = "d"', "engine.host_memory_bytes is 0; set it too"),
         (

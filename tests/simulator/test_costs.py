@@ -45,7 +45,7 @@ def test_a_folder_or_a_config_file_gives_a_shape(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
     with pytest.raises(InvalidInput, match="num_attention_heads"):
         find_shape(str(tmp_path))
-    with pytest.raises(InvalidInput, match=r"'llama-9' is no config\.json and no known shape; give a folder"):
+    with pytest.raises(InvalidInput, match=r"'llama-9' is neither a config\.json nor a known shape; give a folder"):
         find_shape("llama-9")
 
 

@@ -69,7 +69,7 @@ class _Batch:
 
     def hang_up(self) -> None:
         """Ends the commands; a batch that was not closed before is closed with an error."""
-        self.close(TransferError("the source gave the batch up"))
+        self.close(TransferError("the source abandoned the batch"))
         self.commands.put_nowait(None)
 
 
@@ -198,7 +198,7 @@ class HandoverClient:
     def _push(self, batch: _Batch, destination: worker_pb2.ReceivePagesDestination, own: Sequence[PageId]) -> None:
         """Runs on the step loop."""
         if batch.is_over:
-            raise TransferError("the batch was given up before its pages were pushed")
+            raise TransferError("the batch was abandoned before its pages were pushed")
         event_loop = batch.sent.get_loop()
 
         def on_sent(error: PenstockError | None) -> None:

@@ -149,7 +149,7 @@ class PageIntake:
         wanted = self._engine.prefix_cache.lacking(pages)
         num_spare = pool.num_available - pool.num_pages // _SPARED_DIVISOR
         if wanted and num_spare <= 0:
-            raise Overloaded("no page is to spare for another worker's cache now", _RETRY_AFTER_S)
+            raise Overloaded("no page can be spared for another worker's cache now", _RETRY_AFTER_S)
         wanted = wanted[:num_spare]
         return wanted, pool.allocate(len(wanted))
 

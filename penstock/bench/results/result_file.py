@@ -79,7 +79,7 @@ def to_json(result: BenchResult) -> dict[str, Any]:
 def from_json(data: Mapping[str, Any], name: str) -> BenchResult:
     """Returns the result that `to_json` wrote. Raises InvalidInput that names the file `name`."""
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        raise InvalidInput("result", f"{name} is no result of `penstock bench run`; give its result.json")
+        raise InvalidInput("result", f"{name} is not a result of `penstock bench run`; give its result.json")
     if data.get("version") != VERSION:
         raise InvalidInput("result", f"{name} has version {data.get('version')}; this program reads {VERSION}")
     try:
@@ -164,4 +164,4 @@ def read_result(file: str | Path) -> BenchResult:
             "result", f"{path}: {error.strerror}; give the folder that `penstock bench run` wrote"
         ) from error
     except ValueError as error:
-        raise InvalidInput("result", f"{path} is no JSON: {error}; give the result.json of a run") from error
+        raise InvalidInput("result", f"{path} is not valid JSON: {error}; give the result.json of a run") from error

@@ -53,7 +53,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         rows = [(where, _parse(line, where)) for where, line in lines]
     for where, row in rows:
         if not isinstance(row, Mapping):
-            raise InvalidInput("dataset", f"{where} is no JSON object; expected one with a prompt")
+            raise InvalidInput("dataset", f"{where} is not a JSON object; expected one with a prompt")
         yield where, row
 
 

@@ -34,7 +34,7 @@ def read_json(raw: bytes, limits: LimitsConfig) -> Any:
     try:
         return from_json(raw)
     except ValueError as error:
-        raise InvalidInput("body", f"is no JSON: Invalid JSON: {error}") from error
+        raise InvalidInput("body", f"is not valid JSON: Invalid JSON: {error}") from error
 
 
 def _check_structure(raw: bytes, limits: LimitsConfig) -> None:

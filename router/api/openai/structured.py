@@ -154,7 +154,7 @@ def _schema(field: str, value: Any, options: Mapping[str, Any] | None = None) ->
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise InvalidInput(field, f"is no JSON: {str(error)[:100]}") from None
+            raise InvalidInput(field, f"is not valid JSON: {str(error)[:100]}") from None
     if not isinstance(value, dict | bool):
         raise InvalidInput(field, f"is {shown(value)}; a JSON schema is an object, true or false")
     if options:
@@ -184,7 +184,7 @@ def _ebnf(field: str, value: Any) -> Grammar:
     try:
         return _grammar(field, GrammarKind.LARK, any_to_lark(grammar.source))
     except (Exception, RecursionError) as error:  # the library raises several kinds, none of them documented
-        raise InvalidInput(field, f"is no EBNF: {str(error)[:200]}") from None
+        raise InvalidInput(field, f"is not valid EBNF: {str(error)[:200]}") from None
 
 
 def _structural_tag(field: str, value: Any) -> Grammar:

@@ -64,7 +64,9 @@ class Stateful:
     def load(self, state: object) -> None:
         """Takes over what `state` returned. Raises InvalidInput if it is not such a state."""
         if not isinstance(state, dict) or state.keys() != set(self.FIELDS):
-            raise InvalidInput("parser_state", f"wants the fields {sorted(self.FIELDS)}; send what state() returned")
+            raise InvalidInput(
+                "parser_state", f"must have the fields {sorted(self.FIELDS)}; send what state() returned"
+            )
         for name in self.FIELDS:
             own, value = getattr(self, name), state[name]
             if isinstance(own, Stateful):
@@ -102,7 +104,7 @@ class TextBuffer(Stateful):
 
     def load(self, state: object) -> None:
         if not isinstance(state, dict) or not isinstance(state.get("text"), str):
-            raise InvalidInput("parser_state", "has no text where it wants some; send what state() returned")
+            raise InvalidInput("parser_state", "lacks a text; send what state() returned")
         self.take()
         self.add(state["text"])
 

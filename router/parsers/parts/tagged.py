@@ -15,8 +15,8 @@ _MAX_VALUE = 1 << 18  # characters of a value that is not a string; a longer one
 class TaggedArguments(Part):
     """`<key tag>KEY</key tag><value tag>VALUE</value tag>...` up to `end`.
 
-    A string streams; a value of another type is kept until it is complete, and is a string if it is no JSON of a type
-    that the schema allows. `untyped_json` says the same for parameters without a type, which otherwise are strings.
+    A string streams; a value of another type is kept until it is complete, and is a string if it is not valid JSON of a
+    type that the schema allows. `untyped_json` says the same for parameters without a type: otherwise strings.
     With `trim`, one line end after the opening tag and one before the closing tag are not part of the value.
     """
 

@@ -60,7 +60,7 @@ def test_the_majority_is_right_and_among_equals_the_first() -> None:
 def test_a_nan_is_never_right() -> None:
     judge = CanaryJudge()
     broken = answer({7: float("nan")})
-    assert judge.hear(WorkerId("decode-0"), "r", broken) == "log-probabilities that are no numbers"
+    assert judge.hear(WorkerId("decode-0"), "r", broken) == "log-probabilities that are not numbers"
     assert judge.hear(WorkerId("decode-1"), "r", RIGHT) == ""
 
 

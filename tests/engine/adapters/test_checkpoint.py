@@ -133,7 +133,7 @@ def test_damaged_and_missing_files_are_refused_by_name(folder: Path, tmp_path: P
         read(folder, read_adapter_ref("mine", str(path)))
     (path / CONFIG_FILE).write_text("{")
     (path / WEIGHTS_FILE).write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"adapter_config\.json is no JSON"):
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json is not valid JSON"):
         read(folder, read_adapter_ref("mine", str(path)))
     (path / CONFIG_FILE).unlink()
     with pytest.raises(CheckpointError, match="give the folder of a PEFT adapter"):

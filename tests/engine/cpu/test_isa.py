@@ -58,7 +58,7 @@ def test_a_missing_instruction_set_is_refused_by_name(name: str, monkeypatch: py
 
 def test_an_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "mmx")
-    with pytest.raises(ConfigError, match="PENSTOCK_CPU_ISA = 'mmx' is no instruction set; this machine has: "):
+    with pytest.raises(ConfigError, match="PENSTOCK_CPU_ISA = 'mmx' is not an instruction set; this machine has: "):
         load_native()
 
 

@@ -212,7 +212,7 @@ def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
             {"num_pages": None, "kv_memory_bytes": 5000},
             r"engine.kv_memory_bytes = 5000 holds 0 pages of 8192 bytes",
         ),
-        ({"device": "abacus"}, r"engine.device = 'abacus' is no device"),
+        ({"device": "abacus"}, r"engine.device = 'abacus' is not a device"),
         ({"device": "meta"}, r"engine.device = 'meta' is not available here"),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_file_holds_the_same_result(run: RunRecord) -> None:
 def test_files_that_are_no_results_are_named(tmp_path: Path) -> None:
     data = to_json(steady_result(1, 1, 0, count=2))
     cases: list[tuple[object, str]] = [
-        ([], "is no result of `penstock bench run`"),
+        ([], "is not a result of `penstock bench run`"),
         ({**data, "version": 9}, "has version 9; this program reads 1"),
         ({key: value for key, value in data.items() if key != "points"}, r"is damaged: KeyError\('points'\)"),
     ]
@@ -88,7 +88,7 @@ def test_files_that_are_no_results_are_named(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match=message):
             read_result(file)
     (tmp_path / "text.json").write_text("hello")
-    with pytest.raises(InvalidInput, match="is no JSON"):
+    with pytest.raises(InvalidInput, match="is not valid JSON"):
         read_result(tmp_path / "text.json")
     with pytest.raises(InvalidInput, match="No such file"):
         read_result(tmp_path / "gone")

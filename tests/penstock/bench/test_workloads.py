@@ -238,7 +238,7 @@ def test_datasets_are_read_in_every_shape(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("nonsense\n", r"d\.jsonl:1: .*expected JSON"),
-        ("3\n", r"d\.jsonl:1 is no JSON object"),
+        ("3\n", r"d\.jsonl:1 is not a JSON object"),
         ('{"a": 1}\n', r"d\.jsonl:1 has none of prompt"),
         ("\n", "has no rows"),
     ],

@@ -120,7 +120,7 @@ def test_a_chat_is_sent_with_its_tools_and_what_its_template_takes() -> None:
         ([{"role": "user"}], {}, r"messages\[0\]: has the keys \['role'\]"),
         ([{"role": "user", "content": 3}], {}, r"messages\[0\].content: is 3"),
         ("bad \ud800", {}, "prompt: is not valid Unicode"),
-        ("x", {"temprature": 1}, "temprature: is no sampling option; use one of .*temperature"),
+        ("x", {"temprature": 1}, "temprature: is not a sampling option; use one of .*temperature"),
         ("x", {"max_tokens": -3}, "max_tokens: = -3"),
         ("x", {"seed": "abc"}, "seed: = 'abc'"),
     ],

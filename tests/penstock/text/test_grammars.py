@@ -30,7 +30,7 @@ def _compiler() -> GrammarCompiler:
         (schema({"type": "array", "uniqueItems": True}), 'Unimplemented keys: ["uniqueItems"]'),
         (schema({"$ref": "https://example.com/schema.json"}), "not present in a registry"),
         (schema(False), "which no text satisfies"),
-        (Grammar(GrammarKind.JSON_SCHEMA, "{"), "is no JSON"),
+        (Grammar(GrammarKind.JSON_SCHEMA, "{"), "is not valid JSON"),
         (Grammar(GrammarKind.JSON_SCHEMA, "[1]"), "a JSON schema is an object, true or false"),
         (Grammar(GrammarKind.LARK, "begin: /a/"), "start"),
         (Grammar(GrammarKind.LARK, "start: <|no_such_token|>"), "unknown special token"),

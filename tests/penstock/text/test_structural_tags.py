@@ -133,7 +133,7 @@ def test_special_tokens_are_written_as_tokens() -> None:
 @pytest.mark.parametrize(
     ("tag", "problem"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
         ("[1]", "is [1]; a structural tag is an object"),
         ({}, "holds nothing; give format, or structures with triggers"),
         ({"type": "tag", "format": constant("a")}, 'type is "tag"; give structural_tag'),
@@ -148,22 +148,25 @@ def test_special_tokens_are_written_as_tokens() -> None:
         (STRUCTURES | {"triggers": ["<function=", "<", "["]}, "begins with 2 triggers; it must begin with one"),
         (STRUCTURES | {"triggers": [""]}, 'triggers[0] is ""; give a text'),
         ({"format": 1}, "format is 1; give an object with a type"),
-        ({"format": {"type": "grammar", "grammar": "x"}}, 'format.type is "grammar", which is not obeyed; give one of'),
+        (
+            {"format": {"type": "grammar", "grammar": "x"}},
+            'format.type is "grammar", which is not supported; give one of',
+        ),
         ({"format": {"type": "json_schema", "json_schema": 1}}, "format.json_schema is 1; give an object or true"),
         (
             {"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}},
-            'format.style is "qwen_xml", which is not obeyed; give json',
+            'format.style is "qwen_xml", which is not supported; give json',
         ),
         ({"format": {**constant("a"), "more": 1}}, "format.more is not known there; give type, value"),
-        ({"format": {"type": "any_text", "excludes": ["a"]}}, "format.excludes is not obeyed; leave it out"),
-        ({"format": any_of(NUMBER, excludes=["a"])}, "format.excludes is not obeyed"),  # type: ignore[arg-type]
+        ({"format": {"type": "any_text", "excludes": ["a"]}}, "format.excludes is not supported; leave it out"),
+        ({"format": any_of(NUMBER, excludes=["a"])}, "format.excludes is not supported"),  # type: ignore[arg-type]
         ({"format": any_of(NUMBER, at_least_one=1)}, "format.at_least_one is 1; give true or false"),
         ({"format": {**NUMBER, "end": None}}, "format.end is null; give a text or a list of texts"),
         ({"format": {**NUMBER, "content": None}}, "format.content is null; give an object with a type"),
         ({"format": {**NUMBER, "begin": 1}}, "format.begin is 1; give a text"),
         (
             {"format": sequence({"type": "any_text"}, {"type": "regex", "pattern": "a"})},
-            "format.elements[0] may end with free text, which has no end there; put a const_string after it",
+            "format.elements[0] may end with free text, whose end cannot be found; put a const_string after it",
         ),
         ({"format": {"type": "or", "elements": [constant("a")] * (MAX_PARTS + 1)}}, "give 512 or fewer"),
         ({"format": sequence(*[sequence(*[constant("a")] * 30)] * 30)}, "is one of more than 512 parts"),
@@ -184,7 +187,7 @@ def test_depth_and_size_are_bounded() -> None:
         form = {"type": "or", "elements": [form]}
     with pytest.raises(InvalidInput, match="nested more than 16 deep"):
         structural_tag_to_lark(json.dumps({"format": form}), {}, "f", " ?")
-    with pytest.raises(InvalidInput, match="is no JSON"):
+    with pytest.raises(InvalidInput, match="is not valid JSON"):
         structural_tag_to_lark('{"format":' * 50_000, {}, "f", " ?")
     big = {"type": "json_schema", "json_schema": {"enum": ["a" * 50_000]}}
     ends = {"type": "tag", "begin": "a", "content": big, "end": [str(number) for number in range(500)]}

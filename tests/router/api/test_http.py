@@ -308,8 +308,8 @@ async def test_bad_requests_name_field_value_and_fix(http, stream):
     ("raw", "problem"),
     [
         (b'{"prompt": "ab\xff"}', "is not valid UTF-8"),
-        (b'{"prompt": "\\ud800"}', "body: is no JSON"),
-        (b"{", "body: is no JSON"),
+        (b'{"prompt": "\\ud800"}', "body: is not valid JSON"),
+        (b"{", "body: is not valid JSON"),
         (b"[1]", "body: is"),
         (b'{"prompt": "a", "top_p": NaN}', "top_p: is nan; give a finite number"),
     ],

@@ -51,9 +51,9 @@ def test_the_controllers_own_requests_need_no_tenant():
     ("authorization", "subjects", "kind", "says"),
     [
         (None, [], Unauthenticated, "authorization: is missing; send your API key"),
-        ("Bearer ", [], Unauthenticated, "is no bearer token"),
-        (KEY, [], Unauthenticated, "is no bearer token"),
-        ("Basic " + KEY, [], Unauthenticated, "is no bearer token"),
+        ("Bearer ", [], Unauthenticated, "is not a bearer token"),
+        (KEY, [], Unauthenticated, "is not a bearer token"),
+        ("Basic " + KEY, [], Unauthenticated, "is not a bearer token"),
         ("Bearer x" + KEY, [], Unauthenticated, "is not known here"),
         ("Bearer " + digest_of(KEY), [], Unauthenticated, "is not known here"),
         ("Bearer " + "k" * 10_000, [], Unauthenticated, "longer than 512"),
@@ -130,7 +130,7 @@ def test_two_tenants_cannot_claim_one_certificate():
 
 
 def test_a_plain_key_in_the_configuration_is_refused_and_not_shown():
-    with pytest.raises(ConfigError, match=r"tenants.acme.keys: .*is no sha256 digest") as caught:
+    with pytest.raises(ConfigError, match=r"tenants.acme.keys: .*is not a sha256 digest") as caught:
         parse(RouterConfig, {"model": "m", "tenants": {"acme": {"keys": [KEY]}}})
     assert KEY not in caught.value.message
 

@@ -182,9 +182,9 @@ async def test_the_grpc_api_takes_the_same_options(router, worker):
     await collect(router.stub.Generate(request))
     assert len(worker.submits[0].token_ids) == 9
     for chat, problem in (
-        ({"tools": [inference_pb2.Tool(name="a", parameters="[1]")]}, "parameters: is no JSON object"),
+        ({"tools": [inference_pb2.Tool(name="a", parameters="[1]")]}, "parameters: is not a JSON object"),
         ({"tools": [inference_pb2.Tool(name="a b")]}, r"tools\[0\].function.name: is 'a b'"),
-        ({"template_arguments": "{"}, "is no JSON"),
+        ({"template_arguments": "{"}, "is not valid JSON"),
         ({"template_arguments": '{"tools": []}'}, "has 'tools'"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "set one of them to false"),
     ):

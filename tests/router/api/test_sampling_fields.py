@@ -89,7 +89,7 @@ def test_every_form_of_a_request_has_the_same_fields() -> None:
         ({"allowed_token_ids": [50]}, "sampling.allowed_token_ids: has token 50; the vocabulary ends at 49"),
         ({"bad_words": ["x"] * 65}, "sampling.bad_words: has 65 words; give at most 64"),
         ({"bad_words": ["x" * 65]}, "sampling.bad_words: has a word of 65 characters; give 1 to 64"),
-        ({"bad_words": ["ok", " "]}, "sampling.bad_words: has ' '; give a word with a character that is no space"),
+        ({"bad_words": ["ok", " "]}, "sampling.bad_words: has ' '; give a word with a character other than a space"),
         (
             {"bad_sequences": [common_pb2.TokenSequence(token_ids=[1])]},
             "sampling.bad_sequences: is set by routers alone; give the texts as bad_words",

@@ -53,9 +53,9 @@ def test_names_override_the_template() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"tool_parser: 'herms' is no parser; choose one of auto, none, .*hermes"):
+    with pytest.raises(ConfigError, match=r"tool_parser: 'herms' is not a parser; choose one of auto, none, .*hermes"):
         choose_parsers(None, "herms")
-    with pytest.raises(ConfigError, match=r"reasoning_parser: 'r1' is no parser; choose one of .*deepseek_r1"):
+    with pytest.raises(ConfigError, match=r"reasoning_parser: 'r1' is not a parser; choose one of .*deepseek_r1"):
         choose_parsers(None, "none", "r1")
 
 

@@ -228,5 +228,5 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_endpoint_is_a_url() -> None:
-    with pytest.raises(ValueError, match=r"is no URL; give one such as http://collector:4317"):
+    with pytest.raises(ValueError, match=r"is not a URL; give one such as http://collector:4317"):
         RouterConfig.model_validate({"model": str(MODEL), "tracing": {"endpoint": "collector:4317"}})

@@ -110,7 +110,9 @@ def check_routers_elsewhere(status: admin_pb2.StatusResponse) -> Finding:
     followers = status.routers_elsewhere
     if not followers:
         advice = "start one with `python -m router`, whose `admin` is this Admin service; its log says what it lacks"
-        return Finding("routers", status.model, Severity.PROBLEM, "none follows, so nobody can call it", advice)
+        return Finding(
+            "routers", status.model, Severity.PROBLEM, "none follows the deployment, so no client can reach it", advice
+        )
     return Finding("routers", status.model, Severity.OK, f"{len(followers)} follow: {', '.join(followers)}")
 
 

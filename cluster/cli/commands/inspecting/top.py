@@ -30,9 +30,9 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--interval", type=float, default=2.0, metavar="SECONDS", help="between two views; default: %(default)s")
+    add("--interval", type=float, default=2.0, metavar="SECONDS", help="time between two views; default: %(default)s")
     add("-n", "--count", type=int, metavar="N", help="number of views; default: until Ctrl-C")
-    add("--metrics-token-file", metavar="FILE", help="token for the routers' /metrics, which TTFT and ITL come from")
+    add("--metrics-token-file", metavar="FILE", help="token for the routers' /metrics, the source of TTFT and ITL")
     add("--json", action="store_true", help="print a line of JSON for each view")
     add_admin_options(parser)
 

@@ -27,7 +27,11 @@ _SHORTEST_BAR, _LONGEST_BAR = 10, 60
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("request", help="its id, as the answer, the log and the live page name it")
-    add("--router", metavar="URL", help="ask this router, such as http://localhost:8000; default: all that Admin lists")
+    add(
+        "--router",
+        metavar="URL",
+        help="ask this router, such as http://localhost:8000; default: every router of the deployment",
+    )
     add("--metrics-token-file", metavar="FILE", help="token for the routers' /metrics, if they demand one")
     add("--json", action="store_true", help="print the router's answer as JSON")
     add_admin_options(parser)

@@ -14,10 +14,10 @@ _GRACE_S = 90.0  # of the call, beyond the drain's own timeout
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("worker", nargs="?", help="as `penstock status` names it, such as decode-1")
+    add("worker", nargs="?", help="worker to drain, as `penstock status` names it, such as decode-1")
     add("--node", help="drain all workers of a node: its Ray id, its address or its host name")
-    add("--within", type=float, metavar="SECONDS", help="until the node goes away; default: no hurry")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="default: %(default)s")
+    add("--within", type=float, metavar="SECONDS", help="time until the node goes away; default: unlimited")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="deadline of the drain; default: %(default)s")
     add("--replace", action="store_true", help="start a new worker in its place")
     add("--json", action="store_true", help="print each step as a line of JSON")
     add_admin_options(parser)

@@ -16,10 +16,10 @@ _FAILED = 1
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("worker", help="as `penstock status` names it, such as decode-1")
+    add("worker", help="worker to flip, as `penstock status` names it, such as decode-1")
     add("role", help="prefill or decode")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="default: %(default)s")
-    add("--force", action="store_true", help="also where a successor of the worker would find no place")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="deadline of the drain; default: %(default)s")
+    add("--force", action="store_true", help="flip even if there is no room for a successor of the worker")
     add("--json", action="store_true", help="print each step as a line of JSON")
     add_admin_options(parser)
 

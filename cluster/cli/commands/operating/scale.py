@@ -14,9 +14,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("pool", help="prefill or decode")
     add("replicas", type=int, metavar="N", help="the number of workers it should have")
-    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="of each drain; default: %(default)s")
-    add("--hold", type=float, default=0.0, metavar="SECONDS", help="the autoscaler leaves it alone; 0: its default")
-    add("--force", action="store_true", help="also more than the machines can hold; the rest stays unplaced")
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="deadline of each drain; default: %(default)s")
+    add(
+        "--hold",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="time for which the autoscaler leaves the pool alone; 0: its default",
+    )
+    add("--force", action="store_true", help="scale even beyond what the machines can hold; the rest stays unplaced")
     add("--wait", type=float, metavar="SECONDS", help="wait until the pool has that size")
     add("--json", action="store_true", help="print the response as JSON")
     add_admin_options(parser)

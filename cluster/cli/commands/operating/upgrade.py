@@ -16,15 +16,41 @@ _FAILED = 1
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="", metavar="DIR", help="folder that new workers load; default: the one that is served")
-    add("--share", type=float, default=0.1, metavar="PART", help="of requests, for new workers at first; %(default)s")
-    add("--window", type=float, default=60.0, metavar="SECONDS", help="of comparing both; default: %(default)s")
-    add("--min-requests", type=int, default=20, metavar="N", help="at new workers in the window; default: %(default)s")
-    add("--max-error-rate", type=float, default=0.01, metavar="RATE", help="at new workers; default: %(default)s")
-    add("--max-slowdown", type=float, default=1.5, metavar="RATIO", help="of mean times; default: %(default)s")
-    add("--ttft", type=float, default=0.0, metavar="SECONDS", help="bound on the mean, instead of the ratio")
-    add("--itl", type=float, default=0.0, metavar="SECONDS", help="bound on the mean, instead of the ratio")
+    add(
+        "--share",
+        type=float,
+        default=0.1,
+        metavar="PART",
+        help="share of the requests that new workers get at first; default: %(default)s",
+    )
+    add(
+        "--window", type=float, default=60.0, metavar="SECONDS", help="how long both are compared; default: %(default)s"
+    )
+    add(
+        "--min-requests",
+        type=int,
+        default=20,
+        metavar="N",
+        help="requests that new workers must serve in the window; default: %(default)s",
+    )
+    add(
+        "--max-error-rate",
+        type=float,
+        default=0.01,
+        metavar="RATE",
+        help="highest error rate of new workers; default: %(default)s",
+    )
+    add(
+        "--max-slowdown",
+        type=float,
+        default=1.5,
+        metavar="RATIO",
+        help="highest ratio of new to old mean times; default: %(default)s",
+    )
+    add("--ttft", type=float, default=0.0, metavar="SECONDS", help="highest mean TTFT, instead of the ratio")
+    add("--itl", type=float, default=0.0, metavar="SECONDS", help="highest mean ITL, instead of the ratio")
     add("--without-evidence", action="store_true", help="replace old workers although new ones served no request")
-    add("--force", action="store_true", help="also where the machines cannot hold new workers beside the old ones")
+    add("--force", action="store_true", help="upgrade even if the machines cannot hold new workers beside the old ones")
     add("--abort", action="store_true", help="roll back the upgrade in flight")
     add("--json", action="store_true", help="print each step as a line of JSON")
     add_admin_options(parser)

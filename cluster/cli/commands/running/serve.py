@@ -85,7 +85,7 @@ def run(arguments: Namespace) -> int:
                 return 0
             losses_s.append(time.monotonic())
             grace_s = config.drain_s
-            print(f"Ray is lost: {lost}. Running requests have {grace_s:g} s to end.", file=sys.stderr, flush=True)
+            print(f"Ray is lost: {lost}. Requests in flight have {grace_s:g} s to finish.", file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             print("stopping", file=sys.stderr)
             return 0

@@ -36,7 +36,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     compare_parser.set_defaults(action=_compare)
     for name in ("a", "b"):
         compare_parser.add_argument(name, metavar=name.upper(), help="the folder of a run, or its result.json")
-    compare_parser.add_argument("--seed", type=int, default=0, help="of the resampling; default: %(default)s")
+    compare_parser.add_argument(
+        "--seed", type=int, default=0, help="random seed of the resampling; default: %(default)s"
+    )
     compare_parser.add_argument("--json", action="store_true", help="print JSON")
     report_parser = actions.add_parser("report", help="print a result again, and write its page again")
     report_parser.set_defaults(action=_report)
@@ -53,10 +55,12 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
     add("--url", default="http://localhost:8000/v1", help="an OpenAI-compatible server; default: %(default)s")
     add("--grpc", metavar="HOST:PORT", help="a Penstock deployment's gRPC address instead")
     add("--api", choices=("completions", "chat"), default="completions", help="default: %(default)s")
-    add("--model", default="", help="default: the first that the server lists")
-    add("--api-key", metavar="KEY", help="default: $PENSTOCK_API_KEY, which other users of the machine cannot read")
+    add("--model", default="", help="model to request; default: the first that the server lists")
+    add("--api-key", metavar="KEY", help="default: $PENSTOCK_API_KEY, hidden from other users of the machine")
     add("--lookaside", action="store_true", help="with --grpc: stream from the decode workers themselves")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="of each request; default: %(default)g")
+    add(
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="deadline of each request; default: %(default)g"
+    )
     add_tls_options(parser)
 
     workload = parser.add_argument_group("what is sent")
@@ -64,15 +68,20 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
     add("--trace", metavar="FILE", help="a recorded trace: Mooncake's or agents' JSONL, Azure's CSV ...")
     add("--dataset", metavar="FILE", help="prompts as JSON lines, or in ShareGPT's form")
     add("--mix", metavar="NAME[=SHARE],...", help="synthetic: random, shared-prefix, chat, rag, agents, bulk")
-    add("--requests", type=int, metavar="N", help=f"default: all of a file, {_DEFAULT_REQUESTS} of a mix")
+    add(
+        "--requests",
+        type=int,
+        metavar="N",
+        help=f"how many to send; default: all of a file, {_DEFAULT_REQUESTS} of a mix",
+    )
     add("--duration", type=float, metavar="SECONDS", help="with --rate: as many requests as arrive in this time")
-    add("--input-tokens", type=int, default=512, metavar="N", help="mean prompt of a mix; default: %(default)s")
+    add("--input-tokens", type=int, default=512, metavar="N", help="mean prompt length of a mix; default: %(default)s")
     add(
         "--output-tokens",
         type=int,
         default=128,
         metavar="N",
-        help="mean answer of a mix or dataset; default: %(default)s",
+        help="mean answer length of a mix or dataset; default: %(default)s",
     )
     add(
         "--think",
@@ -81,19 +90,24 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
         metavar="SECONDS",
         help="mean pause in a mix's conversations; default: %(default)g",
     )
-    add("--scale", type=float, default=1.0, metavar="F", help="multiply a trace's prompts by this")
-    add("--scale-outputs", type=float, metavar="F", help="multiply a trace's answers by this; default: as --scale")
+    add("--scale", type=float, default=1.0, metavar="F", help="multiply the lengths of a trace's prompts by F")
+    add(
+        "--scale-outputs",
+        type=float,
+        metavar="F",
+        help="multiply the lengths of a trace's answers by F; default: --scale",
+    )
     add("--max-context", type=int, metavar="N", help="leave out requests that need more tokens")
-    add("--text", action="store_true", help="send words instead of token ids; chat always does")
+    add("--text", action="store_true", help="send text instead of token ids; chat always does")
     add(
         "--token-ids",
         default="1000:2000",
         metavar="FROM:TO",
-        help="token ids that prompts consist of; default: %(default)s",
+        help="range of the token ids in prompts; default: %(default)s",
     )
-    add("--temperature", type=float, default=0.0, metavar="T", help="default: %(default)g")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; default: %(default)g")
     add("--no-ignore-eos", action="store_true", help="let answers end early, for servers that do not know ignore_eos")
-    add("--body", type=_json_object, default={}, metavar="JSON", help="more fields of each HTTP request")
+    add("--body", type=_json_object, default={}, metavar="JSON", help="further fields for each HTTP request")
 
     load = parser.add_argument_group("when it is sent (lists are sweeps)")
     add = load.add_argument
@@ -103,23 +117,23 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="CV",
-        help="of --rate: 1 is Poisson, more is bursty; default: 1",
+        help="coefficient of variation of --rate's gaps: 1 is Poisson, more is bursty; default: 1",
     )
-    add("--speed", metavar="F,...", help="open loop: a trace's own times, this many times as fast (default for traces)")
+    add("--speed", metavar="F,...", help="open loop: a trace's own arrival times, F times as fast (default for traces)")
     add(
         "--concurrency",
         metavar="N,...",
         help=f"closed loop: clients that wait for answers; default: {_DEFAULT_CONCURRENCY}",
     )
     add("--warm-up", type=int, default=3, metavar="N", help="requests before each point; default: %(default)s")
-    add("--lanes", metavar="LANE=SHARE,...", help="lanes of requests that have none")
+    add("--lanes", metavar="LANE=SHARE,...", help="lanes for requests that name none")
     add(
         "--cancel",
         default="0",
         metavar="SHARE[:TOKENS]",
-        help="share of the clients that leave, and after how many tokens",
+        help="share of the requests to cancel, and after how many tokens",
     )
-    add("--seed", type=int, default=0, help="of everything random; default: %(default)s")
+    add("--seed", type=int, default=0, help="random seed; default: %(default)s")
 
     out = parser.add_argument_group("what is reported")
     add = out.add_argument
@@ -128,11 +142,11 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ttft=S,tpot=S,...",
-        help="seconds: ttft, tpot, itl, e2e; may be repeated",
+        help="limits in seconds on ttft, tpot, itl or e2e; may be repeated",
     )
-    add("--out", metavar="FOLDER", help="for result.json, requests.csv, report.html; default: a new one here")
+    add("--out", metavar="FOLDER", help="where result.json, requests.csv and report.html go; default: a new one here")
     add("--label", default="", help="title of the report")
-    add("--quiet", action="store_true", help="no progress")
+    add("--quiet", action="store_true", help="show no progress")
 
 
 def _run(arguments: Namespace) -> int:
@@ -311,7 +325,7 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise InvalidInput("--body", f"is no JSON: {error}") from error
+        raise InvalidInput("--body", f"is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise InvalidInput("--body", f"is {text!r}; give a JSON object")
     return found

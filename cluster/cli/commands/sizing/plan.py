@@ -65,8 +65,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     workers(
         "--kv-dtype", choices=["auto", "fp8", "int8"], default="auto", help="type of KV pages; default: %(default)s"
     )
-    workers("--quantization", choices=["none", *_WEIGHT_BITS], default="none", help="of weights; default: %(default)s")
-    workers("--max-devices", type=int, default=512, metavar="N", help="default: %(default)s")
+    workers(
+        "--quantization", choices=["none", *_WEIGHT_BITS], default="none", help="type of weights; default: %(default)s"
+    )
+    workers("--max-devices", type=int, default=512, metavar="N", help="most devices of a plan; default: %(default)s")
     workers("--max-context", type=int, metavar="N", help="drop longer requests; default: the model's context")
     output = parser.add_argument_group("output").add_argument
     output(

@@ -190,7 +190,7 @@ def delimited(number: int, payload: bytes) -> bytes:
 
 BROKEN = b"\xff"  # no UTF-8
 MANY = "request: has more than 26624 fields; send fewer messages, and pack repeated numbers"
-UNREADABLE = "request: is no penstock.v1.GenerateRequest"
+UNREADABLE = "request: is not a penstock.v1.GenerateRequest"
 ROOM = LARGEST - 32  # for what stands around the repeated bytes
 MESSAGES = {
     "a number without an end": (b"\xff" * LARGEST, UNREADABLE),

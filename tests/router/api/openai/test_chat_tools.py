@@ -385,6 +385,6 @@ async def test_the_parsers_are_settings():
         answer = await http.post("/v1/chat/completions", json={"messages": HI, "tools": [CLOCK]})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
         assert "see tool_parser" in answer.json()["error"]["message"]
-    with pytest.raises(ConfigError, match="tool_parser: 'hermit' is no parser; choose one of auto, none, "):
+    with pytest.raises(ConfigError, match="tool_parser: 'hermit' is not a parser; choose one of auto, none, "):
         async with running_router(tool_parser="hermit", workers=("127.0.0.1:1",)):
             pass

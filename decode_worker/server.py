@@ -132,7 +132,7 @@ class DecodeServer:
         return await self._lookaside.start()
 
     async def leave(self) -> None:
-        """Asks routers to send nothing more; requests that are here go on."""
+        """Asks routers to send nothing more; requests that are here continue."""
         await self.shell.leave()
 
     async def wait_idle(self, timeout_s: float) -> bool:

@@ -111,7 +111,7 @@ class DecodeWorker:
         self._when_ready(request, lambda: self._place(request))
 
     def _place(self, request: DecodeRequest) -> None:
-        """Places a request; one that continues an output may go on with tokens that its grammar forces."""
+        """Places a request; one that continues an output may continue with tokens that its grammar forces."""
         if request.sequence.matcher is not None:
             self._fast_forward(request)
         if request.sequence in self._requests:
@@ -166,7 +166,7 @@ class DecodeWorker:
             raise Overloaded(f"this worker holds {len(self._requests)} requests, its limit; try again", _RETRY_AFTER_S)
 
     def cancel(self, request: DecodeRequest, error: PenstockError | None = None) -> None:
-        """Ends a request whose caller has gone, or with `error` one that cannot go on."""
+        """Ends a request whose caller has gone, or with `error` one that cannot continue."""
         if request.sequence not in self._requests:
             return
         if error is not None:

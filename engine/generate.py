@@ -78,7 +78,7 @@ def use_adapter(engine: Engine, generation: Generation, adapter: AdapterRef) -> 
 
 
 def _fast_forward(engine: Engine, generation: Generation) -> None:
-    """Appends the tokens that the grammar forces after a token that was sampled, as far as the output may go on."""
+    """Appends the tokens that the grammar forces after a token that was sampled, as far as the output may continue."""
     model = engine.model
 
     def has_ended() -> bool:

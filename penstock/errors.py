@@ -138,7 +138,7 @@ class Quarantined(PenstockError):
 
 
 class TransferError(PenstockError):
-    """A KV transfer failed. The request goes on with another prefill worker or a local prefill."""
+    """A KV transfer failed. The request continues with another prefill worker or a local prefill."""
 
     code = grpc.StatusCode.ABORTED
     http_status = 500

@@ -73,7 +73,7 @@ class PrefillServer:
         await shell.serve()
 
     async def leave(self) -> None:
-        """Asks routers to send nothing more; prefills that are here go on."""
+        """Asks routers to send nothing more; prefills that are here continue."""
         await self.shell.leave()
 
     async def wait_idle(self, timeout_s: float) -> bool:

@@ -88,7 +88,7 @@ def offered_load(requests: Sequence[TraceRequest], spec: FleetSpec) -> float:
 
 
 def single_cache_hit_rate(requests: Sequence[TraceRequest], page_size: int, num_pages: int) -> float:
-    """Returns the hit rate of one cache as large as all workers' caches, with the requests one after the other.
+    """Returns the hit rate of one cache as large as all workers' caches, with the requests one after another.
 
     It bounds every placement except for luck: no page is held twice, and running requests take no room.
     """

@@ -119,7 +119,7 @@ class FenceKeeper:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _has_no_way(self, end_ways: Callable[[Epoch], bool], epoch: Epoch) -> bool:
-        """Calls `end_ways` on another thread; its failure is no proof."""
+        """Calls `end_ways` on another thread; its failure is not a proof."""
         try:
             return await asyncio.to_thread(end_ways, epoch)
         except PenstockError as error:

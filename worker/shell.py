@@ -284,7 +284,7 @@ class WorkerShell:
     # The end. A server calls `close_port`, ends its calls to other workers, and then stops the loop.
 
     async def leave(self) -> None:
-        """Asks routers to send nothing more; requests that are here go on."""
+        """Asks routers to send nothing more; requests that are here continue."""
         self.service.leave()
         await self.rpc.set_serving(False)
 

@@ -1,6 +1,6 @@
 """Charts of a benchmark's result, from its JSON alone, so that a committed result has the same charts on any machine.
 
-Bars stand for the rows that `bar_specs` selects; a result may also hold curves (`benchmarks.common.report.Curves`).
+Bars show the rows that `bar_specs` selects; a result may also hold curves (`benchmarks.common.report.Curves`).
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _check(at: str, share: float, of: str, wanted: float, kind: str = "at least"
 
 
 def is_met(row: Row) -> bool | None:
-    """Returns whether a check is met, or None for a row that is no check."""
+    """Returns whether a check is met, or None for a row that is not a check."""
     if row.baseline is None or not row.baseline.startswith("wanted "):
         return None
     ratio = row.ratio or 0.0

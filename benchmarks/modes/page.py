@@ -51,7 +51,7 @@ def _slo_text(study: WorkloadStudy, index: int) -> str:
 
 
 def latency_table(study: WorkloadStudy) -> Table:
-    """Returns a row for each load and mode: latencies in ms, and how they stand beside two colocated workers."""
+    """Returns a row for each load and mode: latencies in ms, and how they compare with two colocated workers."""
     modes = measured_modes([study])
     beside = {mode: study.comparison(COLOCATED, mode) for mode in modes if mode != COLOCATED}
     rows = []

@@ -1,8 +1,8 @@
 """Replays every trace under every placement policy in virtual time: hit rate, balance, latencies and goodput.
 
 `python -m benchmarks.router.replay` takes traces from the folder in PENSTOCK_TRACES; without it only the generated mix
-runs. Hit rates stand beside that of a single cache. Arrivals are scaled to an offered load: the time that the prompts
-would take without any cache, over the capacity of the workers.
+runs. Hit rates are compared with that of a single cache. Arrivals are scaled to an offered load: the time that the
+prompts would take without any cache, over the capacity of the workers.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ async def tokenizing_rows(model: Path) -> list[Row]:
 
 
 async def _pause_rows(tokenizer: Tokenizer, model: Path) -> list[Row]:
-    """Measures the event loop's pauses while 16k-token texts are encoded one after the other in a thread."""
+    """Measures the event loop's pauses while 16k-token texts are encoded one after another in a thread."""
     library = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     texts = [make_text(random.Random(seed), 35_000) for seed in range(40)]
     plain = await _pauses(lambda text: asyncio.to_thread(library.encode, text), texts)

@@ -5,7 +5,7 @@ in the same two arrangements if its interpreter is named (`benchmarks/common/vll
 
 64 requests arrive as a Poisson process; prompts are 64 to 1024 random tokens, outputs 16 to 96 with end-of-sequence
 ignored, greedy, on the 135M shape in bf16, as streams of OpenAI's HTTP API. The client, the router and the workers
-share the machine's two cores. The deployments run one after the other with the same prompts at the same times; each
+share the machine's two cores. The deployments run one after another with the same prompts at the same times; each
 point of each is preceded by three requests that do not count.
 """
 
@@ -60,7 +60,7 @@ def vllm_server(vllm: Vllm) -> Iterator[Server]:
 
 @contextmanager
 def vllm_pair(vllm: Vllm) -> Iterator[Server]:
-    """Starts the two servers one after the other, so that the second finds what the first has compiled."""
+    """Starts the two servers one after another, so that the second finds what the first has compiled."""
     first, second = ([core] for core in own_cores(2))
     with (
         VllmServer(vllm, random_llama(), first, MAX_SEQUENCES, MAX_CONTEXT, is_paired=True) as prefill,

@@ -1,4 +1,4 @@
-"""Measures where the time to first token goes on an idle system, with prompts computed remotely, split or locally.
+"""Measures where the time to first token continues an idle system, with prompts computed remotely, split or locally.
 
 Three deployments with their own routers stand side by side, and the same prompts, which no cache holds, go to each of
 them in turn, one at a time, so that whatever else the machine does falls on all alike: one prefill and one decode

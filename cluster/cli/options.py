@@ -1,4 +1,4 @@
-"""Flags that several commands share, and what they stand for."""
+"""Flags that several commands share, and the settings that they make."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         async with typed_errors(context):
             if request.role not in list(Role):
                 raise InvalidInput("role", f"is {request.role!r}; give {' or '.join(Role)}")
-            with contextlib.suppress(Unavailable):  # a flip starts nothing, so it may go on without Ray's head
+            with contextlib.suppress(Unavailable):  # a flip starts nothing, so it may continue without Ray's head
                 await self._controller.pool_service.refresh()
             flip = self._controller.pool_service.flip(
                 request.worker_id, Role(request.role), request.timeout_s or TIMEOUT_S, force=request.force

@@ -100,6 +100,6 @@ class RecordKeeper:
             self._save(record)
 
     def close(self) -> None:
-        """Saves that the deployment is stopping, so that a successor goes on with that, and nothing after it."""
+        """Saves that the deployment is stopping, so that a successor continues with that, and nothing after it."""
         self._is_closed = True
         self._save(replace(self._record, stopping=True))

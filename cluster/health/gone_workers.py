@@ -1,7 +1,7 @@
 """Informs workers that the machine of a lost worker is dead, so that they can reuse pages which it might have written.
 
-Loss is no such proof: the process may run on, out of reach. Where a worker was lost, its node is looked at until it is
-known to be dead; then every worker that serves is informed, until it has answered. What they do about it is theirs
+Loss is not such a proof: the process may run on, out of reach. Where a worker was lost, its node is looked at until it
+is known to be dead; then every worker that serves is informed, until it has answered. What they do about it is theirs
 (`worker.fence_keeper`).
 """
 

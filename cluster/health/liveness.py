@@ -106,7 +106,7 @@ async def follow_worker(
 async def _ask(method: Any, request: object, address: str, lease: _Lease) -> Any:
     """Returns the answer, retrying until the lease is over. Raises AioRpcError, at once if nothing listens any more.
 
-    A frozen process breaks connections too, since it leaves pings unanswered: a broken connection alone is no loss.
+    A frozen process breaks connections too, since it leaves pings unanswered: a broken connection alone is not a loss.
     """
     while True:
         waits = not await _refuses(address)

@@ -24,7 +24,7 @@ class NodeNotice:
 
     node: str
     given_s: float  # when the notice came, monotonic
-    deadline_s: float | None = None  # when everything there must have ended; None: no hurry
+    deadline_s: float | None = None  # when everything there must have ended; None: no deadline
     reason: str = ""
 
 

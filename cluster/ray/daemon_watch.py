@@ -1,7 +1,7 @@
 """Watches the two daemons of an embedded Ray, which nobody else supervises: what it can restart it restarts.
 
 Ray's control store (`gcs_server`) keeps its state on disk and is started again; nothing else notices. Ray's node
-manager (`raylet`) cannot be replaced: workers and routers go on without it, but none can be started any more, so the
+manager (`raylet`) cannot be replaced: workers and routers continue without it, but none can be started any more, so the
 deployment must be started again (`cluster.cli.commands.running.serve`).
 """
 

@@ -295,7 +295,7 @@ class RayDeployment:
                 remove_secret(self._own_secret)
 
     def leave(self) -> None:
-        """Disconnects from a joined cluster; the deployment goes on."""
+        """Disconnects from a joined cluster; the deployment continues."""
         ray.shutdown()
 
     def __enter__(self) -> RayDeployment:

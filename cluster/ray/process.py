@@ -124,7 +124,7 @@ class RayProcess:
         return made.remote(spec.kind, spec.incarnation.worker_id, dict(spec.config), spec.use_node_address)
 
     async def start(self) -> Started:
-        """Starts the server. A found actor repeats its report, or goes on starting."""
+        """Starts the server. A found actor repeats its report, or continues starting."""
         assert self._actor is not None, "place first"
         try:
             report: StartReport = await self._actor.start.remote(self._context.controller, self._spec.incarnation)

@@ -1,6 +1,6 @@
 """Stores the controller's record in Ray's own key-value store, which lives as long as the cluster does.
 
-One thread writes, and always the newest record: the head may be away, and the controller goes on meanwhile.
+One thread writes, and always the newest record: the head may be away, and the controller continues meanwhile.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ async def find_running(make_process: Callable[[Incarnation, ActorHandle], RayPro
 
 
 def newest(found: Mapping[Incarnation, FoundProcess]) -> dict[Incarnation, FoundProcess]:
-    """Returns each worker's last incarnation, by the name of its actor. A spare is no worker yet."""
+    """Returns each worker's last incarnation, by the name of its actor. A spare is not a worker yet."""
     order = sorted(found, key=lambda name: found[name].incarnation.number)
     last = {found[name].incarnation.worker_id: name for name in order}
     return {name: found[name] for name in last.values() if not found[name].incarnation.spare_of}

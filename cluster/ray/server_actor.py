@@ -50,7 +50,7 @@ class HostedServer(Protocol):
         ...
 
     async def wait_failed(self) -> str:
-        """Returns the reason once the server cannot go on by itself."""
+        """Returns the reason once the server cannot continue by itself."""
         ...
 
     async def leave(self, drain_s: float) -> None:
@@ -179,7 +179,7 @@ class ServerActor:
         return await asyncio.shield(self._starting)
 
     async def live(self) -> str:
-        """Returns the reason once the server cannot go on; Ray ends the call when the process dies."""
+        """Returns the reason once the server cannot continue; Ray ends the call when the process dies."""
         await self._made.wait()
         assert self._server is not None
         return await self._server.wait_failed()

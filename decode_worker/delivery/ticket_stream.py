@@ -91,7 +91,7 @@ class TicketStream:
         """Yields outputs until every completion has ended. Closing it releases all that the ticket holds before the
         next step.
 
-        Raises DeadlineExceeded, Unavailable if the client can go on elsewhere, or the worker's refusal.
+        Raises DeadlineExceeded, Unavailable if the client can continue elsewhere, or the worker's refusal.
         """
         self._report(self._state)
         error: PenstockError | None = Cancelled("the client has gone")

@@ -1,7 +1,7 @@
 """Gathers the deltas of a decode worker while it works, and sends them as one batch a stream. On the step loop.
 
 Most sequences of a step yield a plain token: those of one stream travel together, without a look at each request. For
-that every request has a slot, and its `stream_id` and stream stand in columns under that slot.
+that every request has a slot, and its `stream_id` and stream are kept in columns under that slot.
 
 Shapes: `R` rows of a step.
 """

@@ -1,7 +1,7 @@
 """Decides which sequences migrate to another decode worker, and when to stop copying and pause one. Pure.
 
-A sequence goes on decoding while its pages are copied: complete pages never change, so each is sent once. The sequence
-pauses only for what has not landed by then, a page or two, and this bounds the pause.
+A sequence continues decoding while its pages are copied: complete pages never change, so each is sent once. The
+sequence pauses only for what has not landed by then, a page or two, and this bounds the pause.
 """
 
 from __future__ import annotations

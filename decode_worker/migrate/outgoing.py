@@ -1,6 +1,6 @@
 """Migrates sequences from this worker to other decode workers: the source side. Runs on the step loop.
 
-A sequence goes on decoding while its complete pages are pushed. Once few are left it pauses, its last pages and its
+A sequence continues decoding while its complete pages are pushed. Once few are left it pauses, its last pages and its
 state follow, and the target confirms that it holds them all. Only then does the request end here, and its router learns
 where the sequence runs; after any earlier failure it resumes here as if nothing had happened. `closed`, the last
 message to the target, says which of the two happened and that nothing is written any more.
@@ -336,7 +336,7 @@ class OutgoingMigrations:
             self._fail(migration, Cancelled(f"{request.sequence.request_id} has ended"))
 
     def _fail(self, migration: OutgoingMigration, error: PenstockError) -> None:
-        """Settles the attempt with an error; the sequence, unless it has ended, goes on here."""
+        """Settles the attempt with an error; the sequence, unless it has ended, continues here."""
         if migration.is_settled:
             return
         migration.error = error

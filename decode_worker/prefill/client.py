@@ -153,7 +153,7 @@ class PrefillClient:
     async def _follow(
         self, prefill: RemotePrefill, events: TransferEvents, commands: Commands, warm: WarmCall | None
     ) -> None:
-        """Makes one call, or goes on with an opened one; any end but `closed` is a loss."""
+        """Makes one call, or continues with an opened one; any end but `closed` is a loss."""
         key, candidate = prefill.key, prefill.candidate
         slow = self._watch_start(prefill, events)
         try:

@@ -6,8 +6,8 @@ is not: scheduling takes a hundredth of a step there, and a request that arrives
 Where a grammar rules a token of that next step, the step is computed up to its logits, and sampled as soon as the
 tokens of the step before it have been recorded: the mask follows from them.
 
-A model that is split between ranks announces each step to the others when it is given, so that a rank goes on with the
-next step without waiting for rank 0. They compute every step announced to them: a step that awaits a failed one is
+A model that is split between ranks announces each step to the others when it is given, so that a rank continues with
+the next step without waiting for rank 0. They compute every step announced to them: a step that awaits a failed one is
 computed and discarded, and nothing else starts before it is over.
 """
 

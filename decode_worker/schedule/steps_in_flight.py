@@ -33,7 +33,9 @@ class StepsInFlight:
         self._rows = rows
         self._plans: deque[StepPlan] = deque()
         self._num_steps = 0
-        self._dropped: dict[Sequence, int] = {}  # lost their pages or go on otherwise: tokens up to this step are void
+        self._dropped: dict[
+            Sequence, int
+        ] = {}  # lost their pages or continue otherwise: tokens up to this step are void
         self._parked: deque[tuple[int, list[PageId]]] = deque()  # free once that step is over
 
     def __len__(self) -> int:

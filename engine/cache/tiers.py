@@ -1,9 +1,9 @@
 """The tiers below the device's prefix cache: pages in host memory, and below those pages on disk.
 
 Only `engine.cache.prefix_cache` calls it: a page evicted from the pool is offered here before it is reused (`store`),
-and a prompt that goes on where the device's cache ends looks here for more (`load`). A loaded page is a copy in a page
-that the sequence was given anyway: a hit costs a copy instead of a computation, and schedulers need to know only how
-many leading pages are filled.
+and a prompt that continues where the device's cache ends looks here for more (`load`). A loaded page is a copy in a
+page that the sequence was given anyway: a hit costs a copy instead of a computation, and schedulers need to know only
+how many leading pages are filled.
 
 Tiers hold copies under hashes, never references to the pool. A loaded page stays in its tier as well: it is likely to
 be evicted again, and then nothing needs copying. Each tier evicts its least recently used page, to the next tier or for

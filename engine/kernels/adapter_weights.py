@@ -17,7 +17,7 @@ import torch
 class AdapterWeights:
     """One product's matrices by slot. A smaller adapter fills the first rows of its part; the others are 0."""
 
-    down_SQI: torch.Tensor  # A of each part, one after the other: Q = P * R
+    down_SQI: torch.Tensor  # A of each part, one after another: Q = P * R
     up_SRO: torch.Tensor  # B, transposed and times the adapter's scale; a part has its run of O
     ranks_SP: torch.Tensor  # int32, on the host: 0 where the adapter leaves a part alone
     part_ends: tuple[int, ...]  # of the runs of O ...

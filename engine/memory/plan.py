@@ -1,7 +1,7 @@
 """Plans the memory of a replica without loading it: weights, KV pages, steps, and what fits. Torch-free.
 
 Called by `penstock plan-memory`. It reads `config.json` and the headers of weight files, and takes all sizes from
-`engine.memory.estimates`, as the engine does. Where there are no weight files, `config.json` alone has to do.
+`engine.memory.estimates`, as the engine does. Where there are no weight files, `config.json` alone must suffice.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class RankMessage(NamedTuple):
 
 
 class RankLost(Exception):
-    """The other end is gone, or has sent something that is no message."""
+    """The other end is gone, or has sent something that is not a message."""
 
 
 class RankChannel:

@@ -13,7 +13,7 @@ from penstock.types import FinishReason
 
 
 def finish_reason(sequence: Sequence, eos_token_ids: Collection[int], context_length: int) -> FinishReason | None:
-    """Returns why the sequence ends with its last token, or None while it goes on.
+    """Returns why the sequence ends with its last token, or None while it continues.
 
     None of the first `min_tokens` output tokens counts as a stop. A stop token that is also the last one that fits
     counts as a stop. With a grammar, every end-of-sequence token does: one that is to be ignored, or comes too early,

@@ -2,7 +2,7 @@
 
 Stands between a worker's core and `Engine.step`. Computing a step twice is harmless: it writes the same KV to the same
 pages. Only errors that Penstock raises on purpose are isolated, such as logits that are not finite; any other error is
-a fault of the process, which must not go on.
+a fault of the process, which must not continue.
 """
 
 from __future__ import annotations

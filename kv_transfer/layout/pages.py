@@ -3,7 +3,7 @@
 Sits between the transports and the pool tensor, which the engine owns: this module only views it and copies rows in
 and out. It ignores the dtype and geometry of pages; the handshake has compared them.
 
-Shape suffixes: P pages, W 8-byte words of a page (bytes where a page is no multiple of 8).
+Shape suffixes: P pages, W 8-byte words of a page (bytes where a page is not a multiple of 8).
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class NixlReceiver:
         }
 
     def _serve(self, peer: Peer, channel: Channel) -> None:
-        """Lets the peer write, and runs until it goes. That is no loss yet: notifications may wait to be polled."""
+        """Lets the peer write, and runs until it goes. That is not a loss yet: notifications may wait to be polled."""
         with self._granting:
             for first in range(0, len(self._metadata), METADATA_PIECE_BYTES):
                 piece = self._metadata[first : first + METADATA_PIECE_BYTES]

@@ -1,4 +1,4 @@
-"""Axes: which range of values one shows, where a value stands in pixels, and the ticks."""
+"""Axes: which range of values one shows, where a value lies in pixels, and the ticks."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Chat:
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]] = ()  # {"type": "function", "function": {"name": ..., "parameters": ...}}
-    add_generation_prompt: bool | None = None  # begin the assistant's answer; None: unless the last message goes on
+    add_generation_prompt: bool | None = None  # begin the assistant's answer; None: unless the last message continues
     continue_final_message: bool = False  # the answer continues the last message
     template_arguments: Mapping[str, Any] = field(default_factory=dict)  # such as enable_thinking
 

@@ -6,8 +6,8 @@
             print(chunk.text, end="", flush=True)
 
 Every call raises typed errors (`penstock.errors`). UNAVAILABLE is tried again with backoff, at the next router if there
-are several; a stream that has received tokens goes on after them. A refused connection is tried again until the call's
-deadline: a router that is replaced costs a pause.
+are several; a stream that has received tokens continues after them. A refused connection is tried again until the
+call's deadline: a router that is replaced costs a pause.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         lookaside: bool = False,
     ) -> None:
-        """`target` is the host:port of a router, or those of several: calls and streams of a lost one go on at another.
+        """`target` is the host:port of a router, or those of several: calls and streams of a lost one continue at
+        another.
 
         `timeout_s` is the deadline of calls that name none; without either, the router's default applies. `api_key`
         defaults to PENSTOCK_API_KEY. `tls` turns encryption on, and so do `credentials` of your own.
 
         With `lookaside`, streams come straight from the decode workers if the deployment allows it: routers admit and
-        place requests, and tokens do not pass them. A stream that breaks off goes on through a router.
+        place requests, and tokens do not pass them. A stream that breaks off continues through a router.
         """
         self._timeout_s = timeout_s
         self._retry = retry

@@ -44,7 +44,7 @@ class WatchedFiles(Generic[ValueT]):
             return False
         try:
             value = self._read()
-        except Exception as error:  # whatever the file holds, the task that looks at files goes on
+        except Exception as error:  # whatever the file holds, the task that looks at files continues
             self._mark = mark
             self.problem = error.message if isinstance(error, PenstockError) else type(error).__name__
             log.error("%s; what was read before stays in force (%s)", self.problem, self.setting)

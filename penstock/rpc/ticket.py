@@ -103,7 +103,7 @@ def time_left_s(ticket: worker_pb2.Ticket, now_unix_s: float) -> float:
 def page_salt(secret: ClusterSecret | None, model_revision: str, cache_scope: str, adapter: str = "") -> bytes:
     """Returns the root of the page hashes of requests that may share pages.
 
-    `adapter` is the revision of theirs. Without a secret, salts still differ by scope, but anybody who knows the names
-    can compute them.
+    `adapter` is the revision of their adapter. Without a secret, salts still differ by scope, but anybody who knows the
+    names can compute them.
     """
     return make_salt(model_revision, adapter=adapter, tenant=cache_scope, key=secret.key(_SALTS) if secret else b"")

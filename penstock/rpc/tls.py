@@ -127,7 +127,7 @@ def _to_grpc(files: CertificateFiles) -> grpc.ServerCertificateConfiguration:
 
 
 def _make_context(tls: TlsConfig, setting: str) -> ssl.SSLContext:
-    """Raises ConfigError if certificate and key do not match, or hold what is no certificate."""
+    """Raises ConfigError if certificate and key do not match, or hold what is not a certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(tls.cert_file, tls.key_file, password="")

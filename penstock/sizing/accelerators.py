@@ -1,6 +1,6 @@
 """Accelerators by their published peaks. Nothing here was measured on them: efficiencies are assumptions.
 
-Peaks are dense (without sparsity), of one device. The link is what a worker gets to others for KV: one 400 Gbit/s
+Peaks are dense (without sparsity), of one device. The link is what a worker has for KV to others: one 400 Gbit/s
 adapter for each device in a node of eight, 100 Gbit/s for PCIe cards.
 """
 

@@ -318,11 +318,11 @@ class AdmissionPolicy:
         self._observed_s = now_s
         saturation = worst(self._signals(now_s))
         if self._forecast.fleet is None and (saturation or 0.0) < self._overload.saturation:
-            saturation = None  # the workers' part of it is unknown now, which is no relief
+            saturation = None  # the workers' part of it is unknown now, which is not a relief
         self._overload.observe(saturation, now_s)
 
     def _signals(self, now_s: float) -> Iterator[float | None]:
-        """Yields signals of saturation. Bulk requests are meant to wait: their queue is no sign of overload."""
+        """Yields signals of saturation. Bulk requests are meant to wait: their queue is not a sign of overload."""
         rate = self._forecast.drain_per_s(now_s)
         for lane in (Lane.INTERACTIVE, Lane.STANDARD):
             queue, settings = self._lanes[lane], self._config.lane(lane)

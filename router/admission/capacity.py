@@ -1,4 +1,4 @@
-"""Bounds what is at the workers at once, so that the queue stands in the router, where it can be ordered. Pure.
+"""Bounds what is at the workers at once, so that the queue is in the router, where it can be ordered. Pure.
 
 What the fleet does not report limits nothing: an unknown number of decode slots is not zero slots.
 """
@@ -101,7 +101,7 @@ def _prefill_has_room(
 
 
 def _pages_have_room(fleet: FleetState, outstanding: Outstanding, prompt_tokens: int, config: AdmissionConfig) -> bool:
-    """Counts prompts in flight as well: they have not all their pages yet, so that the reports do not show them."""
+    """Counts prompts in flight as well: they do not have all their pages yet, so that the reports do not show them."""
     if not fleet.kv_tokens or fleet.free_kv_tokens is None:
         return True
     prefilling, most = outstanding.prefilling_tokens, fleet.max_held_tokens

@@ -141,7 +141,8 @@ class Tenants:
         return self._controllers[1]
 
     def salt(self, model_revision: str, cache_scope: str, adapter: str = "") -> bytes:
-        """Returns the root of the page hashes of the requests of a scope; `adapter` is the revision of theirs."""
+        """Returns the root of the page hashes of the requests of a scope; `adapter` is the revision of their
+        adapter."""
         secrets = self._secrets()
         secret = secrets.current if secrets is not None else None
         key = (secret, model_revision, cache_scope, adapter)

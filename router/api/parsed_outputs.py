@@ -1,7 +1,7 @@
 """Turns the outputs of a call into `ChoiceDelta`s: the one place where the text of outputs is parsed. Pure.
 
-Parsing happens here, behind detokenizing, and not at workers: a stream whose worker is lost goes on with the same text,
-so that its parser sees no seam and no worker holds state for it.
+Parsing happens here, behind detokenizing, and not at workers: a stream whose worker is lost continues with the same
+text, so that its parser sees no seam and no worker holds state for it.
 """
 
 from __future__ import annotations

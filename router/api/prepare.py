@@ -90,7 +90,7 @@ class RequestPreparer:
         return self._leaving
 
     def refuse_new(self) -> None:
-        """Refuses new requests from now on, since the router shuts down; those in flight go on."""
+        """Refuses new requests from now on, since the router shuts down; those in flight continue."""
         self._leaving = True
 
     @property

@@ -53,7 +53,7 @@ class _FieldReader:
     def delimited(self, start: int, end: int) -> Iterator[_Delimited]:
         """Yields the length-delimited fields, except those within groups: no message of ours has one.
 
-        Raises DecodeError for bytes that are no message, _TooManyFields when the budget is spent.
+        Raises DecodeError for bytes that are not a message, _TooManyFields when the budget is spent.
         """
         at, depth = start, 0
         while at < end:

@@ -19,7 +19,7 @@ from router.tracing.stages import LegCause, WorkerLeg
 
 
 class DispatchedCompletion:
-    """Owned by its token stream, which chooses the workers that `submit` sends it to, one after the other."""
+    """Owned by its token stream, which chooses the workers that `submit` sends it to, one after another."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The state machine of one completion on its way through workers: what it holds, and whether it goes on after a loss.
+"""The state machine of one completion on its way through workers: what it holds, and whether it continues after a loss.
 
 Pure: the token stream reports to it what happened and does what it answers, and the simulator's router runs the same
 code in virtual time. It owns the completion's entries in the in-flight ledger and knows whether a worker still has it;
@@ -60,11 +60,11 @@ class CompletionCore:
         return WAIT_TO_RESUME_S if self.num_generated else WAIT_TO_START_S
 
     def on_placed(self, credits: Collection[WorkKey]) -> None:
-        """Takes what its placement was booked as."""
+        """Keeps the ledger entries of its placement."""
         self._credits = list(credits)
 
     def on_sent(self, epoch: Epoch) -> None:
-        """Notes that it went to a worker: after its placement, or where its sequence has migrated to."""
+        """Notes the worker that it was sent to after its placement, or that its sequence has migrated to."""
         self.worker_epoch = epoch
         self._is_at_worker = True
 
@@ -77,7 +77,7 @@ class CompletionCore:
         return True
 
     def on_left(self) -> None:
-        """Notes that its worker has no part of it any more: it has ended, refused it, migrated it or was lost."""
+        """Notes that its worker no longer holds it: the worker has ended, refused or migrated it, or was lost."""
         self._is_at_worker = False
 
     def on_end(self) -> None:

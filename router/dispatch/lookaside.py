@@ -256,14 +256,14 @@ class HeldRequest:
     def on_silence(self, why: Silence) -> None:
         self._metrics.failed(_SILENCES[why])
         self._fail_trace(_SILENCES[why])
-        if why is Silence.WORKER_LOST:  # a slow client, or one that never comes, is no fault of the worker
+        if why is Silence.WORKER_LOST:  # a slow client, or one that never comes, is not a fault of the worker
             self._health.on_failure(self._epoch, time.monotonic())
             if not self._started:
                 self._suspect(self.request)
         self._leave(NOTHING_USED)
 
     def release(self) -> None:
-        """Gives everything back for a ticket that went to nobody."""
+        """Gives everything back for a ticket that was not handed out."""
         self._leave(NOTHING_USED)
 
     def _fail_trace(self, reason: str) -> None:

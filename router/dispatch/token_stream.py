@@ -1,6 +1,6 @@
 """The token stream of one request: placement, a deadline for all completions, and a new worker for a lost one.
 
-A completion whose decode worker is lost goes on at another, which gets the prompt and the tokens emitted so far;
+A completion whose decode worker is lost continues at another, which gets the prompt and the tokens emitted so far;
 sampling depends on (seed, position) alone, so the client's stream shows no seam. A completion whose sequence migrates
 is followed to its new worker. Leaving the stream, for whatever reason, cancels every completion at its worker.
 

@@ -3,7 +3,7 @@
 Every request that was on a worker when it died is re-dispatched. A request that gets no token between two such deaths
 is a suspect, and so are the innocent requests that waited beside it. Suspects are retried one at a time: the
 *isolation* lock is held by one request of this router until its first token clears it. If the worker of the request in
-isolation dies, that request is the cause beyond doubt: it is refused, and so is the same prompt for a while, before it
+isolation dies, that request is certainly the cause: it is refused, and so is the same prompt for a while, before it
 ends the whole pool. A long stream that survives two deaths has got tokens in between and is never suspected.
 """
 

@@ -30,5 +30,5 @@ class QuotaExchange(Protocol):
         ...
 
     def on_peer_away(self, peer: str) -> None:
-        """Takes note that the router is out of reach, or has left."""
+        """Notes that the router is out of reach, or has left."""
         ...

@@ -25,7 +25,7 @@ _AWAY_S = 5.0  # until a worker that is out of reach is back, or its tickets are
 
 
 class Silence(Enum):
-    """The reason why nothing more comes of a ticket."""
+    """The reason why a ticket is not followed any further."""
 
     UNUSED = "unused"  # no stream began within its lifetime
     LATE = "late"  # its deadline passed, and the worker has not reported the end
@@ -44,7 +44,7 @@ class TicketHolder(Protocol):
         ...
 
     def on_silence(self, why: Silence) -> None:
-        """Takes note that nothing more will come."""
+        """Notes that nothing more will come."""
         ...
 
 

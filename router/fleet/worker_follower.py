@@ -187,7 +187,7 @@ class WorkerFollower:
             await asyncio.wait([watcher])
 
     async def _keep_watching(self, channel: grpc.aio.Channel, link: DecodeLink) -> None:
-        """Watches events while the link lives. When they break off, requests go on; new ones avoid the worker."""
+        """Watches events while the link lives. When they break off, requests continue; new ones avoid the worker."""
         backoff = Backoff(random.Random())
         while True:
             try:

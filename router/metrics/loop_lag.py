@@ -1,4 +1,4 @@
-"""Measures how late the router's event loop runs: how long whatever it computes at a stretch holds up everything else.
+"""Measures how late the router's event loop runs: how long a computation without a pause holds up everything else.
 
 A timer is due every 20 ms. It comes late by what is left of the computation that it falls into, so a pause of P shows
 as P less at most 20 ms.

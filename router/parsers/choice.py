@@ -68,9 +68,9 @@ class ParserChoice:
         return OutputParser(self.tools, self.reasoning, tools, starts_in_reasoning=starts_in_reasoning)
 
     def restore(self, state: Mapping[str, Any], tools: Sequence[ToolFunction] = ()) -> OutputParser:
-        """Returns a parser that goes on where the one whose `state()` this is stood.
+        """Returns a parser that continues where the one whose `state()` this is stood.
 
-        Raises InvalidInput if `state` is no state of a parser of this choice.
+        Raises InvalidInput if `state` is not a state of a parser of this choice.
         """
         parser = self.make(tools)
         parser.load(state)

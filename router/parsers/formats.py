@@ -50,7 +50,7 @@ class ToolFormat(Format):
     calls: Mapping[str, CallMark] = field(default_factory=dict)
     before: frozenset[str] = frozenset()  # marks that may stand before calls
     after: frozenset[str] = frozenset()  # marks that may stand after calls
-    ends_reasoning: bool = False  # a call ends the reasoning that it stands in
+    ends_reasoning: bool = False  # a call ends the reasoning that it is in
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ class OutputParser:
         return self._output.take()
 
     def state(self) -> dict[str, Any]:
-        """Returns what `ParserChoice.restore` goes on from, as JSON-able data. Call it between calls of `feed`."""
+        """Returns what `ParserChoice.restore` continues from, as JSON-able data. Call it between calls of `feed`."""
         return {
             **{name: getattr(self, f"_{name}") for name in _FIELDS},
             "raw": self._raw.state(),

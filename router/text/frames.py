@@ -10,7 +10,7 @@ import resource
 import struct
 from typing import IO
 
-NICENESS = 5  # of a sandbox: workers that share its cores go on with their steps while it works
+NICENESS = 5  # of a sandbox: workers that share its cores continue with their steps while it works
 _LENGTH = struct.Struct(">I")
 
 

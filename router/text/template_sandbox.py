@@ -36,7 +36,7 @@ _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # ends with a space, which shows whe
 
 
 class _GenerationBlocks(Extension):
-    """Renders what stands in `{% generation %}` blocks, which mark an assistant's text for training, like any text."""
+    """Renders what is in `{% generation %}` blocks, which mark an assistant's text for training, like any text."""
 
     tags = {"generation"}  # noqa: RUF012
 

@@ -41,7 +41,7 @@ class Variation:
 
 
 def measure_economy(deployment: Deployment, result: FlowResult, workload: Workload) -> Economy:
-    """Returns goodput and costs if the workload goes on all the time."""
+    """Returns goodput and costs if the workload continues all the time."""
     rate = workload.requests_per_s
     output_per_h = rate * workload.mean_output_tokens * 3600
     input_per_h = rate * workload.mean_input_tokens * 3600

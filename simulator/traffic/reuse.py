@@ -1,6 +1,6 @@
 """Computes what prefix caches of every size would hit: the stack distances of prompts' blocks in one pass. Pure.
 
-The cache is the ideal of a deployment's caches: one pool that serves the requests one after the other and evicts the
+The cache is the ideal of a deployment's caches: one pool that serves the requests one after another and evicts the
 least recently used leaf first, as `engine.cache.prefix_cache` does. A request touches all blocks of its prompt at once,
 and a block is of use only while the blocks before it are cached. So blocks rank by (last request, depth), whatever the
 cache's size: a cache of C tokens holds the first C tokens of this ranking, and a block hits if and only if the blocks

@@ -401,7 +401,7 @@ def test_every_place_to_write_has_a_size(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_pod_has_the_secret_and_with_an_authority_a_certificate_for_itself_and_ray(case: str) -> None:
-    """Paths of the configuration lie in every pod. The authority's key is in no container that goes on running."""
+    """Paths of the configuration lie in every pod. The authority's key is in no container that continues running."""
     objects = manifests(CASES[case])
     (cluster,) = find(objects, "RayCluster")
     authority = CASES[case].get("security", {}).get("tls", {}).get("caSecret")

@@ -74,7 +74,7 @@ def test_a_forked_process_gets_its_own_signals(tmp_path: Path, number: signal.Si
         victim.wait(0.01)
     victim.send_signal(number)
     assert victim.wait(TIMEOUT_S) == -number
-    victim.send_signal(signal.SIGTERM)  # it is gone, which is no error
+    victim.send_signal(signal.SIGTERM)  # it is gone, which is not an error
     assert other.poll() is None
     other.kill()
     assert other.wait(TIMEOUT_S) == -signal.SIGKILL

@@ -176,7 +176,7 @@ class Answered:
 
 
 class Load:
-    """Sends requests, one after the other in each of `num_lanes` tasks, until the block is left."""
+    """Sends requests, one after another in each of `num_lanes` tasks, until the block is left."""
 
     def __init__(self, deployment: Hosted, num_lanes: int = 3, max_tokens: int = 120) -> None:
         self._deployment = deployment

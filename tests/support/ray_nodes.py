@@ -112,7 +112,7 @@ class LocalRayNodes:
         return next(one for one in nodes if one.node_id == found["Address"]["NodeID"])
 
     def kill_head(self) -> None:
-        """Kills the head's own process alone; its node's other processes go on."""
+        """Kills the head's own process alone; its node's other processes continue."""
         self._has_head = False
         self._cluster.head_node.kill_gcs_server()
 

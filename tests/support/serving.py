@@ -220,7 +220,7 @@ async def caller(server: DecodeServer | str) -> AsyncIterator[Caller]:
 async def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     """Waits for state that has no event of its own. Raises TimeoutError when time is up."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - there is no event to wait for
+        while not condition():  # noqa: ASYNC110 - there is not an event to wait for
             await asyncio.sleep(0.005)
 
 

@@ -80,4 +80,4 @@ class _Handler(WSGIRequestHandler):
     timeout = _IDLE_S
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing: a scrape is no event."""
+        """Logs nothing: a scrape is not an event."""

@@ -173,7 +173,7 @@ async def template_bombs(target: AttackTarget) -> None:
 
 
 async def bad_utf8(target: AttackTarget) -> None:
-    """Sends bytes that are no text as prompts, names, bodies and headers."""
+    """Sends bytes that are not text as prompts, names, bodies and headers."""
     bad = b"\xc3\x28\xed\xa0\x80\xff"
     await _send_grpc(
         target,

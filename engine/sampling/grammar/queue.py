@@ -1,7 +1,7 @@
 """Gives sequences their matchers before they are scheduled: grammars compile on threads, never on the step loop.
 
 A grammar that was compiled lately costs microseconds. Any other waits for one of two threads, and its sequence waits
-with it; the step loop goes on. How long a grammar compiles is bounded by `penstock.text.grammars`, how long it waits
+with it; the step loop continues. How long a grammar compiles is bounded by `penstock.text.grammars`, how long it waits
 for a thread by `_MAX_WAIT_S`.
 """
 

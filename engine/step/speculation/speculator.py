@@ -1,4 +1,4 @@
-"""Proposes tokens for the sequences of a step where that pays, and learns from what becomes of them.
+"""Proposes tokens for the sequences of a step where that pays, and learns from their outcomes.
 
 The decode scheduler owns it, on the step loop. What it knows of a sequence is rebuilt from its tokens wherever the
 sequence goes: nothing of it crosses a hand-off.

@@ -73,7 +73,7 @@ class MappedLink:
         self, name: str, pages: PageBuffer, target: MappedPool, channel: Channel, wake: Callable[[], None]
     ) -> None:
         self._name = name
-        # A GPU goes on computing while pages move. A CPU moves a chunk in half a percent of the time of computing it.
+        # A GPU continues computing while pages move. A CPU moves a chunk in half a percent of the time of computing it.
         self.gains_from_layer_groups = pages.is_cuda
         self.max_push_bytes = MAX_CUDA_PUSH_BYTES if pages.is_cuda else MAX_PUSH_BYTES
         self._pages = pages

@@ -53,7 +53,7 @@ class ShownProgress:
 
 
 def _open_bar(name: str, total: int) -> Any:
-    """Returns a running bar, or None where standard error is no terminal or rich is missing."""
+    """Returns a running bar, or None where standard error is not a terminal or rich is missing."""
     if not sys.stderr.isatty():
         return None
     with suppress(ImportError):

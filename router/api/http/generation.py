@@ -66,7 +66,7 @@ class GenerationCalls:
         self._bodies = BodyReader(preparer.limits, metrics)
 
     async def answer(self, http: Request, dialect: Dialect[BodyT], running: RunningCalls | None = None) -> Response:
-        """Nothing goes on for a client that disconnects, in whatever queue its call waits.
+        """Nothing continues for a client that disconnects, in whatever queue its call waits.
 
         With `running`, other calls can cancel this one by its response's id.
         """

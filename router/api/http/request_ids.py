@@ -34,6 +34,6 @@ class RequestIdMiddleware:
 
 
 def name_request(scope: Scope, request_id: str) -> None:
-    """Names the request unless it has a name, or this one cannot stand in a header."""
+    """Names the request unless it has a name, or this one cannot be sent in a header."""
     if 1 <= len(request_id) <= MAX_REQUEST_ID and request_id.isascii() and request_id.isprintable():
         scope.setdefault(_STATE, request_id)

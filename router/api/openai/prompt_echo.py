@@ -1,7 +1,7 @@
 """Writes what an answer of an OpenAI-compatible call says of its prompt: text (`echo`) and log-probabilities. No I/O.
 
 `PromptEcho` puts a prompt before the first output of each of its choices. OpenAI's form of log-probabilities has a null
-for the first token, which follows nothing; it travels as a NaN, which is no number in JSON either.
+for the first token, which follows nothing; it travels as a NaN, which is not a number in JSON either.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def _kimi(lark: LarkWriter, tool: ToolFunction) -> str:
 
 
 def _tagged(before: str, key: str, value_end: str, after: str) -> WriteCall:
-    """Returns a writer of calls with a tag for each parameter; strings stand in them without quotes."""
+    """Returns a writer of calls with a tag for each parameter; strings are written in them without quotes."""
 
     def write(lark: LarkWriter, tool: ToolFunction) -> str:
         def parameter(name: str, schema: Mapping[str, Any]) -> str:
@@ -105,7 +105,7 @@ def _gemma(quote: str, end: str) -> WriteCall:
 
 
 def _gemma_value(lark: LarkWriter, schema: Mapping[str, Any], quote: str, depth: int) -> str:
-    """Returns an expression of a value whose strings stand between `quote`s."""
+    """Returns an expression of a value whose strings are written between `quote`s."""
     kind = schema.get("type")
     values = allowed_values(schema)
     if values is not None:

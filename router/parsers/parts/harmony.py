@@ -9,7 +9,7 @@ from router.parsers.parts.plain import NAME
 
 _END = "<|message|>"
 _MAX_HEADER = 512  # characters
-# Single optional spaces, so that matching is linear. The recipient stands in the role or in the channel.
+# Single optional spaces, so that matching is linear. The recipient is in the role or in the channel.
 _HEADER = re.compile(
     r"(?:<\|start\|>)?(?:assistant)? ?(?:to=(?P<role>[^\s<]+))? ?"
     r"(?:<\|channel\|> ?(?P<channel>analysis|commentary|final))? ?(?:to=(?P<recipient>[^\s<]+))? ?"
@@ -19,7 +19,7 @@ _FUNCTIONS = "functions."
 
 
 class HarmonyHeader(Part):
-    """Everything up to `<|message|>`. A message for a tool of the request goes on with its arguments."""
+    """Everything up to `<|message|>`. A message for a tool of the request continues with its arguments."""
 
     FIELDS = ("text",)
 

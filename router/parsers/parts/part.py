@@ -16,7 +16,7 @@ MAX_HELD = 1 << 16  # characters that a parser keeps before it knows what they a
 class Step(Enum):
     """The verdict of a part on a character."""
 
-    MORE = auto()  # it belongs to the part, which goes on
+    MORE = auto()  # it belongs to the part, which continues
     DONE = auto()  # it is the part's last
     DONE_BEFORE = auto()  # the part ended before it
     FAILED = auto()  # it cannot stand here: the text does not fit the format

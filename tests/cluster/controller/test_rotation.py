@@ -1,6 +1,6 @@
 """Tests that the cluster secret and the certificates between processes are replaced while a deployment serves.
 
-Each process has its own files here, as on machines of their own, and they change one after the other.
+Each process has its own files here, as on machines of their own, and they change one after another.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ async def test_a_router_that_stops_listening_but_runs_has_time_to_end() -> None:
         await asyncio.sleep(0.2)
         await server.stop(0)
         async with asyncio.timeout(60):
-            while not doubts:  # noqa: ASYNC110 - there is no event to wait for
+            while not doubts:  # noqa: ASYNC110 - there is not an event to wait for
                 await asyncio.sleep(0.01)
         assert "asked to end" in doubts[-1]
         assert not task.done()

@@ -1,5 +1,5 @@
-"""Tests `penstock serve` whose own Ray loses a daemon: streams go on, it says what happened, and it serves again until
-Ctrl-C ends it."""
+"""Tests `penstock serve` whose own Ray loses a daemon: streams continue, it says what happened, and it serves again
+until Ctrl-C ends it."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ async def test_migrations_under_load_lose_and_repeat_nothing(
         source, target = pair.left, pair.right
         while num_migrations < enough and not all(stream.done() for stream in streams):
             response = await migrate(source, target)
-            # A sequence that stays goes on here, whatever the reason; on a busy machine some migrations take too long.
+            # A sequence that stays continues here; on a busy machine some migrations take too long.
             reasons = ("has ended", "within", "no room", "outgrew", "preempted")
             assert all(any(reason in failure.error.message for reason in reasons) for failure in response.failed), (
                 response

@@ -46,7 +46,7 @@ def test_a_job_thread_runs_calls_in_order_and_raises_what_they_raise() -> None:
 
 
 def test_a_thread_that_steps_share_outlives_the_role_that_used_it() -> None:
-    """A worker that changes its role gets a new step driver, and its graphs go on living on the thread of their
+    """A worker that changes its role gets a new step driver, and its graphs continue living on the thread of their
     capture."""
     device_thread = JobThread("device")
     captured_on = device_thread.run(threading.get_ident)

@@ -75,7 +75,7 @@ async def test_the_open_loop_waits_for_no_answer() -> None:
     endpoint.may_answer.clear()
     running = asyncio.create_task(run_plan(singles(200), endpoint, WRITER, counts=counts))
     async with asyncio.timeout(PATIENCE_S):
-        while endpoint.in_flight < 200:  # noqa: ASYNC110 - there is no event to wait for
+        while endpoint.in_flight < 200:  # noqa: ASYNC110 - there is not an event to wait for
             await asyncio.sleep(0.001)
         endpoint.may_answer.set()
         run = await running
@@ -122,7 +122,7 @@ async def test_an_interrupted_run_keeps_what_has_ended() -> None:
     endpoint.may_answer.clear()
     running = asyncio.create_task(run_plan(singles(3), endpoint, WRITER))
     async with asyncio.timeout(PATIENCE_S):
-        while endpoint.in_flight < 3:  # noqa: ASYNC110 - there is no event to wait for
+        while endpoint.in_flight < 3:  # noqa: ASYNC110 - there is not an event to wait for
             await asyncio.sleep(0.001)
     running.cancel()
     run = await running

@@ -1,4 +1,4 @@
-"""Tests streams whose sequence migrates: they go on at its new worker, or anywhere with the tokens they have."""
+"""Tests streams whose sequence migrates: they continue at its new worker, or anywhere with the tokens they have."""
 
 from __future__ import annotations
 

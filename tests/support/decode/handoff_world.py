@@ -44,7 +44,9 @@ class World:
         self.decode_engine = FakeEngine(*self.pool_sizes(self.decode_size), self.window)
         self.receiver = FakeReceiver()
         self.now_s = 0.0
-        self.frozen: object = None  # the worker that neither computes nor sends anything, though its writes may go on
+        self.frozen: object = (
+            None  # the worker that neither computes nor sends anything, though its writes may continue
+        )
         transfers = TransferTable(
             self.decode_engine,  # type: ignore[arg-type]
             self.receiver,  # type: ignore[arg-type]

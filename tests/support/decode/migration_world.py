@@ -176,7 +176,8 @@ class World:
     # Mishaps.
 
     def kill(self, node: Node) -> None:
-        """Kills the worker and starts a new incarnation. Streams go on elsewhere with the tokens that clients have."""
+        """Kills the worker and starts a new incarnation. Streams continue elsewhere with the tokens that clients
+        have."""
         fresh = self.start_node(max(one.epoch for one in self.nodes) + 1)
         self.nodes[self.nodes.index(node)] = fresh
         self.network.die(node)

@@ -31,7 +31,7 @@ _BASE: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": EOS_TOKEN_ID,
     "pad_token_id": None,
-    "initializer_range": 0.3,  # wide, so that logits differ clearly and greedy choices are no ties
+    "initializer_range": 0.3,  # wide, so that logits differ clearly and greedy choices are not ties
 }
 # Only some experts are chosen, and tests have so few tokens that some expert has none.
 _OF_FAMILY: dict[str, dict[str, Any]] = {

@@ -70,7 +70,7 @@ def _streams(router: RouterServer, features: list[Any] | None = None, *, lookasi
 
 
 async def _served(*configs: WorkerConfig, times: int = 1) -> Results:
-    """Runs all requests over workers in this process, several times one after the other; returns the last answers."""
+    """Runs all requests over workers in this process, several times one after another; returns the last answers."""
     accepted: list[int] = []
     async with workers(*configs) as servers:
         for server in servers:

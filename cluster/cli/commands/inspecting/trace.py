@@ -20,7 +20,7 @@ from penstock.v1 import admin_pb2
 
 _TIMEOUT_S = 5.0  # of each router
 _HEADER = ("stage", "start ms", "ms", "at", "")
-_WIDTH = 100  # of the output where there is no terminal
+_WIDTH = 100  # of the output where there is not a terminal
 _SHORTEST_BAR, _LONGEST_BAR = 10, 60
 
 

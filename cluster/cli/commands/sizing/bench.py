@@ -356,7 +356,7 @@ def _compare(arguments: Namespace) -> int:
 
 
 def _as_json(data: dict[str, Any], ratios: Any) -> dict[str, Any]:
-    """Adds the verdicts, which are no fields."""
+    """Adds the verdicts, which are not fields."""
     data["ratios"] = [asdict(each) | {"verdict": each.verdict} for each in ratios]
     return data
 

@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Prints the report. Raises InvalidInput for a file that is no trace."""
+    """Prints the report. Raises InvalidInput for a file that is not a trace."""
     for name in ("limit", "kv_bytes"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

@@ -44,5 +44,5 @@ REFUSED_IN_TOOLS: Neutral = {
     "input_examples": ([],),
 }
 HARMLESS_IN_METADATA: frozenset[str] = frozenset()
-HARMLESS_IN_THINKING = frozenset({"budget_tokens"})  # an aim for the model, which no template takes; docs say so
+HARMLESS_IN_THINKING = frozenset({"budget_tokens"})  # an aim for the model, which no template takes; the docs say so
 REFUSED_IN_OUTPUT_CONFIG: Neutral = {"task_budget": ()}

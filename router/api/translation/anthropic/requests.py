@@ -43,7 +43,7 @@ class MessagesBody(ChatTranslation):
 
     @property
     def default_max_tokens(self) -> int | None:
-        """Like Anthropic's, a limit beyond the context is no error: the output ends where the context is full."""
+        """Like Anthropic's, a limit beyond the context is not an error: the output ends where the context is full."""
         return self.max_tokens
 
 

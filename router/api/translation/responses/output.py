@@ -40,7 +40,7 @@ class OutputItem(abc.ABC):
 
     @abc.abstractmethod
     def add_to(self, turns: ChatTurns, is_complete: bool) -> None:
-        """Appends the item to the conversation that a later call goes on with."""
+        """Appends the item to the conversation that a later call continues with."""
 
     def grow(self, text: str) -> tuple[str, Json]:
         """Appends text and returns the event of it."""

@@ -90,7 +90,7 @@ def make_parser(*names: str) -> argparse.ArgumentParser:
 
 
 def _command_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Returns the command to import: none of them where the words ask for help alone."""
+    """Returns the command to import; none where the words only ask for help."""
     if not words or words[0].startswith("-"):
         return ("",)
     if find_group(words[0]) is None:

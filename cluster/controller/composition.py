@@ -47,8 +47,8 @@ def make_controller(
     """Returns a controller that is not started yet.
 
     `spawn` makes processes and `dial` opens channels to workers. `record` is what the controller before this one left,
-    one generation up; `save` gets each later one. `canary_check` is None where workers' answers are not checked,
-    `nodes` where there is one machine alone, `machines` where nothing is known of them and nothing bounded by them.
+    one generation up; `save` gets each later one. `canary_check` is None where workers' answers are not checked
+    and `nodes` on a single machine. Without `machines`, sizes are not checked against what the machines can hold.
     """
     config = with_model(config, record.model) if record.model else config
     pools = Pools(config, record.replicas, record.last_numbers)

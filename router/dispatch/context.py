@@ -67,7 +67,7 @@ def make_context(
     limits_of: Callable[[str], TenantLimits],
     tracer: RequestTracer | None = None,
 ) -> DispatchContext:
-    """`limits_of` returns what the tenant of a name may use."""
+    """Composes what all requests share. `limits_of` returns what the tenant of a name may use."""
     policy = make_policy(config.policy, config)
     placer = Placer(fleet, policy, random.Random(), config.max_replicas, metrics.mispredicted, config.pull)
     gate = AdmissionGate(config, fleet, metrics.admission, random.Random(), limits_of)

@@ -300,7 +300,7 @@ def _with_slots(request: PreparedRequest, workers: Sequence[WorkerFollower]) -> 
 
 
 def _is_split(timing: common_pb2.Timing) -> bool:
-    """Whether the decode worker has computed the last part of the prompt, so that its stages are those of both."""
+    """Returns whether the decode worker has computed the last part of the prompt, so that both ends' stages count."""
     return bool(timing.prices) and timing.prices[0].place == "split"
 
 

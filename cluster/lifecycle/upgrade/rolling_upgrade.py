@@ -105,7 +105,7 @@ class _Failed(Exception):
 
 
 class RollingUpgrade:
-    """A upgrade. `run` completes it or rolls it back."""
+    """One rolling upgrade. `run` completes it or rolls it back."""
 
     def __init__(self, plan: UpgradePlan, fleet: UpgradeFleet) -> None:
         self.plan = plan

@@ -65,7 +65,7 @@ def bash_script(tree: Tree) -> str:
 
 
 def zsh_script(tree: Tree) -> str:
-    """Returns the script for bash with what lets zsh run it."""
+    """Returns the script for bash, after lines that let zsh run it."""
     return "autoload -U +X bashcompinit && bashcompinit\n" + bash_script(tree)
 
 

@@ -1,1 +1,1 @@
-"""Commands that reckon what a model and its traffic need. None of them needs a deployment."""
+"""Commands that estimate what a model and its traffic need. None of them needs a deployment."""

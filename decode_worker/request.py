@@ -92,10 +92,18 @@ class StageTimes:
     started_s: float = 0.0  # first chunk computed here
     first_token_s: float = 0.0
     landed_s: float = 0.0
+    decode_queue_s: float = 0.0  # a duration: from the last page's landing to the first step here
     queue_s: float = 0.0
     prefill_s: float = 0.0
     part: RemotePart | None = None  # of a prompt that is split
     preempted_s: list[float] = field(default_factory=list)  # moments; the first few
+
+    def on_started(self, now_s: float) -> None:
+        """Notes a step that computes the sequence; only the first one counts."""
+        if not self.started_s:
+            self.started_s = now_s
+            if self.landed_s and self.part is None:  # of a split prompt, the wait is a part of `queue_s`
+                self.decode_queue_s = max(0.0, now_s - max(self.landed_s, self.first_token_s))
 
     def on_preempted(self, now_s: float) -> None:
         if len(self.preempted_s) < _MAX_PREEMPTIONS:
@@ -227,6 +235,7 @@ class DecodeRequest:
             prices=self.prices,
             pull=self.pull,
             preempted_ms=[(at_s - times.submitted_s) * 1e3 for at_s in times.preempted_s],
+            decode_queue_ms=times.decode_queue_s * 1e3,
             decode_first_token_ms=(times.first_token_s - times.placed_s) * 1e3 if times.first_token_s else 0.0,
         )
 

@@ -323,8 +323,7 @@ class DecodeWorker:
     def _note_started(self, plan: StepPlan) -> None:
         started_s = time.monotonic()
         for scheduled in plan.chunks:
-            times = self._requests[scheduled.sequence].times
-            times.started_s = times.started_s or started_s
+            self._requests[scheduled.sequence].times.on_started(started_s)
 
     def finish_step(self, plan: StepPlan, tokens: StepTokens, elapsed_s: float) -> None:
         """Records the oldest step in flight and delivers its tokens."""

@@ -66,6 +66,7 @@ def _set_times(request: DecodeRequest, state: worker_pb2.SequenceState, now_s: f
         started_s=first_token_s - timing.prefill_ms / 1e3,
         first_token_s=first_token_s,
         landed_s=first_token_s + timing.transfer_ms / 1e3,
+        decode_queue_s=timing.decode_queue_ms / 1e3,
         queue_s=timing.queue_ms / 1e3,
         prefill_s=timing.prefill_ms / 1e3,
         preempted_s=[submitted_s + at_ms / 1e3 for at_ms in timing.preempted_ms],

@@ -138,7 +138,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., token: _Optional[str] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_ms", "prefill_worker", "decode_worker", "cached_tokens", "pages_moved", "num_redispatches", "num_preemptions", "num_migrations", "migration_pause_ms", "prefill_cached_tokens", "decode_cached_tokens", "prices", "preempted_ms", "decode_first_token_ms", "pull")
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_ms", "prefill_worker", "decode_worker", "cached_tokens", "pages_moved", "num_redispatches", "num_preemptions", "num_migrations", "migration_pause_ms", "prefill_cached_tokens", "decode_cached_tokens", "prices", "preempted_ms", "decode_first_token_ms", "decode_queue_ms", "pull")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,7 @@ class Timing(_message.Message):
     PRICES_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIRST_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
@@ -176,8 +177,9 @@ class Timing(_message.Message):
     prices: _containers.RepeatedCompositeFieldContainer[PrefillPrice]
     preempted_ms: _containers.RepeatedScalarFieldContainer[float]
     decode_first_token_ms: float
+    decode_queue_ms: float
     pull: Pull
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., pages_moved: _Optional[int] = ..., num_redispatches: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_migrations: _Optional[int] = ..., migration_pause_ms: _Optional[float] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., prices: _Optional[_Iterable[_Union[PrefillPrice, _Mapping]]] = ..., preempted_ms: _Optional[_Iterable[float]] = ..., decode_first_token_ms: _Optional[float] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ...) -> None: ...
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., pages_moved: _Optional[int] = ..., num_redispatches: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_migrations: _Optional[int] = ..., migration_pause_ms: _Optional[float] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., prices: _Optional[_Iterable[_Union[PrefillPrice, _Mapping]]] = ..., preempted_ms: _Optional[_Iterable[float]] = ..., decode_first_token_ms: _Optional[float] = ..., decode_queue_ms: _Optional[float] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("source", "wanted_tokens", "pulled_tokens", "pull_ms", "problem")

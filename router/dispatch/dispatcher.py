@@ -18,6 +18,7 @@ from router.dispatch.context import DispatchContext
 from router.dispatch.lookaside import Lookaside, Route
 from router.dispatch.token_stream import TokenStream
 from router.prepared_request import PreparedRequest
+from router.tracing.stages import EndedCompletion
 
 
 class Dispatcher:
@@ -71,6 +72,7 @@ class _OutputRun:
             self._texts[index].resume(before)
         self._usage = common_pb2.Usage(prompt_tokens=len(self._request.token_ids))
         self._last_token_s = [0.0] * sampling.n
+        self._ended: dict[int, EndedCompletion] = {}
         metrics, num_prompt_tokens = context.metrics.requests, len(self._request.token_ids)
         self._gap_s = metrics.gaps(self._request.lane, num_prompt_tokens, self._request.tenant)
         self._generated = metrics.generation_tokens
@@ -89,7 +91,7 @@ class _OutputRun:
         if output.finish_reason is not None:
             self._observe_end(output, stream)
         if self._request.explain and output.usage is not None:
-            output.decision = stream.decision(self._context.config.policy)
+            output.decision = stream.decision(self._context.config.policy, self._ended)
         return output
 
     def _observe_tokens(self, delta: CompletionDelta) -> None:
@@ -110,7 +112,7 @@ class _OutputRun:
         timing, usage = output.timing, self._usage
         assert output.finish_reason is not None
         assert timing is not None
-        self._context.counts.completion(
+        self._ended[output.index] = self._context.counts.completion(
             self._request,
             output.finish_reason,
             timing,

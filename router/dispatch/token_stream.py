@@ -14,7 +14,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
@@ -43,7 +43,7 @@ from router.fleet.worker_groups import WorkerGroup
 from router.prepared_request import PreparedRequest
 from router.routing.decision_record import DecisionRecord, completion_record, decision_record
 from router.routing.policy.interface import PairChoice
-from router.tracing.stages import LegCause, WorkerLeg
+from router.tracing.stages import EndedCompletion, LegCause, WorkerLeg, stages_ms
 
 log = logging.getLogger(__name__)
 
@@ -118,13 +118,14 @@ class TokenStream:
         self._release(completion)
         return CompletionDelta(index, [], finish_reason=FinishReason.STOP, timing=timing)
 
-    def decision(self, policy: str) -> DecisionRecord:
-        """Returns why each completion ran where it did; complete once all have ended."""
+    def decision(self, policy: str, ended: Mapping[int, EndedCompletion]) -> DecisionRecord:
+        """Returns why each completion ran where it did; complete once all have `ended`, by index."""
         completions = [
             completion_record(
                 completion.index,
                 [placement.choice for placement in completion.placements],
                 completion.timing or common_pb2.Timing(),
+                stages_ms(ended[completion.index]) if completion.index in ended else {},
             )
             for completion in self._completions
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -16,7 +17,9 @@ from router.metrics.recent_requests import RecentRequests
 from router.metrics.request_metrics import EndedRequest
 from router.prepared_request import PreparedRequest
 from router.routing.policy.interface import PairChoice
-from router.tracing.stages import WorkerLeg
+from router.tracing.stages import EndedCompletion, WorkerLeg, stages_ms
+
+log = logging.getLogger(__name__)
 
 
 class CompletionCounts:
@@ -46,8 +49,8 @@ class CompletionCounts:
         admitted_s: float = 0.0,
         legs: Sequence[WorkerLeg] = (),
         choices: Sequence[PairChoice] = (),
-    ) -> None:
-        """Counts completion `index` of a request, which has ended with `num_tokens`.
+    ) -> EndedCompletion:
+        """Counts, logs and returns completion `index` of a request, which has ended with `num_tokens`.
 
         `legs` are the decode workers that it went to and `choices` why; nobody changes either any more.
         """
@@ -55,6 +58,10 @@ class CompletionCounts:
         if request.trace is not None:
             request.trace.completions.append(ended)
         self.metrics.requests.completion(ended, request.tenant)
+        if log.isEnabledFor(logging.DEBUG):
+            stages = ", ".join(f"{name} {ms:.1f} ms" for name, ms in stages_ms(ended).items())
+            log.debug("%s [%d] %s: %s", request.request_id, index, reason, stages)
+        return ended
 
     def request(
         self, request: PreparedRequest, usage: common_pb2.Usage, last: common_pb2.Timing | None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -18,7 +17,7 @@ from penstock.types import FinishReason, Lane, Role
 from router.metrics.families import BoundCounter, BoundHistogram, CounterFamily, HistogramFamily, HistogramTotal
 from router.metrics.place_metrics import PlaceMetrics
 from router.metrics.tenant_label import TenantLabel
-from router.tracing.stages import EndedCompletion
+from router.tracing.stages import EndedCompletion, Stage, stages_of
 
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -30,10 +29,6 @@ _PROMPT_BOUNDS = (1024, 8192, 32768)  # tokens: a prompt below the first has the
 _PROMPT_CLASSES = ("below 1k", "1k to 8k", "8k to 32k", "32k and more")
 _BATCH = 64  # completions that are counted at a time: a loop over them takes a third of what each alone would take
 _RESULTS = {True: "met", False: "missed"}
-STAGES: Mapping[str, str] = MappingProxyType(
-    {"queue": "queue_ms", "prefill": "prefill_ms", "transfer": "transfer_ms", "decode": "decode_ms"}
-)
-"""Each stage of a completion and the field of `Timing` that holds its milliseconds."""
 
 
 class EndedRequest(NamedTuple):
@@ -55,7 +50,7 @@ _CompletionKey = tuple[Lane, str, Role, FinishReason, tuple[str, ...]]
 class _CompletionSeries:
     """The series of completions that share lane, prompt class, pool and finish reason."""
 
-    stages: tuple[tuple[str, BoundHistogram], ...]  # the field of `Timing` and where it is observed
+    stages: Mapping[Stage, BoundHistogram]
     elapsed_s: BoundHistogram
     token_s: BoundHistogram
     ended: BoundCounter
@@ -119,8 +114,6 @@ class RequestMetrics:
             ("lane", "stage", "prompt", "pool"),
             _STAGE_S,
         )
-        waiting = "Waiting at the router and for a prefill worker"
-        total("request_queue_time_seconds", waiting, self._stage_s, stage="queue")
         total("request_prefill_time_seconds", "First chunk scheduled to first token", self._stage_s, stage="prefill")
         total("request_decode_time_seconds", "First token sent to last token sent", self._stage_s, stage="decode")
         of_ended = ("lane", "prompt", "pool", "finished_reason")
@@ -144,6 +137,7 @@ class RequestMetrics:
         def counter(name: str, help_text: str) -> BoundCounter:
             return CounterFamily(f"vllm:{name}", help_text, ("model_name",), registry).bind(self._model)
 
+        self._queue_s = series("request_queue_time_seconds", "Waiting at the router and for a prefill worker", _STAGE_S)
         self._request_s = series("e2e_request_latency_seconds", "Accepted to last token", _LONG_S)
         self._prompt_size = series("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
         self._output_size = series("request_generation_tokens", "Tokens generated for a request", _TOKENS)
@@ -202,8 +196,9 @@ class RequestMetrics:
         series = self._completion_series.get(key)
         if series is None:
             series = self._completion_series[key] = self._bind_completion(*key)
-        for field, stage_s in series.stages:
-            stage_s.observe(getattr(timing, field) / 1e3)
+        for stage, start_ms, end_ms, _ in stages_of(ended):
+            series.stages[stage].observe((end_ms - start_ms) / 1e3)
+        self._queue_s.observe(timing.queue_ms / 1e3)
         decode_s = timing.decode_ms / 1e3
         series.elapsed_s.observe(timing.first_token_ms / 1e3 + decode_s)
         if ended.num_tokens > 1:
@@ -219,10 +214,10 @@ class RequestMetrics:
     ) -> _CompletionSeries:
         of_ended = (self._model, lane.value, prompt, pool.value, reason.value, *tenant)
         return _CompletionSeries(
-            tuple(
-                (field, self._stage_s.bind(self._model, lane.value, stage, prompt, pool.value, *tenant))
-                for stage, field in STAGES.items()
-            ),
+            {
+                stage: self._stage_s.bind(self._model, lane.value, stage.value, prompt, pool.value, *tenant)
+                for stage in Stage
+            },
             self._completion_s.bind(*of_ended),
             self._token_s.bind(*of_ended),
             self._ended.bind(self._model, reason.value),

@@ -7,7 +7,8 @@ completions but the first.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from penstock.v1 import common_pb2
@@ -16,17 +17,23 @@ from router.routing.policy.interface import PairChoice, PairScore
 MAX_BYTES = 6144  # of its JSON: gRPC peers accept 8 KiB of metadata in all
 _MAX_COMPLETIONS = 8
 _STAGES = tuple(name.removesuffix("_s") for name in PairScore._fields if name.endswith("_s"))
-_ACTUAL_MS = ("queue_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_ms")
 
 DecisionRecord = dict[str, Any]
 
 
-def completion_record(index: int, choices: Sequence[PairChoice], timing: common_pb2.Timing | None) -> DecisionRecord:
-    """Describes one completion: where it was sent, in order, and what it took; `timing` is None until that is known."""
+def completion_record(
+    index: int,
+    choices: Sequence[PairChoice],
+    timing: common_pb2.Timing | None,
+    stages_ms: Mapping[str, float] = MappingProxyType({}),
+) -> DecisionRecord:
+    """Describes one completion: where it was sent, in order, and what it took by the names of its stages; `timing` is
+    None until that is known."""
     sent: DecisionRecord = {"index": index, "attempts": [_attempt(choice) for choice in choices]}
     if timing is None:
         return sent
-    actual: DecisionRecord = {name: round(getattr(timing, name), 3) for name in _ACTUAL_MS}
+    actual: DecisionRecord = {f"{name.replace(' ', '_')}_ms": round(ms, 3) for name, ms in stages_ms.items()}
+    actual["first_token_ms"] = round(timing.first_token_ms, 3)
     for name in ("prefill_worker", "decode_worker", "prefill_cached_tokens", "decode_cached_tokens"):
         actual[name] = getattr(timing, name)
     actual |= {"pages_moved": timing.pages_moved, "migrations": timing.num_migrations}

@@ -14,7 +14,7 @@ from router.tracing.stages import EndedCompletion
 
 Attributes = dict[str, str | bool | int | float | Sequence[str]]
 
-_PREDICTED_S = ("queue_s", "prefill_s", "transfer_s", "admission_s", "total_s")
+_PREDICTED_S = ("queue_s", "prefill_s", "transfer_s", "decode_queue_s", "total_s")
 
 
 def request_attributes(trace: RequestTrace, model: str) -> Attributes:

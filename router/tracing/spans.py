@@ -19,10 +19,9 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from router.tracing.attributes import Attributes, choice_attributes, completion_attributes, request_attributes
 from router.tracing.request_trace import RequestTrace
-from router.tracing.stages import CompletionStage, EndedCompletion, LegCause, WorkerLeg, stages_of
+from router.tracing.stages import AT_ROUTER, CompletionStage, EndedCompletion, LegCause, Stage, WorkerLeg, stages_of
 
-_AT_ROUTER = ("tokenize", "admission")
-_AT_WORKERS = ("queue", "prefill", "transfer", "decode")
+_AT_WORKERS = tuple(stage for stage in Stage if stage not in AT_ROUTER)
 
 
 class SpanBuilder:
@@ -51,7 +50,7 @@ class SpanBuilder:
         inside = otel.set_span_in_context(root, Context())
         if trace.completions:
             for stage in stages_of(trace.completions[0]):
-                if stage.name in _AT_ROUTER:
+                if stage.name in (Stage.TOKENIZE, Stage.ADMISSION):
                     self._add_stage(stage, inside, clock)
         for ended in trace.completions:
             self._add_completion(ended, inside, clock)
@@ -63,13 +62,13 @@ class SpanBuilder:
 
     def _add_completion(self, ended: EndedCompletion, inside: Context, clock: _Clock) -> None:
         stages = {stage.name: stage for stage in stages_of(ended)}
-        placement = self._add_stage(stages["placement"], inside, clock, choice_attributes(ended.choices))
+        placement = self._add_stage(stages[Stage.PLACEMENT], inside, clock, choice_attributes(ended.choices))
         end_s = ended.accepted_s + ended.end_ms / 1e3
         last = self._add_legs(ended.legs, end_s, completion_attributes(ended), inside, clock, placement)
         within = otel.set_span_in_context(last or placement, Context())
         for name in _AT_WORKERS:
             if name in stages:
-                preempted_ms = ended.preempted_ms if name == "decode" else []
+                preempted_ms = ended.preempted_ms if name is Stage.DECODE else []
                 self._add_stage(stages[name], within, clock, preempted_ms=preempted_ms)
 
     def _add_legs(
@@ -112,8 +111,10 @@ class SpanBuilder:
     ) -> otel.Span:
         worker: Attributes = {"penstock.worker.id": stage.worker} if stage.worker else {}
         start_ns = clock.after_ms(stage.start_ms)
-        span = self._tracer.start_span(stage.name, inside, attributes=worker | (attributes or {}), start_time=start_ns)
-        if stage.name == "decode":
+        span = self._tracer.start_span(
+            stage.name.value, inside, attributes=worker | (attributes or {}), start_time=start_ns
+        )
+        if stage.name is Stage.DECODE:
             span.add_event("first token", timestamp=start_ns)
         for at_ms in preempted_ms:
             span.add_event("preempted", timestamp=clock.after_ms(at_ms))

@@ -5,10 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from penstock.types import FinishReason, Lane
 from penstock.v1 import common_pb2
 from router.routing.policy.interface import PairChoice
+
+
+class Stage(StrEnum):
+    """The stages of a completion in order: the words of metrics, traces, logs, waterfalls and decision records."""
+
+    TOKENIZE = "tokenize"  # received to validated and tokenized
+    ADMISSION = "admission"  # to admitted
+    PLACEMENT = "placement"  # to placed: sent to a decode worker
+    QUEUE = "queue"  # to the first chunk at the worker that computes the prompt
+    PREFILL = "prefill"  # to the first token sampled
+    TRANSFER = "transfer"  # to the last page landed
+    DECODE_QUEUE = "decode queue"  # to the first step of the decode worker's batch
+    DECODE = "decode"  # the first token streamed to the last one: finished
+
+
+AT_ROUTER = (Stage.TOKENIZE, Stage.ADMISSION, Stage.PLACEMENT)
 
 
 class LegCause(StrEnum):
@@ -70,11 +87,10 @@ class EndedCompletion:
         return [self.computing_ms + at_ms for at_ms in self.timing.preempted_ms]
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionStage:
+class CompletionStage(NamedTuple):
     """A stage, in milliseconds since the request was accepted."""
 
-    name: str
+    name: Stage
     start_ms: float
     end_ms: float
     worker: str = ""  # empty: the router
@@ -83,32 +99,38 @@ class CompletionStage:
 def stages_of(ended: EndedCompletion) -> list[CompletionStage]:
     """Returns the stages in their order.
 
-    Workers report durations, which are laid out from the moment at which the last placement was sent, and end with the
-    first token at the latest; calls between processes leave gaps. Of a split prompt, whose parts take turns, `queue`,
-    `prefill` and `transfer` are the sums.
+    Workers report durations, which are laid out from the moment at which the last placement was sent. A prefill ends
+    with the first token at the latest; pages may land, and wait for the batch, while that is on its way or after it.
+    Calls between processes leave gaps. Of a split prompt, whose parts take turns, `queue`, `prefill` and `transfer` are
+    the sums. A prompt that the decode worker computed has neither `transfer` nor `decode queue`.
     """
     timing, first = ended.timing, ended.legs[0] if ended.legs else None
     prepared_ms = ended.after_ms(ended.prepared_s or ended.accepted_s)
     admitted_ms = max(prepared_ms, ended.after_ms(ended.admitted_s))
     sent_ms = max(admitted_ms, ended.after_ms(first.sent_s)) if first else admitted_ms
     found = [
-        CompletionStage("tokenize", 0.0, prepared_ms),
-        CompletionStage("admission", prepared_ms, admitted_ms),
-        CompletionStage("placement", admitted_ms, sent_ms),
+        CompletionStage(Stage.TOKENIZE, 0.0, prepared_ms),
+        CompletionStage(Stage.ADMISSION, prepared_ms, admitted_ms),
+        CompletionStage(Stage.PLACEMENT, admitted_ms, sent_ms),
     ]
     at_ms = max(sent_ms, ended.computing_ms)
     waited_ms = 0.0 if timing.num_redispatches else sent_ms
     computed_by = timing.prefill_worker or timing.decode_worker
     is_first = timing.first_token_ms > at_ms  # a worker that took over computes the prompt again after the first token
     last_ms = max(at_ms, min(timing.first_token_ms, ended.end_ms) if is_first else ended.end_ms)
-    for name, duration_ms, worker in (
-        ("queue", timing.queue_ms - waited_ms, computed_by),
-        ("prefill", timing.prefill_ms, computed_by),
-        ("transfer", timing.transfer_ms, computed_by),
-    ):
-        end_ms = min(at_ms + max(0.0, duration_ms), last_ms)
-        if name != "transfer" or end_ms > at_ms:  # a local prefill has none
-            found.append(CompletionStage(name, at_ms, end_ms, worker))
-        at_ms = end_ms
-    found.append(CompletionStage("decode", timing.first_token_ms, ended.end_ms, timing.decode_worker))
+    queued_ms = min(at_ms + max(0.0, timing.queue_ms - waited_ms), last_ms)
+    found.append(CompletionStage(Stage.QUEUE, at_ms, queued_ms, computed_by))
+    computed_ms = min(queued_ms + timing.prefill_ms, last_ms)
+    found.append(CompletionStage(Stage.PREFILL, queued_ms, computed_ms, computed_by))
+    if timing.pages_moved or timing.transfer_ms:
+        landed_ms = max(computed_ms, min(computed_ms + timing.transfer_ms, ended.end_ms))
+        joined_ms = max(landed_ms, min(landed_ms + timing.decode_queue_ms, ended.end_ms))
+        found.append(CompletionStage(Stage.TRANSFER, computed_ms, landed_ms, computed_by))
+        found.append(CompletionStage(Stage.DECODE_QUEUE, landed_ms, joined_ms, timing.decode_worker))
+    found.append(CompletionStage(Stage.DECODE, timing.first_token_ms, ended.end_ms, timing.decode_worker))
     return found
+
+
+def stages_ms(ended: EndedCompletion) -> dict[str, float]:
+    """Returns the milliseconds of each stage that the completion had, in their order."""
+    return {stage.name.value: stage.end_ms - stage.start_ms for stage in stages_of(ended)}

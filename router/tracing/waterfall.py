@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from router.routing.decision_record import completion_record, decision_record
-from router.tracing.stages import EndedCompletion, WorkerLeg, stages_of
+from router.tracing.stages import EndedCompletion, WorkerLeg, stages_ms, stages_of
 
 Json = dict[str, Any]
 
@@ -24,9 +23,7 @@ def row(ended: EndedCompletion) -> Json:
         "prompt_tokens": ended.num_prompt_tokens,
         "cached_tokens": timing.cached_tokens,
         "output_tokens": ended.num_tokens,
-        "queue_ms": round(timing.queue_ms, 3),
-        "prefill_ms": round(timing.prefill_ms, 3),
-        "transfer_ms": round(timing.transfer_ms, 3),
+        "stages_ms": _rounded(stages_ms(ended)),
         "first_token_ms": round(timing.first_token_ms, 3),
         "decode_ms": round(timing.decode_ms, 3),
         "prefill_worker": timing.prefill_worker,
@@ -41,7 +38,7 @@ def row(ended: EndedCompletion) -> Json:
 def waterfall(completions: Sequence[EndedCompletion], policy: str) -> Json:
     """Describes the ended completions of one request, at least one; `policy` chose their workers."""
     first = completions[0]
-    records = [completion_record(each.index, each.choices, each.timing) for each in completions]
+    records = [completion_record(each.index, each.choices, each.timing, stages_ms(each)) for each in completions]
     return {
         "request_id": first.request_id,
         "trace_id": first.trace_id,
@@ -51,7 +48,7 @@ def waterfall(completions: Sequence[EndedCompletion], policy: str) -> Json:
                 "index": each.index,
                 **row(each),
                 "end_ms": round(each.end_ms, 3),
-                "stages": [_rounded(asdict(stage)) for stage in stages_of(each)],
+                "stages": [_rounded(stage._asdict()) for stage in stages_of(each)],
                 "legs": [_leg(each, leg) for leg in each.legs],
                 "preempted_ms": [round(at_ms, 3) for at_ms in each.preempted_ms],
             }

@@ -213,18 +213,23 @@ function showLanes(state) {
   }));
 }
 
+const STAGE_COLOURS = {
+  tokenize: "other", admission: "queue", placement: "other", queue: "queue", prefill: "prefill", transfer: "transfer",
+  "decode queue": "queue", calls: "other", decode: "decode",
+};
+
 function stages(request, wide) {
   const strip = document.createElement("div");
   strip.className = wide ? "stages wide" : "stages";
-  const known = request.queue_ms + request.prefill_ms + request.transfer_ms;
-  const parts = [["queue", request.queue_ms], ["prefill", request.prefill_ms], ["transfer", request.transfer_ms],
-    ["other", Math.max(0, request.first_token_ms - known)], ["decode", request.decode_ms]];
+  const { decode, ...earlier } = request.stages_ms;
+  const known = Object.values(earlier).reduce((sum, ms) => sum + ms, 0);
+  const parts = [...Object.entries(earlier), ["calls", Math.max(0, request.first_token_ms - known)], ["decode", decode]];
   const whole = parts.reduce((sum, part) => sum + part[1], 0) || 1;
   for (const [name, ms] of parts) {
     if (ms <= 0) continue;
     const part = document.createElement("i");
     part.style.width = `${100 * ms / whole}%`;
-    part.style.background = `var(--${name})`;
+    part.style.background = `var(--${STAGE_COLOURS[name]})`;
     strip.append(part);
   }
   strip.title = parts.map(([name, ms]) => `${name} ${milliseconds(ms)}`).join(", ");

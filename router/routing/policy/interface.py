@@ -172,7 +172,7 @@ class PairScore(NamedTuple):
     queue_s: float
     prefill_s: float
     transfer_s: float
-    admission_s: float  # until the decode worker has pages and a slot
+    decode_queue_s: float  # until the decode worker has pages and a slot
     decode_s: float  # of this request's own tokens
     harm_s: float  # delay of all other sequences that decode there, summed
     bonus_s: float  # subtracted for the session's worker and for replicas

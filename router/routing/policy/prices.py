@@ -50,8 +50,8 @@ def all_prefill_like_s(demand: PlacementDemand, views: Sequence[WorkerView], lik
 def all_decode_s(
     demand: PlacementDemand, views: Sequence[WorkerView], weight: float, delay_weight: float
 ) -> list[float]:
-    """Returns each view's `admission_s`, `weight` times the cost of decoding there, harm included, and `delay_weight`
-    times `page_delay_s`."""
+    """Returns each view's `decode_queue_s`, `weight` times the cost of decoding there, harm included, and
+    `delay_weight` times `page_delay_s`."""
     output_tokens, num_tokens = demand.output_tokens * weight, demand.num_tokens
     cached = demand.cached_tokens.get
     costs = []
@@ -60,7 +60,7 @@ def all_decode_s(
         free = view.load.free_pages - view.sent.num_pages
         missing = num_tokens - cached(view.worker_id, 0) or 1
         if missing > free * view.page_size or view.num_requests >= (view.limits.max_running or view.num_requests + 1):
-            seconds += admission_s(demand, view) + delay_weight * page_delay_s(demand, view)
+            seconds += decode_queue_s(demand, view) + delay_weight * page_delay_s(demand, view)
         costs.append(seconds)
     return costs
 
@@ -82,7 +82,7 @@ def transfer_bytes(demand: PlacementDemand, view: WorkerView) -> float:
     return demand.uncached_on(view.worker_id) * demand.token_bytes
 
 
-def admission_s(demand: PlacementDemand, view: WorkerView) -> float:
+def decode_queue_s(demand: PlacementDemand, view: WorkerView) -> float:
     """Returns the time until sequences that run there now have freed enough pages and a slot.
 
     Requests that wait there already come first, and each of them wants as many pages as those that run have.
@@ -143,7 +143,7 @@ def price(demand: PlacementDemand, decode: WorkerView, prefill: WorkerView | Non
         harm += decode.num_requests * compute_s  # every chunk delays all sequences that decode there
     else:
         transfer_s = transfer_between_s(demand, prefill.worker_id, decode)
-    wait_s = admission_s(demand, decode)
+    wait_s = decode_queue_s(demand, decode)
     own_s = demand.output_tokens * (decode.step_s + demand.num_tokens * decode.costs.decode.context_s)
     return PairScore(
         prefill=prefill.worker_id if prefill else None,
@@ -151,7 +151,7 @@ def price(demand: PlacementDemand, decode: WorkerView, prefill: WorkerView | Non
         queue_s=computed_by.queue_s,
         prefill_s=compute_s,
         transfer_s=transfer_s,
-        admission_s=wait_s,
+        decode_queue_s=wait_s,
         decode_s=own_s,
         harm_s=harm,
         bonus_s=0.0,

@@ -48,8 +48,8 @@ def test_where_the_pages_suffice_nobody_is_delayed() -> None:
 def test_more_who_wait_and_fewer_cached_pages_cost_more(waiting: int, running: int, free: int, cached: int) -> None:
     view, longer = decode(A, free, waiting, running), decode(A, free, waiting + 1, running)
     less, more = PlacementDemand(4000, 1.0), PlacementDemand(4000, 1.0, cached_tokens={A: cached})
-    assert prices.admission_s(less, view) <= prices.admission_s(less, longer)
-    assert prices.admission_s(more, view) <= prices.admission_s(less, view)
+    assert prices.decode_queue_s(less, view) <= prices.decode_queue_s(less, longer)
+    assert prices.decode_queue_s(more, view) <= prices.decode_queue_s(less, view)
     assert prices.page_delay_s(less, view) <= prices.page_delay_s(less, longer)
     assert prices.page_delay_s(more, view) <= prices.page_delay_s(less, view)
 
@@ -57,7 +57,7 @@ def test_more_who_wait_and_fewer_cached_pages_cost_more(waiting: int, running: i
 def test_the_wait_for_pages_counts_those_who_came_first() -> None:
     """Eight sequences share 1000 pages; four that wait want half of them before this one gets any."""
     demand = PlacementDemand(1600, 1.0, output_tokens=100.0)
-    alone, behind = (prices.admission_s(demand, decode(A, 0, waiting)) for waiting in (0, 4))
+    alone, behind = (prices.decode_queue_s(demand, decode(A, 0, waiting)) for waiting in (0, 4))
     assert alone < behind
     remaining_s = 100.0 * decode(A, 0, 4).step_s / 2
     assert behind == remaining_s * (100 + 500) / 1000

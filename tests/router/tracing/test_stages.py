@@ -39,6 +39,7 @@ def timing(**fields: object) -> common_pb2.Timing:
         "queue_ms": 16.0,  # 6 of them at the router
         "prefill_ms": 40.0,
         "transfer_ms": 3.0,
+        "decode_queue_ms": 2.0,
         "first_token_ms": 60.0,
         "decode_ms": 100.0,
         "prefill_worker": "prefill-0",
@@ -60,9 +61,10 @@ def test_the_stages_of_a_remote_prefill_follow_each_other() -> None:
         "queue": (6, 16),
         "prefill": (16, 56),
         "transfer": (56, 59),
+        "decode queue": (59, 61),
         "decode": (60, 160),
     }
-    assert [stage.worker for stage in found] == ["", "", "", *["prefill-0"] * 3, "decode-0"]
+    assert [stage.worker for stage in found] == ["", "", "", *["prefill-0"] * 3, "decode-0", "decode-0"]
 
 
 def test_a_local_prefill_has_no_transfer() -> None:
@@ -112,3 +114,8 @@ def test_the_waterfall_names_the_legs_and_why_a_worker_was_left() -> None:
     ]
     assert [stage["name"] for stage in completion["stages"]][-1] == "decode"
     assert (found["decision"]["policy"], completion["end_ms"]) == ("kv-aware", 160.0)
+
+
+def test_pages_may_land_and_wait_while_the_first_token_streams() -> None:
+    found = spans(stages_of(ended(timing(transfer_ms=20.0, decode_queue_ms=5.0))))
+    assert (found["transfer"], found["decode queue"], found["decode"]) == ((56, 76), (76, 81), (60, 160))

@@ -15,7 +15,7 @@ from penstock.client.results import Chunk
 from penstock.client.sync_client import GenerateStream
 
 _INTERRUPTED = 130
-_STAGES = ("queue", "prefill", "transfer", "admission", "decode", "harm", "bonus", "total")
+_STAGES = ("queue", "prefill", "transfer", "decode queue", "decode", "harm", "bonus", "total")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -84,8 +84,12 @@ def format_decision(decision: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def _key(stage: str) -> str:
+    return f"{stage.replace(' ', '_')}_ms"
+
+
 def _score_row(score: Mapping[str, Any], mark: str) -> list[str]:
-    stages = [f"{score[f'{stage}_ms']:.1f}" for stage in _STAGES]
+    stages = [f"{score[_key(stage)]:.1f}" for stage in _STAGES]
     cached = f"{score['prefill_cached_tokens']}/{score['decode_cached_tokens']}"
     if "pull" in score:
         cached += f", pulls {score['pull']['tokens']} of {score['pull']['source']}"
@@ -93,7 +97,7 @@ def _score_row(score: Mapping[str, Any], mark: str) -> list[str]:
 
 
 def _actual_row(actual: Mapping[str, Any]) -> list[str]:
-    times = [f"{actual[f'{stage}_ms']:.1f}" if f"{stage}_ms" in actual else "-" for stage in _STAGES]
+    times = [f"{actual[_key(stage)]:.1f}" if _key(stage) in actual else "-" for stage in _STAGES]
     cached = f"{actual['prefill_cached_tokens']}/{actual['decode_cached_tokens']}"
     if "pull" in actual:
         pull = actual["pull"]

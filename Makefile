@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 4
 # Tests and servers start many processes; compiling every module again in each of them costs a sixth of their start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-pull bench-replay bench-overload bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-quantized conformance attack soak gpu-check results docs tune clean
+.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-pull bench-replay bench-overload bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check results docs tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -38,6 +38,7 @@ help:
 	@echo "make bench-structured   what a grammar costs a stream, and the steps that forced tokens save"
 	@echo "make bench-schemas  outputs against 585 schemas of public suites, also while a worker is killed; needs pip's index once"
 	@echo "make bench-lora     what adapters cost a decode step of 64 sequences, and how long one takes to load"
+	@echo "make bench-speculation  what verifying tokens costs, and what speculation gains by batch and kind of text"
 	@echo "make bench-steps    what a decode step costs besides the model, at batches of 1 to 256"
 	@echo "make conformance    schemathesis, LangChain's tests, lm-eval and GuideLLM against a deployment, installed into .venv-conformance"
 	@echo "make attack         every attack of docs/security.md against a running deployment: held or not, at what cost to others"
@@ -173,6 +174,10 @@ bench-schemas: setup
 
 bench-lora: setup
 	$(PY) -m benchmarks.engine.adapters
+
+# Most of ten minutes; ONLY="batch 16" measures the workloads whose names contain it and keeps the others.
+bench-speculation: setup
+	$(PY) -m benchmarks.speculation --only "$(ONLY)"
 
 bench-transfer: setup
 	$(PY) -m benchmarks.transfer

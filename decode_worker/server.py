@@ -9,6 +9,7 @@ import asyncio
 from functools import partial
 
 from decode_worker.delivery.lookaside import LookasidePort, LookasideService, check_lookaside, load_spelling
+from decode_worker.draft_model import DraftModel
 from decode_worker.migrate.client import MigrationClient
 from decode_worker.migrate.incoming import LEASE_S, IncomingMigrations
 from decode_worker.migrate.outgoing import OutgoingMigrations
@@ -51,6 +52,7 @@ class DecodeServer:
         self.epoch: Epoch = self.shell.epoch
         self._worker_id = WorkerId(config.worker_id)
         self._lookaside: LookasidePort | None = None
+        self._draft: DraftModel | None = None
 
     @property
     def address(self) -> str:
@@ -68,6 +70,10 @@ class DecodeServer:
             check_lookaside(config)  # raises before weights are loaded for nothing
         engine = await shell.load(progress)
         await asyncio.to_thread(engine.capture_graphs, progress.on_graphs, config.decode.max_batch_sequences)
+        if config.decode.draft_model is not None:
+            self._draft = await asyncio.to_thread(
+                DraftModel.load, config.decode.draft_model, config.engine, engine.pool.num_pages
+            )
         await shell.open_transfers()
         receiver = await asyncio.to_thread(shell.open_receiver)
         shell.description.transports.extend(receiver.transports)
@@ -86,6 +92,7 @@ class DecodeServer:
             self._grammars,
             shell.pulls,
             self._adapters,
+            self._draft,
         )
         worker.on_step.append(shell.step_metrics.observe)
         worker.on_verified.append(shell.speculation_metrics.observe)
@@ -152,4 +159,6 @@ class DecodeServer:
         await asyncio.to_thread(self._driver.stop)
         self._grammars.close()
         self._adapters.close()
+        if self._draft is not None:
+            self._draft.close()
         await shell.stop_receiver()

@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 
 from decode_worker.delivery.token_delivery import TokenDelivery
+from decode_worker.draft_model import DraftModel
 from decode_worker.prefill.client import RemoteFirstToken
 from decode_worker.prefill.prefill_attempts import PrefillAttempts
 from decode_worker.prefill.transfer_table import FailedTransfer, LandedTransfer, TransferTable
@@ -33,6 +34,7 @@ from engine.step.plan import DecodeRows, EndConditions, StepPlan
 from engine.step.prompt_scores import PromptScores
 from engine.step.row_table import RowTable
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
+from engine.step.speculation.proposal import ProposalKind
 from engine.step.speculation.speculator import Speculator
 from kv_transfer.session.transfer_session import Manifest
 from penstock.config import DecodeConfig
@@ -61,9 +63,10 @@ class DecodeWorker:
         grammars: GrammarQueue | None = None,
         pulls: PrefixPulls | None = None,
         adapters: AdapterQueue | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         """Without `grammars` or `adapters` requests that have one are refused; without `pulls` nothing is pulled from
-        other workers."""
+        other workers; without `draft` only repetitions are proposed."""
         self._worker_id = worker_id
         self._engine = engine
         self._config = config
@@ -71,7 +74,8 @@ class DecodeWorker:
         rows = RowTable(engine.layout.page_size, EndConditions(engine.model.eos_token_ids, context_length))
         self._speculator = None
         if config.speculation != "off":
-            self._speculator = Speculator(config.speculation_tokens, time.monotonic, config.speculation == "always")
+            always = config.speculation == "always"
+            self._speculator = Speculator(config.speculation_tokens, time.monotonic, always, draft=draft)
         self.scheduler = DecodeScheduler(
             engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows, self._speculator
         )
@@ -95,7 +99,8 @@ class DecodeWorker:
         self.after_step: list[Callable[[], None]] = []  # called between two steps, and when there was nothing to do
         self.on_release: list[Callable[[DecodeRequest], None]] = []  # called when a request ends here or has migrated
         self.on_step: list[Callable[[int, int, float], None]] = []  # called with a step's sequences, tokens and seconds
-        self.on_verified: list[Callable[[int, int], None]] = []  # called with tokens proposed to a sequence, and right
+        # Called with the kind of a sequence's proposal, how many tokens it had, and how many of them were right.
+        self.on_verified: list[Callable[[ProposalKind, int, int], None]] = []
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
     # Requests.
@@ -337,19 +342,23 @@ class DecodeWorker:
         self._deliver_rows(plan.rows, tokens, discarded, now_s)
         for place, (scheduled, token_id) in enumerate(zip(plan.chunks, tokens.chunks, strict=True), len(plan.rows)):
             if token_id is not None and scheduled.sequence not in discarded:
-                self._on_sampled(scheduled.sequence, SampledToken(token_id, tokens.logprobs.get(place)), now_s)
+                further = tokens.further[place] if scheduled.proposed else []
                 if scheduled.proposed:
-                    self._on_verified(scheduled, tokens.further[place], now_s)
+                    self._note_verified(scheduled, len(further))
+                self._on_sampled(scheduled.sequence, SampledToken(token_id, tokens.logprobs.get(place)), now_s)
+                self._deliver_further(scheduled.sequence, further, now_s)
         self._delivery.flush()
         self._after_step()
 
-    def _on_verified(self, scheduled: ScheduledSequence, further: list[SampledToken], now_s: float) -> None:
-        """Delivers what follows the first token of a sequence, up to its end, and learns how much was right."""
-        sequence = scheduled.sequence
-        for call in self.on_verified:
-            call(len(scheduled.proposed), len(further))
+    def _note_verified(self, scheduled: ScheduledSequence, num_right: int) -> None:
         if self._speculator is not None:
-            self._speculator.on_verified(sequence, len(scheduled.proposed), len(further))
+            num_proposed = len(scheduled.proposed)
+            kind = self._speculator.on_verified(scheduled.sequence, num_proposed, num_right)
+            for call in self.on_verified:
+                call(kind, num_proposed, num_right)
+
+    def _deliver_further(self, sequence: Sequence, further: list[SampledToken], now_s: float) -> None:
+        """Delivers what follows the first token of a sequence whose proposed tokens were right, up to its end."""
         for token in further:
             if sequence not in self._requests:
                 return

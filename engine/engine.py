@@ -34,7 +34,8 @@ from engine.parallel.shard import Shard
 from engine.parallel.step_codec import BroadcastStep
 from engine.sampling.grammar.masks import MaskThread
 from engine.sampling.prompt_logprobs import score_prompts
-from engine.sampling.sampler import sample, warm_up_sampling
+from engine.sampling.row_params import SamplingRows
+from engine.sampling.sampler import sample, sample_rows, warm_up_sampling
 from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
 from engine.step.compute import (
     ForwardedStep,
@@ -50,7 +51,7 @@ from engine.step.job_thread import JobThread, use_device
 from engine.step.sequence import SampledToken, ScheduledSequence, StepOutput
 from engine.step.sequence import Sequence as EngineSequence
 from penstock.config import EngineConfig
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, InternalError
 from penstock.kv.events import KvEventLog
 from penstock.text.grammars import GrammarCompiler
 from penstock.types import PageId
@@ -138,6 +139,13 @@ class Engine:
             part.device,
             f", {ranks.num_ranks} ranks" if ranks is not None else "",
         )
+        if part.model.num_prediction_layers:
+            log.warning(
+                "%s has %d layers that predict further tokens (MTP), which are not loaded: tokens are proposed by "
+                "prompt lookup or by decode.draft_model",
+                config.model,
+                part.model.num_prediction_layers,
+            )
         return engine
 
     @property
@@ -191,6 +199,17 @@ class Engine:
             for place, token in zip(places, sampled, strict=True):
                 tokens[place] = token
         return StepOutput(tuple(tokens), scores)
+
+    def sample_rows(self, host: HostBatch, rows: SamplingRows) -> np.ndarray:
+        """Computes a laid-out batch and returns the token of each of its sampled rows, without edits. Blocks.
+
+        Raises InternalError if a distribution was not finite.
+        """
+        use_device(self.kv_pages.device)
+        token_ids_R, valid_R = sample_rows(self._forward(host), rows)
+        if not bool(valid_R.all()):
+            raise InternalError("the logits are not finite")
+        return token_ids_R.cpu().numpy()
 
     def _forward(self, host: HostBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Returns the logits of a step that is not replayed from a graph."""

@@ -93,6 +93,10 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
         ),
     ),
     "startup": (BarSpec("How soon a worker serves, s", "(?P<row>.+)", "s(, .+)?"),),
+    "speculation": (
+        BarSpec("Tokens a second with speculation", r"(?P<part>[^,]+), (?P<row>.+): (?P<kind>auto[^,]*)", "tokens/s"),
+        BarSpec("A step that verifies tokens, ms", "(?P<row>.+ verifies .+)", "ms"),
+    ),
     "steps": (
         BarSpec("A decode step without its model, us", "(?P<row>step with .+)", "us"),
         BarSpec(

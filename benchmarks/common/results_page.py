@@ -93,6 +93,13 @@ SUBJECTS = (
         "adapters.md",
     ),
     Subject(
+        "speculation",
+        "Speculation",
+        "What verifying proposed tokens costs a step, and tokens a second with speculation beside those without.",
+        "make bench-speculation",
+        "speculation.md",
+    ),
+    Subject(
         "quantized_cpu",
         "Quantized products on a CPU",
         "Products with int8, int4 and fp8 weights beside packed bf16 and the time to read their bytes.",

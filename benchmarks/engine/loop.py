@@ -9,10 +9,13 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, cast
 
 from benchmarks.engine.workload import BATCH_TOKENS, BATCHES, Ask
 from benchmarks.steps.null_engine import NullTransfers
+from decode_worker.draft_model import DraftModel
 from decode_worker.request import DecodeRequest, Delta, TokenDelta, split_plain
 from decode_worker.schedule.step_driver import StepDriver
 from decode_worker.worker import DecodeWorker
@@ -25,14 +28,24 @@ from penstock.types import RequestId, SamplingParams, WorkerId
 _ANSWER_TIMEOUT_S = 300.0
 
 
-class EngineLoop:
-    """Owns a step loop over an engine, which must not be used otherwise while `answer` waits."""
+_CONFIG = DecodeConfig(max_batch_sequences=max(BATCHES), max_batch_tokens=BATCH_TOKENS, placement="local")
 
-    def __init__(self, engine: Engine) -> None:
-        config = DecodeConfig(max_batch_sequences=max(BATCHES), max_batch_tokens=BATCH_TOKENS, placement="local")
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What a batch of requests has yielded, and the seconds from the submission of the first to its last token."""
+
+    seconds: float
+    outputs: list[list[int]]
+
+
+class EngineLoop:
+    """Owns a step loop over an engine, which must not be used otherwise while `answer` or `generate` waits."""
+
+    def __init__(self, engine: Engine, config: DecodeConfig = _CONFIG, draft: DraftModel | None = None) -> None:
         transfers = cast(Any, NullTransfers())
         context = engine.model.context_length
-        self._worker = DecodeWorker(WorkerId("bench"), engine, transfers, config, context)
+        self._worker = DecodeWorker(WorkerId("bench"), engine, transfers, config, context, draft=draft)
         self._loop = StepLoop("bench", self._step, self._fail)
         self._driver = StepDriver(self._worker, engine, "bench", self._loop.post)
         self._deltas: queue.SimpleQueue[list[Delta] | BaseException] = queue.SimpleQueue()
@@ -40,36 +53,47 @@ class EngineLoop:
 
     def answer(self, ask: Ask) -> float:
         """Returns the seconds from the submission of the first request to the return of the last token."""
-        prompts = ask.prompts()
-        sampling = SamplingParams(max_tokens=ask.new_tokens, temperature=0.0, ignore_eos=True)
+        return self.generate(ask.prompts(), ask.new_tokens).seconds
+
+    def generate(self, prompts: Seq[Seq[int]], new_tokens: int) -> Generated:
+        """Returns the greedy continuations of all prompts, in their order; none ends early."""
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         begun_s = time.perf_counter()
         deadline_s = time.monotonic() + _ANSWER_TIMEOUT_S
         for number, prompt in enumerate(prompts):
             sequence = Sequence(RequestId(str(number)), list(prompt), len(prompt), sampling, b"bench")
             request = DecodeRequest(number, sequence, self, deque(), deadline_s)
             self._loop.post(lambda request=request: self._worker.submit(request))  # type: ignore[misc]
-        self._await(ask.batch, ask.new_tokens)
-        return time.perf_counter() - begun_s
+        outputs = self._await(len(prompts), new_tokens)
+        return Generated(time.perf_counter() - begun_s, outputs)
 
     def send(self, deltas: list[Delta]) -> None:  # called by the worker, on the step loop
         self._deltas.put(deltas)
 
-    def _await(self, num_open: int, num_tokens: int) -> None:
-        counts = [0] * num_open
+    def _await(self, num_open: int, num_tokens: int) -> list[list[int]]:
+        outputs: list[list[int]] = [[] for _ in range(num_open)]
         while num_open:
             deltas = self._deltas.get(timeout=_ANSWER_TIMEOUT_S)
             if isinstance(deltas, BaseException):
                 raise deltas
             for delta in split_plain(deltas):
-                num_open -= self._count(delta, counts)
-        assert set(counts) == {num_tokens}, f"{counts} tokens came instead of {num_tokens}"
+                num_open -= self._keep(delta, outputs)
+        counts = {len(output) for output in outputs}
+        assert counts == {num_tokens}, f"{counts} tokens came instead of {num_tokens}"
+        return outputs
 
-    def _count(self, delta: TokenDelta, counts: list[int]) -> bool:
-        """Counts the token and returns whether it was the last of its sequence."""
+    def _keep(self, delta: TokenDelta, outputs: list[list[int]]) -> bool:
+        """Keeps the token and returns whether it was the last of its sequence."""
         if delta.error is not None:
             raise delta.error
-        counts[delta.stream_id] += delta.token is not None
+        if delta.token is not None:
+            outputs[delta.stream_id].append(delta.token.token_id)
         return delta.finish_reason is not None
+
+    @property
+    def worker(self) -> DecodeWorker:
+        """For callbacks, to be set before the first request."""
+        return self._worker
 
     def _step(self) -> bool:
         self._driver.turn()

@@ -366,7 +366,7 @@ class DecodeScheduler:
             decoding = self._decoding()
             pays = self._speculator is not None and bool(decoding) and self._speculator.may_pay(len(decoding))
             if pays and self._speculator is not None:
-                pays = bool(self._speculator.propose(decoding, self._table.num_left, SCORED_TOKENS))
+                pays = self._speculator.would_propose(decoding, self._table.num_left)
             self._asked = step, pays
         return self._asked[1]
 

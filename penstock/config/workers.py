@@ -55,6 +55,8 @@ class DecodeConfig(FrozenConfig):
     always. Outputs are the same."""
     speculation_tokens: int = Field(8, ge=1, le=32)
     """Tokens proposed to a sequence at a time, at most."""
+    draft_model: str | None = None
+    """Checkpoint folder of a small model with the same tokenizer, which proposes tokens where no text repeats."""
     watermark: float = Field(0.02, ge=0, lt=1)
     """Share of the pages kept free for running sequences."""
     hedge_after_s: float = Field(0, ge=0)
@@ -66,6 +68,15 @@ class DecodeConfig(FrozenConfig):
             raise ValueError(
                 f"decode.max_batch_tokens = {self.max_batch_tokens} is below decode.max_batch_sequences = "
                 f"{self.max_batch_sequences}; raise it, since each sequence needs one token a step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_draft_model(self) -> DecodeConfig:
+        if self.draft_model is not None and self.speculation == "off":
+            raise ValueError(
+                f'decode.draft_model = {self.draft_model!r} proposes nothing while decode.speculation = "off"; set '
+                'that to "auto", or leave the draft model out'
             )
         return self
 

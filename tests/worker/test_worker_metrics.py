@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from decode_worker.server import DecodeServer
 from engine.cache.page_pool import PagePool
 from engine.step.sequence import Sequence
+from engine.step.speculation.proposal import ProposalKind
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.sizing.accelerators import accelerator_of
@@ -29,6 +30,7 @@ from worker.metrics.collector import WorkerCollector
 from worker.metrics.model_work import ModelWork, find_work
 from worker.metrics.page_use import measure_pages
 from worker.metrics.port import MetricsPort
+from worker.metrics.step_metrics import SpeculationMetrics
 
 PROMPT = [(5 * i) % 300 + 2 for i in range(64)]
 DESCRIBED = worker_pb2.WorkerDescription(worker_id="w", role="decode", model="m", page_size=16, num_pages=100)
@@ -238,3 +240,23 @@ def test_pages_are_counted_by_state_with_what_their_holders_leave_empty() -> Non
     pool.release(first.pages)
     assert measure_pages(pool, (), 16).fragmentation == 0.0
     assert measure_pages(pool, (), 16).num_allocated == 3
+
+
+def test_what_becomes_of_proposed_tokens_is_counted_by_proposer_and_position() -> None:
+    metrics = SpeculationMetrics(DESCRIBED)
+    metrics.observe(ProposalKind.DRAFT, 4, 2)
+    metrics.observe(ProposalKind.DRAFT, 4, 1)
+    metrics.observe(ProposalKind.LONG_MATCH, 8, 0)
+
+    def count(name: str, **labels: str) -> float | None:
+        known = {"model_name": "m", "worker": "w", "role": "decode"}
+        return metrics.registry.get_sample_value(f"vllm:spec_decode_{name}_total", known | labels)
+
+    assert count("num_drafts", proposer="draft_model") == 2
+    assert count("num_draft_tokens", proposer="draft_model") == 8
+    assert count("num_accepted_tokens", proposer="draft_model") == 3
+    assert count("num_draft_tokens", proposer="prompt_lookup_long") == 8
+    by_position = [
+        count("num_accepted_tokens_per_pos", proposer="draft_model", position=str(place)) for place in range(3)
+    ]
+    assert by_position == [2, 1, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from engine.step.speculation.proposal import ProposalKind
 from penstock.v1 import worker_pb2
 
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -44,23 +45,28 @@ class SpeculationMetrics:
             "role": described.role,
         }
 
-        def counter(name: str, help_text: str) -> Counter:
-            return Counter(name, help_text, list(self._labels), registry=self.registry).labels(**self._labels)
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(name, help_text, [*self._labels, *labels], registry=self.registry)
 
-        self._drafts = counter("vllm:spec_decode_num_drafts", "Proposals that were verified")
-        self._proposed = counter("vllm:spec_decode_num_draft_tokens", "Proposed tokens that were verified")
-        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Proposed tokens that were right")
-        self._by_position = Counter(
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Proposals that were verified", "proposer")
+        self._proposed = counter("vllm:spec_decode_num_draft_tokens", "Proposed tokens that were verified", "proposer")
+        self._accepted = counter(
+            "vllm:spec_decode_num_accepted_tokens",
+            "Proposed tokens that were right; each has saved its sequence a step",
+            "proposer",
+        )
+        self._by_position = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Proposed tokens that were right, by their place in the proposal",
-            [*self._labels, "position"],
-            registry=self.registry,
+            "proposer",
+            "position",
         )
 
-    def observe(self, num_proposed: int, num_accepted: int) -> None:
+    def observe(self, kind: ProposalKind, num_proposed: int, num_accepted: int) -> None:
         """Observes a proposal of which the first `num_accepted` tokens were right."""
-        self._drafts.inc()
-        self._proposed.inc(num_proposed)
-        self._accepted.inc(num_accepted)
+        labels = self._labels | {"proposer": kind.value}
+        self._drafts.labels(**labels).inc()
+        self._proposed.labels(**labels).inc(num_proposed)
+        self._accepted.labels(**labels).inc(num_accepted)
         for position in range(num_accepted):
-            self._by_position.labels(**self._labels, position=str(position)).inc()
+            self._by_position.labels(**labels, position=str(position)).inc()

@@ -7,25 +7,19 @@ tokens are looked up first, then the last three: a long match is right more ofte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-LENGTHS = (8, 3)  # tokens that must match, tried in this order
+from engine.step.sequence import Sequence as EngineSequence
+from engine.step.speculation.proposal import Proposal, ProposalKind
+
+LENGTHS = {ProposalKind.LONG_MATCH: 8, ProposalKind.SHORT_MATCH: 3}  # tokens that must match, tried in this order
 _MAX_SLOTS = 1 << 15  # of an index: 128 KiB; later n-grams overwrite earlier ones
 _MIN_SLOTS = 1 << 10
 _MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio (Knuth, TAOCP 3, 6.4)
 _MASK = 0xFFFFFFFF
 _BULK = 64  # tokens from which on numpy is faster than a loop
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Tokens that may follow a text; proposals of one `kind` hold about equally often."""
-
-    token_ids: tuple[int, ...]
-    kind: int
 
 
 class _NgramIndex:
@@ -72,16 +66,38 @@ class PromptLookup:
     def __init__(self, num_tokens: int) -> None:
         """`num_tokens`: how long the text may become."""
         num_slots = min(_MAX_SLOTS, max(_MIN_SLOTS, 1 << (2 * num_tokens - 1).bit_length()))
-        self._indexes = [_NgramIndex(length, num_slots) for length in LENGTHS]
+        self._indexes = [(kind, _NgramIndex(length, num_slots)) for kind, length in LENGTHS.items()]
 
     def propose(self, token_ids: list[int], count: int) -> Proposal | None:
         """Returns `count` tokens that may follow, or None if the last ones stand nowhere before."""
-        for kind, index in enumerate(self._indexes):
+        for kind, index in self._indexes:
             index.read(token_ids)
             end = index.find(token_ids)
             if end is not None:
                 return Proposal(_follow(token_ids, end, count), kind)
         return None
+
+
+class PromptLookups:
+    """The `Proposer` with a `PromptLookup` for each sequence."""
+
+    def __init__(self) -> None:
+        self._lookups: dict[EngineSequence, PromptLookup] = {}
+
+    def propose(self, counts: Mapping[EngineSequence, int]) -> Mapping[EngineSequence, Proposal]:
+        found: dict[EngineSequence, Proposal] = {}
+        for sequence, count in counts.items():
+            lookup = self._lookups.get(sequence)
+            if lookup is None:
+                length = sequence.num_prompt_tokens + sequence.sampling.max_tokens
+                lookup = self._lookups[sequence] = PromptLookup(length)
+            proposal = lookup.propose(sequence.token_ids, count)
+            if proposal is not None:
+                found[sequence] = proposal
+        return found
+
+    def forget(self, sequence: EngineSequence) -> None:
+        self._lookups.pop(sequence, None)
 
 
 def _follow(token_ids: list[int], first: int, count: int) -> tuple[int, ...]:

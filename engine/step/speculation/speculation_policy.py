@@ -1,4 +1,5 @@
-"""How many proposed tokens a step verifies: as many as raise the expected tokens per second. Pure."""
+"""How many tokens are drafted, and how many proposed ones a step verifies: as many as raise the expected tokens per
+second. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from engine.step.speculation.step_cost_table import StepCostTable
 
 _LEAST_GAIN = 1.05  # of expected tokens per second; less is within the errors of what is predicted
 _ALLOWANCE = 0.004  # share of the time that attempts may lose
-_MAX_CREDIT_STEPS = 16.0  # gains that are kept to be lost again, in plain steps
+_FIRST_CREDIT_STEPS = 8.0  # what may be lost before anything was gained, in plain steps
+_MAX_CREDIT_STEPS = 32.0  # gains that are kept to be lost again, in plain steps
+_OUTLIER = 2.0  # times what a step of its size takes: something else took the machine, which is no loss of ours
+_HOPEFUL_RATE = 0.95  # if no proposal pays with this rate, none is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,38 @@ class Candidate:
 
     num_tokens: int
     rate: float
+
+
+def could_pay(num_sequences: int, num_tokens: int, costs: StepCostTable) -> bool:
+    """Returns whether a step of `num_sequences` would gain by verifying up to `num_tokens` of each, or of one of them,
+    if these nearly always held. Cheap, however many sequences there are."""
+    least = _LEAST_GAIN * num_sequences / costs.predict(num_sequences)
+    held = 0.0
+    for count in range(1, num_tokens + 1):
+        held += _HOPEFUL_RATE**count
+        for share in (num_sequences, 1):
+            if (num_sequences + share * held) / costs.predict(num_sequences + share * count) > least:
+                return True
+    return False
+
+
+def choose_draft_length(
+    num_sequences: int, rates: Sequence[float], num_tokens: int, costs: StepCostTable, draft_s: float
+) -> int:
+    """Returns how many tokens to draft for each of `rates`, the sequences of a step of `num_sequences` that have no
+    proposal; a rate is the probability that a drafted token holds if those before it do.
+
+    Each token takes `draft_s` seconds of drafting, for all of them together, before the step begins.
+    """
+    best, best_rate = 0, _LEAST_GAIN * num_sequences / costs.predict(num_sequences)
+    expected, powers = float(num_sequences), list(rates)
+    for count in range(1, num_tokens + 1):
+        expected += sum(powers)
+        powers = [power * rate for power, rate in zip(powers, rates, strict=True)]
+        seconds = costs.predict(num_sequences + count * len(rates)) + count * draft_s
+        if expected / seconds > best_rate:
+            best, best_rate = count, expected / seconds
+    return best
 
 
 def choose_lengths(num_sequences: int, candidates: Sequence[Candidate], costs: StepCostTable) -> list[int]:
@@ -64,8 +100,13 @@ class SpeculationLedger:
     def on_step(self, elapsed_s: float, plain_s: float) -> None:
         """Notes that a step has ended; `plain_s` is what one of as many sequences takes with a token each."""
         if not self._has_begun:
-            self._has_begun, self._credit_s = True, plain_s
-        self.add(_ALLOWANCE * elapsed_s, plain_s)
+            self._has_begun, self._credit_s = True, _FIRST_CREDIT_STEPS * plain_s
+        self.add(_ALLOWANCE * min(elapsed_s, _OUTLIER * plain_s), plain_s)
+
+    def on_verified(self, elapsed_s: float, expected_s: float, num_plain: float, plain_s: float) -> None:
+        """Notes that a step which should take `expected_s` has verified proposals: it yielded what takes `num_plain`
+        steps of `plain_s` without."""
+        self.add(num_plain * plain_s - min(elapsed_s, _OUTLIER * expected_s), plain_s)
 
     def add(self, gain_s: float, plain_s: float) -> None:
         """Notes seconds that were gained, or lost if negative."""

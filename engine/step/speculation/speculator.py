@@ -8,37 +8,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple
 
 from engine.step.sequence import Sequence
 from engine.step.speculation.acceptance import AcceptanceRate, num_accepted
-from engine.step.speculation.prompt_lookup import LENGTHS, PromptLookup, Proposal
-from engine.step.speculation.speculation_policy import Candidate, SpeculationLedger, choose_lengths
+from engine.step.speculation.prompt_lookup import PromptLookups
+from engine.step.speculation.proposal import DraftProposer, Proposal, ProposalKind, Proposer
+from engine.step.speculation.speculation_policy import (
+    Candidate,
+    SpeculationLedger,
+    choose_draft_length,
+    choose_lengths,
+    could_pay,
+)
 from engine.step.speculation.step_cost_table import StepCostTable
 
-_FIRST_RATES = (0.8, 0.5)  # of each kind, assumed until any was seen
+# Rates assumed of each kind until any was seen.
+_FIRST_RATES = {ProposalKind.LONG_MATCH: 0.8, ProposalKind.SHORT_MATCH: 0.5, ProposalKind.DRAFT: 0.7}
 _FLEET_DECAY = 0.98  # of what is known of all sequences, by each proposal after it
-_HOPEFUL_RATE = 0.95  # if no sequence pays with this rate, none is looked at
-
-
-class Proposer(Protocol):
-    """Belongs to one sequence."""
-
-    def propose(self, token_ids: list[int], count: int) -> Proposal | None:
-        """Returns up to `count` tokens that may follow the text, if it has any idea."""
-        ...
+_GATE_STEPS = 16  # for which the answer holds whether proposals could pay at all
+_DRAFT_PROBE_STEPS = 128  # after which a few tokens are drafted although that should not pay: texts change
+_PROBE_TOKENS = 2
 
 
 @dataclass(slots=True)
 class _State:
     """What is known of one sequence."""
 
-    proposer: Proposer
-    rates: list[AcceptanceRate] = field(default_factory=lambda: [AcceptanceRate() for _ in LENGTHS])
-    kind: int = 0  # of the proposal that is verified
+    rates: dict[ProposalKind, AcceptanceRate] = field(
+        default_factory=lambda: {kind: AcceptanceRate() for kind in ProposalKind}
+    )
+    kind: ProposalKind = ProposalKind.LONG_MATCH  # of the proposal that is verified
     # A proposal that was not verified, and the length of its text: what is sampled says later whether it was right.
     unverified: Proposal | None = None
     unverified_at: int = 0
+
+
+class _Gate(NamedTuple):
+    pays: bool
+    until_step: int
 
 
 def may_speculate(sequence: Sequence) -> bool:
@@ -56,20 +64,24 @@ class Speculator:
         num_tokens: int,
         clock: Callable[[], float],
         always: bool = False,
-        make_proposer: Callable[[Sequence], Proposer] = lambda one: PromptLookup(
-            one.num_prompt_tokens + one.sampling.max_tokens
-        ),
+        lookups: Proposer | None = None,
+        draft: DraftProposer | None = None,
     ) -> None:
         """`num_tokens`: at most so many are proposed to a sequence at a time. `clock` returns seconds, with which the
-        search for proposals is charged. `always`: whatever is proposed is verified, whether or not it pays."""
+        search for proposals is charged. `always`: whatever is proposed is verified, whether or not it pays. `draft` is
+        asked for the sequences of which `lookups`, by default of the text itself, have no idea."""
         self._num_tokens = num_tokens
         self._clock = clock
         self._always = always
-        self._make_proposer = make_proposer
+        self._lookups = PromptLookups() if lookups is None else lookups
+        self._draft = draft
         self._states: dict[Sequence, _State] = {}
         self._costs = StepCostTable()
         self._ledger = SpeculationLedger()
-        self._rates = [AcceptanceRate(decay=_FLEET_DECAY) for _ in LENGTHS]
+        self._rates = {kind: AcceptanceRate(decay=_FLEET_DECAY) for kind in ProposalKind}
+        self._gates: dict[int, _Gate] = {}  # by number of sequences
+        self._num_steps = 0
+        self._drafted_at = 0  # the step before which tokens were drafted last
         self._looked_s = 0.0  # for proposals since the last step ended
 
     # Proposals.
@@ -80,8 +92,19 @@ class Speculator:
             return True
         if not self._ledger.is_open or not self._costs.knows(num_sequences):
             return False
-        hopeful = [Candidate(self._num_tokens, _HOPEFUL_RATE)] * min(num_sequences, 32)
-        return any(choose_lengths(num_sequences, hopeful, self._costs))
+        gate = self._gates.get(num_sequences)
+        if gate is None or gate.until_step <= self._num_steps:
+            pays = could_pay(num_sequences, self._num_tokens, self._costs)
+            gate = self._gates[num_sequences] = _Gate(pays, self._num_steps + _GATE_STEPS)
+        return gate.pays
+
+    def would_propose(self, sequences: Collection[Sequence], num_left: Callable[[Sequence], int]) -> bool:
+        """Returns whether `propose` would find anything worth while; drafts nothing."""
+        return bool(self._propose(sequences, num_left, 1 << 30, drafts=False)) or (
+            self._draft is not None
+            and any(map(may_speculate, sequences))
+            and bool(self._draft_length(self._draft, len(sequences), [*filter(may_speculate, sequences)]))
+        )
 
     def propose(
         self, sequences: Collection[Sequence], num_left: Callable[[Sequence], int], limit: int
@@ -90,13 +113,24 @@ class Speculator:
 
         `num_left`: how many tokens a sequence may still get, of which the step samples one more than it verifies.
         """
+        return self._propose(sequences, num_left, limit)
+
+    def _propose(
+        self, sequences: Collection[Sequence], num_left: Callable[[Sequence], int], limit: int, drafts: bool = True
+    ) -> dict[Sequence, tuple[int, ...]]:
         started_s = self._clock()
-        found: dict[Sequence, Proposal] = {}
-        for sequence in sequences:
-            if may_speculate(sequence):
-                proposal = self._look(sequence, min(self._num_tokens, limit, num_left(sequence) - 1))
-                if proposal is not None:
-                    found[sequence] = proposal
+        counts = {
+            sequence: count
+            for sequence in sequences
+            if may_speculate(sequence) and (count := min(self._num_tokens, limit, num_left(sequence) - 1)) > 0
+        }
+        for sequence in counts:
+            self._judge_unverified(sequence, self._states.setdefault(sequence, _State()))
+        found = {sequence: one for sequence, one in self._lookups.propose(counts).items() if one.token_ids}
+        if self._draft is not None and drafts:
+            found |= self._drafted(
+                self._draft, len(sequences), {one: counts[one] for one in counts if one not in found}
+            )
         chosen: dict[Sequence, tuple[int, ...]] = {}
         for (sequence, proposal), count in zip(found.items(), self._lengths(len(sequences), found), strict=True):
             count = min(count, limit)
@@ -110,16 +144,6 @@ class Speculator:
         self._looked_s += self._clock() - started_s
         return chosen
 
-    def _look(self, sequence: Sequence, count: int) -> Proposal | None:
-        if count <= 0:
-            return None
-        state = self._states.get(sequence)
-        if state is None:
-            state = self._states[sequence] = _State(self._make_proposer(sequence))
-        self._judge_unverified(sequence, state)
-        proposal = state.proposer.propose(sequence.token_ids, count)
-        return proposal if proposal is not None and proposal.token_ids else None
-
     def _judge_unverified(self, sequence: Sequence, state: _State) -> None:
         """Learns from a proposal that was not verified, once it is known how much of it was right."""
         if state.unverified is None:
@@ -131,6 +155,27 @@ class Speculator:
             self._observe(state, state.unverified.kind, len(proposed), num_held)
             state.unverified = None
 
+    def _drafted(
+        self, draft: DraftProposer, num_sequences: int, counts: Mapping[Sequence, int]
+    ) -> Mapping[Sequence, Proposal]:
+        """Returns drafts of as many tokens as should pay."""
+        if not counts:
+            return {}
+        length = self._draft_length(draft, num_sequences, [*counts])
+        if not length and self._num_steps >= self._drafted_at + _DRAFT_PROBE_STEPS:
+            length, counts = _PROBE_TOKENS, dict([next(iter(counts.items()))])
+        if not length:
+            return {}
+        self._drafted_at = self._num_steps
+        return draft.propose({sequence: min(count, length) for sequence, count in counts.items()})
+
+    def _draft_length(self, draft: DraftProposer, num_sequences: int, sequences: Collection[Sequence]) -> int:
+        draft_s = draft.predict_s(len(sequences))
+        if self._always or draft_s is None:
+            return self._num_tokens
+        rates = [self._rate(self._states.get(sequence, _State()), ProposalKind.DRAFT) for sequence in sequences]
+        return choose_draft_length(num_sequences, rates, self._num_tokens, self._costs, draft_s)
+
     def _lengths(self, num_sequences: int, found: Mapping[Sequence, Proposal]) -> list[int]:
         if self._always:
             return [len(proposal.token_ids) for proposal in found.values()]
@@ -140,17 +185,18 @@ class Speculator:
         ]
         return choose_lengths(num_sequences, candidates, self._costs)
 
-    def _rate(self, state: _State, kind: int) -> float:
+    def _rate(self, state: _State, kind: ProposalKind) -> float:
         return state.rates[kind].given(self._rates[kind].given(_FIRST_RATES[kind]))
 
     # What becomes of them.
 
-    def on_verified(self, sequence: Sequence, num_proposed: int, num_held: int) -> None:
-        state = self._states.get(sequence)
-        if state is not None:
-            self._observe(state, state.kind, num_proposed, num_held)
+    def on_verified(self, sequence: Sequence, num_proposed: int, num_held: int) -> ProposalKind:
+        """Notes how much of a proposal was right, and returns its kind."""
+        state = self._states[sequence]
+        self._observe(state, state.kind, num_proposed, num_held)
+        return state.kind
 
-    def _observe(self, state: _State, kind: int, num_proposed: int, num_held: int) -> None:
+    def _observe(self, state: _State, kind: ProposalKind, num_proposed: int, num_held: int) -> None:
         for rate in (state.rates[kind], self._rates[kind]):
             rate.observe(num_proposed, num_held)
 
@@ -158,13 +204,18 @@ class Speculator:
         """Notes that a step has ended which computed the last token of so many sequences, and these proposed tokens:
         it has yielded `num_further` tokens beyond one for each sequence. Chunks of prompts were not among its work."""
         looked_s, self._looked_s = self._looked_s, 0.0
+        self._num_steps += 1
         self._costs.observe(num_sequences + num_proposed, max(elapsed_s - looked_s, 1e-9))
         plain_s = self._costs.predict(num_sequences)
         self._ledger.on_step(elapsed_s, plain_s)
         if num_proposed:
-            self._ledger.add((1 + num_further / num_sequences) * plain_s - elapsed_s, plain_s)
+            expected_s = looked_s + self._costs.predict(num_sequences + num_proposed)
+            self._ledger.on_verified(elapsed_s, expected_s, 1 + num_further / num_sequences, plain_s)
         else:
             self._ledger.add(-looked_s, plain_s)
 
     def forget(self, sequence: Sequence) -> None:
         self._states.pop(sequence, None)
+        self._lookups.forget(sequence)
+        if self._draft is not None:
+            self._draft.forget(sequence)

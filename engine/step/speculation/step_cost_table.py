@@ -6,15 +6,20 @@ import bisect
 
 _SMOOTHING = 0.1  # weight of the newest measurement
 _OUTLIER = 3.0  # times what is known: something else took the machine, and it counts for no more
-_ASSUMED_SLOPE = 0.05  # share of a step by which a token more is assumed to lengthen it, until a wider step is seen
+_ASSUMED_SLOPE = 0.02  # share of a step by which a token more is assumed to lengthen it, until two sizes are known
 
 
 class StepCostTable:
-    """Owns a running mean for each number of tokens. Between those, costs are interpolated."""
+    """Owns a running mean for each number of tokens. Between those, costs are interpolated; beyond them, a step
+    lengthens by as much a token as among them, and at most by its own share."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []  # ascending
         self._seconds: list[float] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._tokens
 
     def observe(self, num_tokens: int, elapsed_s: float) -> None:
         place = bisect.bisect_left(self._tokens, num_tokens)
@@ -35,8 +40,15 @@ class StepCostTable:
         tokens, seconds = self._tokens, self._seconds
         place = bisect.bisect_left(tokens, num_tokens)
         if place == len(tokens):
-            return seconds[-1] * (1 + _ASSUMED_SLOPE * (num_tokens - tokens[-1]))
+            return seconds[-1] + self._slope() * (num_tokens - tokens[-1])
         if place == 0 or tokens[place] == num_tokens:
             return seconds[place]
         share = (num_tokens - tokens[place - 1]) / (tokens[place] - tokens[place - 1])
         return seconds[place - 1] + share * (seconds[place] - seconds[place - 1])
+
+    def _slope(self) -> float:
+        tokens, seconds = self._tokens, self._seconds
+        share = seconds[-1] / tokens[-1]
+        if len(tokens) < 2:
+            return min(share, _ASSUMED_SLOPE * seconds[-1])
+        return min(share, max(0.0, (seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0])))

@@ -7,7 +7,7 @@ import queue
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from engine.step.compute import StepTokens
 from engine.step.plan import EndConditions, StepPlan
 from engine.step.row_table import RowTable
 from engine.step.sequence import ScheduledSequence, Sequence
-from engine.step.speculation.prompt_lookup import Proposal
+from engine.step.speculation.proposal import Proposal, ProposalKind
 from engine.step.speculation.speculator import Speculator
 from engine.step.thread import StepThread
 from penstock.config import DecodeConfig
@@ -180,16 +180,21 @@ class FlawedProposer:
         self._wrong = wrong
         self._least = least
 
-    def propose(self, token_ids: list[int], count: int) -> Proposal | None:
+    def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
+        return {sequence: self._propose(sequence.token_ids, count) for sequence, count in counts.items()}
+
+    def _propose(self, token_ids: list[int], count: int) -> Proposal:
         text = list(token_ids)
         for _ in range(self._random.randint(min(self._least, count), count)):
             right = next_token(text)
             text.append((right + 1) % 23 if self._random.random() < self._wrong else right)
-        return Proposal(tuple(text[len(token_ids) :]), 0)
+        return Proposal(tuple(text[len(token_ids) :]), ProposalKind.LONG_MATCH)
+
+    def forget(self, sequence: Sequence) -> None: ...
 
 
 def speculator_of(seed: int, wrong: float, least: int = 0) -> Speculator:
-    return Speculator(5, lambda: 0.0, always=True, make_proposer=lambda _: FlawedProposer(seed, wrong, least))
+    return Speculator(5, lambda: 0.0, always=True, lookups=FlawedProposer(seed, wrong, least))
 
 
 def runs_on(prompt: list[int], count: int) -> bool:

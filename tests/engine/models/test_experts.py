@@ -63,10 +63,11 @@ def test_a_bias_affects_the_choice_of_experts_but_not_their_weights() -> None:
     torch.testing.assert_close(normalized_TC, weight_TC / weight_TC.sum())
 
 
-def test_layers_that_predict_further_tokens_may_be_stored(tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_may_be_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_checkpoint("deepseek_v3", tmp_path, num_hidden_layers=4)
     edit(folder, num_hidden_layers=3, num_nextn_predict_layers=1, num_mtp_layers=...)
     Engine.load(EngineConfig(model=str(folder), num_pages=4, page_size=8))
+    assert "has 1 layers that predict further tokens (MTP), which are not loaded" in caplog.text
     edit(folder, num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=r"model.layers.3.* is not part of the model"):
         Engine.load(EngineConfig(model=str(folder), num_pages=4, page_size=8))

@@ -28,7 +28,7 @@ from tests.support.key_files import write_secret
 from tests.support.plain_processes import Deployment, Process
 from tests.support.router.router_fakes import all_followed, until
 from tests.support.serving import wait_until_empty, worker_config, workers
-from tests.system.matrix.features import ADAPTER, ENGINE, FEATURES, MODEL, Feature, adapter_ref
+from tests.system.matrix.features import ADAPTER, DRAFT, ENGINE, FEATURES, MODEL, Feature, adapter_ref
 from tests.system.matrix.reference import single_process
 from tests.system.matrix.streams import Stream, Streams
 from worker.pull.policy import PrefixSource, PullCosts, PullPlan
@@ -39,6 +39,7 @@ _OVER_GRPC = [feature for feature in FEATURES.values() if not feature.over_http]
 _FIRST = [Feature("first"), Feature("second")]
 _UNREPORTED = ("stop", "include_stop", "echo", "tools")
 _LOCAL = {"placement": "local"}
+_DRAFTED = _LOCAL | {"draft_model": str(DRAFT)}  # rebuilds the draft's KV of what it takes over
 _SLICES_S = (0.02, 0.02, 0.01, 0.01, 0.005, 0.005, 0.005, 0.005)  # tried in turn
 _TIMEOUT_S = 60.0
 
@@ -75,7 +76,7 @@ async def _served(*configs: WorkerConfig, times: int = 1) -> Results:
     async with workers(*configs) as servers:
         for server in servers:
             if isinstance(server, DecodeServer):
-                server.worker.on_verified.append(lambda num_proposed, num_accepted: accepted.append(num_accepted))
+                server.worker.on_verified.append(lambda kind, num_proposed, num_accepted: accepted.append(num_accepted))
         async with _router([server.address for server in servers], len(servers)) as router:
             for _ in range(times):
                 async with _streams(router) as streams:
@@ -161,7 +162,8 @@ async def preempted() -> Results:
     small = {"num_pages": 32, "prefix_caching": False}
     results: Results = {}
     left = list(FEATURES.values())
-    async with workers(_config(Role.DECODE, engine=small, decode=_LOCAL | {"watermark": 0.0})) as servers:
+    decode = _DRAFTED | {"watermark": 0.0}
+    async with workers(_config(Role.DECODE, engine=small, decode=decode)) as servers:
         async with _router([servers[0].address], 1) as router:
             for _ in FEATURES:
                 async with _streams(router, _FIRST) as first:
@@ -203,12 +205,13 @@ async def lookaside() -> Results:
 
 
 class _Processes:
-    """Two decode workers. Only the first takes the requests: the other one is frozen until they are in flight."""
+    """Two decode workers, the second with a draft model. Only the first takes the requests: the other one is frozen
+    until they are in flight."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
         self.first, self.second = deployment.start_workers(
-            [_config(Role.DECODE, number, decode=_LOCAL) for number in range(2)]
+            [_config(Role.DECODE, number, decode=decode) for number, decode in enumerate((_LOCAL, _DRAFTED))]
         )
 
     @contextlib.asynccontextmanager

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.step.sequence import Sequence
-from engine.step.speculation.prompt_lookup import Proposal
-from engine.step.speculation.speculation_policy import Candidate, SpeculationLedger, choose_lengths
+from engine.step.speculation.proposal import Proposal, ProposalKind
+from engine.step.speculation.speculation_policy import (
+    Candidate,
+    SpeculationLedger,
+    choose_draft_length,
+    choose_lengths,
+    could_pay,
+)
 from engine.step.speculation.speculator import Speculator
 from engine.step.speculation.step_cost_table import StepCostTable
 from penstock.types import Grammar, GrammarKind, RequestId, SamplingParams
@@ -67,20 +74,63 @@ class Clock:
 
 
 class FixedProposer:
+    """Proposes ones as often as it is right, else twos."""
+
     def __init__(self, clock: Clock, right: float) -> None:
         self._clock, self._right, self._asked = clock, right, 0
 
-    def propose(self, token_ids: list[int], count: int) -> Proposal | None:
+    def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
+        return {sequence: self._propose(count) for sequence, count in counts.items()}
+
+    def _propose(self, count: int) -> Proposal:
         self._asked += 1
         self._clock.now_s += 1e-4
         is_right = self._asked * self._right % 1 + self._right >= 1  # evenly spread
-        return Proposal((1 if is_right else 2,) * count, 0)
+        return Proposal((1 if is_right else 2,) * count, ProposalKind.LONG_MATCH)
+
+    def forget(self, sequence: Sequence) -> None: ...
 
 
-def run(num_sequences: int, right: float, fixed_s: float, token_s: float, num_steps: int = 2000) -> tuple[float, int]:
+class Silent:
+    """Never has an idea."""
+
+    def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
+        return {}
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+class FixedDraft(FixedProposer):
+    """Takes time for each token."""
+
+    def __init__(self, clock: Clock, right: float, token_s: float) -> None:
+        super().__init__(clock, right)
+        self._token_s = token_s
+        self.num_drafted = 0
+
+    def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
+        self._clock.now_s += self._token_s * max(counts.values())
+        self.num_drafted += sum(counts.values())
+        return super().propose(counts)
+
+    def predict_s(self, num_sequences: int) -> float | None:
+        return self._token_s if self.num_drafted else None
+
+
+def run(
+    num_sequences: int,
+    right: float,
+    fixed_s: float,
+    token_s: float,
+    num_steps: int = 2000,
+    draft_s: float | None = None,
+) -> tuple[float, int]:
     """Returns the throughput relative to no speculation, and how many tokens were proposed; the text is all ones."""
     clock = Clock()
-    speculator = Speculator(8, clock, make_proposer=lambda _: FixedProposer(clock, right))
+    if draft_s is None:
+        speculator = Speculator(8, clock, lookups=FixedProposer(clock, right))
+    else:
+        speculator = Speculator(8, clock, lookups=Silent(), draft=FixedDraft(clock, right, draft_s))
     sampling = SamplingParams(max_tokens=1 << 30)
     sequences = [Sequence(RequestId(str(n)), [1, 1], 1, sampling, b"") for n in range(num_sequences)]
     num_tokens = num_proposed = 0
@@ -118,21 +168,76 @@ def test_speculation_never_costs(num_sequences: int, right: float, fixed_s: floa
         assert num_proposed < 200
 
 
+@pytest.mark.parametrize("num_sequences", [1, 16])
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("draft_s", [0.001, 0.01])
+def test_a_draft_model_never_costs(num_sequences: int, right: float, draft_s: float) -> None:
+    """A step takes ten milliseconds, a drafted token one, which may pay, or ten, which cannot."""
+    gain, _ = run(num_sequences, right, 0.01, 0.0001, 6000, draft_s)
+    assert gain > 0.99
+    if right == 1.0 and draft_s == 0.001:
+        assert gain > 2
+
+
+@given(
+    num_others=st.integers(0, 9),
+    rates=st.lists(st.floats(0.01, 0.99), min_size=1, max_size=4),
+    token_s=st.floats(0, 0.5),
+    draft_s=st.floats(0, 1),
+)
+def test_no_other_number_of_drafted_tokens_promises_more(
+    num_others: int, rates: list[float], token_s: float, draft_s: float
+) -> None:
+    costs, count = table(1.0, token_s, range(1, 60)), num_others + len(rates)
+
+    def promise(length: int) -> float:
+        expected = count + sum(rate ** (place + 1) for rate in rates for place in range(length))
+        return expected / (costs.predict(count + length * len(rates)) + length * draft_s)
+
+    chosen = choose_draft_length(count, rates, 8, costs, draft_s)
+    best = max(range(9), key=promise)
+    if promise(best) > 1.05 * promise(0) + 1e-9:
+        assert promise(chosen) == pytest.approx(promise(best), rel=1e-9)
+    elif promise(best) < 1.05 * promise(0) - 1e-9:
+        assert chosen == 0
+
+
+@given(
+    num_sequences=st.integers(1, 20),
+    token_s=st.floats(0, 1),
+    fixed_s=st.floats(0.001, 1),
+    rate=st.floats(0.01, 0.9),
+    num_candidates=st.integers(1, 20),
+)
+def test_nothing_that_pays_is_missed_by_not_looking(
+    num_sequences: int, token_s: float, fixed_s: float, rate: float, num_candidates: int
+) -> None:
+    """Steps whose cost is a line: then all sequences or one of them gain most."""
+    costs = table(fixed_s, token_s, range(1, 20 * 9 + 1))
+    candidates = [Candidate(8, rate)] * min(num_candidates, num_sequences)
+    if any(choose_lengths(num_sequences, candidates, costs)):
+        assert could_pay(num_sequences, 8, costs)
+
+
 def test_the_ledger_closes_when_more_was_lost_than_a_small_share_of_the_time() -> None:
     ledger = SpeculationLedger()
     assert not ledger.is_open
     ledger.on_step(1.0, 1.0)
     assert ledger.is_open
-    ledger.add(-2.0, 1.0)
+    ledger.on_verified(elapsed_s=1.5, expected_s=1.5, num_plain=1.0, plain_s=1.0)
+    assert ledger.is_open
+    ledger.on_verified(elapsed_s=1000.0, expected_s=1.0, num_plain=1.0, plain_s=1.0)  # something else took the machine
+    assert ledger.is_open
+    ledger.add(-8.0, 1.0)
     assert not ledger.is_open
-    for _ in range(400):
+    for _ in range(1000):
         ledger.on_step(1.0, 1.0)
     assert ledger.is_open
 
 
 def test_grammars_and_first_tokens_are_left_alone() -> None:
     clock = Clock()
-    speculator = Speculator(4, clock, always=True, make_proposer=lambda _: FixedProposer(clock, 1.0))
+    speculator = Speculator(4, clock, always=True, lookups=FixedProposer(clock, 1.0))
     plain = Sequence(RequestId("plain"), [1, 1], 1, SamplingParams(max_tokens=9), b"")
     ruled = SamplingParams(max_tokens=9, grammar=Grammar(GrammarKind.REGEX, "a*"))
     others = [

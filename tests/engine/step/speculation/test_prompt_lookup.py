@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 from engine.step.speculation.acceptance import AcceptanceRate, num_accepted
 from engine.step.speculation.prompt_lookup import _MAX_SLOTS, LENGTHS, PromptLookup
+from engine.step.speculation.proposal import ProposalKind
 
 
-def search(text: list[int], count: int) -> tuple[tuple[int, ...], int] | None:
-    """Returns the tokens behind the last earlier occurrence of the last ones, going around, and the length's index."""
-    for kind, length in enumerate(LENGTHS):
+def search(text: list[int], count: int) -> tuple[tuple[int, ...], ProposalKind] | None:
+    """Returns the tokens behind the last earlier occurrence of the last ones, going around, and their kind."""
+    for kind, length in LENGTHS.items():
         for end in range(len(text) - 1, length - 1, -1):
             if len(text) >= length and text[end - length : end] == text[-length:]:
                 followed = list(text[end:])
@@ -34,7 +35,7 @@ def test_memory_is_bounded_and_what_was_overwritten_is_never_proposed() -> None:
     text = [(i * i * 7919 + i) % 50_000 for i in range(200_000)]
     lookup = PromptLookup(len(text))
     assert lookup.propose(text, 4) is None
-    assert sum(index._ends.size for index in lookup._indexes) == 2 * _MAX_SLOTS
+    assert sum(index._ends.size for _, index in lookup._indexes) == 2 * _MAX_SLOTS
     text += text[-500:-100]
     found = lookup.propose(text, 4)
     assert found is not None

@@ -1,0 +1,192 @@
+"""Measures what speculation gains and costs, by batch and kind of text.
+
+A decode worker's whole loop answers the same requests with `decode.speculation` off and `auto`, in turns, so that a
+busy machine slows both alike; a figure is the median of the rounds, and its ratio that of the rounds' ratios. Prompts
+are cached before, so that all time is decoding. Each loop keeps what it has learned from one answer to the next, as a
+worker does; its first answer is not counted. All that speculation costs is: attempts that fail, too.
+
+The bundled model answers in its own words, also with its draft model. A model of the 135M shape with random weights
+computes and samples, and then says a given text (`replay`), so that acceptance is the text's own and costs are those of
+the shape. Outputs with and without are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks.common.report import RESULTS, Row, publish
+from benchmarks.common.shapes import BUNDLED, random_llama
+from benchmarks.engine.loop import EngineLoop
+from benchmarks.speculation.replay import ReplayEngine
+from benchmarks.speculation.step_costs import step_rows
+from benchmarks.speculation.texts import BundledTexts, RepositoryTexts, Script
+from decode_worker.draft_model import DraftModel
+from engine.engine import Engine
+from engine.step.sequence import Sequence as EngineSequence
+from engine.step.speculation.proposal import ProposalKind
+from penstock.config import DecodeConfig, EngineConfig
+from penstock.types import RequestId, SamplingParams
+
+PROMPT_TOKENS, CONTEXT = 320, 512
+ANSWER_TOKENS = {1: 96, 4: 96, 16: 64, 64: 48}  # by batch
+ROUNDS = {1: 7, 4: 7, 16: 5, 64: 3}
+WIDE_KINDS = ("edited code", "documentation", "misleading")  # of those, steps are so long that others are left out
+OFF, AUTO, DRAFT = "off", "auto", "auto with a draft model"
+DRAFT_FOLDER = BUNDLED.with_name("penstock-tiny-draft")
+REBUILT_TOKENS = 256
+
+
+@dataclass
+class Counts:
+    """What was verified since the last `clear`."""
+
+    proposed: int = 0
+    accepted: int = 0
+    steps: int = 0
+
+    def on_verified(self, kind: ProposalKind, num_proposed: int, num_accepted: int) -> None:
+        self.proposed += num_proposed
+        self.accepted += num_accepted
+
+    def on_step(self, num_sequences: int, num_tokens: int, elapsed_s: float) -> None:
+        self.steps += 1
+
+
+@dataclass
+class Subject:
+    """A worker's loop with one setting."""
+
+    loop: EngineLoop
+    counts: Counts = field(default_factory=Counts)
+    seconds: list[float] = field(default_factory=list)
+
+
+def subjects(engine: Engine, draft: DraftModel | None) -> dict[str, Subject]:
+    found = {}
+    for name in (OFF, AUTO) if draft is None else (OFF, AUTO, DRAFT):
+        speculation = OFF if name == OFF else AUTO
+        config = DecodeConfig.model_validate(
+            {"max_batch_sequences": 64, "max_batch_tokens": 4096, "placement": "local", "speculation": speculation}
+        )
+        subject = found[name] = Subject(EngineLoop(engine, config, draft if name == DRAFT else None))
+        subject.loop.worker.on_verified.append(subject.counts.on_verified)
+        subject.loop.worker.on_step.append(subject.counts.on_step)
+    return found
+
+
+def gain_rows(
+    engine: Engine,
+    name: str,
+    scripts: Sequence[Script],
+    num_tokens: int,
+    rounds: int,
+    draft: DraftModel | None = None,
+) -> list[Row]:
+    """Returns tokens a second with speculation beside those without, and how much of what was proposed was right."""
+    found, prompts = subjects(engine, draft), [script.prompt for script in scripts]
+    if isinstance(engine, ReplayEngine):
+        engine.set_texts([script.prompt + script.answer for script in scripts])
+    outputs = None
+    for turn in range(rounds + 1):
+        for setting in [*found][:: 1 if turn % 2 else -1]:
+            generated = found[setting].loop.generate(prompts, num_tokens)
+            found[setting].seconds.append(generated.seconds)
+            outputs = outputs or generated.outputs
+            assert generated.outputs == outputs, f"{name}: speculation has changed what is said"
+    for subject in found.values():
+        subject.loop.close()
+    off = found.pop(OFF)
+    plain = len(prompts) * num_tokens / statistics.median(off.seconds[1:])
+    rows: list[Row] = []
+    for setting, subject in found.items():
+        pairs = zip(off.seconds[1:], subject.seconds[1:], strict=True)
+        ratio = statistics.median(without / own for without, own in pairs)
+        counts, per_step = subject.counts, subject.counts.steps / off.counts.steps
+        rows.append(Row(f"{name}: {setting}", plain * ratio, "tokens/s", OFF, plain))
+        rows.append(Row(f"{name}: {setting}, steps beside those without", per_step, "share"))
+        if counts.proposed:
+            rows.append(Row(f"{name}: {setting}, verified and right", counts.accepted / counts.proposed, "share"))
+        print(f"{name}: {setting}: {ratio:.3f} of {plain:.0f} tokens/s; steps {per_step:.2f}; {counts}", flush=True)
+    return rows
+
+
+def rebuild_rows(draft: DraftModel) -> list[Row]:
+    """Returns what it takes to compute the draft's KV of a text that another worker has begun."""
+    seconds = []
+    for number in range(12):
+        sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+        text = [20 + (7 * place + number) % 900 for place in range(REBUILT_TOKENS)]
+        sequence = EngineSequence(RequestId(str(number)), text, REBUILT_TOKENS - 1, sampling, b"bench")
+        started_s = time.perf_counter()
+        draft.propose({sequence: 1})
+        seconds.append(time.perf_counter() - started_s)
+        draft.forget(sequence)
+    name = f"bundled draft model, KV of {REBUILT_TOKENS} tokens rebuilt"
+    return [Row(name, statistics.median(seconds) * 1e3, "ms")]
+
+
+def bundled_rows(only: str) -> list[Row]:
+    settings = {"model": str(BUNDLED), "num_pages": 2048, "device": "cpu", "dtype": "bfloat16"}
+    config = EngineConfig.model_validate(settings)
+    engine = Engine.load(config)
+    draft = DraftModel.load(str(DRAFT_FOLDER), config, engine.pool.num_pages)
+    texts, rows = BundledTexts(BUNDLED), []
+    if only in "bundled draft model":
+        rows += rebuild_rows(draft)
+    for batch, num_tokens in ANSWER_TOKENS.items():
+        for kind in texts.kinds:
+            name = f"bundled model, {kind}, batch {batch}"
+            if only in name:
+                rows += gain_rows(engine, name, texts.scripts(kind, batch), num_tokens, 3 * ROUNDS[batch], draft)
+    draft.close()
+    engine.close()
+    return rows
+
+
+def replayed_rows(only: str) -> list[Row]:
+    settings = {"model": str(random_llama()), "num_pages": 4096, "device": "cpu", "dtype": "bfloat16"}
+    engine = ReplayEngine.load(EngineConfig.model_validate(settings))
+    texts, rows = RepositoryTexts(PROMPT_TOKENS, max(ANSWER_TOKENS.values())), []
+    if only in "135M shape, step":
+        rows += step_rows(engine, "135M shape", CONTEXT)
+    for batch, num_tokens in ANSWER_TOKENS.items():
+        for kind in WIDE_KINDS if batch > 16 else texts.kinds:
+            name = f"135M shape, {kind}, batch {batch}"
+            if only in name:
+                rows += gain_rows(engine, name, texts.scripts(kind, batch), num_tokens, ROUNDS[batch])
+    engine.close()
+    return rows
+
+
+def kept_rows(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of the last result with these in place of those of the same names, new ones last."""
+    file = RESULTS / "speculation.json"
+    fields = ("metric", "value", "unit", "baseline", "baseline_value")
+    known = json.loads(file.read_text())["rows"] if file.exists() else []
+    by_name = {row["metric"]: Row(*(row[name] for name in fields)) for row in known}
+    return list((by_name | {row.metric: row for row in rows}).values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="workloads whose name contains this; other results are kept")
+    only, began_s = parser.parse_args().only, time.perf_counter()
+    rows: list[Row] = []
+    if not only or not only.startswith("135M"):
+        rows += bundled_rows(only)
+    if not only or not only.startswith("bundled"):
+        rows += replayed_rows(only)
+    threads = torch.get_num_threads()
+    publish("speculation", f"bf16, {threads} threads, greedy; prompts cached", kept_rows(rows) if only else rows)
+    print(f"took {time.perf_counter() - began_s:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

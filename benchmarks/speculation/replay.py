@@ -1,0 +1,35 @@
+"""Has a model of random weights say a given text: all is computed and sampled, and then the text's token is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+
+from engine.engine import Engine
+from engine.step.compute import PreparedStep, SampledTokens
+from penstock.types import RequestId
+
+
+class ReplayEngine(Engine):
+    """Replaces what its steps sample once texts are set. On a CPU, where sampled tokens are on the host at once."""
+
+    _texts: Mapping[RequestId, list[int]] = MappingProxyType({})
+
+    def set_texts(self, texts: Sequence[list[int]]) -> None:
+        """Sets the prompt and answer of each request; its number is its identifier."""
+        self._texts = {RequestId(str(number)): text for number, text in enumerate(texts)}
+
+    @torch.inference_mode()
+    def compute(self, step: PreparedStep, previous: SampledTokens | None = None) -> SampledTokens:
+        sampled = super().compute(step, previous)
+        if not self._texts:
+            return sampled
+        places = step.host.sampled_places.tolist()
+        ends = step.host.positions_T[step.host.logit_rows_R[: len(places)]].tolist()
+        said = [
+            self._texts[step.work[place].sequence.request_id][end + 1] for place, end in zip(places, ends, strict=True)
+        ]
+        sampled.token_ids_R[:] = torch.tensor(said, dtype=sampled.token_ids_R.dtype)
+        return sampled

@@ -1,0 +1,264 @@
+"""Proposes what a smaller model with the same vocabulary says next. Runs on the step loop, between two steps.
+
+A draft samples with its sequence's own seed and position, and so takes the same point of its distribution as the target
+of its own: the two agree more often than two independent samples would. Proposals decide nothing but how fast tokens
+come (`engine.step.speculation`).
+
+The draft's KV is in pages of its own and known to this worker alone. Wherever a sequence comes from, a prefill worker,
+another decode worker or a preemption, its draft KV is computed here from its tokens, a bounded part in each step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from engine.cache.page_pool import OutOfPages
+from engine.engine import Engine
+from engine.models.config import ModelConfig
+from engine.models.config_fields import read_json
+from engine.sampling.row_params import SamplingRows
+from engine.step.batch import HostBatch
+from engine.step.plan import sampling_records
+from engine.step.sequence import ScheduledSequence, Sequence
+from engine.step.speculation.acceptance import num_accepted
+from engine.step.speculation.proposal import Proposal, ProposalKind
+from engine.step.speculation.step_cost_table import StepCostTable
+from engine.weights.checkpoint import CONFIG_FILE
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError, PenstockError
+from penstock.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+_CATCH_UP_TOKENS = 256  # whose KV one call computes before it drafts, so that a long text delays no step by much
+_MOST_ROWS = 16  # tokens of a sequence that are computed as rows of a decode step; more are a chunk
+
+
+class _Draft:
+    """A sequence as the draft model sees it: the text that both agree on, then what was drafted."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.own = Sequence(
+            sequence.request_id, [], sequence.num_prompt_tokens, _draft_sampling(sequence.sampling), b"draft"
+        )
+        self.record = sampling_records([self.own.sampling])
+        self._num_agreed = 0
+
+    def follow(self, token_ids: list[int]) -> None:
+        """Takes over the text, and keeps the KV of what was drafted and came true."""
+        own, agreed = self.own, self._num_agreed
+        drafted = own.token_ids[agreed:]
+        held = num_accepted(drafted, token_ids[agreed : agreed + len(drafted)])
+        num_computed = min(own.num_computed_tokens, agreed + held, len(token_ids) - 1)
+        del own.token_ids[agreed + held :]
+        own.token_ids += token_ids[agreed + held :]
+        own.num_computed_tokens, self._num_agreed = num_computed, len(token_ids)
+
+    def take(self, num_tokens: int, token_id: int | None) -> None:
+        """Notes that so many tokens have their KV, and the token that was sampled behind the last one."""
+        self.own.num_computed_tokens += num_tokens
+        if token_id is not None:
+            self.own.token_ids.append(token_id)
+
+    @property
+    def drafted(self) -> tuple[int, ...]:
+        return tuple(self.own.token_ids[self._num_agreed :])
+
+
+class DraftModel:
+    """The `DraftProposer`. Owns the draft's engine, and of each sequence what was drafted for it."""
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._drafts: dict[Sequence, _Draft] = {}
+        self._costs = StepCostTable()  # of tokens drafted for so many sequences
+
+    @classmethod
+    def load(cls, folder: str, target: EngineConfig, num_pages: int) -> DraftModel:
+        """Loads the model of a folder beside the target, with as many pages. Blocks.
+
+        Raises ConfigError for a model that cannot draft for the target, CheckpointError for a folder that cannot be
+        served.
+        """
+        check_draft_model(folder, target.model)
+        config = target.model_copy(
+            update={
+                "model": folder,
+                "num_pages": num_pages,
+                "kv_memory_bytes": None,
+                "max_context": None,
+                "quantization": "none",
+                "kv_dtype": "auto",
+                "prefix_caching": False,
+                "kv_events": False,
+                "host_memory_bytes": 0,
+                "disk_bytes": 0,
+                "disk_path": None,
+                "max_adapters": 0,
+                "tensor_parallel": 1,
+                "cuda_graphs": 0,
+            }
+        )
+        engine = Engine.load(config)
+        engine.warm_up()
+        return cls(engine)
+
+    def predict_s(self, num_sequences: int) -> float | None:
+        return None if self._costs.is_empty else self._costs.predict(num_sequences)
+
+    def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
+        """Returns what the draft model says next; nothing of a sequence whose KV is not all computed yet."""
+        drafts = {sequence: draft for sequence, count in counts.items() if (draft := self._open(sequence, count))}
+        try:
+            self._catch_up([*drafts.values()])
+            ready = {sequence: draft for sequence, draft in drafts.items() if draft.drafted}
+            for num_drafted in range(1, max((counts[sequence] for sequence in ready), default=0)):
+                self._draft_one([draft for sequence, draft in ready.items() if counts[sequence] > num_drafted])
+        except PenstockError as error:
+            log.warning("the draft model has failed, and its %d sequences start again: %s", len(drafts), error)
+            for sequence in drafts:
+                self.forget(sequence)
+            return {}
+        return {sequence: Proposal(draft.drafted, ProposalKind.DRAFT) for sequence, draft in ready.items()}
+
+    def _open(self, sequence: Sequence, count: int) -> _Draft | None:
+        """Returns the draft of a sequence, with pages for `count` tokens more; None if there is no room for them."""
+        draft = self._drafts.get(sequence)
+        if draft is None:
+            draft = self._drafts[sequence] = _Draft(sequence)
+        draft.follow(sequence.token_ids)
+        own = draft.own
+        num_tokens = len(own.token_ids) + count
+        if num_tokens > self._engine.max_context:
+            return None
+        num_missing = -(-num_tokens // self._engine.layout.page_size) - len(own.pages)
+        try:
+            own.pages += self._engine.pool.allocate(max(0, num_missing))
+        except OutOfPages:
+            return None
+        return draft
+
+    def _catch_up(self, drafts: list[_Draft]) -> None:
+        """Computes what the texts have gained since the last call, and a first token of each that is through."""
+        budget = _CATCH_UP_TOKENS
+        chunks: list[tuple[_Draft, int]] = []
+        for draft in drafts:
+            if draft.own.num_uncomputed_tokens > _MOST_ROWS and budget:
+                chunks.append((draft, min(draft.own.num_uncomputed_tokens, budget)))
+                budget -= chunks[-1][1]
+        output = self._engine.step([ScheduledSequence(draft.own, num_tokens) for draft, num_tokens in chunks])
+        for (draft, num_tokens), token in zip(chunks, output.tokens, strict=True):
+            draft.take(num_tokens, None if token is None else token.token_id)
+        self._compute(
+            [draft for draft in drafts if not draft.drafted and draft.own.num_uncomputed_tokens <= _MOST_ROWS]
+        )
+
+    def _draft_one(self, drafts: list[_Draft]) -> None:
+        started_s = self._clock()
+        self._compute(drafts)
+        self._costs.observe(len(drafts), max(self._clock() - started_s, 1e-9))
+
+    def _compute(self, drafts: list[_Draft]) -> None:
+        """Computes all that the drafts lack, a row for each token as in a decode step, and samples a token of each."""
+        if not drafts:
+            return
+        host = _lay_out([draft.own for draft in drafts], self._engine.layout.page_size)
+        records = np.concatenate([draft.record for draft in drafts])
+        rows = SamplingRows(records, host.context_B[host.logit_rows_R])
+        for draft, token_id in zip(drafts, self._engine.sample_rows(host, rows).tolist(), strict=True):
+            draft.take(draft.own.num_uncomputed_tokens, token_id)
+
+    def forget(self, sequence: Sequence) -> None:
+        draft = self._drafts.pop(sequence, None)
+        if draft is not None:
+            self._engine.pool.release(draft.own.pages)
+
+    @property
+    def num_held_pages(self) -> int:
+        """Pages of the draft's KV that sequences hold."""
+        return self._engine.pool.num_pages - self._engine.pool.num_available
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _lay_out(sequences: list[Sequence], page_size: int) -> HostBatch:
+    """Returns a decode step with a row for each token that lacks its KV; the last one of each sequence is sampled."""
+    counts = [sequence.num_uncomputed_tokens for sequence in sequences]
+    token_ids: list[int] = []
+    positions: list[int] = []
+    for sequence, count in zip(sequences, counts, strict=True):
+        end = len(sequence.token_ids)
+        token_ids += sequence.token_ids[end - count :]
+        positions += range(end - count, end)
+    tables_BW = np.zeros((len(counts), max(len(sequence.pages) for sequence in sequences)), np.int32)
+    for row, sequence in zip(tables_BW, sequences, strict=True):
+        row[: len(sequence.pages)] = sequence.pages
+    if len(positions) > len(counts):
+        tables_BW = np.repeat(tables_BW, counts, axis=0)
+    positions_T, rows = np.array(positions), np.arange(len(positions))
+    page_T, offset_T = np.divmod(positions_T, page_size)
+    return HostBatch(
+        token_ids_T=np.array(token_ids),
+        positions_T=positions_T,
+        query_start_B1=np.arange(len(positions) + 1),
+        context_B=positions_T + 1,
+        page_table_BW=tables_BW,
+        slot_page_T=tables_BW[rows, page_T].astype(np.int64),
+        slot_offset_T=offset_T,
+        max_query_len=1,
+        num_decodes=len(positions),
+        sampled_places=np.arange(len(counts)),
+        logit_rows_R=np.cumsum(counts) - 1,
+    )
+
+
+def check_draft_model(folder: str, target: str) -> None:
+    """Raises ConfigError unless both are models of their own with the same tokens."""
+    heads = [
+        name for name in read_json(Path(folder, CONFIG_FILE)).get("architectures") or () if "eagle" in name.lower()
+    ]
+    if heads:
+        raise ConfigError(
+            f"decode.draft_model = {folder!r} is {heads[0]}, a head over another model's hidden states (EAGLE), which "
+            "is not supported; give a small model of its own with the same tokenizer"
+        )
+    sizes = [ModelConfig.from_folder(model).vocab_size for model in (folder, target)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"decode.draft_model = {folder!r} has {sizes[0]} tokens and engine.model = {target!r} has {sizes[1]}; "
+            "give a draft model with the same tokenizer"
+        )
+    own, others = (_tokens(model) for model in (folder, target))
+    for token_id in sorted(own.keys() | others.keys()):
+        if own.get(token_id) != others.get(token_id):
+            raise ConfigError(
+                f"decode.draft_model = {folder!r} has another vocabulary than engine.model = {target!r}: token "
+                f"{token_id} is {own.get(token_id)!r} there and {others.get(token_id)!r} here; give a draft model with "
+                "the same tokenizer"
+            )
+
+
+def _tokens(folder: str) -> dict[int, str]:
+    vocabulary: dict[str, int] = Tokenizer.from_file(f"{folder}/tokenizer.json").get_vocab(with_added_tokens=True)
+    return {token_id: token for token, token_id in vocabulary.items()}
+
+
+def _draft_sampling(sampling: SamplingParams) -> SamplingParams:
+    """Returns how a draft is sampled: as the target is, without what would take its text to follow."""
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        ignore_eos=True,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+    )

@@ -1,0 +1,46 @@
+"""What is proposed, and who proposes it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from engine.step.sequence import Sequence
+
+
+class ProposalKind(Enum):
+    """Proposals of one kind hold about equally often. The value names the proposer, for metrics."""
+
+    LONG_MATCH = "prompt_lookup_long"
+    SHORT_MATCH = "prompt_lookup_short"
+    DRAFT = "draft_model"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens that may follow a text."""
+
+    token_ids: tuple[int, ...]
+    kind: ProposalKind
+
+
+class Proposer(Protocol):
+    """Proposes tokens for many sequences, each of which only grows."""
+
+    def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
+        """Returns up to so many tokens that may follow each text, for the sequences of which it has any idea."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drops what is kept for a sequence, if anything is."""
+        ...
+
+
+class DraftProposer(Proposer, Protocol):
+    """Computes its proposals token by token, so that they cost time that is known before."""
+
+    def predict_s(self, num_sequences: int) -> float | None:
+        """Returns the seconds that a token more of each of so many sequences takes; None: never measured."""
+        ...

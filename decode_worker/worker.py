@@ -149,7 +149,6 @@ class DecodeWorker:
             self._refuse(self._requests[request.sequence], error)
 
     def _when_grammar_ready(self, request: DecodeRequest, then: Callable[[], None]) -> None:
-
         if self._grammars is None:
             self._continue(request, then, None)
         else:
@@ -342,20 +341,20 @@ class DecodeWorker:
         self._deliver_rows(plan.rows, tokens, discarded, now_s)
         for place, (scheduled, token_id) in enumerate(zip(plan.chunks, tokens.chunks, strict=True), len(plan.rows)):
             if token_id is not None and scheduled.sequence not in discarded:
-                further = tokens.further[place] if scheduled.proposed else []
-                if scheduled.proposed:
-                    self._note_verified(scheduled, len(further))
+                further = self._verified(scheduled, tokens.further.get(place, []))
                 self._on_sampled(scheduled.sequence, SampledToken(token_id, tokens.logprobs.get(place)), now_s)
                 self._deliver_further(scheduled.sequence, further, now_s)
         self._delivery.flush()
         self._after_step()
 
-    def _note_verified(self, scheduled: ScheduledSequence, num_right: int) -> None:
-        if self._speculator is not None:
-            num_proposed = len(scheduled.proposed)
-            kind = self._speculator.on_verified(scheduled.sequence, num_proposed, num_right)
+    def _verified(self, scheduled: ScheduledSequence, further: list[SampledToken]) -> list[SampledToken]:
+        """Notes what has become of a sequence's proposed tokens, if it had any; returns what follows its first one."""
+        num_proposed = len(scheduled.proposed)
+        if self._speculator is not None and num_proposed:
+            kind = self._speculator.on_verified(scheduled.sequence, num_proposed, len(further))
             for call in self.on_verified:
-                call(kind, num_proposed, num_right)
+                call(kind, num_proposed, len(further))
+        return further
 
     def _deliver_further(self, sequence: Sequence, further: list[SampledToken], now_s: float) -> None:
         """Delivers what follows the first token of a sequence whose proposed tokens were right, up to its end."""

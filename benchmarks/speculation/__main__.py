@@ -1,9 +1,10 @@
 """Measures what speculation gains and costs, by batch and kind of text.
 
 A decode worker's whole loop answers the same requests with `decode.speculation` off and `auto`, in turns, so that a
-busy machine slows both alike; a figure is the median of the rounds, and its ratio that of the rounds' ratios. Prompts
-are cached before, so that all time is decoding. Each loop keeps what it has learned from one answer to the next, as a
-worker does; its first answer is not counted. All that speculation costs is: attempts that fail, too.
+busy machine slows both alike; a figure is the median of the rounds, and its ratio that of the rounds' ratios. Each
+round has new texts, whose prompts are cached before, so that all time is decoding. Each loop keeps what it has learned
+from one answer to the next, as a worker does; its first answer is not counted. All that speculation costs is: attempts
+that fail, too.
 
 The bundled model answers in its own words, also with its draft model. A model of the 135M shape with random weights
 computes and samples, and then says a given text (`replay`), so that acceptance is the text's own and costs are those of
@@ -16,8 +17,9 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -35,8 +37,8 @@ from penstock.config import DecodeConfig, EngineConfig
 from penstock.types import RequestId, SamplingParams
 
 PROMPT_TOKENS, CONTEXT = 320, 512
-ANSWER_TOKENS = {1: 96, 4: 96, 16: 64, 64: 48}  # by batch
-ROUNDS = {1: 7, 4: 7, 16: 5, 64: 3}
+ANSWER_TOKENS = {1: 64, 4: 64, 16: 48, 64: 32}  # by batch
+ROUNDS = {1: 15, 4: 9, 16: 7, 64: 5}
 WIDE_KINDS = ("edited code", "documentation", "misleading")  # of those, steps are so long that others are left out
 OFF, AUTO, DRAFT = "off", "auto", "auto with a draft model"
 DRAFT_FOLDER = BUNDLED.with_name("penstock-tiny-draft")
@@ -60,7 +62,7 @@ class Counts:
 
 
 @dataclass
-class Subject:
+class MeasuredLoop:
     """A worker's loop with one setting."""
 
     loop: EngineLoop
@@ -68,47 +70,52 @@ class Subject:
     seconds: list[float] = field(default_factory=list)
 
 
-def subjects(engine: Engine, draft: DraftModel | None) -> dict[str, Subject]:
+def loops(engine: Engine, draft: DraftModel | None) -> dict[str, MeasuredLoop]:
     found = {}
     for name in (OFF, AUTO) if draft is None else (OFF, AUTO, DRAFT):
         speculation = OFF if name == OFF else AUTO
         config = DecodeConfig.model_validate(
             {"max_batch_sequences": 64, "max_batch_tokens": 4096, "placement": "local", "speculation": speculation}
         )
-        subject = found[name] = Subject(EngineLoop(engine, config, draft if name == DRAFT else None))
-        subject.loop.worker.on_verified.append(subject.counts.on_verified)
-        subject.loop.worker.on_step.append(subject.counts.on_step)
+        measured = found[name] = MeasuredLoop(EngineLoop(engine, config, draft if name == DRAFT else None))
+        measured.loop.worker.on_verified.append(measured.counts.on_verified)
+        measured.loop.worker.on_step.append(measured.counts.on_step)
     return found
 
 
 def gain_rows(
     engine: Engine,
     name: str,
-    scripts: Sequence[Script],
+    make_scripts: Callable[[int], Sequence[Script]],
     num_tokens: int,
     rounds: int,
     draft: DraftModel | None = None,
 ) -> list[Row]:
     """Returns tokens a second with speculation beside those without, and how much of what was proposed was right."""
-    found, prompts = subjects(engine, draft), [script.prompt for script in scripts]
-    if isinstance(engine, ReplayEngine):
-        engine.set_texts([script.prompt + script.answer for script in scripts])
-    outputs = None
+    found, batch = loops(engine, draft), 0
     for turn in range(rounds + 1):
+        scripts = make_scripts(turn)
+        prompts, batch = [script.prompt for script in scripts], len(scripts)
+        if isinstance(engine, ReplayEngine):
+            engine.set_texts([script.prompt + script.answer for script in scripts])
+        num_steps = found[OFF].counts.steps
+        found[OFF].loop.generate(prompts, 1)  # caches them
+        found[OFF].counts.steps = num_steps
+        outputs: list[list[list[int]]] = []
         for setting in [*found][:: 1 if turn % 2 else -1]:
             generated = found[setting].loop.generate(prompts, num_tokens)
             found[setting].seconds.append(generated.seconds)
-            outputs = outputs or generated.outputs
-            assert generated.outputs == outputs, f"{name}: speculation has changed what is said"
-    for subject in found.values():
-        subject.loop.close()
+            outputs.append(generated.outputs)
+        assert all(one == outputs[0] for one in outputs), f"{name}: speculation has changed what is said"
+    for measured in found.values():
+        measured.loop.close()
     off = found.pop(OFF)
-    plain = len(prompts) * num_tokens / statistics.median(off.seconds[1:])
+    plain = batch * num_tokens / statistics.median(off.seconds[1:])
     rows: list[Row] = []
-    for setting, subject in found.items():
-        pairs = zip(off.seconds[1:], subject.seconds[1:], strict=True)
+    for setting, measured in found.items():
+        pairs = zip(off.seconds[1:], measured.seconds[1:], strict=True)
         ratio = statistics.median(without / own for without, own in pairs)
-        counts, per_step = subject.counts, subject.counts.steps / off.counts.steps
+        counts, per_step = measured.counts, measured.counts.steps / off.counts.steps
         rows.append(Row(f"{name}: {setting}", plain * ratio, "tokens/s", OFF, plain))
         rows.append(Row(f"{name}: {setting}, steps beside those without", per_step, "share"))
         if counts.proposed:
@@ -144,7 +151,9 @@ def bundled_rows(only: str) -> list[Row]:
         for kind in texts.kinds:
             name = f"bundled model, {kind}, batch {batch}"
             if only in name:
-                rows += gain_rows(engine, name, texts.scripts(kind, batch), num_tokens, 3 * ROUNDS[batch], draft)
+                rows += gain_rows(
+                    engine, name, partial(texts.scripts, kind, batch), num_tokens, 3 * ROUNDS[batch], draft
+                )
     draft.close()
     engine.close()
     return rows
@@ -160,7 +169,7 @@ def replayed_rows(only: str) -> list[Row]:
         for kind in WIDE_KINDS if batch > 16 else texts.kinds:
             name = f"135M shape, {kind}, batch {batch}"
             if only in name:
-                rows += gain_rows(engine, name, texts.scripts(kind, batch), num_tokens, ROUNDS[batch])
+                rows += gain_rows(engine, name, partial(texts.scripts, kind, batch), num_tokens, ROUNDS[batch])
     engine.close()
     return rows
 

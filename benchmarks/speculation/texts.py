@@ -59,8 +59,8 @@ class RepositoryTexts:
             "misleading": self._misleading,
         }
 
-    def scripts(self, kind: str, count: int) -> list[Script]:
-        rng = random.Random(kind)
+    def scripts(self, kind: str, count: int, turn: int) -> list[Script]:
+        rng = random.Random(f"{kind} {turn}")
         return [self.kinds[kind](rng) for _ in range(count)]
 
     def _excerpt(self, rng: random.Random, texts: list[str], num_tokens: int) -> str:
@@ -131,8 +131,8 @@ class BundledTexts:
             "stories": lambda rng: self._chat([], rng.choice(story(rng).prompts)),
         }
 
-    def scripts(self, kind: str, count: int) -> list[Script]:
-        rng = random.Random(kind)
+    def scripts(self, kind: str, count: int, turn: int) -> list[Script]:
+        rng = random.Random(f"{kind} {turn}")
         return [self.kinds[kind](rng) for _ in range(count)]
 
     def _again(self, rng: random.Random) -> Script:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "penstock-tiny"
+ADAPTER = "adapted"  # the deployment's adapter
 _SUITE_TIMEOUT_S = 1800.0
 _CHECKS = (
     "not_a_server_error",
@@ -47,18 +48,26 @@ def run_schemathesis(bins: Path, url: str, scratch: Path, max_examples: int) -> 
     return {"passed": status == 0, "cases": int(cases[1]) if cases else 0}
 
 
+def run_clients(bins: Path, url: str, scratch: Path, max_examples: int) -> dict[str, object]:
+    """Runs OpenAI's and Anthropic's own clients through what they can do, with the model and with its adapter."""
+    return _run_pytest(bins, url, "clients_suite.py")
+
+
 def run_langchain(bins: Path, url: str, scratch: Path, max_examples: int) -> dict[str, object]:
     """Runs LangChain's standard tests of chat models with its OpenAI and Anthropic clients."""
-    suite = Path(__file__).with_name("langchain_suite.py")
+    return _run_pytest(bins, url, "langchain_suite.py")
+
+
+def _run_pytest(bins: Path, url: str, file: str) -> dict[str, object]:
     command = [
         *(str(bins / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null"),
         *("-o", "asyncio_mode=auto", "-o", "asyncio_default_test_loop_scope=session"),  # its clients keep connections
-        str(suite),
+        str(Path(__file__).with_name(file)),
     ]
     environment = {"PENSTOCK_URL": url, "OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none", "PYTHONPATH": ""}
     status, output = _run(command, environment)
     counts = {word: int(count) for count, word in _OUTCOMES.findall(output)}
-    return {"passed": status == 0, **counts}
+    return {"passed": status == 0, "tests": counts.pop("passed", 0), **counts}
 
 
 def run_lm_eval(bins: Path, url: str, scratch: Path, max_examples: int) -> dict[str, object]:
@@ -128,6 +137,7 @@ def run_vllm_bench(bins: Path, url: str, scratch: Path, max_examples: int) -> di
 
 SUITES: Mapping[str, Callable[[Path, str, Path, int], dict[str, object]]] = {
     "schemathesis": run_schemathesis,
+    "clients": run_clients,
     "langchain": run_langchain,
     "lm_eval": run_lm_eval,
     "guidellm": run_guidellm,

@@ -21,7 +21,7 @@ from router.parsers.tools import ToolFunction
 # A list is validated up to its first error: pydantic takes 50 us and 1 KB for each, and one is reported.
 FIRST_ERROR = Field(fail_fast=True)
 TEXT, PARTS = "<text>", "<parts>"  # tags of forms, which errors leave out
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _ROLES = {"developer": "system"}  # OpenAI's newer name
 
 

@@ -24,8 +24,9 @@ HARMLESS = frozenset(
         "safety_identifier",
     }
 )
-HARMLESS_IN_MESSAGES = frozenset({"annotations", "cache_control", "refusal"})
-HARMLESS_IN_TOOLS = frozenset({"cache_control", "index"})  # of offered tools and of calls
+# `parsed` and `parsed_arguments` are what OpenAI's client made of an answer, and sends back with it.
+HARMLESS_IN_MESSAGES = frozenset({"annotations", "cache_control", "parsed", "prompt_cache_breakpoint", "refusal"})
+HARMLESS_IN_TOOLS = frozenset({"cache_control", "index", "parsed_arguments"})  # of offered tools and of calls
 
 # Fields that would change the answer, each with the values that ask for nothing. Null always does.
 REFUSED: Mapping[str, tuple[object, ...]] = {
@@ -51,12 +52,14 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "logprob_token_ids": (),
     "media_io_kwargs": ({},),
+    "mm_payload": ("tensors",),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
     "repetition_detection": (),
     "return_mm_kwargs": (True,),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
+    "return_weight_versions": (False,),
     "routed_experts_prompt_start": (0,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
@@ -71,15 +74,37 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "bootstrap_room": (),
     "custom_logit_processor": (),
     "custom_params": ({},),
+    "data_parallel_rank": (),
     "extra_key": (),
     "grammar": (),
+    "images_config": (),
+    "input_ids": (),
     "lora_path": (),
+    "max_dynamic_patch": (),
+    "min_dynamic_patch": (),
     "no_stop_trim": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_flat_raw_output_top_logprobs": (False,),
+    "return_flat_raw_top_logprobs_b64": (True,),
     "return_hidden_states": (False,),
+    "return_input_ids_in_sglext": (False,),
+    "return_meta_info": (False,),
+    "return_output_ids_in_sglext": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
+    "return_sampling_mask": (False,),
+    "return_spec_tokens_details": (False,),
+    "routed_experts_start_len": (0,),
+    "sampling_logprobs_mode": (),
     "separate_reasoning": (True,),
     "session_params": ({},),
     "stop_regex": (),
     "stream_reasoning": (True,),
+    "task": (),
+    "thinking": (),
+    "use_audio_in_video": (False,),
+    "video_config": (),
+    "watermark": (),
 }
 REFUSED_IN_MESSAGES: Mapping[str, tuple[object, ...]] = {
     "audio": (),

@@ -37,6 +37,7 @@ _FORMS = (TEXT, PARTS, _TEXTS, _IDS, _ID_LISTS)
 _TIERS: Mapping[str, Lane | None] = {
     "auto": None,
     "priority": Lane.INTERACTIVE,
+    "fast": Lane.INTERACTIVE,  # another name of it
     "default": Lane.STANDARD,
     "flex": Lane.BULK,
 }

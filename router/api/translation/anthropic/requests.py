@@ -160,7 +160,7 @@ def _read_thinking(body: JsonObject, fields: Json) -> bool:
     if kind == "disabled":
         fields["reasoning_effort"] = "none"
     elif effort is not None:
-        fields["reasoning_effort"] = "xhigh" if effort == "max" else effort
+        fields["reasoning_effort"] = effort
     elif kind == "enabled":
         fields["chat_template_kwargs"] = {"enable_thinking": True}
     return display == "omitted"

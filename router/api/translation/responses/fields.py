@@ -22,6 +22,7 @@ HARMLESS = frozenset(
 # Fields that would change the answer, each with the values that ask for nothing. Null always does.
 REFUSED: Neutral = {
     "access_programs": (),
+    "background_options": ({}, {"completion_window": "soonest"}),
     "context_management": ([],),
     "conversation": (),
     "image": (),

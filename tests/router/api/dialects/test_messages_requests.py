@@ -166,6 +166,7 @@ def test_tool_choices(choice, chosen):
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, None, {"enable_thinking": True}),
         ({"thinking": {"type": "adaptive"}}, None, None),
         ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, "low", None),
+        ({"output_config": {"effort": "max"}}, "max", None),
     ],
 )
 def test_thinking(body, effort, arguments):

@@ -14,7 +14,7 @@ from router.api.openai.requests import ChatBody, CompletionBody, parse_body
 
 DOCS = Path(__file__).resolve().parents[4] / "docs" / "openai.md"
 
-# What other servers' requests have, from the sources of their packages: openai 3.54, vllm at 002032e, sglang 0.5.5.
+# What other servers' requests have, from the sources of their packages: openai 3.57, vllm 0.33, sglang 0.5.23.
 OPENAI_COMPLETION = """
     model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop
     stream stream_options suffix temperature top_p user
@@ -33,7 +33,7 @@ VLLM_BOTH = """
     add_special_tokens response_format structured_outputs priority request_id session_id
     return_tokens_as_token_ids return_token_ids routed_experts_prompt_start return_token_offsets
     return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params vllm_xargs repetition_detection
-    thinking_token_budget stream_interval
+    thinking_token_budget stream_interval return_weight_versions mm_payload
 """
 VLLM_COMPLETION = "prompt_embeds"
 VLLM_CHAT = """
@@ -41,11 +41,19 @@ VLLM_CHAT = """
     documents chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text
 """
 SGLANG_BOTH = """
-    return_hidden_states regex ebnf stop_regex no_stop_trim lora_path session_params custom_params
-    custom_logit_processor bootstrap_host bootstrap_port bootstrap_room rid extra_key cache_salt priority
+    return_hidden_states return_routed_experts routed_experts_start_len return_cached_tokens_details
+    return_spec_tokens_details return_token_ids top_k min_p min_tokens regex ebnf repetition_penalty
+    stop_token_ids stop_regex no_stop_trim ignore_eos skip_special_tokens lora_path session_id session_params
+    custom_params custom_logit_processor bootstrap_host bootstrap_port bootstrap_room data_parallel_rank
+    watermark images_config mm_processor_kwargs rid extra_key cache_salt priority
 """
 SGLANG_COMPLETION = "json_schema custom_labels"
-SGLANG_CHAT = "separate_reasoning stream_reasoning continue_final_message chat_template_kwargs"
+SGLANG_CHAT = """
+    return_prompt_token_ids return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext
+    return_sampling_mask sampling_logprobs_mode return_flat_raw_output_top_logprobs
+    return_flat_raw_top_logprobs_b64 thinking task separate_reasoning stream_reasoning continue_final_message
+    chat_template_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video video_config input_ids
+"""
 
 PEERS = {
     CompletionBody: " ".join((OPENAI_COMPLETION, VLLM_BOTH, VLLM_COMPLETION, SGLANG_BOTH, SGLANG_COMPLETION)).split(),
@@ -106,6 +114,20 @@ def test_fields_of_messages_and_parts_are_not_ignored() -> None:
     parse(ChatBody, messages=[{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}])
     with pytest.raises(InvalidInput, match=r"^messages\[0\]\.content\[1\]\.weight: is not a field"):
         parse(ChatBody, messages=[{"role": "user", "content": [{"type": "text"}, {"type": "text", "weight": 2}]}])
+
+
+def test_a_parsed_answer_may_be_sent_back_as_openais_client_does() -> None:
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}
+    answer = {"role": "assistant", "content": None, "parsed": None, "tool_calls": [{"id": "1", "function": function}]}
+    user = {"role": "user", "content": "a"}
+    [request] = parse(ChatBody, messages=[user, answer, user | {"parsed": {"a": 1}}]).requests("id")
+    assert request.messages[1].tool_calls[0].arguments == "{}"
+
+
+def test_values_that_are_new_in_openais_client() -> None:
+    assert parse(ChatBody, service_tier="fast").lane is parse(ChatBody, service_tier="priority").lane is not None
+    [request] = parse(ChatBody, reasoning_effort="max").requests("id")
+    assert json.loads(request.chat.template_arguments)["reasoning_effort"] == "max"
 
 
 def test_parts_of_text_are_joined_by_line_feeds() -> None:

@@ -1,16 +1,14 @@
 """A whole router: both APIs, the fleet that it follows, and health. Held by a process (`router.__main__`) or an actor.
 
-Composes the rooms and owns their lifetimes; requests pass through `router.api`, not through here.
+Owns the lifetimes of the parts that `router.composition` makes; requests pass through `router.api`, not through here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
 import socket
-import time
 from dataclasses import dataclass
 
 import uvicorn
@@ -19,41 +17,23 @@ from fastapi import FastAPI
 from penstock.config import RouterConfig
 from penstock.errors import ConfigError
 from penstock.process import raise_file_limit
-from penstock.rpc.addresses import is_every_interface
-from penstock.rpc.secret import ADMIN
 from penstock.rpc.server import GrpcServer
-from penstock.rpc.tls import ServerCertificate
-from penstock.rpc.trust import Trust
 from penstock.v1 import admin_pb2
+from router.api.connection_guard import ConnectionGuard
 from router.api.grpc_service import SERVICE, InferenceService
 from router.api.http.app import make_app
 from router.api.http.connections import ConnectionCounts, bound_unread, connections_for, http_protocol
 from router.api.http.operations import make_operations_app
 from router.api.http.tls import tls_settings
-from router.api.identity import Tenants
-from router.api.key_files import watch_metrics_token, watch_tenants
-from router.api.prepare import RequestPreparer
-from router.connection_guard import ConnectionGuard
-from router.dispatch.context import make_context
-from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.lookaside import Lookaside
-from router.fair_threads import FairThreads
-from router.fleet.adapter_registry import read_adapters
-from router.fleet.worker_fleet import WorkerFleet, follow_admin
-from router.live.controller_reader import ControllerReader
+from router.composition import make_parts
+from router.fleet.worker_fleet import follow_admin
 from router.live.routes import add_live_page
-from router.live.view import LiveView
 from router.metrics.demand_report import report_demand
-from router.metrics.metrics import RouterMetrics
 from router.metrics.scrape_targets import ScrapeTarget
-from router.text.model_card import ModelCard
-from router.text.tokenizer import Tokenizer
-from router.tracing.start import start_tracer
 
 _HTTP_STOP_S = 1.0
 _LISTEN_BACKLOG = 2048
 _UVICORN_TICKS = 10  # in a second; it renews the Date header at every tenth
-_NUM_PARSING = 1  # large bodies and messages read at a time, in Python for the most part; the others wait as bytes
 _LOOPBACK = "127.0.0.1"
 _MAX_MS = (1 << 31) - 2  # 2^31 - 1 turns gRPC's limits off
 
@@ -100,42 +80,22 @@ class RouterServer:
     """A router to `start` once and `stop` once, on the same event loop."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Reads the model's folder. Raises CheckpointError, or ConfigError if the configuration names no workers, or
-        no address at which other routers call this one."""
-        if bool(config.admin) == bool(config.workers):
-            raise ConfigError(
-                f"admin = {config.admin!r}, workers = {config.workers!r}: give exactly one of them, the address of the "
-                "Admin service or those of the workers"
-            )
-        if config.admin and is_every_interface(config.peer_host):
-            raise ConfigError(
-                f"peer_host = {config.peer_host!r}: the Admin service passes this address on to other routers, which "
-                "cannot call it; give the address of this machine (--peer-host)"
-            )
+        """Makes the parts, which reads the model's folder. Raises CheckpointError or ConfigError."""
+        parts = make_parts(config)
         self._config = config
-        card = ModelCard.load(config)
-        self._tokenizer = Tokenizer.load(config.model, config.limits.text_queue_characters)
-        self._metrics = RouterMetrics(card.name, config.tenant_labels)
+        self._trust = parts.trust
+        self._metrics = parts.metrics
+        self._tokenizer = parts.tokenizer
+        self._tracer = parts.tracer
+        self._parsing = parts.parsing
+        self._dispatcher = parts.dispatcher
+        self._metrics_token = parts.metrics_token
+        self._certificate = parts.certificate
+        self._live = parts.live
+        self.fleet = parts.fleet
+        self.context = parts.context
+        self.preparer = parts.preparer
         self._tasks: list[asyncio.Task[None]] = []
-        self._trust = Trust(config.security)
-        self.fleet = WorkerFleet(self._trust, config.index)
-        self.fleet.adapters.set(read_adapters(config.adapters, card.name))
-        watcher = self._trust.watcher
-        tenants = Tenants(watch_tenants(config, watcher), lambda: self._trust.secrets)
-        self._tracer = start_tracer(config.tracing, card.name, f"router-{self.fleet.peers.epoch}", self._metrics.traced)
-        limits_of = tenants.limits_of(config.admission.tenant)
-        self.context = make_context(config, self.fleet, self._metrics, limits_of, self._tracer)
-        self.preparer = RequestPreparer(card, self._tokenizer, tenants, self.context)
-        self._parsing = FairThreads("parser", _NUM_PARSING, config.limits.text_queue_characters)
-        lookaside = Lookaside(self.context, card.name, lambda: self._trust.secrets)
-        self._dispatcher = Dispatcher(self.context, lookaside, self._tokenizer.spelling)
-        self._metrics_token = watch_metrics_token(config, watcher)
-        self._certificate = ServerCertificate(config.tls, "tls", watcher) if config.tls else None
-        self._watch_metrics()
-        controller = ControllerReader(config.admin, functools.partial(self._trust.channel, use=ADMIN))
-        self._live = LiveView(
-            card.name, config.policy, config.slo, self.fleet, self.context.gate, self.context.counts.recent, controller
-        )
         self.ports = Ports(0, 0, 0)
 
     async def start(self) -> None:
@@ -301,38 +261,6 @@ class RouterServer:
             for worker_id, description in described
             if description.metrics_address
         ]
-
-    def _watch_metrics(self) -> None:
-        fleet, gate = self.fleet, self.context.gate
-
-        def cache_usage() -> float:
-            loads = [worker.load for worker in fleet.followers if worker.link is not None]
-            total = sum(load.total_pages for load in loads)
-            return 1.0 - sum(load.free_pages for load in loads) / total if total else 0.0
-
-        self._metrics.watch(
-            num_running=lambda: sum(worker.load.num_running for worker in fleet.followers),
-            num_waiting=lambda: gate.admission.num_waiting + sum(worker.load.num_waiting for worker in fleet.followers),
-            cache_usage=cache_usage,
-            open_circuits=lambda: fleet.health.num_open(time.monotonic()),
-            tier_hits=lambda tier: sum(getattr(worker.load.cache, f"{tier}_hits") for worker in fleet.followers),
-            num_workers=lambda role: sum(
-                worker.takes_work and worker.description.role == role for worker in fleet.followers
-            ),
-        )
-        self._metrics.watch_workers(lambda: {worker.worker_id: worker.load for worker in fleet.followers})
-        self._metrics.watch_spares(lambda pool: fleet.spares.get(pool, 0))
-        self._metrics.watch_ends(lambda end: fleet.ends.get(end, 0))
-        self._metrics.watch_index(fleet.index, lambda: sum(worker.is_mute for worker in fleet.followers))
-        self._metrics.watch_credentials(lambda: self._trust.watcher.files)
-        self._metrics.admission.watch(
-            num_waiting=gate.admission.num_waiting_in,
-            queue_bytes=gate.admission.queue_bytes,
-            num_out=lambda: gate.admission.outstanding.num_requests,
-            saturation=gate.saturation,
-            level=lambda: gate.admission.level,
-            retries_left=lambda: gate.retries.balance,
-        )
 
 
 def _milliseconds(seconds: float) -> int:

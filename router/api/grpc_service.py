@@ -17,11 +17,11 @@ from penstock.rpc.hints import DECISION, read_hints
 from penstock.rpc.server import read_credentials, typed_errors
 from penstock.text.completions import Output, to_response
 from penstock.v1 import inference_pb2
+from router.api.connection_guard import ConnectionGuard
 from router.api.identity import Tenant
 from router.api.prepare import RequestPreparer
 from router.api.reader_watch import ReaderWatch
 from router.api.request_decoding import Undecoded, deserializer
-from router.connection_guard import ConnectionGuard
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lookaside import Route
 from router.fair_threads import FairThreads

@@ -1,0 +1,134 @@
+"""Makes the parts of a router: rooms from the configuration up, in the order of their dependencies.
+
+`router.server` owns the lifetimes of what is made here: nothing is started, listens or runs on an event loop yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.config import RouterConfig
+from penstock.errors import ConfigError
+from penstock.rpc.addresses import is_every_interface
+from penstock.rpc.secret import ADMIN
+from penstock.rpc.tls import ServerCertificate
+from penstock.rpc.trust import Trust
+from router.admission.gate import AdmissionGate
+from router.api.identity import Tenants
+from router.api.key_files import watch_metrics_token, watch_tenants
+from router.api.prepare import RequestPreparer
+from router.dispatch.context import DispatchContext, make_context
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.lookaside import Lookaside
+from router.fair_threads import FairThreads
+from router.fleet.adapter_registry import read_adapters
+from router.fleet.worker_fleet import WorkerFleet
+from router.live.controller_reader import ControllerReader
+from router.live.view import LiveView
+from router.metrics.metrics import RouterMetrics
+from router.text.model_card import ModelCard
+from router.text.tokenizer import Tokenizer
+from router.tracing.start import start_tracer
+
+if TYPE_CHECKING:
+    from router.tracing.tracer import RequestTracer
+
+_NUM_PARSING = 1  # large bodies and messages read at a time, in Python for the most part; the others wait as bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RouterParts:
+    trust: Trust
+    metrics: RouterMetrics
+    tokenizer: Tokenizer
+    fleet: WorkerFleet
+    tracer: RequestTracer | None  # None: no request is traced
+    context: DispatchContext
+    preparer: RequestPreparer
+    dispatcher: Dispatcher
+    parsing: FairThreads  # reads large bodies and messages
+    metrics_token: Callable[[], str]  # of /metrics, "" without one
+    certificate: ServerCertificate | None
+    live: LiveView
+
+
+def make_parts(config: RouterConfig) -> RouterParts:
+    """Reads the model's folder. Raises CheckpointError, or ConfigError if the configuration names no workers, or no
+    address at which other routers call this one."""
+    _check_addresses(config)
+    card = ModelCard.load(config)
+    tokenizer = Tokenizer.load(config.model, config.limits.text_queue_characters)
+    trust = Trust(config.security)
+    metrics = RouterMetrics(card.name, config.tenant_labels)
+    fleet = WorkerFleet(trust, config.index)
+    fleet.adapters.set(read_adapters(config.adapters, card.name))
+    tenants = Tenants(watch_tenants(config, trust.watcher), lambda: trust.secrets)
+    tracer = start_tracer(config.tracing, card.name, f"router-{fleet.peers.epoch}", metrics.traced)
+    context = make_context(config, fleet, metrics, tenants.limits_of(config.admission.tenant), tracer)
+    _watch(metrics, fleet, context.gate, trust)
+    lookaside = Lookaside(context, card.name, lambda: trust.secrets)
+    controller = ControllerReader(config.admin, functools.partial(trust.channel, use=ADMIN))
+    return RouterParts(
+        trust=trust,
+        metrics=metrics,
+        tokenizer=tokenizer,
+        fleet=fleet,
+        tracer=tracer,
+        context=context,
+        preparer=RequestPreparer(card, tokenizer, tenants, context),
+        dispatcher=Dispatcher(context, lookaside, tokenizer.spelling),
+        parsing=FairThreads("parser", _NUM_PARSING, config.limits.text_queue_characters),
+        metrics_token=watch_metrics_token(config, trust.watcher),
+        certificate=ServerCertificate(config.tls, "tls", trust.watcher) if config.tls else None,
+        live=LiveView(card.name, config.policy, config.slo, fleet, context.gate, context.counts.recent, controller),
+    )
+
+
+def _check_addresses(config: RouterConfig) -> None:
+    if bool(config.admin) == bool(config.workers):
+        raise ConfigError(
+            f"admin = {config.admin!r}, workers = {config.workers!r}: give exactly one of them, the address of the "
+            "Admin service or those of the workers"
+        )
+    if config.admin and is_every_interface(config.peer_host):
+        raise ConfigError(
+            f"peer_host = {config.peer_host!r}: the Admin service passes this address on to other routers, which "
+            "cannot call it; give the address of this machine (--peer-host)"
+        )
+
+
+def _watch(metrics: RouterMetrics, fleet: WorkerFleet, gate: AdmissionGate, trust: Trust) -> None:
+    """Has the metrics read what others own whenever Prometheus scrapes."""
+
+    def cache_usage() -> float:
+        loads = [worker.load for worker in fleet.followers if worker.link is not None]
+        total = sum(load.total_pages for load in loads)
+        return 1.0 - sum(load.free_pages for load in loads) / total if total else 0.0
+
+    metrics.watch(
+        num_running=lambda: sum(worker.load.num_running for worker in fleet.followers),
+        num_waiting=lambda: gate.admission.num_waiting + sum(worker.load.num_waiting for worker in fleet.followers),
+        cache_usage=cache_usage,
+        open_circuits=lambda: fleet.health.num_open(time.monotonic()),
+        tier_hits=lambda tier: sum(getattr(worker.load.cache, f"{tier}_hits") for worker in fleet.followers),
+        num_workers=lambda role: sum(
+            worker.takes_work and worker.description.role == role for worker in fleet.followers
+        ),
+    )
+    metrics.watch_workers(lambda: {worker.worker_id: worker.load for worker in fleet.followers})
+    metrics.watch_spares(lambda pool: fleet.spares.get(pool, 0))
+    metrics.watch_ends(lambda end: fleet.ends.get(end, 0))
+    metrics.watch_index(fleet.index, lambda: sum(worker.is_mute for worker in fleet.followers))
+    metrics.watch_credentials(lambda: trust.watcher.files)
+    metrics.admission.watch(
+        num_waiting=gate.admission.num_waiting_in,
+        queue_bytes=gate.admission.queue_bytes,
+        num_out=lambda: gate.admission.outstanding.num_requests,
+        saturation=gate.saturation,
+        level=lambda: gate.admission.level,
+        retries_left=lambda: gate.retries.balance,
+    )

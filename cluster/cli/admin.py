@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from cluster.cli.admin_token import find_token
 from cluster.cli.options import check_address, client_tls
+from cluster.cli.progress import Progress
 from penstock.client.auth import auth_metadata
 from penstock.errors import DeadlineExceeded, PenstockError, Unauthenticated
 from penstock.rpc.failed_call import failed_call
@@ -99,9 +100,11 @@ def pool_has_size(pool: str, replicas: int) -> Condition:
 
 
 def wait_until(
-    stub: admin_pb2_grpc.AdminStub, metadata: Any, condition: Condition, timeout_s: float
+    stub: admin_pb2_grpc.AdminStub, metadata: Any, condition: Condition, timeout_s: float, text: str
 ) -> admin_pb2.StatusResponse:
     """Checks the status now and after each cluster event, and returns the first that meets `condition`.
+
+    Meanwhile `text` and the share of the workers that are ready are shown on a terminal.
 
     Raises DeadlineExceeded that names the workers that are not ready.
     """
@@ -109,10 +112,14 @@ def wait_until(
     past = list(stub.Events(admin_pb2.EventsRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata))
     last_number = past[-1].number if past else 0
     status = admin_pb2.StatusResponse()
-    for _ in _now_and_after_each_event(stub, metadata, last_number, deadline_s):
-        status = stub.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata)
-        if condition(status):
-            return status
+    with Progress(text) as progress:
+        for _ in _now_and_after_each_event(stub, metadata, last_number, deadline_s):
+            status = stub.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata)
+            if condition(status):
+                return status
+            num_ready = sum(worker.state == "ready" for worker in status.workers)
+            num_workers = len(status.workers)
+            progress.show(f"{text}; {num_ready} of {num_workers} are", num_ready / max(1, num_workers))
     missing = [
         f"{worker.member.worker_id} is {worker.state} {worker.detail}".strip()
         for worker in status.workers

@@ -76,6 +76,14 @@ def to_json(result: BenchResult) -> dict[str, Any]:
     }
 
 
+def summary_json(result: BenchResult) -> dict[str, Any]:
+    """Returns the figures of each point as plain data, without the requests that they are computed from."""
+    data = to_json(result)
+    for point in data["points"]:
+        del point["requests"], point["lags_us"]
+    return data
+
+
 def from_json(data: Mapping[str, Any], name: str) -> BenchResult:
     """Returns the result that `to_json` wrote. Raises InvalidInput that names the file `name`."""
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:

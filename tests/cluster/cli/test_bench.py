@@ -76,6 +76,10 @@ def test_results_are_written_reported_and_compared(tmp_path: Path, capsys: pytes
     assert main(["bench", "compare", "--json", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
     (point,) = json.loads(capsys.readouterr().out)
     assert {each["verdict"] for each in point["ratios"]} == {"no difference shown"}
+    assert main(["bench", "report", "--json", str(tmp_path / "a")]) == 0
+    (point,) = json.loads(capsys.readouterr().out)["points"]
+    assert point["figures"]["endings"] == {"complete": 60}
+    assert "requests" not in point
     (tmp_path / "a" / "report.html").unlink()
     assert main(["bench", "report", str(tmp_path / "a")]) == 0
     assert "SLO ttft=1,tpot=0.1: 60 of 60 met it" in capsys.readouterr().out

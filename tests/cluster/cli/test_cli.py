@@ -172,6 +172,20 @@ def test_generate_streams_and_prints_the_timing(capsys: pytest.CaptureFixture[st
     assert request.lane == common_pb2.LANE_BULK
 
 
+def test_generate_prints_the_whole_answer_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer(FakeInference(say("Once", " upon"))) as server:
+        assert main(["generate", "Hello", "--json", "--server", server.address]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (completion,) = found["completions"]
+    assert (completion["text"], completion["finish_reason"], completion["token_ids"]) == (
+        "Once upon",
+        "stop",
+        [100, 101],
+    )
+    assert completion["timing"]["decode_worker"] == "decode-1"
+    assert (found["usage"]["completion_tokens"], found["model"]) == (2, "fake")
+
+
 class InterruptedOutput(io.StringIO):
     """Stands for a terminal whose user presses Ctrl-C after the first word."""
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.cli.client import open_client
 from cluster.cli.options import add_client_options, sampling_fields
-from cluster.cli.table import TIMING_HEADER, format_table, timing_row
+from cluster.cli.table import TIMING_HEADER, columns_of, format_table, timing_row
 from penstock.client.results import Chunk
 from penstock.client.sync_client import GenerateStream
 
@@ -23,14 +24,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("prompt", help="the prompt; - reads it from standard input")
     add("--timing", action="store_true", help="print where the time went")
     add("--explain", action="store_true", help="print why its workers were chosen, with predicted and actual times")
+    add("--json", action="store_true", help="print the whole answer as one JSON document, once it has ended")
     add_client_options(parser)
 
 
 def run(arguments: Namespace) -> int:
+    """Streams the answer. Ctrl-C cancels the call."""
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     with open_client(arguments) as client:
         sampling = sampling_fields(arguments)
         with client.generate(prompt, lane=arguments.lane, explain=arguments.explain, **sampling) as stream:
+            if arguments.json:
+                print(json.dumps(asdict(stream.complete())))
+                return 0
             printed = print_stream(stream)
             decision = stream.decision if arguments.explain and not printed.interrupted else None
     if printed.interrupted:
@@ -38,9 +44,9 @@ def run(arguments: Namespace) -> int:
     last = printed.last
     if arguments.timing and last is not None and last.timing is not None and last.usage is not None:
         row = timing_row(last.timing, last.usage.completion_tokens)
-        print("\n" + format_table(TIMING_HEADER, [row]), file=sys.stderr)
+        print("\n" + format_table(TIMING_HEADER, [row], columns_of(sys.stderr)), file=sys.stderr)
     if decision is not None:
-        print("\n" + format_decision(decision), file=sys.stderr)
+        print("\n" + format_decision(decision, columns_of(sys.stderr)), file=sys.stderr)
     return 0
 
 
@@ -69,8 +75,11 @@ def print_stream(stream: GenerateStream) -> PrintedStream:
     return PrintedStream("".join(texts), last, interrupted)
 
 
-def format_decision(decision: Mapping[str, Any]) -> str:
-    """Formats a decision record: for each completion the pairs considered, cheapest first, and the actual times."""
+def format_decision(decision: Mapping[str, Any], columns: int | None = None) -> str:
+    """Formats a decision record: for each completion the pairs considered, cheapest first, and the actual times.
+
+    Where the table is wider than `columns`, stages that took no time anywhere are left out.
+    """
     parts = [f"policy {decision['policy']}; milliseconds; * is the pair chosen, = what it took"]
     for completion in decision["completions"]:
         rows = []
@@ -80,7 +89,7 @@ def format_decision(decision: Mapping[str, Any]) -> str:
             rows += [_score_row(score, " ") for score in attempt["considered"] if score != chosen]
         if "actual" in completion:  # absent in a lookaside stream, whose record is made before it starts
             rows.append(_actual_row(completion["actual"]))
-        parts.append(format_table(["", "pair", *_STAGES, "cached"], rows))
+        parts.append(format_table(["", "pair", *_STAGES, "cached"], rows, columns))
     return "\n".join(parts)
 
 

@@ -8,6 +8,7 @@ command itself failed.
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from types import ModuleType
 
 from cluster.cli.admin import admin_call, admin_stub
 from cluster.cli.options import add_admin_options
+from cluster.cli.progress import Progress
+from cluster.cli.table import NO_STYLES, STATE_STYLES, Styles, paint, styles_for
 from cluster.diagnose.findings import Finding, Severity
 from penstock.config import ServeConfig
 from penstock.errors import PenstockError, Unavailable
@@ -39,11 +42,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Prints each finding as it is made, or all of them as one JSON document."""
-    findings = []
+    findings, styles = [], styles_for(sys.stdout, STATE_STYLES)
     for finding in _examine(arguments):
         findings.append(finding)
         if not arguments.json:
-            print(format_finding(finding), flush=True)
+            print(format_finding(finding, styles), flush=True)
     counts = Counter(finding.severity for finding in findings)
     num_problems, num_warnings = counts[Severity.PROBLEM], counts[Severity.WARNING]
     if arguments.json:
@@ -59,9 +62,10 @@ def _as_json(finding: Finding) -> dict[str, str]:
     return {"verdict" if name == "severity" else name: value for name, value in fields.items()}
 
 
-def format_finding(finding: Finding) -> str:
+def format_finding(finding: Finding, styles: Styles = NO_STYLES) -> str:
     """Formats a finding as a line, and a second one for its advice."""
-    line = f"{_MARKS[finding.severity]:<5} {finding.check:<11} {finding.subject}: {finding.text}"
+    mark = _MARKS[finding.severity]
+    line = f"{paint(f'{mark:<5}', styles.get(mark, ''))} {finding.check:<11} {finding.subject}: {finding.text}"
     return f"{line}\n{'':<5} -> {finding.advice}" if finding.advice else line
 
 
@@ -89,8 +93,9 @@ def _examine(arguments: Namespace) -> Iterator[Finding]:
     if local_checks is not None:
         yield from (local_checks.check_endpoint(endpoint) for endpoint in status.endpoints)
     request = admin_pb2.DoctorRequest(transfers=not arguments.no_transfers)
-    with admin_stub(arguments) as (stub, metadata):
+    with admin_stub(arguments) as (stub, metadata), Progress("checking the workers") as progress:
         for found in stub.Doctor(request, timeout=_DOCTOR_TIMEOUT_S, metadata=metadata):
+            progress.show(f"checking the workers; the last: {found.check} {found.subject}")
             yield Finding(found.check, found.subject, Severity(found.verdict), found.text, found.advice)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 
 from cluster.cli.admin import admin_call, admin_stub, all_ready, to_json, wait_until
 from cluster.cli.options import add_admin_options
-from cluster.cli.table import format_table
+from cluster.cli.table import NO_STYLES, STATE_STYLES, Styles, columns_of, format_table, styles_for
 from penstock.v1 import admin_pb2
 
-_HEADER = ("worker", "state", "pid", "restarts", "running", "waiting", "free pages", "address", "")
+_HEADER = ("worker", "state", "pid", "restarts", "run", "wait", "free pages", "address", "")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -21,14 +22,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     if arguments.wait is not None:
         with admin_stub(arguments) as (stub, metadata):
-            status = wait_until(stub, metadata, all_ready, arguments.wait)
+            status = wait_until(stub, metadata, all_ready, arguments.wait, "waiting until every worker is ready")
     else:
         status = admin_call(arguments, "Status", admin_pb2.StatusRequest())
-    print(to_json(status, indent=2) if arguments.json else format_status(status))
+    if arguments.json:
+        print(to_json(status, indent=2))
+    else:
+        print(format_status(status, columns_of(sys.stdout), styles_for(sys.stdout, STATE_STYLES)))
     return 0
 
 
-def format_status(status: admin_pb2.StatusResponse) -> str:
+def format_status(status: admin_pb2.StatusResponse, columns: int | None = None, styles: Styles = NO_STYLES) -> str:
     """Formats the deployment's state, a table of workers, routers and spares, and the latest rebalance."""
     state = "ready" if status.ready else "not ready"
     public = [endpoint for endpoint in status.endpoints if not endpoint.endswith("/metrics")]
@@ -38,7 +42,7 @@ def format_status(status: admin_pb2.StatusResponse) -> str:
     workers = [_worker_row(worker) for worker in status.workers]
     spares = [[spare.name, spare.state, str(spare.pid or "-"), *["-"] * 5, spare.detail] for spare in status.spares]
     elsewhere = [["router", "elsewhere", *["-"] * 5, address, ""] for address in status.routers_elsewhere]
-    text = f"{head}\n\n{format_table(_HEADER, workers + elsewhere + spares)}"
+    text = f"{head}\n\n{format_table(_HEADER, workers + elsewhere + spares, columns, styles)}"
     if not has_own and not elsewhere:
         text += "\n\nno router follows it: start one with `python -m router`, whose `admin` is this Admin service"
     balance = status.balance

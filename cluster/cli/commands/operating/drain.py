@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 
 from cluster.cli.admin import admin_stub, to_json
 from cluster.cli.options import add_admin_options, require_positive
+from cluster.cli.progress import Progress
 from penstock.errors import InvalidInput
 from penstock.v1 import admin_pb2
 
@@ -39,9 +41,18 @@ def run(arguments: Namespace) -> int:
                 worker_id=arguments.worker, timeout_s=arguments.timeout, replace=arguments.replace
             )
             progresses = stub.Drain(worker, timeout=arguments.timeout + _GRACE_S, metadata=metadata)
-        for progress in progresses:
-            print(to_json(progress) if arguments.json else format_drain(progress), flush=True)
+        show_drain(progresses, arguments.json)
     return 0
+
+
+def show_drain(steps: Iterable[admin_pb2.DrainProgress], as_json: bool) -> None:
+    """Prints each step of a drain, and shows on a terminal how many sequences are left."""
+    most = 0  # sequences left at once
+    with Progress("asking for the drain") as progress:
+        for step in steps:
+            print(to_json(step) if as_json else format_drain(step), flush=True)
+            most = max(most, step.num_left)
+            progress.show(f"{step.worker_id}: {step.stage}, {step.num_left} left", 1 - step.num_left / max(1, most))
 
 
 def format_drain(progress: admin_pb2.DrainProgress) -> str:

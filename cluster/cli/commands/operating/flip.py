@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from cluster.cli.admin import admin_stub, to_json
 from cluster.cli.commands.operating.drain import format_drain
 from cluster.cli.options import add_admin_options, require_positive
+from cluster.cli.progress import Progress
 from penstock.v1 import admin_pb2
 
 _GRACE_S = 90.0  # of the call, beyond the drain's own timeout
@@ -31,10 +32,11 @@ def run(arguments: Namespace) -> int:
         worker_id=arguments.worker, role=arguments.role, timeout_s=arguments.timeout, force=arguments.force
     )
     stage = ""
-    with admin_stub(arguments) as (stub, metadata):
+    with admin_stub(arguments) as (stub, metadata), Progress("asking for the flip") as shown:
         for progress in stub.Flip(request, timeout=arguments.timeout + _GRACE_S, metadata=metadata):
             print(to_json(progress) if arguments.json else format_flip(arguments.worker, progress), flush=True)
             stage = progress.stage
+            shown.show(f"{arguments.worker}: {stage}")
     if stage != "failed":
         return 0
     print("a new worker is starting in its place; `penstock events -f` shows when it is ready", file=sys.stderr)

@@ -44,7 +44,8 @@ def run(arguments: Namespace) -> int:
     response = admin_call(arguments, "Scale", request)
     if arguments.wait is not None:
         with admin_stub(arguments) as (stub, metadata):
-            wait_until(stub, metadata, pool_has_size(arguments.pool, arguments.replicas), arguments.wait)
+            text = f"waiting until the {arguments.pool} pool has {arguments.replicas} workers that are ready"
+            wait_until(stub, metadata, pool_has_size(arguments.pool, arguments.replicas), arguments.wait, text)
     if arguments.json:
         print(to_json(response))
         return 0

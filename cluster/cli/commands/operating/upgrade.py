@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cluster.cli.admin import admin_stub, to_json
 from cluster.cli.options import add_admin_options
+from cluster.cli.progress import Progress
 from penstock.errors import InvalidInput
 from penstock.v1 import admin_pb2
 
@@ -74,10 +75,12 @@ def run(arguments: Namespace) -> int:
         without_evidence=arguments.without_evidence,
     )
     stage = ""
-    with admin_stub(arguments) as (stub, metadata):
+    with admin_stub(arguments) as (stub, metadata), Progress("asking for the upgrade") as shown:
         for progress in stub.Upgrade(request, metadata=metadata):  # no deadline: it ends with the upgrade or Ctrl-C
             print(to_json(progress) if arguments.json else format_upgrade(progress), flush=True)
             stage = progress.stage
+            num_workers = progress.num_old + progress.num_new
+            shown.show(f"{stage}: {progress.num_new} of {num_workers} are new", progress.num_new / max(1, num_workers))
     rolled_back = stage == "rolled back"
     return 0 if rolled_back is arguments.abort else _FAILED
 

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 from cluster.cli.admin import admin_call
 from cluster.cli.options import add_admin_options
+from cluster.cli.progress import Progress
 from penstock.v1 import admin_pb2
 
 _TIMEOUT_S = 90.0
@@ -16,6 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    admin_call(arguments, "Stop", admin_pb2.StopRequest(), _TIMEOUT_S)
+    with Progress("stopping; requests in flight may end"):
+        admin_call(arguments, "Stop", admin_pb2.StopRequest(), _TIMEOUT_S)
     print("stopped")
     return 0

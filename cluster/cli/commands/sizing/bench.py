@@ -43,6 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     report_parser = actions.add_parser("report", help="print a result again, and write its page again")
     report_parser.set_defaults(action=_report)
     report_parser.add_argument("result", metavar="RESULT", help="the folder of a run, or its result.json")
+    report_parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(arguments: Namespace) -> int:
@@ -146,19 +147,25 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
     )
     add("--out", metavar="FOLDER", help="where result.json, requests.csv and report.html go; default: a new one here")
     add("--label", default="", help="title of the report")
+    add("--json", action="store_true", help="print the figures as JSON; result.json has every request besides")
     add("--quiet", action="store_true", help="show no progress")
 
 
 def _run(arguments: Namespace) -> int:
     """Runs a sweep, writes its files and prints the report. Returns 1 if no request was answered."""
-    from penstock.bench.pages.text import describe_result
-
     result = asyncio.run(_measure(arguments))
     folder = Path(arguments.out or f"penstock-bench-{datetime.now():%Y%m%d-%H%M%S}")
     write_files(result, folder)
-    print(describe_result(result))
+    print(_format(result, arguments.json))
     print(f"\nwritten: {folder}/result.json, requests.csv, report.html", file=sys.stderr)
     return 0 if any(point.figures.endings.get("complete") for point in result.points) else 1
+
+
+def _format(result: BenchResult, as_json: bool) -> str:
+    from penstock.bench.pages.text import describe_result
+    from penstock.bench.results.result_file import summary_json
+
+    return json.dumps(summary_json(result), indent=2) if as_json else describe_result(result)
 
 
 def write_files(result: BenchResult, folder: Path) -> None:
@@ -183,7 +190,7 @@ async def _measure(arguments: Namespace) -> BenchResult:
         points = await measure(spec, endpoint)
     finally:
         await endpoint.close()
-    hidden = ("run", "action", "api_key", "out", "label", "quiet")
+    hidden = ("run", "action", "api_key", "out", "label", "json", "quiet")
     settings = {
         name: value for name, value in vars(arguments).items() if name not in hidden and value not in (None, [], {}, "")
     }
@@ -364,13 +371,12 @@ def _as_json(data: dict[str, Any], ratios: Any) -> dict[str, Any]:
 def _report(arguments: Namespace) -> int:
     """Prints a result and writes its page beside it."""
     from penstock.bench.pages.html import result_page
-    from penstock.bench.pages.text import describe_result
     from penstock.bench.results.result_file import read_result
 
     result = read_result(arguments.result)
     path = Path(arguments.result)
     page = (path if path.is_dir() else path.parent) / "report.html"
     page.write_text(result_page(result))
-    print(describe_result(result))
+    print(_format(result, arguments.json))
     print(f"\nwritten: {page}", file=sys.stderr)
     return 0

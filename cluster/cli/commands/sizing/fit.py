@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 from argparse import ArgumentParser, Namespace
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
-from cluster.cli.options import add_admin_options
+from cluster.cli.options import add_admin_options, require_positive
+from cluster.cli.progress import Progress
 from cluster.cli.table import format_table
 from penstock import wire
 from penstock.sizing.model_shape import find_shape
@@ -26,11 +29,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--seconds", type=float, default=60.0, help="how long to watch, while traffic is served; default: %(default)s")
     add("--link-gbit", type=float, default=100.0, help="speed of the link between workers; default: %(default)s")
     add("--shape", metavar="MODEL", help="a config.json or folder, or a known shape, for KV bytes; default: the model")
+    add("--json", action="store_true", help="print the costs as JSON, as they are written")
     add_admin_options(parser)
 
 
 def run(arguments: Namespace) -> int:
     """Watches load reports and fits the costs. Raises InvalidInput if there was too little traffic to learn from."""
+    require_positive("--seconds", arguments.seconds)
+    require_positive("--link-gbit", arguments.link_gbit)
     model, records = watch(arguments)
     fitted = fit_steps(records)
     shape = find_shape(arguments.shape or model)
@@ -38,19 +44,20 @@ def run(arguments: Namespace) -> int:
     source = f"fitted to {len(records)} reports of steps within {arguments.seconds:g} s"
     profile = CostProfile(model, source, fitted.prefill, fitted.decode, link, errors=fitted.errors)
     write_costs(profile, arguments.output)
-    print(describe(profile, records))
-    print(f"wrote {arguments.output}")
+    print(json.dumps(asdict(profile), indent=2) if arguments.json else describe(profile, records))
+    print(f"wrote {arguments.output}", file=sys.stderr)
     return 0
 
 
 def watch(arguments: Namespace) -> tuple[str, list[StepRecord]]:
     """Polls the deployment's load reports. Returns the model and what was recorded."""
     recorder, end_s = StepRecorder(), time.monotonic() + arguments.seconds
-    with admin_stub(arguments) as (stub, metadata):
+    with admin_stub(arguments) as (stub, metadata), Progress("watching the deployment") as progress:
         while True:
             status = stub.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata)
             observe(recorder, status)
             left_s = end_s - time.monotonic()
+            progress.show(f"{len(recorder.records)} reports of steps", 1 - max(0.0, left_s) / arguments.seconds)
             if left_s <= 0:
                 return status.model, recorder.records
             time.sleep(min(_POLL_S, left_s))

@@ -6,6 +6,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from cluster.cli.progress import Progress
 from cluster.cli.table import format_table
 from penstock.bench.traces.read import read_trace
 from penstock.charts.page import PageTable, render_page
@@ -89,15 +90,16 @@ def run(arguments: Namespace) -> int:
     workload, num_dropped = longest_fitting(_workload(arguments, shape), arguments.max_context or shape.context_length)
     goal = Goal(_slo(arguments), arguments.attainment, _degrees(arguments.tensor_parallel), arguments.max_devices)
     offers = [_offer(text) for text in arguments.accelerator]
-    report = make_report(
-        shape,
-        offers,
-        workload,
-        goal,
-        num_dropped=num_dropped,
-        num_simulated=arguments.verify,
-        seed=arguments.seed,
-    )
+    with Progress("searching for deployments and simulating the candidates"):
+        report = make_report(
+            shape,
+            offers,
+            workload,
+            goal,
+            num_dropped=num_dropped,
+            num_simulated=arguments.verify,
+            seed=arguments.seed,
+        )
     toml = _toml(report, arguments)
     if arguments.write:
         Path(arguments.write).write_text(toml)

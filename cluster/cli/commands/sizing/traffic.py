@@ -6,6 +6,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from cluster.cli.progress import Progress
 from cluster.cli.table import format_table
 from penstock.bench.traces.read import read_trace
 from penstock.charts.page import render_page
@@ -35,8 +36,10 @@ def run(arguments: Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise InvalidInput(f"--{name.replace('_', '-')}", f"is {value}; give at least 1")
-    trace = read_trace(arguments.trace, arguments.seed, arguments.limit)
-    report = describe_trace(trace)
+    with Progress(f"reading {arguments.trace}") as progress:
+        trace = read_trace(arguments.trace, arguments.seed, arguments.limit)
+        progress.show(f"{trace.name}: following the blocks of {len(trace.records):,} requests")
+        report = describe_trace(trace)
     rows = describe_rows(report, arguments.kv_bytes)
     if arguments.html:
         Path(arguments.html).write_text(render_page(make_page(trace, report, rows, arguments.kv_bytes)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from importlib import metadata
 
 import pytest
@@ -86,3 +87,15 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"penstock {metadata.version('penstock')}\n"
+
+
+def test_a_command_that_is_not_installed_is_completed_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    for name in [name for name in sys.modules if name.startswith(("simulator", "cluster.cli.commands.sizing"))]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert '    plan) words="" ;;' in script
+    assert "--json" in next(line for line in script.splitlines() if line.strip().startswith("status)"))

@@ -78,4 +78,4 @@ def test_it_writes_the_costs_that_made_the_reports(
 
 def test_an_idle_deployment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match="0 decode records; at least 4 are needed: send more varied traffic"):
-        call(monkeypatch, str(tmp_path / "costs.json"), "--seconds", "0.01")
+        call(monkeypatch, str(tmp_path / "costs.json"), "--seconds", "1e-9")

@@ -22,10 +22,21 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    sys.stdout.write(SCRIPTS[arguments.shell](_parsers()))
+    return 0
+
+
+def _parsers() -> Tree:
+    """Returns the parser of each command; one without flags for commands that this installation cannot run."""
     from cluster.cli.main import make_parser  # it imports the catalog, which names this command
 
-    sys.stdout.write(SCRIPTS[arguments.shell](nested_parsers(make_parser())))
-    return 0
+    found: dict[str, ArgumentParser] = {}
+    for name in [name for group in GROUPS for name in group.help_lines]:
+        try:
+            found |= nested_parsers(make_parser(name))
+        except ModuleNotFoundError:
+            found[name] = ArgumentParser(name, add_help=False)
+    return found
 
 
 def words_of(parser: ArgumentParser) -> list[str]:

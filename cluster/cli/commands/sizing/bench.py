@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.bench.workloads.plan import Source
     from penstock.bench.workloads.schedule import Arrivals, Extras
 
+_INTERRUPTED = 130
 _DEFAULT_REQUESTS, _DEFAULT_CONCURRENCY = 200, 8
 NumberT = TypeVar("NumberT", int, float)
 
@@ -152,12 +153,17 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
 
 
 def _run(arguments: Namespace) -> int:
-    """Runs a sweep, writes its files and prints the report. Returns 1 if no request was answered."""
+    """Runs a sweep, writes its files and prints the report, also of what there was before Ctrl-C.
+
+    Returns 1 if no request was answered.
+    """
     result = asyncio.run(_measure(arguments))
     folder = Path(arguments.out or f"penstock-bench-{datetime.now():%Y%m%d-%H%M%S}")
     write_files(result, folder)
     print(_format(result, arguments.json))
     print(f"\nwritten: {folder}/result.json, requests.csv, report.html", file=sys.stderr)
+    if any(point.run.is_interrupted for point in result.points):
+        return _INTERRUPTED
     return 0 if any(point.figures.endings.get("complete") for point in result.points) else 1
 
 

@@ -17,9 +17,8 @@ from cluster.controller.status import StatusReporter
 from cluster.controller.supervised_process import FoundProcess, Started, SupervisedProcess
 from cluster.health.canary_check import CanaryRunner, WrongAnswer
 from cluster.health.gone_workers import GoneWorkers
-from cluster.health.liveness import DOUBT_AFTER_S
 from cluster.health.readiness import Readiness
-from cluster.health.silence_policy import TICK_S
+from cluster.health.silence_policy import DOUBT_AFTER_S, TICK_S
 from cluster.lifecycle.flip import RoleFlip
 from cluster.pools.pool import ROUTER, Incarnation, Pools, WorkerState
 from cluster.pools.spares import REPLACE_AFTER_S, Spares

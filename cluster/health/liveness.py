@@ -26,12 +26,9 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 ASK_AFTER_S = 1.5  # of a worker's silence it is asked directly
-DOUBT_AFTER_S = 2.3  # of silence: two reports are overdue
-LOST_AFTER_S = 6.0  # of silence
 PROBE_INTERVAL_S = 0.4  # between two probes of a router
 _CONNECT_TIMEOUT_S = 0.3
 _RETRY_S = 0.1
-_LEAST_LEFT_S = 0.2
 # A deadline that passes before the lease is over passed while this process stood still.
 _MAY_LIVE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -56,18 +53,18 @@ class _Lease:
 
     def _look(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._look)
-        if self._silence.look(self._loop.time()) >= DOUBT_AFTER_S and not self._doubted:
+        self._silence.look(self._loop.time())
+        if (doubt := self._silence.doubt) and not self._doubted:
             self._doubted = True
-            self._on_doubt(f"no sign of life for {DOUBT_AFTER_S:g} s")
+            self._on_doubt(doubt)
 
     @property
     def left_s(self) -> float:
-        """Seconds until the silence counts as a loss; at least enough for an answer to arrive."""
-        return max(_LEAST_LEFT_S, LOST_AFTER_S - self._silence.silent_s)
+        return self._silence.left_s
 
     @property
     def is_over(self) -> bool:
-        return self._silence.silent_s >= LOST_AFTER_S - TICK_S
+        return self._silence.is_loss
 
     def close(self) -> None:
         self._timer.cancel()

@@ -40,6 +40,7 @@ from tests.support.serving import (
     workers,
 )
 from worker.handover import client as handover_client
+from worker.handover import policy as handover_policy
 from worker.pull.client import PullRequest
 from worker.pull.policy import MissingPages, PrefixSource, PullCosts, PullPlan
 from worker.pull.prompts import PrefixPulls
@@ -326,7 +327,7 @@ async def test_a_source_that_lost_its_pages_its_process_or_its_name_costs_nothin
 async def test_a_source_that_breaks_off_leaves_what_has_come_and_the_rest_is_computed(
     model: Path, always: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover_client, "BATCH_PAGES", 4)
+    monkeypatch.setattr(handover_policy, "BATCH_PAGES", 4)
     send, num_sent = handover_client.HandoverClient._follow, 0
 
     async def fail(self: Any, *arguments: Any) -> None:

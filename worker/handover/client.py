@@ -30,10 +30,9 @@ from penstock.types import (
 )
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.channels import Channels
+from worker.handover.policy import batch_size
 from worker.handover.source import PageSource
 
-BATCH_BYTES = 32 << 20
-BATCH_PAGES = 256
 _CLOSE_TIMEOUT_S = 2.0  # for a batch in flight when the deadline passes
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.ReceivePagesCommand, worker_pb2.ReceivePagesEvent]"
@@ -81,7 +80,7 @@ class HandoverClient:
         self._channels = channels
         self._worker_id = worker_id
         self._epoch = epoch
-        self._batch_pages = max(1, min(BATCH_PAGES, BATCH_BYTES // source.page_bytes))
+        self._batch_pages = batch_size(source.page_bytes)
 
     @property
     def page_bytes(self) -> int:

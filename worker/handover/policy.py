@@ -1,4 +1,4 @@
-"""Decides which cached pages of a draining worker go to which of the remaining ones. Pure.
+"""Decides which cached pages of a draining worker go to which of the remaining ones, and in what batches. Pure.
 
 A prefix is useful only as a whole, so each branch of the cache's tree goes to one worker, together with the trunk that
 leads to it. A branch larger than one worker's share is divided where it forks, so that a system prompt that all prompts
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from penstock.types import Epoch, HandoverTarget, PageHash, WorkerId
+
+BATCH_BYTES = 32 << 20
+BATCH_PAGES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,11 @@ def assign_pages(
         best = max(targets, key=lambda target: _weight(pages[branch.root][0], target.worker_id))
         chosen[best.epoch].update((*branch.trunk, *_subtree(branch.root, children)))
     return {target.epoch: sorted(chosen[target.epoch])[: target.max_pages] for target in targets}
+
+
+def batch_size(page_bytes: int) -> int:
+    """Returns how many pages go into one batch, which the target accepts or refuses as a whole."""
+    return max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes))
 
 
 def _subtree(root: int, children: Sequence[Sequence[int]]) -> list[int]:

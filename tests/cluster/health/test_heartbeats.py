@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.health import liveness
+from cluster.health import liveness, silence_policy
 from cluster.health.liveness import follow_router, follow_worker
 from cluster.health.silence_policy import TICK_S, SilenceClock
 from penstock.rpc.server import GrpcServer
@@ -23,8 +23,8 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 def _leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asks and probes often, and loses nobody for being slow."""
     monkeypatch.setattr(liveness, "ASK_AFTER_S", 0.5)
-    monkeypatch.setattr(liveness, "DOUBT_AFTER_S", 60.0)
-    monkeypatch.setattr(liveness, "LOST_AFTER_S", 60.0)
+    monkeypatch.setattr(silence_policy, "DOUBT_AFTER_S", 60.0)
+    monkeypatch.setattr(silence_policy, "LOST_AFTER_S", 60.0)
     monkeypatch.setattr(liveness, "PROBE_INTERVAL_S", 0.05)
     monkeypatch.setattr(liveness, "_CONNECT_TIMEOUT_S", 30.0)  # a refusal may come late, too
 
@@ -100,8 +100,8 @@ async def test_silence_alone_is_no_loss_while_the_worker_answers() -> None:
 
 
 async def test_a_frozen_worker_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "DOUBT_AFTER_S", 0.7)
-    monkeypatch.setattr(liveness, "LOST_AFTER_S", 1.2)
+    monkeypatch.setattr(silence_policy, "DOUBT_AFTER_S", 0.7)
+    monkeypatch.setattr(silence_policy, "LOST_AFTER_S", 1.2)
     async with Followed() as followed:
         followed.worker.speaks.clear()
         followed.worker.answers.clear()
@@ -111,7 +111,7 @@ async def test_a_frozen_worker_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_frozen_worker_that_wakes_in_time_is_trusted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "DOUBT_AFTER_S", 0.7)
+    monkeypatch.setattr(silence_policy, "DOUBT_AFTER_S", 0.7)
     async with Followed() as followed:
         followed.worker.speaks.clear()
         followed.worker.answers.clear()
@@ -124,8 +124,9 @@ async def test_a_frozen_worker_that_wakes_in_time_is_trusted_again(monkeypatch: 
 
 
 async def test_a_dead_worker_is_lost_without_waiting_for_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    for lease in ("ASK_AFTER_S", "DOUBT_AFTER_S", "LOST_AFTER_S"):
-        monkeypatch.setattr(liveness, lease, 60.0)
+    monkeypatch.setattr(liveness, "ASK_AFTER_S", 60.0)
+    for limit in ("DOUBT_AFTER_S", "LOST_AFTER_S"):
+        monkeypatch.setattr(silence_policy, limit, 60.0)
     async with Followed() as followed:
         await followed.server.stop(0)
         assert "UNAVAILABLE" in await followed.reason()
@@ -183,7 +184,7 @@ async def test_a_killed_router_is_lost_at_once_although_it_is_a_zombie() -> None
 
 async def test_a_worker_is_not_lost_because_its_follower_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine leaves the controller itself without a core; its timers must not speak for the worker."""
-    monkeypatch.setattr(liveness, "LOST_AFTER_S", 3.0)
+    monkeypatch.setattr(silence_policy, "LOST_AFTER_S", 3.0)
     async with Followed() as followed:
         followed.worker.speaks.clear()
         followed.worker.answers.clear()

@@ -19,6 +19,7 @@ from engine.sampling.text_edits import TextEdits
 from engine.step.sequence import Sequence
 from penstock.errors import PenstockError
 
+_NO_ROWS = np.zeros(0, np.int64)
 _ALWAYS = -1  # the condition of a ban that holds whatever the awaited token is
 
 
@@ -54,6 +55,12 @@ class RowEdits:
     allowed_rows: np.ndarray  # int64, the edited rows with `allowed` cells
     failed: Mapping[int, PenstockError] = field(default_factory=dict)  # by row of logits; its token means nothing
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether grammars alone edit these rows."""
+        cells = (self.bias, self.seen, self.banned, self.allowed)
+        return self.penalties_3E is None and all(one is None for one in cells)
+
     @classmethod
     def of(
         cls,
@@ -70,6 +77,10 @@ class RowEdits:
         """
         if not sequences:
             return None
+        if all(
+            one.sampling.grammar is not None and not one.sampling.edits_beside_grammar for one in sequences.values()
+        ):
+            return cls(np.array(list(sequences), np.int64), None, None, None, None, None, None, _NO_ROWS)
         awaited = {} if awaited_rows is None else {row: place for place, row in enumerate(awaited_rows.tolist())}
         parts = _Parts(np.ones((1, len(sequences))), np.zeros((2, len(sequences))))
         for place, (row, sequence) in enumerate(sequences.items()):

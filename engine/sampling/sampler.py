@@ -114,8 +114,10 @@ def sample_step(
     else:
         edited = edits.index_E
         index_E = upload(edited, logits_RV.device)
-        edited_EV = logits_RV[index_E].to(torch.float32)
-        edit_logits(edited_EV, edits, awaited)
+        chosen_EV = logits_RV if len(edited) == len(rows) else logits_RV[index_E]
+        edited_EV = chosen_EV.to(torch.float32, copy=True)
+        if not edits.changes_nothing:
+            edit_logits(edited_EV, edits, awaited)
         if masks is not None:
             apply_masks(edited_EV, [sampling.ruled.get(row) for row in edited.tolist()], masks)
         token_ids_R, valid_R = _sample_both(logits_RV, edited_EV, edited, index_E, rows)
@@ -190,7 +192,7 @@ def failed_rows(
     """
     failed = {} if sampling.edits is None else dict(sampling.edits.failed)
     if sampling.ruled:
-        for row, error in _grammar_errors(sampling.ruled, token_ids, masks).items():
+        for row, error in _grammar_errors(sampling.ruled, token_ids, invalid, masks).items():
             failed.setdefault(row, error)
     for row, sequence in invalid.items():
         failed.setdefault(row, no_distribution(sequence))
@@ -198,22 +200,31 @@ def failed_rows(
 
 
 def _grammar_errors(
-    ruled: Mapping[int, Sequence], token_ids: SequenceOf[int] | np.ndarray, masks: TokenMasks | None
+    ruled: Mapping[int, Sequence],
+    token_ids: SequenceOf[int] | np.ndarray,
+    invalid: Mapping[int, Sequence],
+    masks: TokenMasks | None,
 ) -> dict[int, PenstockError]:
-    """Returns, by row, why the token of a row with a grammar means nothing."""
+    """Returns, by row, why the token of a row with a grammar means nothing.
+
+    Only an invalid row's token can be one that its mask does not allow: all others have a distribution over those that
+    it does.
+    """
     if masks is None:
         return {
             row: InternalError(f"request {sequence.request_id}: its grammar's mask was not computed")
             for row, sequence in ruled.items()
         }
-    allowed = masks.allows(list(ruled.values()), [token_ids[row] for row in ruled])
-    failed: dict[int, PenstockError] = {}
-    for (row, sequence), is_allowed in zip(ruled.items(), allowed, strict=True):
-        if sequence in masks.failed:
-            failed[row] = masks.failed[sequence]
-        elif not is_allowed:  # every token is at minus infinity, and an argmax takes the first
-            failed[row] = InvalidInput(
-                "sampling", "leaves no token that its grammar allows; relax the bans beside the grammar"
+    if not invalid and not masks.failed:
+        return {}
+    failed = {row: masks.failed[sequence] for row, sequence in ruled.items() if sequence in masks.failed}
+    suspects = {row: sequence for row, sequence in invalid.items() if row in ruled}
+    allowed = masks.allows(list(suspects.values()), [token_ids[row] for row in suspects])
+    for row, is_allowed in zip(suspects, allowed, strict=True):
+        if not is_allowed:  # every token is at minus infinity, and an argmax takes the first
+            failed.setdefault(
+                row,
+                InvalidInput("sampling", "leaves no token that its grammar allows; relax the bans beside the grammar"),
             )
     return failed
 

@@ -28,7 +28,7 @@ from penstock.errors import InternalError, PenstockError
 from penstock.text.grammars import FIELD
 
 _BITS = 32
-_NUM_THREADS = min(8, os.cpu_count() or 1)
+_NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) - 1))  # the step has a core of its own
 _HAND_OVER_S = 0.1e-3  # of masks that are not worth a thread: handing them over and back takes about as long
 _AVERAGED = 0.1  # weight of the newest masks in the average
 _WAIT_S = 30.0  # llguidance's own limits end a mask within milliseconds; this is for a machine that stands still

@@ -7,6 +7,7 @@ once: the step that samples the sequence, and then the step loop that records th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
@@ -60,8 +61,7 @@ class GrammarMatcher:
         if num_output_tokens < sampling.min_tokens:
             ending = self._eos_token_ids.union(sampling.stop_token_ids)
         if ending:
-            others = words.copy()
-            _clear_bits(others, ending)
+            others = words & _all_but(ending, words.size)
             if others.any():
                 words[:] = others
 
@@ -96,7 +96,11 @@ def _set_bits(words: np.ndarray, token_ids: Collection[int]) -> None:
             words.view(np.uint32)[token_id >> 5] |= np.uint32(1 << (token_id & 31))
 
 
-def _clear_bits(words: np.ndarray, token_ids: Collection[int]) -> None:
+@functools.lru_cache(maxsize=64)
+def _all_but(token_ids: frozenset[int], num_words: int) -> np.ndarray:
+    """Returns the mask of all tokens but these. It is shared: read it only."""
+    words = np.full(num_words, -1, np.int32)
     for token_id in token_ids:
-        if token_id < words.size * 32:
+        if token_id < num_words * 32:
             words.view(np.uint32)[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
+    return words

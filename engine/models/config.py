@@ -75,6 +75,10 @@ class ModelConfig:
         Without weights there is nothing to name the revision by; it is empty.
         """
         folder = Path(path)
+        if folder.suffix == ".gguf":
+            raise CheckpointError(
+                f"{folder} is a GGUF file; run `penstock import-gguf {folder} FOLDER` and give that folder"
+            )
         file = folder / CONFIG_FILE
         data = read_json(file)
         family = find_family(data, file)

@@ -41,7 +41,9 @@ class WorkerEnd(StrEnum):
     RELOCATED = "relocated"  # its node goes
     TERMINATED = "terminated"  # its process was asked to end
     STOPPED = "stopped"  # with the deployment
-    LOST = "lost"
+    DIED = "died"  # lost: its process crashed or was killed
+    HUNG = "hung"  # lost: its process gave no sign of life any more
+    NOT_STARTED = "not started"  # lost before it was ready
     QUARANTINED = "quarantined"
 
 

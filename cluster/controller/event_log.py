@@ -22,6 +22,9 @@ KEYS_READ, KEYS_REFUSED = "keys read again", "keys refused"  # from files that h
 DEPLOYMENT, READY, NOT_READY = "deployment", "ready", "not ready"  # whether a request would succeed
 
 
+_ENDS = {WorkerState.QUARANTINED: WorkerEnd.QUARANTINED}
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
     number: int  # rises by one
@@ -51,13 +54,14 @@ class Transition:
     epoch: Epoch
     what: str
     reason: str
+    end: WorkerEnd | None = None  # of a worker that has ended or is lost
 
 
 def transitions(before: Mapping[WorkerId, SeenSlot], slots: Iterable[Slot]) -> list[Transition]:
     """Returns each worker's change since `before`. Workers that are gone come first: their places may be reused."""
     now = {slot.worker_id: slot for slot in slots}
     found = [
-        Transition(name, seen.epoch, seen.slot.planned_end.value if seen.slot.planned_end else GONE, "")
+        Transition(name, seen.epoch, seen.slot.planned_end or GONE, "", seen.slot.planned_end)
         for name, seen in before.items()
         if name not in now
     ]
@@ -65,7 +69,8 @@ def transitions(before: Mapping[WorkerId, SeenSlot], slots: Iterable[Slot]) -> l
         seen = before.get(worker_id)
         is_new = seen is None or (seen.incarnation, seen.state) != (slot.incarnation, slot.state)
         if is_new and slot.state is not WorkerState.ENDING:  # it is gone in a moment, which is logged then
-            found.append(Transition(worker_id, slot.epoch, slot.state.value, _reason(seen, slot)))
+            end = _ENDS.get(slot.state, slot.loss if slot.state is WorkerState.LOST else None)
+            found.append(Transition(worker_id, slot.epoch, slot.state.value, _reason(seen, slot), end))
     return found
 
 
@@ -96,8 +101,8 @@ class EventLog:
         slots = list(slots)
         for transition in transitions(self._seen, slots):
             self.note(transition.subject, transition.what, transition.reason, transition.epoch)
-            if transition.what in list(WorkerEnd) and not transition.subject.startswith(ROUTER):
-                self.ends[WorkerEnd(transition.what)] += 1
+            if transition.end is not None and not transition.subject.startswith(ROUTER):
+                self.ends[transition.end] += 1
         if ready != self._ready:
             self._ready = ready
             self.note(DEPLOYMENT, READY if ready else NOT_READY)

@@ -102,6 +102,7 @@ class Slot:
     is_node_leaving: bool = False  # it serves beside its successor, and no sequence migrates to it
     is_leaving: bool = False  # its place goes away with it
     planned_end: WorkerEnd | None = None  # why it goes, unless it is lost before
+    loss: WorkerEnd | None = None  # how it was lost
     is_replaced: bool = (
         False  # a leaving worker counts as a replica until it is gone: its successor needs its resources
     )
@@ -335,6 +336,7 @@ class Pool:
         """Stops new work for the worker, whatever it was doing. `on_removed` must follow."""
         slot = self._current(incarnation)
         if slot and slot.state not in _GONE:
+            slot.loss = _loss_in(slot.state)
             slot.failures_in_a_row += slot.state in COMING
             slot.state, slot.detail, slot.retry_at_s = WorkerState.LOST, reason, None
             slot.planned_end = None
@@ -354,6 +356,13 @@ class Pool:
     def _current(self, incarnation: Incarnation) -> Slot | None:
         slot = self._slots.get(incarnation.worker_id)
         return slot if slot and slot.incarnation == incarnation else None
+
+
+def _loss_in(state: WorkerState) -> WorkerEnd:
+    """Returns how a worker that was in this state is lost."""
+    if state in COMING:
+        return WorkerEnd.NOT_STARTED
+    return WorkerEnd.HUNG if state is WorkerState.SILENT else WorkerEnd.DIED
 
 
 def _backoff_s(failures: int) -> float:

@@ -78,6 +78,7 @@ SYMPTOMS: dict[str, tuple[Series, int]] = {
         {f'penstock:worker_handoff_mismatches_total{{{M}, worker="decode-0"}}': "0x5 2x100"},
         8,
     ),
+    "PenstockOutOfMemory": ({f'penstock:worker_oom_kills_total{{{M}, worker="decode-0"}}': "0x5 1x100"}, 8),
     "PenstockKeysRefused": ({f'penstock:credentials_refused{{{M}, setting="tls", instance="r1"}}': "1x100"}, 20),
     "PenstockPoolsOutOfBalance": (
         {**histogram("vllm:request_queue_time_seconds", fast=1, slow=9), f"vllm:kv_cache_usage_perc{R1}": "0.1x600"},

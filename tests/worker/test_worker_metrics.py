@@ -28,6 +28,7 @@ from tests.support.engine.checkpoints import make_checkpoint
 from tests.support.serving import GREEDY, caller, worker_config, workers
 from worker.metrics.collector import WorkerCollector
 from worker.metrics.model_work import ModelWork, find_work
+from worker.metrics.oom_kills import count_oom_kills
 from worker.metrics.page_use import measure_pages
 from worker.metrics.port import MetricsPort
 from worker.metrics.step_metrics import SpeculationMetrics
@@ -260,3 +261,17 @@ def test_what_becomes_of_proposed_tokens_is_counted_by_proposer_and_position() -
         count("num_accepted_tokens_per_pos", proposer="draft_model", position=str(place)) for place in range(3)
     ]
     assert by_position == [2, 1, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n", 2),  # memory.events
+        ("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n", 1),  # memory.oom_control
+        ("oom_kill_disable 0\nunder_oom 0\n", None),  # an old kernel
+        ("oom_kill many\n", None),
+    ],
+)
+def test_processes_killed_for_lack_of_memory_are_counted(text: str, count: int | None, tmp_path: Path) -> None:
+    (tmp_path / "events").write_text(text)
+    assert count_oom_kills([tmp_path / "missing", tmp_path / "events"]) == count

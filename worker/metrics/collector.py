@@ -12,6 +12,7 @@ from penstock.types import WorkerLoad
 from penstock.v1 import worker_pb2
 from penstock.worker_metrics import METRICS
 from worker.metrics.model_work import ModelWork
+from worker.metrics.oom_kills import count_oom_kills
 from worker.metrics.page_use import PageUse
 
 
@@ -81,6 +82,10 @@ class WorkerCollector(Collector):
         yield self._counter("penstock:worker_requests_failed", "Requests that failed by this worker", requests.failed)
         if self._pages is not None:
             yield from self._page_use(self._pages())
+        if (killed := count_oom_kills()) is not None:
+            yield self._counter(
+                "penstock:worker_oom_kills", "Processes of this container that were killed for lack of memory", killed
+            )
         yield from self._device_use(load)
         yield self._gauge(
             "penstock:worker_price_per_hour", "Cost of this worker an hour, 0: unknown", self._price_per_hour

@@ -11,6 +11,7 @@ import pytest
 from cluster.controller.supervised_process import Started
 from cluster.pools.pool import Incarnation
 from penstock.config import ServeConfig
+from penstock.errors import Unavailable
 from penstock.types import Epoch, Role, WorkerEnd
 from penstock.v1 import admin_pb2, worker_pb2
 from router.metrics.metrics import RouterMetrics
@@ -47,7 +48,7 @@ class LoggedWorld(World):
                 await asyncio.sleep(0)
 
     def ends(self) -> list[tuple[str, str]]:
-        words = {end.value for end in WorkerEnd} | {"gone"}
+        words = {end.value for end in WorkerEnd} | {"lost", "gone"}
         return [(event.subject, event.what) for event in self.controller.events.after(0) if event.what in words]
 
 
@@ -123,14 +124,27 @@ async def test_a_worker_that_dies_during_its_drain_is_lost() -> None:
     world.processes["decode-1", 1].lose("its process died")
     await world.until(lambda status: len(status.workers) == 3)
     assert world.ends() == [("decode-1", "lost"), ("decode-1", "gone")]
-    assert world.controller.events.ends == {WorkerEnd.LOST: 1}
+    assert world.controller.events.ends == {WorkerEnd.DIED: 1}
     await asyncio.wait_for(world.controller.stop(), 60)
 
 
 def test_routers_export_how_workers_ended() -> None:
     metrics = RouterMetrics("m")
-    metrics.watch_ends(lambda how: {"scaled down": 2.0, "lost": 1.0}.get(how, 0.0))
+    metrics.watch_ends(lambda how: {"scaled down": 2.0, "died": 1.0}.get(how, 0.0))
     text = metrics.render().decode()
     assert 'penstock:worker_ends{how="scaled down",model_name="m"} 2.0' in text
-    assert 'penstock:worker_ends{how="lost",model_name="m"} 1.0' in text
+    assert 'penstock:worker_ends{how="died",model_name="m"} 1.0' in text
     assert 'penstock:worker_ends{how="upgraded",model_name="m"} 0.0' in text
+
+
+async def test_a_loss_is_counted_by_its_cause() -> None:
+    world = LoggedWorld()
+    world.start_errors["decode-0"] = Unavailable("its process died while starting")
+    await world.ready()
+    await world.until(lambda status: all(each.state == "ready" for each in status.workers))
+    frozen = world.processes["decode-1", 1]
+    frozen.doubt("no sign of life for 2.3 s")
+    frozen.lose("no sign of life for 6 s")
+    await world.until(lambda _: world.controller.events.ends[WorkerEnd.HUNG] == 1)
+    assert world.controller.events.ends == {WorkerEnd.NOT_STARTED: 1, WorkerEnd.HUNG: 1}
+    await asyncio.wait_for(world.controller.stop(), 60)

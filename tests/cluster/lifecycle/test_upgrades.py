@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from cluster.lifecycle.upgrade import gate_policy
 from cluster.lifecycle.upgrade.gate_policy import GateDecision, RequestSample, UpgradeGate, judge_upgrade
 from cluster.lifecycle.upgrade.rolling_upgrade import UpgradePlan, UpgradeStage
+from cluster.pools.pool import WorkerState
 from engine.engine import Engine
 from engine.generate import generate
 from engine.models.config import ModelConfig
@@ -131,7 +132,7 @@ async def test_an_upgrade_replaces_every_worker_under_load(tmp_path: Path, undis
             await load.more(2)
         check(load, undisturbed)
         ends = [event.what for event in deployment.controller.events.after(0)]
-        assert (ends.count(WorkerEnd.UPGRADED), ends.count(WorkerEnd.LOST)) == (3, 0)
+        assert (ends.count(WorkerEnd.UPGRADED), ends.count(WorkerState.LOST)) == (3, 0)
         assert list(dict.fromkeys(report.stage for report in reports)) == [
             UpgradeStage.STARTING,
             UpgradeStage.PROVING,

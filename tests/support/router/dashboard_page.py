@@ -192,7 +192,7 @@ def _text(settings: dict[str, Any], value: float) -> str:
     if math.isinf(value):
         return "more"
     if unit == "percentunit":
-        return f"{100 * value:.3g} %"
+        return f"{100 * value:.{3 if value >= 0.01 else 2}g} %"
     if unit == "s" and value < 1.0:
         return f"{1e3 * value:.3g} ms"
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -7,7 +7,6 @@ computed a prompt) is under `penstock:`; where both have a histogram, vLLM's is 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from penstock.types import FinishReason, Lane, Role
 from router.metrics.families import BoundCounter, BoundHistogram, CounterFamily, HistogramFamily, HistogramTotal
 from router.metrics.place_metrics import PlaceMetrics
 from router.metrics.tenant_label import TenantLabel
-from router.tracing.stages import EndedCompletion, Stage, stages_of
+from router.tracing.stages import EndedCompletion, Stage, stage_intervals
 
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -43,14 +42,14 @@ class EndedRequest(NamedTuple):
     met: bool  # the targets of the SLO
 
 
-_CompletionKey = tuple[Lane, str, Role, FinishReason, tuple[str, ...]]
+_CompletionKey = tuple[str, str, bool, str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _CompletionSeries:
     """The series of completions that share lane, prompt class, pool and finish reason."""
 
-    stages: Mapping[Stage, BoundHistogram]
+    stages: tuple[BoundHistogram, ...]  # of each `Stage`
     elapsed_s: BoundHistogram
     token_s: BoundHistogram
     ended: BoundCounter
@@ -192,12 +191,14 @@ class RequestMetrics:
     def _count_completion(self, ended: EndedCompletion, tenant: tuple[str, ...]) -> None:
         timing, decode_worker = ended.timing, ended.timing.decode_worker
         pool = Role.DECODE if timing.prefill_worker in ("", decode_worker) else Role.PREFILL
-        key = (ended.lane, prompt_class(ended.num_prompt_tokens), pool, ended.finish_reason, tenant)
+        prompt, reason = prompt_class(ended.num_prompt_tokens), ended.finish_reason
+        key = (ended.lane._value_, prompt, pool is Role.PREFILL, reason._value_, tenant)  # enums are slow to hash
         series = self._completion_series.get(key)
         if series is None:
-            series = self._completion_series[key] = self._bind_completion(*key)
-        for stage, start_ms, end_ms, _ in stages_of(ended):
-            series.stages[stage].observe((end_ms - start_ms) / 1e3)
+            series = self._completion_series[key] = self._bind_completion(ended.lane, prompt, pool, reason, tenant)
+        for stage_s, interval in zip(series.stages, stage_intervals(ended), strict=True):
+            if interval is not None:
+                stage_s.observe((interval[1] - interval[0]) / 1e3)
         self._queue_s.observe(timing.queue_ms / 1e3)
         decode_s = timing.decode_ms / 1e3
         series.elapsed_s.observe(timing.first_token_ms / 1e3 + decode_s)
@@ -214,10 +215,9 @@ class RequestMetrics:
     ) -> _CompletionSeries:
         of_ended = (self._model, lane.value, prompt, pool.value, reason.value, *tenant)
         return _CompletionSeries(
-            {
-                stage: self._stage_s.bind(self._model, lane.value, stage.value, prompt, pool.value, *tenant)
-                for stage in Stage
-            },
+            tuple(
+                self._stage_s.bind(self._model, lane.value, stage.value, prompt, pool.value, *tenant) for stage in Stage
+            ),
             self._completion_s.bind(*of_ended),
             self._token_s.bind(*of_ended),
             self._ended.bind(self._model, reason.value),

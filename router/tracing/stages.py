@@ -78,8 +78,10 @@ class EndedCompletion:
     @property
     def computing_ms(self) -> float:
         """Returns when the completion was sent to the worker whose prefill counted, before any migration."""
-        leg = next((leg for leg in reversed(self.legs) if leg.cause is not LegCause.MIGRATED), None)
-        return self.after_ms(leg.sent_s if leg is not None else self.admitted_s)
+        for leg in reversed(self.legs):
+            if leg.cause is not LegCause.MIGRATED:
+                return self.after_ms(leg.sent_s)
+        return self.after_ms(self.admitted_s)
 
     @property
     def preempted_ms(self) -> list[float]:
@@ -96,39 +98,55 @@ class CompletionStage(NamedTuple):
     worker: str = ""  # empty: the router
 
 
-def stages_of(ended: EndedCompletion) -> list[CompletionStage]:
-    """Returns the stages in their order.
+def stage_intervals(ended: EndedCompletion) -> tuple[tuple[float, float] | None, ...]:
+    """Returns the beginning and the end of each `Stage`, in milliseconds since the request was accepted; None for one
+    that the completion did not have.
 
     Workers report durations, which are laid out from the moment at which the last placement was sent. A prefill ends
     with the first token at the latest; pages may land, and wait for the batch, while that is on its way or after it.
     Calls between processes leave gaps. Of a split prompt, whose parts take turns, `queue`, `prefill` and `transfer` are
     the sums. A prompt that the decode worker computed has neither `transfer` nor `decode queue`.
     """
-    timing, first = ended.timing, ended.legs[0] if ended.legs else None
-    prepared_ms = ended.after_ms(ended.prepared_s or ended.accepted_s)
-    admitted_ms = max(prepared_ms, ended.after_ms(ended.admitted_s))
-    sent_ms = max(admitted_ms, ended.after_ms(first.sent_s)) if first else admitted_ms
-    found = [
-        CompletionStage(Stage.TOKENIZE, 0.0, prepared_ms),
-        CompletionStage(Stage.ADMISSION, prepared_ms, admitted_ms),
-        CompletionStage(Stage.PLACEMENT, admitted_ms, sent_ms),
-    ]
+    timing, accepted_s = ended.timing, ended.accepted_s
+    first_token_ms, transfer_ms = timing.first_token_ms, timing.transfer_ms
+    end_ms = first_token_ms + timing.decode_ms
+    prepared_ms = max(0.0, ((ended.prepared_s or accepted_s) - accepted_s) * 1e3)
+    sent_ms = admitted_ms = max(prepared_ms, (ended.admitted_s - accepted_s) * 1e3)
+    if ended.legs:
+        sent_ms = max(admitted_ms, (ended.legs[0].sent_s - accepted_s) * 1e3)
     at_ms = max(sent_ms, ended.computing_ms)
     waited_ms = 0.0 if timing.num_redispatches else sent_ms
-    computed_by = timing.prefill_worker or timing.decode_worker
-    is_first = timing.first_token_ms > at_ms  # a worker that took over computes the prompt again after the first token
-    last_ms = max(at_ms, min(timing.first_token_ms, ended.end_ms) if is_first else ended.end_ms)
+    # A worker that took over computes the prompt again after the first token.
+    last_ms = max(at_ms, first_token_ms if first_token_ms > at_ms else end_ms)
     queued_ms = min(at_ms + max(0.0, timing.queue_ms - waited_ms), last_ms)
-    found.append(CompletionStage(Stage.QUEUE, at_ms, queued_ms, computed_by))
     computed_ms = min(queued_ms + timing.prefill_ms, last_ms)
-    found.append(CompletionStage(Stage.PREFILL, queued_ms, computed_ms, computed_by))
-    if timing.pages_moved or timing.transfer_ms:
-        landed_ms = max(computed_ms, min(computed_ms + timing.transfer_ms, ended.end_ms))
-        joined_ms = max(landed_ms, min(landed_ms + timing.decode_queue_ms, ended.end_ms))
-        found.append(CompletionStage(Stage.TRANSFER, computed_ms, landed_ms, computed_by))
-        found.append(CompletionStage(Stage.DECODE_QUEUE, landed_ms, joined_ms, timing.decode_worker))
-    found.append(CompletionStage(Stage.DECODE, timing.first_token_ms, ended.end_ms, timing.decode_worker))
-    return found
+    transfer = decode_queue = None
+    if transfer_ms or timing.pages_moved:
+        landed_ms = max(computed_ms, min(computed_ms + transfer_ms, end_ms))
+        transfer = (computed_ms, landed_ms)
+        decode_queue = (landed_ms, max(landed_ms, min(landed_ms + timing.decode_queue_ms, end_ms)))
+    return (
+        (0.0, prepared_ms),
+        (prepared_ms, admitted_ms),
+        (admitted_ms, sent_ms),
+        (at_ms, queued_ms),
+        (queued_ms, computed_ms),
+        transfer,
+        decode_queue,
+        (first_token_ms, end_ms),
+    )
+
+
+def stages_of(ended: EndedCompletion) -> list[CompletionStage]:
+    """Returns the stages that the completion had, in their order, each with its worker."""
+    timing = ended.timing
+    computed_by = timing.prefill_worker or timing.decode_worker
+    workers = ("", "", "", computed_by, computed_by, computed_by, timing.decode_worker, timing.decode_worker)
+    return [
+        CompletionStage(stage, *interval, worker)
+        for stage, interval, worker in zip(Stage, stage_intervals(ended), workers, strict=True)
+        if interval is not None
+    ]
 
 
 def stages_ms(ended: EndedCompletion) -> dict[str, float]:

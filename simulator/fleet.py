@@ -22,6 +22,7 @@ from simulator.routers.router_model import RouterModel
 from simulator.workers.decode_model import DecodeModel
 from simulator.workers.event_feed import Deliver, EventFaults, EventFeed
 from simulator.workers.prefill_model import PrefillModel
+from simulator.world.garbage import collect_rarely
 from simulator.world.kv_links import KvLinks
 from simulator.world.network import Call, Network, State
 from simulator.world.virtual_time import Simulation
@@ -48,6 +49,7 @@ class FleetSpec:
     admission: AdmissionConfig | None = None  # None: every request goes to the workers at once
     front: FrontCosts = field(default_factory=FrontCosts)
     report_interval_s: float = 0.02  # between two load and event batches of a worker
+    run_report_interval_s: float = 0.0  # the same while nothing but steps of a run happens there, if that is longer
     timeout_s: float = 600.0  # of a request
 
     def with_costs(self, profile: CostProfile) -> FleetSpec:
@@ -187,6 +189,7 @@ class SimulatedFleet:
             next_seq,
             deliver,
             self.spec.report_interval_s,
+            self.spec.run_report_interval_s,
             self.event_faults,
             worker.loop,
         )
@@ -203,4 +206,5 @@ class SimulatedFleet:
 
     def run(self, until_s: float = float("inf"), on_event: Callable[[], None] | None = None) -> None:
         """Runs until every request submitted so far has ended."""
-        self.sim.run(lambda: self.all_ended, until_s, on_event)
+        with collect_rarely():
+            self.sim.run(lambda: self.all_ended, until_s, on_event)

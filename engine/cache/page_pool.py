@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from enum import StrEnum
 
 from penstock.errors import InternalError
@@ -207,14 +207,21 @@ class PagePool:
             raise PageMisuse("set_evictor: this pool already serves a prefix cache")
         self._evict = evict
 
-    def can_keep(self, page: PageId) -> bool:
-        return self._refs[page] > 0 and not self._cached[page] and page not in self._fences
+    def first_to_refuse(self, pages: Iterable[PageId]) -> PageId | None:
+        """Returns the first page that `keep` would refuse; None where it would take all."""
+        refs, cached, fences = self._refs, self._cached, self._fences
+        for page in pages:
+            if refs[page] == 0 or cached[page] or page in fences:
+                return page
+        return None
 
-    def keep(self, page: PageId) -> None:
-        """Marks a page as cached: without a reference it becomes evictable instead of free."""
-        if not self.can_keep(page):
+    def keep(self, pages: Sequence[PageId]) -> None:
+        """Marks pages as cached: without a reference they become evictable instead of free."""
+        if (page := self.first_to_refuse(pages)) is not None:
             raise PageMisuse(f"keep: page {page} is {self.state(page)}; only an uncached page that the caller holds")
-        self._cached[page] = 1
+        cached = self._cached
+        for page in pages:
+            cached[page] = 1
 
     def forget(self, pages: Sequence[PageId]) -> None:
         """Marks pages as no longer cached: those without a reference become free."""

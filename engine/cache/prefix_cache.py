@@ -184,7 +184,7 @@ class PrefixCache:
         start = min(start, len(hashes))
         while self.window.tokens is None and start > 0 and hashes[start - 1] not in self._chains.nodes:
             start -= 1  # the parent has been evicted: begin where the chain is intact
-        self._check_insertable(hashes, pages, start)
+        self._check_insertable(hashes[start:], pages[start : len(hashes)])
         stored: list[tuple[PageHash, PageHash]] = []
         met: list[PageId] = []  # cached pages with the same content; they count as used
         for index in range(start, len(hashes)):
@@ -296,19 +296,22 @@ class PrefixCache:
         if self.window.tokens is None and self._chains.has_orphans():
             raise AssertionError("a page is cached without its parent, and no prefix can be found by it")
 
-    def _check_insertable(self, hashes: Sequence[PageHash], pages: Sequence[PageId], start: int) -> None:
+    def _check_insertable(self, hashes: Sequence[PageHash], pages: Sequence[PageId]) -> None:
         """Runs all checks before the first change, so that a refused insert changes nothing."""
-        if len(set(pages[start : len(hashes)])) != len(hashes) - start:
+        if len(set(pages)) != len(hashes):
             raise PageMisuse(f"insert: a page is named twice in {list(pages)}")
-        for index in range(start, len(hashes)):
-            known, page = self._chains.by_page.get(pages[index]), pages[index]
-            if known is not None and known.page_hash != hashes[index]:
+        by_page, uncached = self._chains.by_page, []
+        for page_hash, page in zip(hashes, pages, strict=True):
+            known = by_page.get(page)
+            if known is None:
+                uncached.append(page)
+            elif known.page_hash != page_hash:
                 raise PageMisuse(f"insert: page {page} is cached under another hash")
-            if known is None and not self.pool.can_keep(page):
-                raise PageMisuse(f"insert: page {page} is {self.pool.state(page)}")
+        if (refused := self.pool.first_to_refuse(uncached)) is not None:
+            raise PageMisuse(f"insert: page {refused} is {self.pool.state(refused)}")
 
     def _link(self, page_hash: PageHash, page: PageId, parent: PageHash | None) -> None:
-        self.pool.keep(page)
+        self.pool.keep((page,))
         self._chains.link(page_hash, page, parent)
 
     def _evict(self, num_pages: int) -> None:

@@ -127,12 +127,7 @@ class KvEventLog:
         `parent` is the first page's parent: ROOT if that begins a prompt, None if unknown, which slows readers' search.
         """
         with self._lock:
-            new: list[PageHash] = []
-            for page in hashes:
-                if self._places.put(page, 0, parent):
-                    new.append(page)
-                parent = page
-            self._append(KvEventKind.STORED, new)
+            self._append(KvEventKind.STORED, self._places.put_run(hashes, parent))
 
     def stored_each(self, pages: Iterable[tuple[PageHash, PageHash]]) -> None:
         """Records pages of different runs on the device, each given with its parent, as one event."""
@@ -160,6 +155,8 @@ class KvEventLog:
             oldest = self._next_seq - len(self._events)
             if oldest <= next_seq <= self._next_seq:
                 count = self._next_seq - next_seq
+                if not count:
+                    return KvEventBatch(next_seq, (), num_strays=strays)
                 events = [self._events[index] for index in range(-count, 0)]
                 merged = _merge(events)
                 return KvEventBatch(next_seq, merged, num_merged=count - len(merged), num_strays=strays)

@@ -8,6 +8,8 @@ makes the reader look at every page. Only the worker knows the parents, so it co
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from penstock.types import PageHash
 
 ROOT = PageHash(b"")  # parent of a prompt's first page
@@ -65,6 +67,23 @@ class PagePlaces:
             if above.rank == NUM_RANKS and not above.children and above is not self._unknown:
                 del self._places[above.page]  # it was kept only for this child
         return True
+
+    def put_run(self, pages: Iterable[PageHash], parent: PageHash | None) -> list[PageHash]:
+        """Moves a run of pages to the device, each the child of the one before; returns those that were not there."""
+        places, new = self._places, []
+        above: _Place | None = None
+        for page in pages:
+            place = places.get(page)
+            if place is None:
+                above = above or self._place_of(parent)
+                place = places[page] = _Place(page, 0, above)
+                above.children += _CHILD[0]
+                self.num_strays += above.rank > 0
+                new.append(page)
+            elif place.rank and self.put(page, 0, parent):
+                new.append(page)
+            above, parent = place, page
+        return new
 
     def _place_of(self, page: PageHash | None) -> _Place:
         if not page:

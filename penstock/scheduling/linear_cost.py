@@ -29,10 +29,9 @@ class LinearCost:
 
     def __init__(self, prior: Sequence[float]) -> None:
         assert all(value > 0 for value in prior), prior
-        size = range(len(prior))
         self._prior = tuple(prior)
         self._ratios = [1.0] * len(prior)
-        self._covariance = [[_VARIANCE if row == column else 0.0 for column in size] for row in size]
+        self._covariance = _prior_covariance(len(prior))
         self._deviation = 1.0  # running mean of the error over the prediction
         self.num_observed = 0
 
@@ -41,20 +40,22 @@ class LinearCost:
         return tuple(ratio * prior for ratio, prior in zip(self._ratios, self._prior, strict=True))
 
     def predict(self, quantities: Sequence[float]) -> float:
-        return sum(value * quantity for value, quantity in zip(self.coefficients, quantities, strict=True))
+        return _dot(self.coefficients, quantities)
 
     def observe(self, quantities: Sequence[float], seconds: float) -> None:
         """Learns from one measurement; ignores impossible ones."""
-        measured = (seconds, *quantities)
-        if not all(math.isfinite(value) and value >= 0 for value in measured):
-            return
-        predicted_s = max(self.predict(quantities), _floor_s(self._prior, quantities))
+        for value in (seconds, *quantities):
+            if not 0 <= value < math.inf:
+                return
+        prior = self._prior
+        # The floor keeps ratios finite where the model has learned that something is free.
+        predicted_s = max(self.predict(quantities), 1e-4 * _dot(prior, quantities))
         if predicted_s <= 0.0:
             return
-        row = [quantity * prior / predicted_s for quantity, prior in zip(quantities, self._prior, strict=True)]
+        row = [quantity * value / predicted_s for quantity, value in zip(quantities, prior, strict=True)]
         # A figure beyond the maximum is false, whatever it is, and an infinite ratio would spoil all that follows.
         observed = seconds / predicted_s if seconds < _MAX_OBSERVED * predicted_s else _MAX_OBSERVED
-        error = observed - sum(value * ratio for value, ratio in zip(row, self._ratios, strict=True))
+        error = observed - _dot(row, self._ratios)
         limit = _OUTLIER * self._deviation
         self._deviation += _SMOOTHING * (min(abs(error), 2 * limit) - self._deviation)
         self._deviation = min(max(self._deviation, _MIN_DEVIATION), _MAX_DEVIATION)
@@ -62,29 +63,41 @@ class LinearCost:
         self.num_observed += 1
 
     def _update(self, row: list[float], error: float, noise: float) -> None:
+        """Written out in plain loops: a router does this for every load report of every worker."""
         covariance = self._covariance
-        size = range(len(row))
-        spread = [sum(covariance[i][j] * row[j] for j in size) for i in size]
-        scale = noise + sum(row[i] * spread[i] for i in size)
-        wanted = [self._ratios[i] + spread[i] / scale * error for i in size]
-        limits = [min(_MAX_STEP * max(ratio, 1 / _MAX_STEP), _MAX_RATIO) for ratio in self._ratios]
-        self._ratios = [min(max(ratio, 0.0), limit) for ratio, limit in zip(wanted, limits, strict=True)]
-        if any(ratio > limit for ratio, limit in zip(wanted, limits, strict=True)):
+        spread = [_dot(line, row) for line in covariance]
+        scale = noise + _dot(row, spread)
+        is_cut, ratios = False, []
+        for ratio, moved in zip(self._ratios, spread, strict=True):
+            wanted = ratio + moved / scale * error
+            limit = _MAX_STEP * ratio
+            limit = (1.0 if limit < 1.0 else limit) if limit < _MAX_RATIO else _MAX_RATIO
+            is_cut = is_cut or wanted > limit
+            ratios.append(min(wanted if wanted > 0.0 else 0.0, limit))
+        self._ratios = ratios
+        if is_cut:
             return  # not learned in full: the next observation may move the coefficients as far again
-        for i in size:
+        for i, line in enumerate(covariance):
+            at_i = spread[i]
             for j in range(i + 1):
-                value = covariance[i][j] - spread[i] * spread[j] / scale
-                covariance[i][j] = covariance[j][i] = value
+                line[j] = covariance[j][i] = line[j] - at_i * spread[j] / scale
+        variances = [line[i] for i, line in enumerate(covariance)]
         # Forgetting without news would let the covariance grow without bound: the prior's is the limit.
-        if max(covariance[i][i] for i in size) < _VARIANCE * _FORGETTING:
+        if max(variances) < _VARIANCE * _FORGETTING:
             self._covariance = [[value / _FORGETTING for value in line] for line in covariance]
-        if any(self._covariance[i][i] < 0 for i in size):  # rounding
-            self._covariance = [[_VARIANCE if i == j else 0.0 for j in size] for i in size]
+        if min(variances) < 0:  # rounding
+            self._covariance = _prior_covariance(len(row))
 
 
-def _floor_s(prior: Sequence[float], quantities: Sequence[float]) -> float:
-    """Keeps ratios finite where the model has learned that something is free."""
-    return 1e-4 * sum(value * quantity for value, quantity in zip(prior, quantities, strict=True))
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    total = 0.0
+    for one, other in zip(left, right, strict=True):
+        total += one * other
+    return total
+
+
+def _prior_covariance(size: int) -> list[list[float]]:
+    return [[_VARIANCE if row == column else 0.0 for column in range(size)] for row in range(size)]
 
 
 def positive(coefficients: Iterable[float], prior: Iterable[float]) -> tuple[float, ...]:

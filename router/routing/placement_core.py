@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from penstock.types import PageHash, WorkerId, WorkerLoad
-from router.routing.costs.cost_model import CostBook, WorkerCosts
+from penstock.types import PageHash, WorkerId
+from router.routing.costs.cost_model import CostBook
 from router.routing.costs.inflight import InflightLedger, InflightWork, WorkKey
 from router.routing.costs.link_costs import LinkBook, LinkCost
 from router.routing.index.pending_prompts import MARK_TOKENS, PendingPrompts, mark_pages
@@ -21,13 +20,13 @@ from router.routing.policy.interface import (
     PlacementDemand,
     PullOffer,
     WorkerLimits,
-    WorkerView,
 )
 from router.routing.policy.replication import HotPrefixes
+from router.routing.policy.view_table import RoutableWorker, ViewTable
 
 _OUTPUT_PRIOR = 128.0  # tokens
 _SMOOTHING = 0.02
-_MAX_VIEWS = 16384
+_MAX_TABLES = 64  # sets of workers whose views are kept
 _MAX_ADAPTERS = 4096
 _ADAPTER_REPORT_S = 5.0  # until a worker's reports show an adapter that it was sent requests for
 _MIN_PENDING_S = 0.02  # a prompt computed sooner is announced soon enough
@@ -43,22 +42,6 @@ def num_naming_pages(num_tokens: int, page_size: int) -> int:
     num_full = num_tokens // page_size
     named = _NAMING_TOKENS // page_size
     return max(1, named) if num_full >= max(1, named) else min(_NAMING_PAGES, num_full)
-
-
-class RoutableWorker(Protocol):
-    """A worker that takes requests."""
-
-    @property
-    def worker_id(self) -> WorkerId: ...
-
-    @property
-    def load(self) -> WorkerLoad: ...
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def limits(self) -> WorkerLimits: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,39 +97,27 @@ class PlacementCore:
         self._costs = costs
         self._links = links
         self._hot = HotPrefixes(max_replicas)
-        self._views: dict[WorkerId, WorkerView] = {}
+        self._tables: dict[tuple[int, WorkerId, WorkerId] | None, ViewTable] = {}  # by number, first and last worker
         self._output_tokens = _OUTPUT_PRIOR
         self._pending = PendingPrompts()
         self._adapters = SentAdapters()
         ledger.watch_settled(self._pending.release)
 
-    def views(self, workers: Sequence[RoutableWorker], sent_to: Callable[[WorkerId], InflightWork]) -> list[WorkerView]:
+    def views(self, workers: Sequence[RoutableWorker], sent_to: Callable[[WorkerId], InflightWork]) -> ViewTable:
         """Returns a view of each worker, reused while nothing about it changes.
 
-        `sent_to` returns the in-flight work of this router and its peers.
+        `sent_to` returns the in-flight work of this router and its peers. The table is valid until the next call for
+        the same workers.
         """
-        find, costs_of = self._views.get, self._costs.costs
-        views = []
-        for worker in workers:
-            worker_id, load, limits = worker.worker_id, worker.load, worker.limits
-            view, sent, costs = find(worker_id), sent_to(worker_id), costs_of(worker_id)
-            if (
-                view is None
-                or view.load is not load
-                or view.costs is not costs
-                or view.limits is not limits
-                or (view.sent is not sent and view.sent != sent)
-            ):
-                view = self._make_view(worker, sent, costs)
-            views.append(view)
-        return views
-
-    def _make_view(self, worker: RoutableWorker, sent: InflightWork, costs: WorkerCosts) -> WorkerView:
-        if len(self._views) >= _MAX_VIEWS:
-            self._views.clear()
-        view = WorkerView(worker.worker_id, worker.load, worker.page_size, sent, costs, worker.limits)
-        self._views[worker.worker_id] = view
-        return view
+        ids = [worker.worker_id for worker in workers]
+        key = (len(ids), ids[0], ids[-1]) if ids else None
+        table = self._tables.get(key)
+        if table is None or table.ids != ids:
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            table = self._tables[key] = ViewTable(workers)
+        table.refresh(workers, self._costs.costs, sent_to)
+        return table
 
     def pending_tokens(self, marks: Iterable[PageHash], page_size: int) -> Mapping[WorkerId, int]:
         """Returns how many leading tokens of a prompt each worker will compute for prompts that wait there."""

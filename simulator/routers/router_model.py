@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -102,6 +103,8 @@ class RouterModel:
         self._known = known
         self._workers = workers
         self.followers: list[FollowerModel] = []
+        self._ready: dict[Role, list[FollowerModel]] | None = None  # by role; None: to be found out
+        self._by_id: dict[WorkerId, FollowerModel] = {}  # those in `_ready`
         for name, role in names.items():
             self.follow(name, role)
 
@@ -190,27 +193,25 @@ class RouterModel:
     # Placement.
 
     def _place(self, held: _OpenRequest, cause: PenstockError | None = None) -> None:
-        ready = [follower for follower in self.followers if follower.takes_work]
-        decode = [follower for follower in ready if follower.role is Role.DECODE]
-        if not decode:
+        ready = self._ready or self._find_ready()
+        if not ready[Role.DECODE]:
             self._wait(held)
             return
-        decode = [follower for follower in decode if held.core.may_go_to(follower.epoch)]
+        decode: Seq[FollowerModel] = ready[Role.DECODE]
+        if held.core.num_redispatches:
+            decode = [follower for follower in decode if held.core.may_go_to(follower.epoch)]
         if not decode:
             self._end(held, cause or Unavailable("every decode worker refused the request", RETRY_AFTER_S))
             return
-        prefill = {follower.worker_id: follower for follower in ready if follower.role is Role.PREFILL}
         num_input = held.outcome.request.num_input_tokens
         num_tokens, left = num_input + held.core.num_generated, held.max_tokens - held.core.num_generated
-        placed = self._placer.place(
-            held.hashes, num_tokens, left, decode, list(prefill.values()), self._network.sim.now_s
-        )
+        placed = self._placer.place(held.hashes, num_tokens, left, decode, ready[Role.PREFILL], self._network.sim.now_s)
         held.placement = placed
         held.core.on_placed(placed.commitment.credits)
         candidates = [
             PrefillOption(
                 one.worker_id,
-                prefill[one.worker_id].epoch,
+                self._by_id[one.worker_id].epoch,
                 one.queue_s,
                 one.prefill_s,
                 one.pull.tokens if one.pull else one.cached_tokens,
@@ -218,9 +219,16 @@ class RouterModel:
             )
             for one in placed.choice.candidates
         ]
-        self._send(
-            held, next(follower for follower in decode if follower.worker_id == placed.choice.decode), candidates
-        )
+        self._send(held, self._by_id[placed.choice.decode], candidates)
+
+    def _find_ready(self) -> dict[Role, list[FollowerModel]]:
+        """Returns the workers that take requests, by role; kept until one of them comes, goes or is lost."""
+        ready: dict[Role, list[FollowerModel]] = {Role.PREFILL: [], Role.DECODE: []}
+        for follower in self.followers:
+            if follower.takes_work:
+                ready[follower.role].append(follower)
+        self._ready, self._by_id = ready, {each.worker_id: each for each in (*ready[Role.PREFILL], *ready[Role.DECODE])}
+        return ready
 
     def _wait(self, held: _OpenRequest) -> None:
         patience_s = held.core.patience_s()
@@ -228,6 +236,7 @@ class RouterModel:
         self._waiting[held] = self.node.after(patience_s, lambda: self._end(held, nobody))
 
     def _on_change(self) -> None:
+        self._ready = None
         if self._waiting and any(follower.takes_work for follower in self.followers if follower.role is Role.DECODE):
             waiting, self._waiting = self._waiting, {}
             for held, timer in waiting.items():

@@ -27,6 +27,10 @@ class EventFaults:
     repeated: float = 0.0
     late: float = 0.0  # by up to a second, so that later batches overtake
 
+    @property
+    def are_over(self) -> bool:
+        return not (self.lost or self.repeated or self.late)
+
 
 class EventFeed:
     """A `WatchEvents` call. It sends at once and ends with the call."""
@@ -40,10 +44,14 @@ class EventFeed:
         next_seq: int,
         deliver: Deliver,
         interval_s: float,
+        run_interval_s: float,
         faults: EventFaults,
         loop: VirtualStepLoop,
     ) -> None:
-        """`loop` says when steps end that are simulated as a run, each of which changes the load."""
+        """`loop` says when steps end that are simulated as a run, each of which changes the load.
+
+        Two reports are `interval_s` apart, and `run_interval_s` where nothing but such steps has happened.
+        """
         self._node = node
         self._call = call
         self._events = events
@@ -51,6 +59,8 @@ class EventFeed:
         self._next_seq = next_seq
         self._deliver = deliver
         self._interval_s = interval_s
+        self._run_interval_s = run_interval_s
+        self._sent_s = 0.0
         self._faults = faults
         self._loop = loop
         self._changed = False
@@ -75,8 +85,11 @@ class EventFeed:
             return
         batch, load = self._events.read(self._next_seq), self._load()
         self._next_seq = batch.next_seq
-        self._changed, self._resting = False, True
+        self._changed, self._resting, self._sent_s = False, True, self._node.sim.now_s
         self._node.after(self._interval_s, self._rested)
+        if not batch.snapshot and self._faults.are_over:
+            self._forward(batch, load)
+            return
         for part in split_snapshot(batch, _SNAPSHOT_PART_PAGES):
             self._send_part(part, load)
 
@@ -95,9 +108,11 @@ class EventFeed:
 
     def _rested(self) -> None:
         self._resting = False
-        if self._changed or self._loop.has_ended_steps():
+        now_s = self._node.sim.now_s
+        due_s = max(now_s, self._sent_s + self._run_interval_s)
+        if self._changed or (due_s == now_s and self._loop.has_ended_steps()):
             self._send()
-        elif (next_s := self._loop.next_end_s()) is not None:
+        elif (next_s := self._loop.next_end_s(due_s)) is not None:
             self._heartbeat = self._node.at(next_s, self._send)
         else:
             self._heartbeat = self._node.after(_HEARTBEAT_S, self._send)

@@ -52,11 +52,11 @@ class VirtualStepLoop:
         num_ended, self._num_ended = place - self._num_ended, place
         return num_ended
 
-    def next_end_s(self) -> float | None:
-        """Returns when the step in flight ends, or None without one or where `end` follows it anyway."""
+    def next_end_s(self, after_s: float) -> float | None:
+        """Returns when the run's first step after a moment ends, or its last; None where `end` follows it anyway."""
         if self._timer is None or len(self._ends_s) == 1:
             return None
-        return self._ends_s[min(bisect_right(self._ends_s, self._node.sim.now_s), len(self._ends_s) - 1)]
+        return self._ends_s[min(bisect_right(self._ends_s, after_s), len(self._ends_s) - 1)]
 
     def has_ended_steps(self) -> bool:
         """Returns whether `catch_up` would return any."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from penstock.types import Epoch
 from simulator.world.virtual_time import Callback, Simulation, Timer
@@ -76,7 +77,13 @@ class Call:
 
     def _dispatch(self, to: int, deliver: Callback) -> None:
         arrival_s = self._arrival_s[to] = max(self._arrival_s[to], self.network.arrival_s())
-        self.network.sim.at(arrival_s, lambda: self.ends[to].post(lambda: deliver() if self.is_open else None))
+        self.network.sim.at(arrival_s, partial(self._arrive, self.ends[to], deliver))
+
+    def _arrive(self, node: Node, deliver: Callback) -> None:
+        if node.state is not State.ALIVE:
+            node.post(lambda: self._arrive(node, deliver))
+        elif self.is_open:
+            deliver()
 
     def resume(self) -> None:
         held, self._held = self._held, []

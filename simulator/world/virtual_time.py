@@ -61,12 +61,13 @@ class Simulation:
 
         `on_event` is called after each, for invariant checks.
         """
-        while self._heap and not until():
-            time_s, _, timer = self._heap[0]
+        heap, pop = self._heap, heapq.heappop
+        while heap and not until():
+            time_s, _, timer = heap[0]
             if time_s > until_s:
                 self.now_s = until_s
                 return
-            heapq.heappop(self._heap)
+            pop(heap)
             callback, timer.callback = timer.callback, None
             if callback is None:
                 continue

@@ -46,7 +46,10 @@ class PrefillContention:
 
     def observe(self, views: Sequence[WorkerView]) -> None:
         """Learns from the queues that a request finds."""
-        share = sum([view.queue_s > 0.0 for view in views]) / len(views)
+        self.observe_share(sum([view.queue_s > 0.0 for view in views]) / len(views))
+
+    def observe_share(self, share: float) -> None:
+        """Learns from the share of workers with a queue that a request finds."""
         self._busy_share += _SMOOTHING * (share - self._busy_share)
 
     def delays_s(
@@ -69,7 +72,7 @@ class EndCosts:
 
     def __init__(self, weights: KvAwareConfig) -> None:
         self._weights = weights
-        self._contention = PrefillContention()
+        self.contention = PrefillContention()
 
     def prefill(self, demand: PlacementDemand, views: Sequence[WorkerView], rng: random.Random) -> list[End]:
         """Prices prefill workers by the time until they have computed the prompt and the delay of those behind it.
@@ -129,8 +132,8 @@ class EndCosts:
     def _weighted_delays(
         self, demand: PlacementDemand, views: Sequence[WorkerView], computes: Sequence[float]
     ) -> list[float]:
-        delays = self._contention.delays_s(demand, views, computes)
-        self._contention.observe(views)
+        delays = self.contention.delays_s(demand, views, computes)
+        self.contention.observe(views)
         weight = self._weights.contention_weight
         return [weight * delay_s for delay_s in delays]
 

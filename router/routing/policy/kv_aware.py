@@ -25,11 +25,14 @@ from router.routing.policy.interface import (
     PrefillEstimate,
     WorkerView,
 )
+from router.routing.policy.view_table import ViewTable
+from router.routing.policy.wide_ends import Floor, WideEndCosts, is_plain
 
 _MAX_PAIRS = 256  # priced for one request: reached only where links differ much, or with a temperature
 _TIE_S = 1e-9
 _MAX_TEMPERATURES = 8  # a pair that costs this many temperatures more than the best is never chosen
 _NUM_CONSIDERED = 8
+_WIDE_FROM = 48  # workers of both roles, from which on columns are quicker than views (AMD EPYC, 2026-11-24)
 _NUM_FALLBACKS = 5  # cheapest prefill workers among which the fallbacks are chosen
 
 
@@ -42,19 +45,42 @@ class _Pair(NamedTuple):
 class KvAwarePolicy:
     """Chooses the pair of least estimated seconds, or a random one near it where there is a temperature."""
 
-    def __init__(self, weights: KvAwareConfig = DEFAULT_WEIGHTS) -> None:
+    def __init__(self, weights: KvAwareConfig = DEFAULT_WEIGHTS, wide_from: int = _WIDE_FROM) -> None:
+        """Prices workers in columns where there are at least `wide_from`; the choice is the same."""
         self._costs = EndCosts(weights)
+        self._wide = WideEndCosts(weights, self._costs.contention)
+        self._wide_from = wide_from
         self._temperature_s = weights.temperature_s
 
     def choose(
         self, demand: PlacementDemand, decode: Sequence[WorkerView], prefill: Sequence[WorkerView], rng: random.Random
     ) -> PairChoice:
-        senders = self._costs.prefill(demand, prefill, rng)
-        receivers = self._costs.decode(demand, decode, rng)
         slack_s = math.inf if demand.explain else self._temperature_s * _MAX_TEMPERATURES
-        pairs = self._local_pairs(demand, receivers, bool(prefill))
-        _search(demand, senders, receivers, slack_s, pairs)
+        if (
+            isinstance(decode, ViewTable)
+            and isinstance(prefill, ViewTable)
+            and len(decode) + len(prefill) >= self._wide_from
+            and not slack_s
+            and is_plain(demand)
+        ):
+            senders, floors, pairs = self._wide_ends(demand, decode, prefill, rng)
+        else:
+            senders = self._costs.prefill(demand, prefill, rng)
+            receivers = self._costs.decode(demand, decode, rng)
+            pairs = self._local_pairs(demand, receivers, bool(prefill))
+            floors = _floors(demand, receivers) if senders else []
+        _search(demand, senders, floors, slack_s, pairs)
         return _choice(demand, self._sample(pairs, rng), senders, pairs)
+
+    def _wide_ends(
+        self, demand: PlacementDemand, decode: ViewTable, prefill: ViewTable, rng: random.Random
+    ) -> tuple[list[End], list[Floor], list[_Pair]]:
+        """Returns the ends that a search may reach, and of the local pairs those that may be the best one."""
+        wide = self._wide
+        senders = wide.cheapest_prefill(demand, prefill, rng, _MAX_PAIRS)
+        ends = wide.decode(demand, decode, rng)
+        pairs = [_Pair(total_s, end, None) for total_s, end in wide.cheapest_local(demand, ends, bool(senders), _TIE_S)]
+        return senders, wide.cheapest_floors(demand, ends, _MAX_PAIRS) if senders else [], pairs
 
     def _local_pairs(self, demand: PlacementDemand, receivers: list[End], has_prefill: bool) -> list[_Pair]:
         """Returns decode workers that may compute the prompt: beside prefill workers, up to `max_local_tokens`."""
@@ -78,21 +104,24 @@ class KvAwarePolicy:
         return rng.choices(pairs, odds)[0]
 
 
-def _search(
-    demand: PlacementDemand, senders: list[End], receivers: list[End], slack_s: float, found: list[_Pair]
-) -> None:
-    """Appends the pairs that may be the best one, or within `slack_s` of it, to `found`."""
-    if not senders:
-        return
-    links = demand.links
-    least_latency_s, least_byte_s = links.fastest
+def _floors(demand: PlacementDemand, receivers: list[End]) -> list[Floor]:
+    """Returns the decode ends by what they cost with the fastest link, cheapest first."""
+    least_latency_s, least_byte_s = demand.links.fastest
     num_tokens, token_bytes, cached = demand.num_tokens, demand.token_bytes, demand.cached_tokens.get
-    best_s = min((pair.total_s for pair in found), default=math.inf)
     floors = []
     for end in receivers:
         num_bytes = max(1, num_tokens - cached(end[2].worker_id, 0)) * token_bytes
         floors.append((end[0] + least_latency_s + num_bytes * least_byte_s, end[1], end, num_bytes))
     floors.sort()
+    return floors
+
+
+def _search(
+    demand: PlacementDemand, senders: list[End], floors: list[Floor], slack_s: float, found: list[_Pair]
+) -> None:
+    """Appends the pairs that may be the best one, or within `slack_s` of it, to `found`."""
+    links = demand.links
+    best_s = min((pair.total_s for pair in found), default=math.inf)
     remaining = _MAX_PAIRS
     for floor_s, _, receiver, num_bytes in floors:
         if floor_s + senders[0][0] > best_s + slack_s:

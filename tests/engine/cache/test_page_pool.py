@@ -85,7 +85,7 @@ def test_misuse_is_refused_by_name_and_changes_nothing() -> None:
         (lambda: pool.fence([free], "t"), f"fence: page {free} is free"),
         (lambda: pool.fence([held[0]], "t"), f"page {held[0]} is already fenced by t"),
         (lambda: pool.lift("other"), "no fence of other"),
-        (lambda: pool.keep(held[0]), f"keep: page {held[0]} is fenced"),
+        (lambda: pool.keep(held[:1]), f"keep: page {held[0]} is fenced"),
         (lambda: pool.forget([held[1]]), "not cached"),
         (lambda: pool.release([PageId(9)]), "outside the pool of 4"),
         (lambda: pool.release([PageId(-1)]), "outside the pool of 4"),
@@ -102,7 +102,7 @@ def test_an_evictor_that_frees_too_little_is_an_error_and_hands_out_nothing() ->
     pool = PagePool(2)
     pages = pool.allocate(2)
     for page in pages:
-        pool.keep(page)
+        pool.keep([page])
     pool.release(pages)
     with pytest.raises(PageMisuse, match="cached pages without an evictor"):
         pool.allocate(1)

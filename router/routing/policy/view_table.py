@@ -1,0 +1,150 @@
+"""The views of one pool, kept from request to request, and their figures in columns for numpy.
+
+A router of a thousand workers would spend most of a placement on walking its views one by one. Here a refresh compares
+what each worker reports with what its view was made of, by calls into the interpreter's C code, and makes anew only the
+views that differ; `wide_ends` prices all of them at once. Owned by `router.routing.placement_core`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+from operator import attrgetter, is_not
+from typing import Protocol, overload
+
+import numpy as np
+
+from penstock.types import WorkerId, WorkerLoad
+from router.routing.costs.cost_model import WorkerCosts
+from router.routing.costs.inflight import InflightWork
+from router.routing.policy.interface import WorkerLimits, WorkerView
+
+Figures = np.ndarray  # one number for each worker, in the order of the views
+
+_LOAD, _LIMITS = attrgetter("load"), attrgetter("limits")
+
+
+class RoutableWorker(Protocol):
+    """A worker that takes requests."""
+
+    @property
+    def worker_id(self) -> WorkerId: ...
+
+    @property
+    def load(self) -> WorkerLoad: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def limits(self) -> WorkerLimits: ...
+
+
+class ViewColumns:
+    """The figures of views that pricing needs. Counts are integers, so that divisions round as they do for one view."""
+
+    def __init__(self, views: Sequence[WorkerView]) -> None:
+        size = len(views)
+        self.queue_s, self.token_price, self.context_price = np.empty(size), np.empty(size), np.empty(size)
+        self.prefill_fixed_s, self.prefill_token_s, self.prefill_context_s = (np.empty(size) for _ in range(3))
+        self.num_requests, self.chunk_tokens = np.empty(size, np.int64), np.empty(size, np.int64)
+        self.free_tokens = np.empty(size, np.int64)  # of the page pool, beyond what was sent
+        self.max_running = np.empty(size, np.int64)  # out of reach where there is no limit
+        self.max_local_tokens = np.empty(size)  # infinite where there is no limit
+        for place, view in enumerate(views):
+            self.put(place, view)
+
+    def put(self, place: int, view: WorkerView) -> None:
+        """Replaces one worker's figures."""
+        limits = view.limits
+        self.queue_s[place] = view.queue_s
+        self.token_price[place] = view.token_price
+        self.context_price[place] = view.context_price
+        fixed_s, token_s, context_s = view.costs.prefill
+        self.prefill_fixed_s[place], self.prefill_token_s[place] = fixed_s, token_s
+        self.prefill_context_s[place] = context_s
+        self.num_requests[place] = view.num_requests
+        self.chunk_tokens[place] = view.chunk_tokens
+        self.free_tokens[place] = (view.load.free_pages - view.sent.num_pages) * view.page_size
+        self.max_running[place] = limits.max_running or np.iinfo(np.int64).max
+        self.max_local_tokens[place] = np.inf if limits.max_local_tokens is None else limits.max_local_tokens
+
+
+class ViewTable(Sequence[WorkerView]):
+    """The views of the same workers in the same order. Valid until the next `refresh`."""
+
+    def __init__(self, workers: Sequence[RoutableWorker]) -> None:
+        self.ids = [worker.worker_id for worker in workers]
+        self._places = {worker_id: place for place, worker_id in enumerate(self.ids)}
+        self._views: list[WorkerView] = []
+        self._columns: ViewColumns | None = None
+        self._stale: set[int] = set()  # places whose figures in the columns are old
+        self._made_of: tuple[list[object], ...] = ()  # by place: load, limits, costs and work in flight
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __iter__(self) -> Iterator[WorkerView]:
+        return iter(self._views)
+
+    @overload
+    def __getitem__(self, place: int) -> WorkerView: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[WorkerView]: ...
+
+    def __getitem__(self, place: int | slice) -> WorkerView | list[WorkerView]:
+        return self._views[place]
+
+    def refresh(
+        self,
+        workers: Sequence[RoutableWorker],
+        costs_of: Callable[[WorkerId], WorkerCosts],
+        sent_to: Callable[[WorkerId], InflightWork],
+    ) -> None:
+        """Makes the views of workers about which something has changed."""
+        loads: list[WorkerLoad] = list(map(_LOAD, workers))
+        limits: list[WorkerLimits] = list(map(_LIMITS, workers))
+        costs, sent = list(map(costs_of, self.ids)), list(map(sent_to, self.ids))
+        made_of: tuple[list[object], ...] = ([*loads], [*limits], [*costs], [*sent])
+        places: Iterable[int]
+        if self._made_of:
+            places = {
+                place for now, before in zip(made_of, self._made_of, strict=True) for place in _differing(now, before)
+            }
+        else:
+            places, self._views = range(len(workers)), [WorkerView(each, WorkerLoad(), 1) for each in self.ids]
+        self._made_of = made_of
+        for place in places:
+            worker = workers[place]
+            self._views[place] = WorkerView(
+                self.ids[place], loads[place], worker.page_size, sent[place], costs[place], limits[place]
+            )
+        if self._columns is not None:
+            self._stale.update(places)
+
+    @property
+    def columns(self) -> ViewColumns:
+        """The views' figures; made when they are first asked for and kept up to date from then on."""
+        if self._columns is None:
+            self._columns = ViewColumns(self._views)
+        for place in self._stale:
+            self._columns.put(place, self._views[place])
+        self._stale.clear()
+        return self._columns
+
+    def pick(self, places: Iterable[int]) -> list[WorkerView]:
+        return list(map(self._views.__getitem__, places))
+
+    def tokens(self, of_workers: Mapping[WorkerId, int]) -> Figures:
+        """Returns a number for each worker, 0 for those that the mapping lacks."""
+        figures, find = np.zeros(len(self), np.int64), self._places.get
+        for worker_id, tokens in of_workers.items():
+            place = find(worker_id)
+            if place is not None:
+                figures[place] = tokens
+        return figures
+
+
+def _differing(now: list[object], before: list[object]) -> Iterator[int]:
+    return compress(range(len(now)), map(is_not, now, before))

@@ -1,0 +1,157 @@
+"""Prices the ends of pairs for hundreds of workers at once. Pure.
+
+The same sums as `end_costs` and `prices` write for one view after the other, in the same order, over columns: the
+answers are equal to the last bit, which a property test keeps true. It covers what most requests are; a request with an
+adapter, a pull, a temperature, copies in host memory or one that shall be explained is priced view by view.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.config import KvAwareConfig
+from router.routing.policy import prices
+from router.routing.policy.end_costs import End, PrefillContention
+from router.routing.policy.interface import PlacementDemand
+from router.routing.policy.rendezvous import preferred
+from router.routing.policy.view_table import Figures, ViewTable
+
+Floor = tuple[float, float, End, float]  # least total with the fastest link, tie-breaker, end, bytes to transfer
+
+
+def is_plain(demand: PlacementDemand) -> bool:
+    """Returns whether everything that matters of the demand is priced here."""
+    return not (demand.explain or demand.adapter or demand.host_tokens or demand.pull is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class WideEnds:
+    """All ends of one role as columns; `End` says what they mean."""
+
+    views: ViewTable
+    cost_s: Figures
+    ties: Figures
+    bonus_s: Figures
+    compute_s: Figures
+
+    def take(self, places: np.ndarray) -> list[End]:
+        columns = (self.cost_s, self.ties, self.bonus_s, self.compute_s)
+        cost_s, ties, bonus_s, compute_s = (column[places].tolist() for column in columns)
+        return list(zip(cost_s, ties, self.views.pick(places.tolist()), bonus_s, compute_s, strict=True))
+
+
+class WideEndCosts:
+    """Prices ends as `EndCosts` does, whose contention it shares."""
+
+    def __init__(self, weights: KvAwareConfig, contention: PrefillContention) -> None:
+        self._weights = weights
+        self._contention = contention
+
+    def cheapest_prefill(
+        self, demand: PlacementDemand, views: ViewTable, rng: random.Random, max_ends: int
+    ) -> list[End]:
+        """Returns the cheapest prefill ends, cheapest first."""
+        if not len(views):
+            return []
+        uncached = _uncached(demand, views)
+        compute_s = _compute_s(demand, views, uncached)
+        delay_s = self._delays_s(demand, views, uncached, compute_s)
+        bonus_s = self._session_bonuses(demand, views)
+        if demand.replicate:
+            cached = views.tokens(demand.cached_tokens)
+            lacks = 2 * cached < cached.max()
+            bonus_s[lacks] += np.minimum(self._weights.replica_s, compute_s - compute_s.min())[lacks]
+        ties = _ties(rng, len(views))
+        cost_s = views.columns.queue_s + compute_s + delay_s - bonus_s
+        return WideEnds(views, cost_s, ties, bonus_s, compute_s).take(np.lexsort((ties, cost_s))[:max_ends])
+
+    def decode(self, demand: PlacementDemand, views: ViewTable, rng: random.Random) -> WideEnds:
+        """Prices decoding on each worker, without the transfer."""
+        columns, weights = views.columns, self._weights
+        output_tokens, num_tokens = demand.output_tokens * weights.decode_weight, demand.num_tokens
+        cost_s = output_tokens * (columns.token_price + num_tokens * columns.context_price)
+        is_full = columns.num_requests >= columns.max_running
+        for place in ((_uncached(demand, views) > columns.free_tokens) | is_full).nonzero()[0].tolist():
+            view = views[place]
+            delay_s = weights.contention_weight * prices.page_delay_s(demand, view)
+            cost_s[place] += prices.admission_s(demand, view) + delay_s
+        bonus_s = self._session_bonuses(demand, views)
+        return WideEnds(views, cost_s - bonus_s, _ties(rng, len(views)), bonus_s, np.zeros(len(views)))
+
+    def cheapest_local(
+        self, demand: PlacementDemand, ends: WideEnds, has_prefill: bool, tie_s: float
+    ) -> list[tuple[float, End]]:
+        """Returns the totals and ends of the workers that cost least where they compute the prompt themselves.
+
+        Beside prefill workers these compute up to `max_local_tokens`. All within `tie_s` of the least are returned, in
+        the order of the views.
+        """
+        views, columns = ends.views, ends.views.columns
+        uncached = _uncached(demand, views)
+        compute_s = _compute_s(demand, views, uncached)
+        total_s = ends.cost_s + columns.queue_s + compute_s
+        if not has_prefill:
+            total_s = total_s + self._delays_s(demand, views, uncached, compute_s)
+        total_s = total_s + self._weights.decode_weight * columns.num_requests * compute_s
+        if has_prefill:
+            total_s[columns.max_local_tokens < uncached] = np.inf
+        least_s = total_s.min()
+        if np.isinf(least_s):
+            return []
+        places = (total_s <= least_s + tie_s).nonzero()[0]
+        return list(zip(total_s[places].tolist(), ends.take(places), strict=True))
+
+    def cheapest_floors(self, demand: PlacementDemand, ends: WideEnds, max_ends: int) -> list[Floor]:
+        """Returns the decode ends that are cheapest with the fastest link, cheapest first."""
+        latency_s, byte_s = demand.links.fastest
+        num_bytes = _uncached(demand, ends.views) * demand.token_bytes
+        floor_s = ends.cost_s + latency_s + num_bytes * byte_s
+        order = np.lexsort((ends.ties, floor_s))[:max_ends]
+        taken = ends.take(order)
+        return [
+            (floor, end[1], end, moved)
+            for floor, end, moved in zip(floor_s[order].tolist(), taken, num_bytes[order].tolist(), strict=True)
+        ]
+
+    def _delays_s(self, demand: PlacementDemand, views: ViewTable, uncached: Figures, compute_s: Figures) -> Figures:
+        """Returns the weighted delay of the prompts that wait, and learns from the queues."""
+        waiting = self._contention.num_waiting
+        self._contention.observe_share(np.count_nonzero(views.columns.queue_s > 0.0) / len(views))
+        if not waiting:
+            return np.zeros(len(views))
+        fastest = views[int(compute_s.argmin())]
+        cost = fastest.costs.prefill
+        context_s, token_s = cost.context_s / 2, cost.token_s + cost.context_s * demand.num_tokens
+        like_s = -(-uncached // fastest.chunk_tokens) * cost.fixed_s + uncached * (token_s - uncached * context_s)
+        delays_s: Figures = self._weights.contention_weight * (waiting * like_s)
+        return delays_s
+
+    def _session_bonuses(self, demand: PlacementDemand, views: ViewTable) -> Figures:
+        bonus_s = np.zeros(len(views))
+        if demand.session:
+            bonus_s[preferred(demand.session.encode(), views.ids)] = self._weights.affinity_s
+        return bonus_s
+
+
+def _uncached(demand: PlacementDemand, views: ViewTable) -> Figures:
+    """Returns the tokens that each worker lacks: at least the last one."""
+    uncached: Figures = demand.num_tokens - views.tokens(demand.cached_tokens)
+    uncached[uncached == 0] = 1
+    return uncached
+
+
+def _compute_s(demand: PlacementDemand, views: ViewTable, uncached: Figures) -> Figures:
+    columns = views.columns
+    steps = -(-uncached // columns.chunk_tokens)
+    token_s = columns.prefill_token_s + columns.prefill_context_s * (demand.num_tokens - uncached / 2)
+    seconds: Figures = steps * columns.prefill_fixed_s + uncached * token_s
+    return seconds
+
+
+def _ties(rng: random.Random, count: int) -> Figures:
+    """Returns random tie-breakers, in the order in which they would be taken view by view."""
+    pick = rng.random
+    return np.array([pick() for _ in range(count)])

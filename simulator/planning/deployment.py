@@ -21,10 +21,24 @@ _RESERVED_BYTES = 600 << 20  # the driver's context and libraries: the engine's 
 
 @dataclass(frozen=True, slots=True)
 class PricedAccelerator:
-    """An accelerator at a price."""
+    """An accelerator at a price. With measured costs, it is planned at the tensor-parallel degrees of these alone."""
 
     device: Accelerator
     price_per_h: float  # of one device
+    measured: tuple[CostProfile, ...] = ()
+
+    def allows(self, tensor_parallel: int) -> bool:
+        return not self.measured or self._measured_at(tensor_parallel) is not None
+
+    def costs(self, shape: ModelShape, tensor_parallel: int) -> CostProfile:
+        """Returns the measured costs of a worker, or else those of the roofline. Bytes of KV are always the shape's."""
+        derived, found = roofline_costs(shape, self.device, tensor_parallel), self._measured_at(tensor_parallel)
+        if found is None:
+            return derived
+        return replace(found, link=replace(found.link, token_bytes=derived.link.token_bytes))
+
+    def _measured_at(self, tensor_parallel: int) -> CostProfile | None:
+        return next((each for each in self.measured if each.tensor_parallel == tensor_parallel), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +128,8 @@ def kv_capacity(shape: ModelShape, device: Accelerator, tensor_parallel: int, co
 
 
 def make_kind(shape: ModelShape, offer: PricedAccelerator, tensor_parallel: int, chunk_tokens: int) -> WorkerKind:
-    """Returns the worker with the costs of the roofline."""
-    costs = roofline_costs(shape, offer.device, tensor_parallel)
+    """Returns the worker with measured costs where the offer has them, and with those of the roofline elsewhere."""
+    costs = offer.costs(shape, tensor_parallel)
     kv_tokens = kv_capacity(shape, offer.device, tensor_parallel, costs)
     return WorkerKind(offer, tensor_parallel, costs, kv_tokens, chunk_tokens)
 

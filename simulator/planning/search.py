@@ -86,7 +86,7 @@ def _kinds(
     """Returns the workers that hold the model and the longest request."""
     found = []
     for offer in offers:
-        for degree in goal.degrees:
+        for degree in filter(offer.allows, goal.degrees):
             kind = make_kind(shape, offer, degree, CHUNKS[-1])
             if shape.num_heads % degree or kind.kv_tokens < workload.longest_tokens:
                 continue

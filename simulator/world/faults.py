@@ -11,6 +11,7 @@ from simulator.fleet import SimulatedFleet
 from simulator.request import Outcome
 
 ROUTER = "router"
+_GROUP_START_S = 0.5  # until the ranks of a group have ended and begun again
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class FaultRates:
     abandons: float = 1.0
     drains: float = 0.7  # a successor starts, the worker gets no new requests, and what it still holds is cut off later
     flips: float = 0.3  # the same with a successor of the other role
+    ranks: float = 0.3  # a rank of a worker is lost: its steps hang, until the group is ended and starts again
+    spares: float = 0.3  # a killed worker's place is taken by a spare, under another name
     longest_s: float = 6.0
 
 
@@ -77,6 +80,17 @@ def schedule_faults(fleet: SimulatedFleet, rng: random.Random, until_s: float, r
             lambda name=name, role=role, number=number: _drain(fleet, name, role, number),  # type: ignore[misc]
             lambda name=name: _remove(fleet, name),  # type: ignore[misc]
         )
+    for _ in range(_count(rng, rates.ranks)):
+        name = rng.choice(names)
+        begin("rank", name, lambda name=name: _freeze(fleet, name), lambda name=name: _end_group(fleet, name))  # type: ignore[misc]
+    for number in range(_count(rng, rates.spares)):
+        name = rng.choice(names)
+        begin(
+            "spare",
+            name,
+            lambda name=name: _kill(fleet, name),  # type: ignore[misc]
+            lambda name=name, number=number: _take_spare(fleet, name, number),  # type: ignore[misc]
+        )
     return sorted(descriptions)
 
 
@@ -118,6 +132,21 @@ def _kill(fleet: SimulatedFleet, name: str) -> None:
 def _restart(fleet: SimulatedFleet, name: str) -> None:
     if name in fleet.workers and fleet.find(name) is None:
         fleet.start_worker(name)
+
+
+def _end_group(fleet: SimulatedFleet, name: str) -> None:
+    """Ends a worker that has lost a rank, with all its ranks; it starts again empty and as another epoch."""
+    _kill(fleet, name)
+    fleet.sim.after(_GROUP_START_S, lambda: _restart(fleet, name))
+
+
+def _take_spare(fleet: SimulatedFleet, name: str, number: int) -> None:
+    """Gives a dead worker's role to a spare, unless the worker has been restarted or drained meanwhile."""
+    is_member = any(follower.worker_id == name for follower in fleet.router.followers)
+    if name in fleet.workers and fleet.find(name) is None and is_member:
+        fleet.add_worker(f"{name}-spare-{number}", fleet.roles[name])
+        fleet.router.retire(name)
+        fleet.remove_worker(name)
 
 
 def _freeze(fleet: SimulatedFleet, name: str) -> None:

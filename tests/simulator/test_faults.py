@@ -25,7 +25,7 @@ def test_invariants_hold_under_random_faults(first: int) -> None:
 
 
 def test_without_faults_every_request_completes() -> None:
-    none = FaultRates(kills=0, freezes=0, cuts=0, slow_links=0, event_faults=0, abandons=0)
+    none = FaultRates(kills=0, freezes=0, cuts=0, slow_links=0, event_faults=0, abandons=0, ranks=0, spares=0)
     for seed in range(10):
         run = run_seed(seed, none)
         assert (run.problems, run.num_complete) == ([], run.num_requests), seed
@@ -104,4 +104,4 @@ def test_a_page_that_the_real_session_frees_while_it_is_fenced_is_detected(monke
     """Plants: the receiver believes that an aborted transfer's sender has stopped writing."""
     abort = TransferSession.on_abort
     monkeypatch.setattr(TransferSession, "on_abort", lambda self: [*abort(self), *self.on_sender_dead()])
-    assert any("not fenced" in problem for problem in _problems((11, 12, 14)))
+    assert any("not fenced" in problem for problem in _problems((55, 60)))

@@ -77,7 +77,7 @@ class WideEndCosts:
         for place in ((_uncached(demand, views) > columns.free_tokens) | is_full).nonzero()[0].tolist():
             view = views[place]
             delay_s = weights.contention_weight * prices.page_delay_s(demand, view)
-            cost_s[place] += prices.admission_s(demand, view) + delay_s
+            cost_s[place] += prices.decode_queue_s(demand, view) + delay_s
         bonus_s = self._session_bonuses(demand, views)
         return WideEnds(views, cost_s - bonus_s, _ties(rng, len(views)), bonus_s, np.zeros(len(views)))
 

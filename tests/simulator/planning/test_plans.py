@@ -166,3 +166,24 @@ def test_pools_that_the_simulator_finds_too_small_grow() -> None:
     assert str(enlarge(pools, late)) == "prefill 3 of H100, decode 3 of H100"
     assert str(enlarge(pools, slow)) == "prefill 2 of H100, decode 4 of H100"
     assert str(enlarge(Deployment(None, PlannedPool(kind, 1)), late)) == "colocated, 2 of H100, chunks of 2048"
+
+
+def test_measured_costs_replace_derived_ones() -> None:
+    derived = make_kind(LLAMA, H100, 1, 8192).costs
+    slow_chunk = replace(derived.prefill, token_s=6 * derived.prefill.token_s)
+    slow = replace(
+        derived,
+        source="fitted to 9 reports",
+        prefill=slow_chunk,
+        decode=replace(derived.decode, chunk=slow_chunk),
+        link=replace(derived.link, bytes_per_s=1e9, token_bytes=1),
+    )
+    measured = replace(H100, measured=(slow,))
+    kind = make_kind(LLAMA, measured, 1, 8192)
+    assert kind.costs == replace(slow, link=replace(slow.link, token_bytes=derived.link.token_bytes))
+    assert (measured.allows(1), measured.allows(2), H100.allows(2)) == (True, False, True)
+    workload = sample(20.0)
+    plans, before = (find_plans(LLAMA, [offer], workload, GOAL) for offer in (measured, H100))
+    kinds = [pool.kind for plan in plans for pool in (plan.deployment.prefill, plan.deployment.decode) if pool]
+    assert {each.tensor_parallel for each in kinds} == {1}
+    assert plans[0].deployment.price_per_h > before[0].deployment.price_per_h

@@ -30,6 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--link-gbit", type=float, default=100.0, help="speed of the link between workers; default: %(default)s")
     add("--shape", metavar="MODEL", help="a config.json or folder, or a known shape, for KV bytes; default: the model")
     add("--json", action="store_true", help="print the costs as JSON, as they are written")
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of a worker; default: 1")
     add_admin_options(parser)
 
 
@@ -42,7 +43,15 @@ def run(arguments: Namespace) -> int:
     shape = find_shape(arguments.shape or model)
     link = LinkCosts(bytes_per_s=arguments.link_gbit * 1e9 / 8, token_bytes=int(shape.kv_token_bytes))
     source = f"fitted to {len(records)} reports of steps within {arguments.seconds:g} s"
-    profile = CostProfile(model, source, fitted.prefill, fitted.decode, link, errors=fitted.errors)
+    profile = CostProfile(
+        model,
+        source,
+        fitted.prefill,
+        fitted.decode,
+        link,
+        tensor_parallel=arguments.tensor_parallel,
+        errors=fitted.errors,
+    )
     write_costs(profile, arguments.output)
     print(json.dumps(asdict(profile), indent=2) if arguments.json else describe(profile, records))
     print(f"wrote {arguments.output}", file=sys.stderr)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.cli.progress import Progress
@@ -15,6 +17,7 @@ from penstock.errors import InvalidInput
 from penstock.sizing.accelerators import ACCELERATORS
 from penstock.sizing.model_shape import MODEL_SHAPES, ModelShape, find_shape
 from simulator.costs.accelerators import find_accelerator
+from simulator.costs.cost_file import CostProfile, read_costs
 from simulator.planning.arithmetic import quantize_kv
 from simulator.planning.deployment import PricedAccelerator
 from simulator.planning.pages import make_page
@@ -27,7 +30,7 @@ from simulator.traffic.statistics import summarize_values
 _WEIGHT_BITS = {"int8": 8, "fp8": 8, "int4": 4}
 _NOT_MEASURED = (
     "Costs of steps are derived from published peaks with assumed efficiencies (docs/planning.md); nothing was "
-    "measured on these accelerators."
+    "measured on {}."
 )
 
 
@@ -41,6 +44,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         required=True,
         metavar="NAME=PRICE",
         help=f"one that may be bought, with its price an hour; may be repeated. Known: {', '.join(ACCELERATORS)}",
+    )
+    add(
+        "--costs",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="costs measured on that accelerator, as `penstock fit` writes them, instead of derived ones; may be "
+        "repeated, for each tensor-parallel degree",
     )
     targets = parser.add_argument_group("targets").add_argument
     targets("--ttft", type=float, default=2.0, metavar="S", help="seconds to the first token; default: %(default)s")
@@ -89,7 +100,7 @@ def run(arguments: Namespace) -> int:
     shape = _shape(arguments)
     workload, num_dropped = longest_fitting(_workload(arguments, shape), arguments.max_context or shape.context_length)
     goal = Goal(_slo(arguments), arguments.attainment, _degrees(arguments.tensor_parallel), arguments.max_devices)
-    offers = [_offer(text) for text in arguments.accelerator]
+    offers = _with_costs([_offer(text) for text in arguments.accelerator], arguments.costs, goal.degrees)
     with Progress("searching for deployments and simulating the candidates"):
         report = make_report(
             shape,
@@ -153,7 +164,17 @@ def summarize(report: PlanReport) -> list[str]:
             f"targets, TTFT p99 {found.ttft_p99_s:.3f} s, time per token p99 {found.tpot_p99_s * 1e3:.1f} ms, hits "
             f"{found.hit_rate:.0%}."
         )
-    return [*lines, _NOT_MEASURED]
+    return [*lines, *_sources(report)]
+
+
+def _sources(report: PlanReport) -> list[str]:
+    """Returns where the costs of the chosen workers come from."""
+    deployment = report.chosen.deployment
+    kinds = [pool.kind for pool in (deployment.prefill, deployment.decode) if pool is not None]
+    measured = {kind.name: kind.costs for kind in kinds if kind.offer.measured}
+    derived = sorted({kind.offer.device.name for kind in kinds if not kind.offer.measured})
+    lines = [f"Costs of steps on {name}: {costs.source}, of {costs.name}." for name, costs in measured.items()]
+    return [*lines, _NOT_MEASURED.format(" and ".join(derived))] if derived else lines
 
 
 def make_tables(report: PlanReport) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -248,6 +269,29 @@ def _offer(text: str) -> PricedAccelerator:
     return PricedAccelerator(find_accelerator(name), value)
 
 
+def _with_costs(
+    offers: Sequence[PricedAccelerator], given: Sequence[str], degrees: Sequence[int]
+) -> list[PricedAccelerator]:
+    """Returns the offers with the costs that were measured on them."""
+    measured: dict[str, dict[int, CostProfile]] = {}
+    for text in given:
+        name, _, file = text.partition("=")
+        if name not in {offer.device.name for offer in offers} or not file:
+            known = ", ".join(offer.device.name for offer in offers)
+            raise InvalidInput("--costs", f"is {text!r}; give NAME=FILE with an accelerator that is offered: {known}")
+        profile = read_costs(file)
+        if profile.tensor_parallel not in degrees:
+            raise InvalidInput(
+                "--costs",
+                f"{file} is of tensor-parallel degree {profile.tensor_parallel}; add it to --tensor-parallel",
+            )
+        if measured.setdefault(name, {}).setdefault(profile.tensor_parallel, profile) is not profile:
+            raise InvalidInput(
+                "--costs", f"names two files of {name} at degree {profile.tensor_parallel}; give one of them"
+            )
+    return [replace(offer, measured=tuple(measured.get(offer.device.name, {}).values())) for offer in offers]
+
+
 def _toml(report: PlanReport, arguments: Namespace) -> str:
     folder = Path(arguments.model)
     model = str(folder if folder.is_dir() else folder.parent if folder.is_file() else Path("/models") / arguments.model)
@@ -260,4 +304,4 @@ def _toml(report: PlanReport, arguments: Namespace) -> str:
         quantization=arguments.quantization,
     )
     parse(ServeConfig, settings, source="penstock plan")  # what is written is what `penstock serve` accepts
-    return format_toml(settings, [f"Planned by `penstock plan` for {report.workload.name}.", _NOT_MEASURED])
+    return format_toml(settings, [f"Planned by `penstock plan` for {report.workload.name}.", *_sources(report)])

@@ -80,6 +80,17 @@ def sampling_fields(arguments: Namespace) -> dict[str, Any]:
     return {name: value for name in _SAMPLING if (value := getattr(arguments, name)) is not None}
 
 
+def local_folder(model: str, *, config_only: bool = False) -> str:
+    """Returns a folder for `model`: itself, or what an id of the Hugging Face Hub is downloaded into.
+
+    Raises CheckpointError or Unavailable that says what to do where that fails.
+    """
+    from engine.weights.hub import HubModel
+
+    found = HubModel.parse(model)
+    return str(found.fetch(config_only=config_only)) if found else model
+
+
 def require_positive(name: str, seconds: float) -> None:
     """Raises InvalidInput unless `seconds` is above 0."""
     if seconds <= 0:

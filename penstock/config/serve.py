@@ -80,9 +80,10 @@ class ServeConfig(FrozenConfig):
     """A deployment, as `penstock serve` starts it."""
 
     model: str
-    """Hugging Face checkpoint folder."""
+    """Hugging Face checkpoint folder, or an id of the Hub (ORG/NAME or ORG/NAME@REVISION), which `penstock serve`
+    downloads into the Hub's cache on one machine."""
     served_model: str = ""
-    """Name that requests call the model by; by default the name of its folder."""
+    """Name that requests call the model by; by default the name of its folder, or the id without its revision."""
     host: str = "127.0.0.1"
     """Address that the routers' public ports listen on; workers listen on loopback, or on their node's address."""
     http_port: int = Field(8000, ge=0, le=65535)

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from cluster.cli.admin import admin_stub, to_json
-from cluster.cli.options import add_admin_options
+from cluster.cli.options import add_admin_options, local_folder
 from cluster.cli.progress import Progress
 from penstock.errors import InvalidInput
 from penstock.v1 import admin_pb2
@@ -16,7 +16,7 @@ _FAILED = 1
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", default="", metavar="DIR", help="folder that new workers load; default: the one that is served")
+    add("--model", default="", metavar="DIR", help="folder or Hub id that new workers load; default: the served one")
     add(
         "--share",
         type=float,
@@ -62,7 +62,7 @@ def run(arguments: Namespace) -> int:
     if arguments.min_requests < 0:
         raise InvalidInput("min_requests", f"is {arguments.min_requests}; give 0 or more")
     request = admin_pb2.UpgradeRequest(
-        model=str(Path(arguments.model).resolve()) if arguments.model else "",
+        model=str(Path(local_folder(arguments.model)).resolve()) if arguments.model else "",
         share=arguments.share,
         window_s=arguments.window,
         min_requests=arguments.min_requests,

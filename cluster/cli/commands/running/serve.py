@@ -30,7 +30,12 @@ BUNDLED_MODEL = Path(__file__).resolve().parents[4] / "models" / "penstock-tiny"
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", metavar="DIR", help="a Hugging Face checkpoint folder, or penstock-tiny: the bundled one")
+    add(
+        "--model",
+        metavar="DIR",
+        help="a Hugging Face checkpoint folder; an id of the Hub (ORG/NAME or ORG/NAME@REVISION), which is downloaded; "
+        "or penstock-tiny: the bundled one",
+    )
     add("--config", metavar="FILE", help="TOML or JSON with more settings; flags override it")
     add("--prefill", type=int, metavar="N", help="prefill workers; default 1")
     add("--decode", type=int, metavar="M", help="decode workers; default 1")
@@ -55,6 +60,7 @@ def run(arguments: Namespace) -> int:
     config = serve_config(arguments)
     if arguments.attach and not config.address:
         raise ConfigError("--attach: a Ray that is started here has no deployment yet; give --address too")
+    config = with_local_model(config)
     launch = _import_launch()
     signals: list[int] = []  # after SIGTERM streams may finish; Ctrl-C and a second SIGTERM end them
 
@@ -121,6 +127,25 @@ def serve_config(arguments: Namespace) -> ServeConfig:
     if data["model"] == BUNDLED_MODEL.name and not Path(BUNDLED_MODEL.name).exists():
         data["model"] = str(BUNDLED_MODEL)
     return parse(ServeConfig, data, source=arguments.config or "penstock serve")
+
+
+def with_local_model(config: ServeConfig) -> ServeConfig:
+    """Returns the configuration with the folder of its model, which is downloaded if it is an id of the Hub.
+
+    Clients know such a model by its id. Raises ConfigError on a Ray cluster, whose other nodes have no such folder.
+    """
+    from engine.weights.hub import HubModel
+
+    found = HubModel.parse(config.model)
+    if found is None:
+        return config
+    if config.address:
+        raise ConfigError(
+            f"model = {config.model!r}: with address, every node needs the folder at the same path; run `hf download "
+            f"{found.repo} --local-dir DIR` on shared storage, and give DIR"
+        )
+    print(f"fetching {found} from the Hugging Face Hub", file=sys.stderr, flush=True)
+    return config.model_copy(update={"model": str(found.fetch()), "served_model": config.served_model or found.repo})
 
 
 def _set(data: dict[str, object], path: tuple[str, ...], value: object) -> None:

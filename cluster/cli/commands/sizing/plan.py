@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cluster.cli.options import local_folder
 from cluster.cli.progress import Progress
 from cluster.cli.table import format_table
 from penstock.bench.traces.read import read_trace
@@ -37,7 +38,12 @@ _NOT_MEASURED = (
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("trace", nargs="?", metavar="TRACE", help="recorded traffic; without it, give its statistics")
-    add("--model", required=True, metavar="M", help=f"a checkpoint folder or config.json, or {', '.join(MODEL_SHAPES)}")
+    add(
+        "--model",
+        required=True,
+        metavar="M",
+        help=f"a folder, config.json or id of the Hub, or {', '.join(MODEL_SHAPES)}",
+    )
     add(
         "--accelerator",
         action="append",
@@ -212,7 +218,7 @@ def make_tables(report: PlanReport) -> list[tuple[str, list[str], list[list[str]
 
 
 def _shape(arguments: Namespace) -> ModelShape:
-    shape = find_shape(arguments.model)
+    shape = find_shape(local_folder(arguments.model, config_only=True))
     if bits := _WEIGHT_BITS.get(arguments.quantization):
         shape = shape.quantized(weight_bits=bits)
     return quantize_kv(shape, arguments.kv_dtype)

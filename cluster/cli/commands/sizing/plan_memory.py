@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from cluster.cli.options import local_folder
 from cluster.cli.table import format_table
 from engine.memory.device_memory import find_device
 from engine.memory.plan import MemoryPlan, in_units, plan_memory
@@ -18,7 +19,9 @@ from penstock.types import Role
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a Hugging Face checkpoint folder; its config.json alone will do")
+    add(
+        "model", metavar="MODEL", help="a Hugging Face checkpoint folder or an id of the Hub; config.json alone will do"
+    )
     add("--device", default="cpu", metavar="D", help="cpu, cuda, H200, 24GiB, cpu:64GiB ...; default: %(default)s")
     add("--context", type=int, metavar="N", help="tokens of a request that must fit")
     add("--tp", type=int, metavar="N", help="ranks that share a replica, each on a device; engine.tensor_parallel")
@@ -30,7 +33,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Prints the plan. Raises what `engine.memory.plan.plan_memory` raises: why a plan cannot work."""
     given = Path(arguments.model)
-    model = str(given.parent) if given.name == CONFIG_FILE and given.is_file() else arguments.model
+    is_file = given.name == CONFIG_FILE and given.is_file()
+    model = str(given.parent) if is_file else local_folder(arguments.model, config_only=True)
     data: dict[str, Any] = dict(read(arguments.config) if arguments.config else {}) | {"model": model}
     if arguments.tp is not None:
         data["engine"] = dict(data.get("engine", {})) | {"tensor_parallel": arguments.tp}

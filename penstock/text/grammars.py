@@ -27,6 +27,7 @@ MAX_SOURCE_BYTES = 128 << 10
 _CACHE_BYTES = 16 << 20
 _MAX_CHOICES = 1_900  # each takes an item of the grammar's first row, which has `max_items_in_row`
 _ENTRY_BYTES = 64 << 10  # of a compiled grammar besides its source, about
+_HIDDEN = "\u0001\ufdd0"  # begins no text: a control character and what Unicode gives to no character
 _MAX_PROBLEM = 400  # characters of llguidance's message
 # White space between two tokens of JSON: one space, or a new line with its indentation. A model that likes white space
 # would otherwise write nothing else.
@@ -54,7 +55,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._building = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer: LLTokenizer | None = None  # takes the names of special tokens for text
+        self._naming_tokenizer: LLTokenizer | None = None  # knows the names; built for grammars that use any
         self._special_tokens: Mapping[str, int] = {}
         self._changing = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher | InvalidInput] = OrderedDict()
@@ -97,6 +99,8 @@ class GrammarCompiler:
         if known is not None:
             return known
         tokenizer = self._load_tokenizer()
+        if grammar.kind is GrammarKind.LARK and any(name in grammar.source for name in self._special_tokens):
+            tokenizer = self._load_naming_tokenizer()
         try:
             matcher = self._compile(tokenizer, grammar)
         except InvalidInput as problem:
@@ -125,15 +129,27 @@ class GrammarCompiler:
     def _load_tokenizer(self) -> LLTokenizer:
         with self._building:
             if self._tokenizer is None:
-                if not self._path.is_file():
-                    raise CheckpointError(f"{self._path}: is missing, and grammars need it; copy it from the model")
+                text = self._read_tokenizer()
                 try:
-                    text = self._path.read_text()
                     self._special_tokens = _special_tokens(text)
-                    self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
+                    self._tokenizer = self._build(_without_names(text))
                 except Exception as error:  # the library raises nothing narrower
                     raise CheckpointError(f"{self._path}: grammars cannot use it: {error}") from error
             return self._tokenizer
+
+    def _load_naming_tokenizer(self) -> LLTokenizer:
+        with self._building:
+            if self._naming_tokenizer is None:
+                self._naming_tokenizer = self._build(self._read_tokenizer())
+            return self._naming_tokenizer
+
+    def _read_tokenizer(self) -> str:
+        if not self._path.is_file():
+            raise CheckpointError(f"{self._path}: is missing, and grammars need it; copy it from the model")
+        return self._path.read_text()
+
+    def _build(self, text: str) -> LLTokenizer:
+        return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
 
 
 def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
@@ -162,6 +178,28 @@ def _special_tokens(tokenizer: str) -> dict[str, int]:
     """Returns the ids of the special tokens in a tokenizer.json."""
     added = json.loads(tokenizer).get("added_tokens") or []
     return {str(token["content"]): int(token["id"]) for token in added if token.get("special")}
+
+
+def _without_names(tokenizer: str) -> str:
+    """Returns a tokenizer.json whose special tokens have names that no text holds.
+
+    llguidance splits a text that must follow into tokens by the tokenizer, which takes a special token's name for that
+    token; but a grammar's text is text, which the token does not match, so that nothing at all could follow.
+    """
+    made = json.loads(tokenizer)
+    model = made.get("model") or {}
+    vocabulary = model.get("vocab")
+    for token in made.get("added_tokens") or []:
+        name = token["content"]
+        if not token.get("special") or name == model.get("unk_token"):
+            continue
+        token["content"] = _HIDDEN + name
+        if isinstance(vocabulary, dict) and name in vocabulary:
+            vocabulary[token["content"]] = vocabulary.pop(name)
+        elif isinstance(vocabulary, list):  # of pieces with their scores
+            for piece in vocabulary:
+                piece[0] = token["content"] if piece[0] == name else piece[0]
+    return json.dumps(made)
 
 
 def _schema_to_llguidance(source: str) -> str:

@@ -63,6 +63,12 @@ def test_every_kind_compiles(compiler: GrammarCompiler) -> None:
         assert not compiler.compile(grammar).is_error()
 
 
+def test_a_lark_grammar_takes_a_special_token_for_its_name(compiler: GrammarCompiler) -> None:
+    matcher = compiler.compile(Grammar(GrammarKind.LARK, 'start: "a" <|user|> "b"'))
+    assert matcher.consume_tokens([*encode("a"), *encode("<|user|>"), *encode("b")])
+    assert matcher.is_accepting()
+
+
 UNBOUNDED = {"multiples", "many multiples", "optional classes"}  # which only the router's processes bound
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -27,6 +28,7 @@ def allowed(sequence: Sequence) -> set[int]:
 
 
 A, B = encode("a")[0], encode("b")[0]
+SPECIAL = frozenset(encode("<|bos|><|eos|><|end|><|pad|><|system|><|user|><|assistant|>"))
 
 
 def test_the_end_is_allowed_exactly_where_the_grammar_accepts() -> None:
@@ -125,3 +127,69 @@ def test_nothing_is_forced_where_each_token_needs_its_step(sampling: dict[str, o
     assert forced_tokens(generation(GRAMMARS["choice"], encode("y"), **sampling)) == []
     assert forced_tokens(generation(GRAMMARS["choice"])) == []  # before the first token
     assert forced_tokens(generation(None, [A])) == []
+
+
+def num_common(texts: list[str]) -> int:
+    """Returns how many characters all texts begin with."""
+    first, last = min(texts), max(texts)
+    return next((place for place, character in enumerate(first) if character != last[place]), len(first))
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["the weather is fine", "the weather is finer today", "the weathered stone"],
+        ["wonderful", "wonder", "wondering"],
+        ["a longer story", "a long story"],
+        ["10", "100", "1000 and 1"],
+    ],
+    ids=lambda texts: str(texts[0]),
+)
+def test_no_token_is_forced_where_a_longer_one_could_reach_beyond_the_forced_text(texts: list[str]) -> None:
+    """Otherwise the model would find the text cut where its tokenizer never cuts it."""
+    grammar = Grammar(GrammarKind.CHOICE, json.dumps(texts))
+    vocabulary = [spell([token]) for token in range(VOCAB_SIZE)]
+    num_forced = 0
+    for text in texts:
+        whole = encode(text)
+        for num_tokens in range(1, len(whole)):
+            forced = [token for token in forced_tokens(generation(grammar, whole[:num_tokens])) if token not in EOS]
+            if not forced:
+                continue
+            num_forced += 1
+            start, begun = len(spell([*whole[:num_tokens], *forced[:-1]])), spell(whole[:num_tokens])
+            possible = [each for each in texts if each.startswith(begun)]
+            forced_end = num_common(possible)
+            assert start + len(spell(forced[-1:])) <= forced_end
+            for rest in (each[start:] for each in possible if len(each) > forced_end):
+                assert not [one for one in vocabulary if start + len(one) > forced_end and rest.startswith(one)]
+    assert num_forced > 0
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (regex("(.|\n)*"), "<|user|>"),
+        (regex(r"<\|user\|>"), "<|user|>"),
+        (schema({"type": "string"}), '"<|user|>"'),
+        (schema({"const": "<|user|> and <|end|>"}), '"<|user|> and <|end|>"'),
+        (Grammar(GrammarKind.CHOICE, '["a <|user|> b", "no"]'), "a <|user|> b"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.kind.value,
+)
+def test_text_that_names_a_special_token_is_spelled(grammar: Grammar, text: str) -> None:
+    sequence, rest = generation(grammar), text
+    while rest:
+        assert not allowed(sequence) & (SPECIAL - EOS)
+        token = next(token for token in allowed(sequence) - EOS if rest.startswith(spell([token])))
+        sequence.token_ids.append(token)
+        rest = rest.removeprefix(spell([token]))
+    assert allowed(sequence) & EOS
+
+
+def test_a_forced_name_of_a_special_token_is_spelled() -> None:
+    sequence = generation(schema({"const": "<|user|> and <|end|>"}), encode('"'))
+    forced = forced_tokens(sequence)
+    assert spell(forced) == '<|user|> and <|end|>"'
+    assert forced[-1] in EOS
+    assert not set(forced[:-1]) & SPECIAL

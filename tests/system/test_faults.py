@@ -1,6 +1,6 @@
 """Kills and freezes real processes under real streams: the client gets exactly the tokens of an undisturbed run.
 
-One router, two prefill and two decode workers as plain processes, the bundled model in fp32. Slow prefills are made by
+One router, two prefill and two decode workers as plain processes, the bundled model in bf16. Slow prefills are made by
 long prompts in tiny chunks, so that a kill hits a running prefill.
 """
 
@@ -44,7 +44,7 @@ def config(role: Role, number: int) -> WorkerConfig:
         role,
         MODEL,
         f"{role.value}-{number}",
-        engine={"num_pages": 512, "dtype": "float32"},
+        engine={"num_pages": 512, "dtype": "bfloat16"},
         prefill={"max_batch_tokens": 4},  # 150 steps for the long prompt
         transfer={"timeout_s": 5.0},
     )
@@ -90,7 +90,7 @@ class Undisturbed:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine.load(EngineConfig(model=str(MODEL), num_pages=256, num_threads=1, dtype="float32"))
+    return Engine.load(EngineConfig(model=str(MODEL), num_pages=256, num_threads=1, dtype="bfloat16"))
 
 
 @pytest.fixture

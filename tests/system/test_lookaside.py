@@ -46,7 +46,7 @@ SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}
 
 
 def config(role: Role, name: str, *, lookaside: bool = True, **parts: Any) -> WorkerConfig:
-    made = worker_config(role, MODEL, name, engine={"num_pages": 256, "dtype": "float32"}, **parts)
+    made = worker_config(role, MODEL, name, engine={"num_pages": 256, "dtype": "bfloat16"}, **parts)
     public = LookasideConfig() if lookaside and role is Role.DECODE else None
     return made.model_copy(update={"security": SECRET, "lookaside": public})
 

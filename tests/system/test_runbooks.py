@@ -219,7 +219,7 @@ def deployment(keys: Path) -> Iterator[RayDeployment]:
         routers=1,  # the metrics at the public port are those of one router
         prefill_pool=pool,
         decode_pool=pool,
-        engine={"kv_memory_bytes": 64 * 1024 * 1024},
+        engine={"kv_memory_bytes": 64 * 1024 * 1024, "dtype": "bfloat16"},
         security=SecurityConfig(secret_file=str(keys / "secret")),
         start_timeout_s=240,
     )

@@ -33,7 +33,7 @@ from tests.system.test_faults import MODEL, TIMEOUT_S, client, load_of
 pytestmark = pytest.mark.processes
 
 PROMPT = [(7 * i) % 900 + 20 for i in range(60)]
-ENGINE = {"num_pages": 256, "dtype": "float32"}
+ENGINE = {"num_pages": 256, "dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")

@@ -244,6 +244,15 @@ def other_weights(folder: Path) -> Path:
     return copy
 
 
+def cached_pages(deployment: Hosted) -> dict[str, set[bytes]]:
+    """Returns the hashes of the pages in each worker's prefix cache."""
+    cached = {}
+    for name, worker in deployment.workers.items():
+        assert worker.host.server.replica is not None
+        cached[name] = set(worker.host.server.replica.engine.prefix_cache._chains.nodes)
+    return cached
+
+
 async def test_two_different_models_serve_side_by_side_and_share_no_page(
     tmp_path: Path, undisturbed: list[list[int]]
 ) -> None:
@@ -279,16 +288,9 @@ async def test_two_different_models_serve_side_by_side_and_share_no_page(
         async for progress in upgrade.follow():
             if progress.stage is UpgradeStage.PROVING:
                 break
-        revisions_seen = set()
-        async with asyncio.timeout(120):
-            while len(revisions_seen) < 2:
-                revisions_seen |= set(await ask_all())
-        revisions_seen |= set(await ask_all())  # both have cached these prompts by now
-        cached: dict[str, set[bytes]] = {}
-        for name, worker in deployment.workers.items():
-            assert worker.host.server.replica is not None
-            cached[name] = set(worker.host.server.replica.engine.prefix_cache._chains.nodes)
-        assert all(cached.values())
+        async with asyncio.timeout(120):  # prompts of both revisions, one at least as long as a page for each worker
+            while not all((cached := cached_pages(deployment)).values()):
+                await ask_all()
         old, new = (cached[f"decode-{n}"] | cached[f"prefill-{n}"] for n in range(2))
         assert old.isdisjoint(new)
         deployment.controller.upgrading.abort()

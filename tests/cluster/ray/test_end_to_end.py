@@ -49,7 +49,7 @@ def deployment() -> Iterator[RayDeployment]:
         prefill_pool=PoolConfig(replicas=1),
         decode_pool=PoolConfig(replicas=2),
         decode=DecodeConfig(placement="remote"),
-        engine={"kv_memory_bytes": 64 * 1024 * 1024},
+        engine={"kv_memory_bytes": 64 * 1024 * 1024, "dtype": "bfloat16"},
         start_timeout_s=240,
     )
     with forked_ray_workers(), launch(config) as running:

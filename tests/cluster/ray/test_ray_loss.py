@@ -34,7 +34,7 @@ class Serving:
 
     def __init__(self, folder: Path) -> None:
         config = folder / "serve.toml"
-        config.write_text("routers = 1\ndrain_s = 120\n[engine]\nkv_memory_bytes = 67108864\n")
+        config.write_text('routers = 1\ndrain_s = 120\n[engine]\nkv_memory_bytes = 67108864\ndtype = "bfloat16"\n')
         ports = ["--http-port", "0", "--grpc-port", "0", "--admin-port", "0"]
         model = ["--model", str(ROOT / "models" / "penstock-tiny"), "--colocated", "--config", str(config)]
         self.process = subprocess.Popen(

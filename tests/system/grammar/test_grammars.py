@@ -1,6 +1,6 @@
 """Tests that an output with a grammar has the same tokens however it is served: the invariant, for grammars.
 
-Real workers with their gRPC servers and transports in this process, over the bundled model in fp32. Forced tokens enter
+Real workers with their gRPC servers and transports in this process, over the bundled model in bf16. Forced tokens enter
 several at a time, so that every hand-off can fall between them.
 """
 
@@ -40,12 +40,12 @@ WAYS = {
     "stopped": replace(SEEDED, stop_token_ids=(30, 31)),
 }
 PROMPTS = [[(7 * i) % 900 + 20 for i in range(length)] for length in (3, 16, 33, 70)]
-FP32 = {"dtype": "float32"}
+BF16 = {"dtype": "bfloat16"}
 
 
 @functools.cache
 def reference_engine() -> Engine:
-    return Engine.load(EngineConfig(model=str(MODEL), num_pages=64, num_threads=1, dtype="float32"))
+    return Engine.load(EngineConfig(model=str(MODEL), num_pages=64, num_threads=1, dtype="bfloat16"))
 
 
 def single_process(prompt: list[int], sampling: SamplingParams) -> list[int]:
@@ -79,8 +79,8 @@ async def ask_all(router: Caller, requests: list[tuple[list[int], SamplingParams
 async def test_every_way_to_serve_gives_the_same_tokens(way: str) -> None:
     requests, wanted = asked(way)
     async with workers(
-        worker_config(Role.PREFILL, MODEL, engine=FP32, prefill={"max_batch_tokens": 24}),
-        worker_config(Role.DECODE, MODEL, engine=FP32, transfer={"checksums": True}),
+        worker_config(Role.PREFILL, MODEL, engine=BF16, prefill={"max_batch_tokens": 24}),
+        worker_config(Role.DECODE, MODEL, engine=BF16, transfer={"checksums": True}),
     ) as (prefill, decode):
         async with caller(decode) as router:
             assert await ask_all(router, requests, [prefill]) == wanted
@@ -92,7 +92,7 @@ async def test_every_way_to_serve_gives_the_same_tokens(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 async def test_run_ahead_and_chunks_change_nothing(way: str) -> None:
     requests, wanted = asked(way)
-    ahead = FP32 | {"run_ahead": True}
+    ahead = BF16 | {"run_ahead": True}
     async with workers(
         worker_config(Role.PREFILL, MODEL, engine=ahead, prefill={"max_batch_tokens": 8}),
         worker_config(Role.DECODE, MODEL, engine=ahead, decode={"max_batch_tokens": 24, "max_batch_sequences": 16}),
@@ -116,7 +116,7 @@ async def test_rows_with_and_without_grammars_run_ahead_together(monkeypatch: py
         return sample_ahead(engine, step, *rest)
 
     monkeypatch.setattr(Engine, "sample_ahead", note)
-    ahead = FP32 | {"run_ahead": True, "num_pages": 512}
+    ahead = BF16 | {"run_ahead": True, "num_pages": 512}
     async with workers(worker_config(Role.DECODE, MODEL, engine=ahead, decode={"max_batch_sequences": 64})) as (
         decode,
     ):
@@ -128,7 +128,7 @@ async def test_rows_with_and_without_grammars_run_ahead_together(monkeypatch: py
 
 async def test_preempted_sequences_go_on_in_their_grammars() -> None:
     requests, wanted = asked("seeded")
-    small = FP32 | {"num_pages": 16}
+    small = BF16 | {"num_pages": 16}
     async with workers(worker_config(Role.DECODE, MODEL, engine=small, decode={"watermark": 0.0})) as (decode,):
         async with caller(decode) as router:
             streams = [router.submit(prompt, sampling) for prompt, sampling in requests]
@@ -142,7 +142,7 @@ async def test_preempted_sequences_go_on_in_their_grammars() -> None:
 async def test_an_output_that_another_worker_began_goes_on_alike_wherever_it_was_cut(name: str) -> None:
     prompt, sampling = PROMPTS[1], replace(SEEDED, grammar=GRAMMARS[name])
     wanted = single_process(prompt, sampling)
-    roomy = FP32 | {"num_pages": 512}
+    roomy = BF16 | {"num_pages": 512}
     async with workers(
         worker_config(Role.PREFILL, MODEL, engine=roomy), worker_config(Role.DECODE, MODEL, engine=roomy)
     ) as (prefill, decode):
@@ -160,7 +160,7 @@ async def test_an_output_that_another_worker_began_goes_on_alike_wherever_it_was
 
 
 async def test_texts_match_their_grammars_and_end_with_stop() -> None:
-    async with workers(worker_config(Role.DECODE, MODEL, engine=FP32)) as (decode,):
+    async with workers(worker_config(Role.DECODE, MODEL, engine=BF16)) as (decode,):
         async with caller(decode) as router:
             for name, grammar in GRAMMARS.items():
                 sampling = replace(SEEDED, grammar=grammar, max_tokens=400)
@@ -182,7 +182,7 @@ async def test_a_grammar_that_cannot_be_obeyed_fails_its_request_alone() -> None
     fine = replace(GREEDY, grammar=schema(PERSON))
     wanted = single_process(PROMPTS[0], fine)
     async with workers(
-        worker_config(Role.PREFILL, MODEL, engine=FP32), worker_config(Role.DECODE, MODEL, engine=FP32)
+        worker_config(Role.PREFILL, MODEL, engine=BF16), worker_config(Role.DECODE, MODEL, engine=BF16)
     ) as (prefill, decode):
         async with caller(decode) as router:
             streams = [router.submit(PROMPTS[0], sampling, [prefill]) for sampling in (fine, impossible, fine)]

@@ -81,7 +81,7 @@ class CapacityCheck:
 
     def check_flip(self, slot: Slot, role: Role) -> None:
         """Raises InvalidInput if the pools' workers take different resources and one more does not fit: the process
-        keeps what it has, but a successor would find no place."""
+        keeps what it has, but there would be no room for a successor."""
         source = Role(slot.incarnation.pool_name)
         if self._machines is None or self._machines.needs[source] == self._machines.needs[role]:
             return

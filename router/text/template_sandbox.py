@@ -142,7 +142,7 @@ def _cut_after(text: str, content: str) -> str:
 def _parse_json(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
     """Replaces the JSON texts of tools and tool calls by their values, as templates expect.
 
-    A model may have written arguments that are no JSON object; those stay texts.
+    A model may have written arguments that are not a JSON object; those stay texts.
     """
     for number, tool in enumerate(tools):
         function = tool["function"]

@@ -133,7 +133,7 @@ def _judged(requests: Sequence[RequestRecord], slo: SloSet, elapsed_s: float) ->
 
 
 def length_class(request: RequestRecord) -> str | None:
-    """Returns the class of a prompt by length, such as `256-1023`; None if nobody knows the length."""
+    """Returns the class of a prompt by length, such as `256-1023`; None if the length is unknown."""
     length = request.input_tokens
     if length is None:
         return None

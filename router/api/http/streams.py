@@ -178,7 +178,7 @@ class EventStream(Response):
     """A streamed body that is cancelled as soon as the client disconnects, whatever it waits for then.
 
     Its watch aborts the connection of a client that does not read, which is a disconnect too. While it has nothing to
-    send it sends heartbeats, so that neither clients nor proxies take it for dead.
+    send it sends heartbeats, so that neither clients nor proxies consider it dead.
     """
 
     def __init__(

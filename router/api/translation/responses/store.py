@@ -108,7 +108,7 @@ class ResponseStore:
             return self._find(tenant, response_id, field)
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Removes a response; conversations that went on from it end with it. Raises ResponseNotFound."""
+        """Removes a response; conversations that continued from it end with it. Raises ResponseNotFound."""
         with self._lock:
             self._find(tenant, response_id, "response_id")
             self._remove(tenant, response_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from typing import Any
 
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
@@ -41,11 +42,19 @@ def _no_gaps(requests: RequestMetrics, lane: Lane, num_prompt_tokens: int, tenan
     return _NO_HISTOGRAM
 
 
+def _uncounted_first_token(counts: CompletionCounts, request: PreparedRequest, ttft_s: float) -> None:
+    """Does what `CompletionCounts.first_token` does for others than Prometheus."""
+    counts._demand.begin(len(request.token_ids), ttft_s)
+
+
 def _uncounted_end(
     counts: CompletionCounts, request: PreparedRequest, usage: common_pb2.Usage, last: common_pb2.Timing | None
 ) -> RequestUsage:
-    """Answers as `CompletionCounts.request` does, and counts nothing."""
-    return RequestUsage(usage.completion_tokens, usage.cached_tokens, last.decode_ms / 1e3 if last is not None else 0.0)
+    """Does what `CompletionCounts.request` does for others than Prometheus."""
+    decode_s = last.decode_ms / 1e3 if last is not None else 0.0
+    counts._retries.succeed(time.monotonic())
+    counts._demand.end(usage, decode_s)
+    return RequestUsage(usage.completion_tokens, usage.cached_tokens, decode_s)
 
 
 _UNOBSERVED: tuple[_Replaced, ...] = (
@@ -55,7 +64,7 @@ _UNOBSERVED: tuple[_Replaced, ...] = (
     (RouterMetrics, "mispredicted", _nothing),
     (AdmissionMetrics, "passed", _nothing),
     (AdmissionMetrics, "spent", _nothing),
-    (CompletionCounts, "first_token", _nothing),
+    (CompletionCounts, "first_token", _uncounted_first_token),
     (CompletionCounts, "completion", _nothing),
     (CompletionCounts, "request", _uncounted_end),
 )

@@ -60,7 +60,7 @@ def continuation(engine: Engine, sequence: Sequence, count: int) -> tuple[int, .
 def test_drafts_are_what_the_model_says_by_itself(
     draft: DraftModel, alone: Engine, sampling: dict[str, object]
 ) -> None:
-    """Of each draft some tokens come true, others do not; sequences join, pause and leave."""
+    """Some tokens of each draft come true, others do not; sequences join, pause and leave."""
     rng = random.Random(1)
     sequences = [make_sequence(number, **sampling) for number in range(3)]
     for turn in range(8):

@@ -242,7 +242,7 @@ SUBJECTS = (
     Subject(
         "conformance",
         "Suites of other projects",
-        "schemathesis over the OpenAPI document, and LangChain's tests of chat models.",
+        "schemathesis, OpenAI's and Anthropic's clients, LangChain's standard tests, lm-eval and GuideLLM.",
         "make conformance",
         "openai.md",
     ),

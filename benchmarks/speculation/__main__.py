@@ -17,17 +17,18 @@ the shape. Outputs with and without are compared.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from benchmarks.common.report import RESULTS, Row, percentile, publish
+from benchmarks.common.report import RESULTS, Row, percentile, publish, show
 from benchmarks.common.shapes import BUNDLED, random_llama
 from benchmarks.engine.loop import EngineLoop
 from benchmarks.speculation.replay import ReplayEngine
@@ -157,39 +158,37 @@ def rebuild_rows(draft: DraftModel) -> list[Row]:
     return [Row(name, statistics.median(seconds) * 1e3, "ms")]
 
 
-def bundled_rows(only: str) -> list[Row]:
+def bundled_rows(only: str) -> Iterator[list[Row]]:
+    """Yields the rows of each workload."""
     settings = {"model": str(BUNDLED), "num_pages": 2048, "device": "cpu", "dtype": "bfloat16"}
     config = EngineConfig.model_validate(settings)
     engine = Engine.load(config)
     draft = DraftModel.load(str(DRAFT_FOLDER), config, engine.pool.num_pages)
-    texts, rows = BundledTexts(BUNDLED), []
+    texts = BundledTexts(BUNDLED)
     if only in "bundled draft model":
-        rows += rebuild_rows(draft)
+        yield rebuild_rows(draft)
     for batch, num_tokens in ANSWER_TOKENS.items():
         for kind in texts.kinds:
             name = f"bundled model, {kind}, batch {batch}"
             if only in name:
-                rows += gain_rows(
-                    engine, name, partial(texts.scripts, kind, batch), num_tokens, 2 * ROUNDS[batch], draft
-                )
+                yield gain_rows(engine, name, partial(texts.scripts, kind, batch), num_tokens, 2 * ROUNDS[batch], draft)
     draft.close()
     engine.close()
-    return rows
 
 
-def replayed_rows(only: str) -> list[Row]:
+def replayed_rows(only: str) -> Iterator[list[Row]]:
+    """Yields the rows of each workload."""
     settings = {"model": str(random_llama()), "num_pages": 4096, "device": "cpu", "dtype": "bfloat16"}
     engine = ReplayEngine.load(EngineConfig.model_validate(settings))
-    texts, rows = RepositoryTexts(PROMPT_TOKENS, max(ANSWER_TOKENS.values())), []
+    texts = RepositoryTexts(PROMPT_TOKENS, max(ANSWER_TOKENS.values()))
     if only in "135M shape, step":
-        rows += step_rows(engine, "135M shape", CONTEXT)
+        yield step_rows(engine, "135M shape", CONTEXT)
     for batch, num_tokens in ANSWER_TOKENS.items():
         for kind in WIDE_KINDS if batch > 16 else texts.kinds:
             name = f"135M shape, {kind}, batch {batch}"
             if only in name:
-                rows += gain_rows(engine, name, partial(texts.scripts, kind, batch), num_tokens, ROUNDS[batch])
+                yield gain_rows(engine, name, partial(texts.scripts, kind, batch), num_tokens, ROUNDS[batch])
     engine.close()
-    return rows
 
 
 def kept_rows(rows: Sequence[Row]) -> list[Row]:
@@ -203,15 +202,20 @@ def kept_rows(rows: Sequence[Row]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="workloads whose name contains this; other results are kept")
+    parser.add_argument(
+        "--only", default="", help="workloads whose name contains this; the last results of others are kept"
+    )
     only, began_s = parser.parse_args().only, time.perf_counter()
-    rows: list[Row] = []
-    if not only or not only.startswith("135M"):
-        rows += bundled_rows(only)
-    if not only or not only.startswith("bundled"):
-        rows += replayed_rows(only)
-    threads = torch.get_num_threads()
-    publish("speculation", f"bf16, {threads} threads, greedy; prompts cached", kept_rows(rows) if only else rows)
+    workloads: list[Iterator[list[Row]]] = []
+    if not only.startswith("135M"):
+        workloads.append(bundled_rows(only))
+    if not only.startswith("bundled"):
+        workloads.append(replayed_rows(only))
+    workload, rows = f"bf16, {torch.get_num_threads()} threads, greedy; prompts cached", kept_rows([])
+    for found in itertools.chain(*workloads):  # written one by one: all of them take long
+        rows = kept_rows(found)
+        publish("speculation", workload, rows, quiet=True)
+    show("speculation", workload, rows)
     print(f"took {time.perf_counter() - began_s:.0f} s")
 
 

@@ -1,0 +1,85 @@
+"""What the speculation benchmark compares is the same text: replayed, in a model's own words, and with its draft."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from benchmarks.common.shapes import BUNDLED
+from benchmarks.engine.loop import EngineLoop
+from benchmarks.speculation.replay import ReplayEngine
+from benchmarks.speculation.texts import BundledTexts
+from decode_worker.draft_model import DraftModel
+from engine.step.speculation.proposal import ProposalKind
+from penstock.config import DecodeConfig, EngineConfig
+
+CONFIG = EngineConfig(model=str(BUNDLED), dtype="bfloat16", num_pages=256, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ReplayEngine]:
+    loaded = ReplayEngine.load(CONFIG)
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="module")
+def draft() -> Iterator[DraftModel]:
+    loaded = DraftModel.load(str(BUNDLED.with_name("penstock-tiny-draft")), CONFIG, 256)
+    yield loaded
+    assert loaded.num_held_pages == 0
+    loaded.close()
+
+
+def generate(
+    engine: ReplayEngine, prompts: list[list[int]], num_tokens: int, speculation: str, draft: DraftModel | None = None
+) -> tuple[list[list[int]], dict[ProposalKind, int], int]:
+    """Returns what is said, how many proposed tokens of each kind were right, and the number of steps."""
+    settings = {"max_batch_sequences": 4, "placement": "local", "speculation": speculation}
+    loop = EngineLoop(engine, DecodeConfig.model_validate(settings), draft)
+    right, steps = dict.fromkeys(ProposalKind, 0), []
+    loop.worker.on_verified.append(lambda kind, _, accepted: right.update({kind: right[kind] + accepted}))
+    loop.worker.on_step.append(lambda *step: steps.append(step))
+    try:
+        return loop.generate(prompts, num_tokens).outputs, right, len(steps)
+    finally:
+        loop.close()
+
+
+def test_a_replayed_text_is_said_word_for_word_in_fewer_steps(engine: ReplayEngine) -> None:
+    rng = random.Random(1)
+    prompts = [rng.choices(range(10, 2000), k=40) for _ in range(3)]
+    answers = [prompt[5:35] for prompt in prompts]
+    engine.set_texts([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
+    try:
+        plain = generate(engine, prompts, 30, "off")
+        always = generate(engine, prompts, 30, "always")
+    finally:
+        engine.set_texts([])
+    assert plain[0] == always[0] == answers
+    assert sum(plain[1].values()) == 0
+    assert always[1][ProposalKind.LONG_MATCH] > 30
+    assert always[2] < plain[2] / 2
+
+
+@pytest.mark.parametrize("speculation", ["always", "auto"])
+def test_a_draft_model_changes_nothing_that_is_said(engine: ReplayEngine, draft: DraftModel, speculation: str) -> None:
+    texts = BundledTexts(BUNDLED)
+    prompts = [script.prompt for kind in texts.kinds for script in texts.scripts(kind, 1, 0)]
+    plain = generate(engine, prompts, 40, "off")
+    drafted = generate(engine, prompts, 40, speculation, draft)
+    assert drafted[0] == plain[0]
+    if speculation == "always":
+        assert drafted[1][ProposalKind.DRAFT] > 30
+        assert drafted[2] < plain[2]
+
+
+def test_texts_differ_by_turn_and_are_the_same_in_every_run() -> None:
+    texts = BundledTexts(BUNDLED)
+    for kind in texts.kinds:
+        turns = [texts.scripts(kind, 2, turn) for turn in range(3)]
+        assert turns[0] == texts.scripts(kind, 2, 0)
+        assert all(one != other for one, other in pairwise(turns))

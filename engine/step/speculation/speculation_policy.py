@@ -13,7 +13,6 @@ _LEAST_GAIN = 1.05  # of expected tokens per second; less is within the errors o
 _ALLOWANCE = 0.004  # share of the time that attempts may lose
 _FIRST_CREDIT_STEPS = 8.0  # what may be lost before anything was gained, in plain steps
 _MAX_CREDIT_STEPS = 32.0  # gains that are kept to be lost again, in plain steps
-_OUTLIER = 2.0  # times what a step of its size takes: something else took the machine, which is no loss of ours
 _HOPEFUL_RATE = 0.95  # if no proposal pays with this rate, none is looked for
 
 
@@ -97,16 +96,19 @@ class SpeculationLedger:
         """Whether speculation may be tried."""
         return self._has_begun and self._credit_s > 0
 
-    def on_step(self, elapsed_s: float, plain_s: float) -> None:
+    def on_step(self, plain_s: float) -> None:
         """Notes that a step has ended; `plain_s` is what one of as many sequences takes with a token each."""
         if not self._has_begun:
             self._has_begun, self._credit_s = True, _FIRST_CREDIT_STEPS * plain_s
-        self.add(_ALLOWANCE * min(elapsed_s, _OUTLIER * plain_s), plain_s)
+        self.add(_ALLOWANCE * plain_s, plain_s)
 
-    def on_verified(self, elapsed_s: float, expected_s: float, num_plain: float, plain_s: float) -> None:
-        """Notes that a step which should take `expected_s` has verified proposals: it yielded what takes `num_plain`
-        steps of `plain_s` without."""
-        self.add(num_plain * plain_s - min(elapsed_s, _OUTLIER * expected_s), plain_s)
+    def on_verified(self, cost_s: float, num_plain: float, plain_s: float) -> None:
+        """Notes a step that has verified proposals and yielded what takes `num_plain` steps of `plain_s` without.
+
+        `cost_s` is what such a step takes, not what this one took: both sides are means of the same kind, so that what
+        else runs on the machine counts as neither gain nor loss.
+        """
+        self.add(num_plain * plain_s - cost_s, plain_s)
 
     def add(self, gain_s: float, plain_s: float) -> None:
         """Notes seconds that were gained, or lost if negative."""

@@ -207,10 +207,10 @@ class Speculator:
         self._num_steps += 1
         self._costs.observe(num_sequences + num_proposed, max(elapsed_s - looked_s, 1e-9))
         plain_s = self._costs.predict(num_sequences)
-        self._ledger.on_step(elapsed_s, plain_s)
+        self._ledger.on_step(plain_s)
         if num_proposed:
-            expected_s = looked_s + self._costs.predict(num_sequences + num_proposed)
-            self._ledger.on_verified(elapsed_s, expected_s, 1 + num_further / num_sequences, plain_s)
+            cost_s = looked_s + self._costs.predict(num_sequences + num_proposed)
+            self._ledger.on_verified(cost_s, 1 + num_further / num_sequences, plain_s)
         else:
             self._ledger.add(-looked_s, plain_s)
 

@@ -32,6 +32,7 @@ ADAPTER = "tuned"  # the name of the adapter that one feature asks for
 ENGINE = {"max_adapters": 2, "max_adapter_rank": 4}
 MAX_TOKENS = 96
 PROMPT_TOKENS = 90
+WINDOW = 40  # tokens that each layer of the other model sees
 CONTEXT_LENGTH = 2048
 # Exact in single precision, which is how they are sent.
 _REPETITIVE = json.dumps(  # of which the grammar forces most tokens
@@ -96,6 +97,8 @@ class Feature:
     adapter: str = ""
     is_chat: bool = False  # over HTTP: `CHAT` is the prompt
     end_is_late: bool = False  # at a stop that its own text has in the second half
+    is_windowed: bool = False  # of `windowed_model`
+    num_prompt_tokens: int = PROMPT_TOKENS
 
     @property
     def scores_prompt(self) -> bool:
@@ -109,8 +112,12 @@ class Feature:
             return _chat_tokens()
         # The adapter's is that of another feature, whose pages it must not find.
         name = "seed" if self.adapter else self.name
-        number = [*FEATURES, "first", "second"].index(name)
-        return [(7 * i + 131 * number) % 900 + 20 for i in range(PROMPT_TOKENS)]
+        number = [*FEATURES, "first", "second", "third"].index(name)
+        return [(7 * i + 131 * number) % 900 + 20 for i in range(self.num_prompt_tokens)]
+
+    @property
+    def model(self) -> Path:
+        return windowed_model() if self.is_windowed else MODEL
 
     @property
     def all_options(self) -> dict[str, Any]:
@@ -143,6 +150,7 @@ FEATURES = {
         Feature("tools", {"ignore_eos": False}, over_http=True, is_chat=True),
         Feature("adapter", adapter=ADAPTER),
         Feature("speculation", {"allowed_token_ids": [300, 301, 302]}),  # a text that often repeats what was before
+        Feature("window", is_windowed=True),  # pages behind the window are given back
     )
 }
 
@@ -153,6 +161,22 @@ def adapter_ref() -> AdapterRef:
     folder = Path(tempfile.mkdtemp(prefix="penstock-adapter-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return make_adapter(MODEL, folder, rank=4, size=0.15, name=ADAPTER)
+
+
+@functools.cache
+def windowed_model() -> Path:
+    """Returns the model as one whose every layer has a window, with the same weights."""
+    folder = Path(tempfile.mkdtemp(prefix="penstock-windowed-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for file in MODEL.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((MODEL / "config.json").read_text())
+    changed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": WINDOW}
+    left_out = ("attention_bias", "mlp_bias")
+    (folder / "config.json").unlink()
+    kept = {key: value for key, value in config.items() if key not in left_out}
+    (folder / "config.json").write_text(json.dumps(kept | changed))
+    return folder
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engine.engine import Engine
@@ -57,8 +58,8 @@ class Answered:
 
 
 @functools.cache
-def engine() -> Engine:
-    return Engine.load(EngineConfig(model=str(MODEL), num_pages=64, num_threads=1, dtype="float32", **ENGINE))
+def engine(model: Path = MODEL) -> Engine:
+    return Engine.load(EngineConfig(model=str(model), num_pages=64, num_threads=1, dtype="float32", **ENGINE))
 
 
 @functools.cache
@@ -83,19 +84,28 @@ def single_process(feature: Feature) -> list[Answered]:
     if feature.is_chat:
         return _answer(feature.prompt, resolve({**options, "grammar": call_grammar()}, len(feature.prompt)))
     ref = adapter_ref() if feature.adapter else None
-    answers = _answer(feature.prompt, resolve(options, len(feature.prompt)), ref)
+    answers = _answer(feature.prompt, resolve(options, len(feature.prompt)), ref, feature.model)
     if feature.over_http:
         for answer in answers:
             answer.text = decode_text(feature.prompt) + answer.text
     return answers
 
 
-def _answer(prompt: list[int], sampling: SamplingParams, adapter: AdapterRef | None = None) -> list[Answered]:
-    return [_completion(prompt, sampling, index, adapter) for index in range(sampling.n)]
+def without_window(feature: Feature) -> list[Answered]:
+    """Returns what the model with the same weights and no window answers."""
+    return _answer(feature.prompt, resolve(options_of(feature), len(feature.prompt)))
 
 
-def _completion(prompt: list[int], sampling: SamplingParams, index: int, adapter: AdapterRef | None) -> Answered:
-    made, answer = engine(), Answered()
+def _answer(
+    prompt: list[int], sampling: SamplingParams, adapter: AdapterRef | None = None, model: Path = MODEL
+) -> list[Answered]:
+    return [_completion(prompt, sampling, index, adapter, model) for index in range(sampling.n)]
+
+
+def _completion(
+    prompt: list[int], sampling: SamplingParams, index: int, adapter: AdapterRef | None, model: Path
+) -> Answered:
+    made, answer = engine(model), Answered()
     sequence = Sequence(
         RequestId("reference"), list(prompt), len(prompt), completion_sampling(sampling, index), b"reference"
     )
@@ -135,7 +145,7 @@ def _feed(
     answer: Answered, text: CompletionText, sequence: Sequence, index: int, logprobs: list[common_pb2.TokenLogprob]
 ) -> None:
     """Adds the sequence's last token to the answer."""
-    made = engine()
+    made = engine()  # the models end alike
     reason = finish_reason(sequence, made.model.eos_token_ids, made.model.context_length)
     part = text.feed(CompletionDelta(index, [sequence.token_ids[-1]], logprobs, reason))
     answer.text += part.text

@@ -12,7 +12,7 @@ import pytest
 from router.parsers.choice import parse_whole
 from tests.system.matrix.features import FEATURES, TOOL, Feature, parser_choice, spelling
 from tests.system.matrix.hand_offs import Runs
-from tests.system.matrix.reference import options_of, single_process
+from tests.system.matrix.reference import options_of, single_process, without_window
 from tests.system.matrix.table import ABSENT, BREAKS, CELLS, PAGE, with_table
 
 pytestmark = pytest.mark.processes
@@ -47,6 +47,8 @@ def test_a_feature_changes_the_answer_of_a_single_process(feature: Feature) -> N
         assert dict(options_of(feature)) == plain
         assert feature.prompt == FEATURES["seed"].prompt
         assert answers[0].token_ids != without.token_ids
+    elif feature.is_windowed:
+        assert answers[0].token_ids != without_window(feature)[0].token_ids
     elif feature.end_is_late:
         assert answers[0].finish_reason == "stop"
         if feature.name != "stop_token_ids":

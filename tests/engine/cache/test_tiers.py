@@ -57,9 +57,12 @@ def test_freed_pages_are_zero(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"host_memory_bytes": 100}, r"engine\.host_memory_bytes = 100 holds no page of \d+ bytes; give more"),
+        ({"host_memory_bytes": 100}, r"engine\.host_memory_bytes = 100 is less than one page, \d+ bytes; give more"),
         ({"host_memory_bytes": 1 << 55}, r"engine\.host_memory_bytes = \d+ cannot be allocated; give less"),
-        ({"host_memory_bytes": 10**6, "disk_bytes": 9, "disk_path": "/tmp"}, "engine.disk_bytes = 9 holds no page"),
+        (
+            {"host_memory_bytes": 10**6, "disk_bytes": 9, "disk_path": "/tmp"},
+            "disk_bytes = 9 is less than one page",
+        ),
     ],
 )
 def test_an_impossible_tier_size_is_refused(checkpoint: Path, settings: dict[str, object], message: str) -> None:

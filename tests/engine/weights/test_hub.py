@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -127,6 +128,16 @@ def test_a_plan_needs_the_configuration_alone(hub: str, capsys: pytest.CaptureFi
     assert main(["plan-memory", "org/tiny@v1", "--context", "512", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["has_weights"] is False
+    assert Hub.sent == ["config.json"]
+
+
+def test_a_deployment_is_planned_by_the_id(hub: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "serve.toml"
+    traffic = ["--rate=1", "--input-tokens=40", "--output-tokens=20", "--limit=20", "--verify=0"]
+    command = ["plan", "--model=org/tiny@v1", "--accelerator=H100=3", *traffic, f"--write={file}", "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "org/tiny@v1"
+    assert tomllib.loads(file.read_text())["model"] == "org/tiny@v1"
     assert Hub.sent == ["config.json"]
 
 

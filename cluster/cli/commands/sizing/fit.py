@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, replace
 
 from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
-from cluster.cli.options import add_admin_options, require_positive
+from cluster.cli.options import add_admin_options, local_folder, require_positive
 from cluster.cli.progress import Progress
 from cluster.cli.table import format_table
 from penstock import wire
@@ -28,7 +28,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("output", metavar="FILE", help="the cost file to write")
     add("--seconds", type=float, default=60.0, help="how long to watch, while traffic is served; default: %(default)s")
     add("--link-gbit", type=float, default=100.0, help="speed of the link between workers; default: %(default)s")
-    add("--shape", metavar="MODEL", help="a config.json or folder, or a known shape, for KV bytes; default: the model")
+    add(
+        "--shape",
+        metavar="MODEL",
+        help="a folder, config.json, id of the Hub or known shape, for KV bytes; default: the model",
+    )
     add("--json", action="store_true", help="print the costs as JSON, as they are written")
     add("--tensor-parallel", type=int, default=1, metavar="N", help="ranks of a worker; default: 1")
     add_admin_options(parser)
@@ -40,7 +44,7 @@ def run(arguments: Namespace) -> int:
     require_positive("--link-gbit", arguments.link_gbit)
     model, records = watch(arguments)
     fitted = fit_steps(records)
-    shape = find_shape(arguments.shape or model)
+    shape = find_shape(local_folder(arguments.shape or model, config_only=True))
     link = LinkCosts(bytes_per_s=arguments.link_gbit * 1e9 / 8, token_bytes=int(shape.kv_token_bytes))
     source = f"fitted to {len(records)} reports of steps within {arguments.seconds:g} s"
     profile = CostProfile(

@@ -218,7 +218,10 @@ def make_tables(report: PlanReport) -> list[tuple[str, list[str], list[list[str]
 
 
 def _shape(arguments: Namespace) -> ModelShape:
-    shape = find_shape(local_folder(arguments.model, config_only=True))
+    folder = local_folder(arguments.model, config_only=True)
+    shape = find_shape(folder)
+    if folder != arguments.model:  # of the Hub, whose folders have the names of commits
+        shape = replace(shape, name=arguments.model)
     if bits := _WEIGHT_BITS.get(arguments.quantization):
         shape = shape.quantized(weight_bits=bits)
     return quantize_kv(shape, arguments.kv_dtype)
@@ -298,13 +301,21 @@ def _with_costs(
     return [replace(offer, measured=tuple(measured.get(offer.device.name, {}).values())) for offer in offers]
 
 
+def _model_to_serve(given: str) -> str:
+    """Returns what `penstock serve` takes for the model that was given: a folder, or an id of the Hub."""
+    from engine.weights.hub import HubModel
+
+    path = Path(given)
+    if path.is_dir() or HubModel.parse(given):
+        return given
+    return str(path.parent if path.is_file() else Path("/models") / given)
+
+
 def _toml(report: PlanReport, arguments: Namespace) -> str:
-    folder = Path(arguments.model)
-    model = str(folder if folder.is_dir() else folder.parent if folder.is_file() else Path("/models") / arguments.model)
     settings = serve_settings(
         report.chosen.deployment,
         report.goal,
-        model,
+        _model_to_serve(arguments.model),
         report.page_size,
         kv_dtype=arguments.kv_dtype,
         quantization=arguments.quantization,

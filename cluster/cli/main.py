@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 from cluster.cli.catalog import GROUPS, find_group, format_groups, load_command, suggest_command
 from cluster.cli.command_parser import CommandParser, nested_parsers
+from cluster.cli.table import printable
 from penstock.process import set_up_logging
 
 ERROR = 2
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_up_logging("penstock")
         return int(arguments.run(arguments))
     except PenstockError as error:
-        print(f"penstock: {error.message}", file=sys.stderr)
+        print(f"penstock: {printable(error.message)}", file=sys.stderr)
         return ERROR
     except ModuleNotFoundError as error:
         if find_spec((error.name or "penstock").partition(".")[0]) is not None:

@@ -1,6 +1,6 @@
 """Shows on a terminal what a command waits for: a spinner, and a bar once it is known how far the work is.
 
-Nothing is shown where standard error is no terminal, or rich is missing, as in the bare client.
+Nothing is shown where standard error is not a terminal, or rich is missing, as in the bare client.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import sys
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
+
+from cluster.cli.table import printable
 
 
 class Progress:
@@ -28,7 +30,7 @@ class Progress:
         """Shows other words, and a bar for `share` of the work, from 0 to 1."""
         if self._line is not None:
             total = None if share is None else 1.0
-            self._line.update(self._line.task_ids[0], description=text, total=total, completed=share or 0.0)
+            self._line.update(self._line.task_ids[0], description=printable(text), total=total, completed=share or 0.0)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -49,7 +51,8 @@ def _open_line(text: str) -> Any:
         TimeElapsedColumn(),
         console=Console(stderr=True),
         transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # else results would go where progress goes, not into the file or pipe
     )
-    line.add_task(text, total=None)
+    line.add_task(printable(text), total=None)
     line.start()
     return line

@@ -16,6 +16,7 @@ from penstock.rpc.tls import ClientTls
 
 _ADVICE = "give a router's HTTP address (--router http://HOST:PORT, by default port 8000)"
 _MAX_ERROR_BYTES = 4096
+_MAX_BYTES = 64 << 20  # of metrics; a wrong server may send without end
 _TOKEN_ADVICE = "name the file of its metrics token with --metrics-token-file"
 
 
@@ -36,11 +37,12 @@ class RouterHttp:
         """
         request = urllib.request.Request(url)
         if self._token:
-            request.add_header("Authorization", f"Bearer {self._token}")
+            # Not sent on to where a redirect leads, which may be another host.
+            request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         context = self._tls.context() if url.startswith("https") else None
         try:
             with urllib.request.urlopen(request, timeout=self._timeout_s, context=context) as answer:
-                body: bytes = answer.read()
+                body: bytes = answer.read(_MAX_BYTES)
                 return body
         except urllib.error.HTTPError as error:
             text = error.read(_MAX_ERROR_BYTES).decode(errors="replace")

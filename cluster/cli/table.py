@@ -1,4 +1,4 @@
-"""Tables and lines that several commands print."""
+"""Tables and lines that several commands print, and text that is safe on a terminal."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Styles = Mapping[str, str]  # SGR numbers of the cells to colour, by their text
 NO_STYLES: Styles = MappingProxyType({})
+# C0 and C1 control characters, of which terminals make commands. Line ends and tabs stay.
+_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t\r"} | {13: None}
 _GREEN, _YELLOW, _RED, _DIM = "32", "33", "31", "2"
 STATE_STYLES: Styles = MappingProxyType(
     {
@@ -64,23 +66,29 @@ def format_table(
         return "\n".join(_aligned(header, rows, styles))
     if header[-1] == "":
         head, *lines = _aligned(header[:-1], [row[:-1] for row in rows], styles)
-        details = (textwrap.indent(textwrap.fill(row[-1], max(20, columns - 4)), "    ") for row in rows)
+        details = (textwrap.indent(textwrap.fill(printable(row[-1]), max(20, columns - 4)), "    ") for row in rows)
         pairs = zip(lines, details, strict=True)
         return "\n".join([head, *(f"{line}\n{detail}" if detail else line for line, detail in pairs)])
     if len(rows) == 1:
         width = max(map(len, header))
-        return "\n".join(f"{name:<{width}}  {cell}" for name, cell in zip(header, rows[0], strict=True))
+        return "\n".join(f"{name:<{width}}  {printable(cell)}" for name, cell in zip(header, rows[0], strict=True))
     return "\n".join(_aligned(header, rows, styles))
 
 
 def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]], styles: Styles) -> list[str]:
     columns = []
-    for title, *cells in zip(header, *rows, strict=True):
+    for title, *given in zip(header, *rows, strict=True):
+        cells = [printable(cell) for cell in given]
         width = max(len(cell) for cell in (title, *cells))
         numeric = all(cell == "-" or cell[:1].isdigit() for cell in cells)
         padded = [cell.rjust(width) if numeric else cell.ljust(width) for cell in (title, *cells)]
         columns.append([paint(cell, styles.get(cell.strip(), "")) for cell in padded])
     return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+
+
+def printable(text: str) -> str:
+    """Returns text of a server or a model without what would control a terminal: move the cursor, set its title."""
+    return text.translate(_CONTROLS)
 
 
 def paint(text: str, style: str) -> str:

@@ -32,6 +32,11 @@ def failed_http(error: BaseException, url: str, advice: str) -> PenstockError:
     for cause in _causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return ConfigError(f"{url} has a certificate that is refused ({cause}); name its authority's by --ca")
+        if isinstance(cause, ssl.SSLError) and "alert" in str(cause).lower():
+            return ConfigError(
+                f"{url} refuses the TLS handshake ({_brief(str(cause))}); if it wants a client's certificate, give "
+                "--cert and --cert-key"
+            )
         if isinstance(cause, ssl.SSLError):
             return ConfigError(f"{url} speaks no TLS; call it as http://")
         if _is_no_http(cause):
@@ -92,5 +97,5 @@ def _message_in(text: str) -> str:
 
 
 def _brief(text: str) -> str:
-    words = " ".join(text.split())
+    words = " ".join("".join(each if each.isprintable() else " " for each in text).split())
     return words if len(words) <= _MAX_TEXT else f"{words[:_MAX_TEXT]}..."

@@ -1,15 +1,22 @@
-"""Tests tables on terminals: they fit the width, colour what has a style, and obey NO_COLOR."""
+"""Tests what is printed on terminals: tables, colours, progress, and text that others have written."""
 
 from __future__ import annotations
 
 import io
 import sys
+from typing import cast
 
 import pytest
 
+from cluster.cli.commands.calling.generate import print_stream
+from cluster.cli.commands.inspecting.doctor import format_finding
 from cluster.cli.commands.inspecting.status import format_status
+from cluster.cli.main import main
 from cluster.cli.progress import Progress
-from cluster.cli.table import STATE_STYLES, columns_of, format_table, styles_for
+from cluster.cli.table import STATE_STYLES, columns_of, format_table, printable, styles_for
+from cluster.diagnose.findings import Finding, Severity
+from penstock.client.results import Chunk
+from penstock.client.sync_client import GenerateStream
 from penstock.v1 import admin_pb2, worker_pb2
 
 
@@ -95,3 +102,34 @@ def test_progress_does_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     with Progress("waiting") as progress:
         progress.show("half", 0.5)
     assert terminal.getvalue() == ""
+
+
+def test_results_go_where_they_are_piped_while_progress_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, pipe = Terminal(), io.StringIO()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("sys.stdout", pipe)
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress("draining"):
+        print('{"stage": "drained"}')
+    assert pipe.getvalue() == '{"stage": "drained"}\n'
+    assert "drained" not in terminal.getvalue()
+
+
+def test_text_of_others_cannot_control_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "a\x1b]0;title\x07\x1b[2J\x9b1mb"
+    assert printable(f"{evil}\r\n\tc") == "a\ufffd]0;title\ufffd\ufffd[2J\ufffd1mb\n\tc"
+    for columns in (None, 20):
+        for header in (("worker", ""), ("worker", "address")):
+            assert "\x1b" not in format_table(header, [["decode-0", evil]], columns)
+    assert "\x1b" not in format_finding(Finding("link", evil, Severity.OK, evil, evil))
+    assert main([evil]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+    stream = cast(GenerateStream, iter([Chunk(evil, ()), Chunk("👩\u200d💻", ())]))
+    assert print_stream(stream).text.startswith(evil)
+    assert evil in capsys.readouterr().out  # a pipe gets what the model wrote
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    print_stream(cast(GenerateStream, iter([Chunk(evil, ()), Chunk("👩\u200d💻", ())])))
+    assert terminal.getvalue() == f"{printable(evil)}👩\u200d💻\n"

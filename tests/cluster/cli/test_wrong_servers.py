@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import socket
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
 
 import grpc
 import pytest
 
 from cluster.cli import admin
+from cluster.cli.commands.inspecting.top import scrape
 from cluster.cli.main import main
+from cluster.cli.options import add_tls_options
+from cluster.cli.router_http import RouterHttp
 from penstock.client import sync_client
+from penstock.v1 import admin_pb2
 
 ADMIN_COMMANDS: Mapping[str, list[str]] = {
     "status": [],
@@ -51,6 +57,22 @@ class NotFound(BaseHTTPRequestHandler):
         self.wfile.write(self.page)
 
     do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        """Logs nothing."""
+
+
+class Misleading(BaseHTTPRequestHandler):
+    """Leads `/moved` elsewhere, and answers everything else with a page. Keeps what it is sent."""
+
+    tokens: ClassVar[dict[str, str | None]] = {}
+
+    def do_GET(self) -> None:
+        self.tokens[self.path] = self.headers["authorization"]
+        self.send_response(302 if self.path == "/moved" else 200)
+        self.send_header("location", f"http://localhost:{self.server.server_port}/elsewhere")  # type: ignore[attr-defined]
+        self.end_headers()
+        self.wfile.write(b"<html>hello</html>")
 
     def log_message(self, *_: object) -> None:
         """Logs nothing."""
@@ -189,6 +211,44 @@ def test_plain_http_under_https_is_named(wrong: dict[str, str], capsys: pytest.C
     for words in (["trace", "x", "--router"], [*BENCH, "--url"]):
         assert main([*words, f"https://{wrong['page']}"]) == 2
         assert "speaks no TLS; call it as http://" in capsys.readouterr().err
+
+
+@pytest.fixture
+def misleading() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Misleading)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Misleading.tokens.clear()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_redirect_does_not_get_the_metrics_token(misleading: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-secret")
+    token.chmod(0o600)
+    flags = argparse.ArgumentParser()
+    add_tls_options(flags)
+    arguments = flags.parse_args([])
+    arguments.metrics_token_file = str(token)
+    RouterHttp(arguments, 5.0).get(f"{misleading}/moved")
+    assert Misleading.tokens == {"/moved": "Bearer a-secret", "/elsewhere": None}
+
+
+def test_a_page_in_place_of_metrics_is_named(misleading: str) -> None:
+    flags = argparse.ArgumentParser()
+    add_tls_options(flags)
+    arguments = flags.parse_args([])
+    arguments.metrics_token_file = None
+    url = f"{misleading}/metrics"
+    counts, unread = scrape(admin_pb2.StatusResponse(endpoints=[url]), RouterHttp(arguments, 5.0))
+    assert counts == {}
+    assert unread == {url: f"{url} does not answer with metrics; another server may listen there"}
+
+
+def test_a_url_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "x", "--router", "http://[::1"]) == 2
+    assert "--router: is 'http://[::1'; give http://HOST:PORT" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("address", ["localhost", "here:port", "http://here:1", "here:0", "here:99999", ""])

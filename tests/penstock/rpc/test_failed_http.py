@@ -37,6 +37,11 @@ def wrapped(cause: Exception) -> Exception:
         (http.client.RemoteDisconnected("closed"), Unavailable, "it closed the connection"),
         (http.client.BadStatusLine("xx"), ConfigError, f"{URL} speaks no HTTP; {ADVICE}"),
         (ssl.SSLError(1, "WRONG_VERSION_NUMBER"), ConfigError, "speaks no TLS; call it as http://"),
+        (
+            ssl.SSLError(1, "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert"),
+            ConfigError,
+            "give --cert and --cert",
+        ),
         (ssl.SSLCertVerificationError(1, "self-signed"), ConfigError, "name its authority's by --ca"),
         (ValueError("something new"), Unavailable, "connection failed"),
     ],
@@ -66,3 +71,9 @@ def test_an_answer_that_refuses_is_repeated(status: int, kind: type[PenstockErro
 
 def test_a_long_page_is_cut() -> None:
     assert len(refused_http(500, "x " * 5000, URL, ADVICE).message) < 400
+
+
+def test_an_answer_cannot_control_the_terminal() -> None:
+    found = refused_http(500, "broken \x1b]0;title\x07\x1b[2J\x9b1m here", URL, ADVICE)
+    assert found.message.isprintable()
+    assert "here" in found.message

@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from cluster.cli.client import open_client, with_key_advice
 from cluster.cli.commands.calling.generate import print_stream
 from cluster.cli.options import add_client_options, sampling_fields
+from cluster.cli.table import printable
 from penstock.client.results import ChatMessage
 from penstock.client.sync_client import Client
 from penstock.errors import PenstockError
@@ -52,5 +53,5 @@ def _answer(client: Client, arguments: Namespace, messages: list[ChatMessage]) -
         with client.generate(messages, lane=arguments.lane, **sampling_fields(arguments)) as stream:
             return print_stream(stream).text
     except PenstockError as error:
-        print(with_key_advice(error, arguments.server).message, file=sys.stderr)
+        print(printable(with_key_advice(error, arguments.server).message), file=sys.stderr)
         return None

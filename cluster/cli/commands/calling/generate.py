@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.cli.client import open_client
 from cluster.cli.options import add_client_options, sampling_fields
-from cluster.cli.table import TIMING_HEADER, columns_of, format_table, timing_row
+from cluster.cli.table import TIMING_HEADER, columns_of, format_table, printable, timing_row
 from penstock.client.results import Chunk
 from penstock.client.sync_client import GenerateStream
 
@@ -60,14 +60,15 @@ class PrintedStream:
 
 
 def print_stream(stream: GenerateStream) -> PrintedStream:
-    """Prints text as it arrives. Ctrl-C cancels the call."""
+    """Prints text as it arrives, on a terminal without what would control it. Ctrl-C cancels the call."""
+    is_terminal = sys.stdout.isatty()
     texts: list[str] = []
     last, interrupted = None, False
     try:
         for chunk in stream:
             last = chunk
             texts.append(chunk.text)
-            print(chunk.text, end="", flush=True)
+            print(printable(chunk.text) if is_terminal else chunk.text, end="", flush=True)
     except KeyboardInterrupt:
         stream.close()
         interrupted = True

@@ -19,7 +19,7 @@ from types import ModuleType
 from cluster.cli.admin import admin_call, admin_stub
 from cluster.cli.options import add_admin_options
 from cluster.cli.progress import Progress
-from cluster.cli.table import NO_STYLES, STATE_STYLES, Styles, paint, styles_for
+from cluster.cli.table import NO_STYLES, STATE_STYLES, Styles, paint, printable, styles_for
 from cluster.diagnose.findings import Finding, Severity
 from penstock.config import ServeConfig
 from penstock.errors import PenstockError, Unavailable
@@ -65,8 +65,9 @@ def _as_json(finding: Finding) -> dict[str, str]:
 def format_finding(finding: Finding, styles: Styles = NO_STYLES) -> str:
     """Formats a finding as a line, and a second one for its advice."""
     mark = _MARKS[finding.severity]
-    line = f"{paint(f'{mark:<5}', styles.get(mark, ''))} {finding.check:<11} {finding.subject}: {finding.text}"
-    return f"{line}\n{'':<5} -> {finding.advice}" if finding.advice else line
+    words = printable(f"{finding.check:<11} {finding.subject}: {finding.text}")
+    line = f"{paint(f'{mark:<5}', styles.get(mark, ''))} {words}"
+    return f"{line}\n{'':<5} -> {printable(finding.advice)}" if finding.advice else line
 
 
 def _examine(arguments: Namespace) -> Iterator[Finding]:

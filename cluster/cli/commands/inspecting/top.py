@@ -17,7 +17,7 @@ from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
 from cluster.cli.options import add_admin_options, require_positive
 from cluster.cli.rates import DeploymentRates, DeploymentSnapshot, RouterCounts, WorkerRates, compute_rates, read_counts
 from cluster.cli.router_http import RouterHttp
-from cluster.cli.table import format_table
+from cluster.cli.table import format_table, printable
 from penstock.errors import PenstockError
 from penstock.v1 import admin_pb2
 
@@ -75,11 +75,11 @@ def scrape(status: admin_pb2.StatusResponse, routers: RouterHttp) -> tuple[dict[
     urls = [endpoint for endpoint in status.endpoints if endpoint.endswith("/metrics")]
     for endpoint in urls or [f"{endpoint}/metrics" for endpoint in status.endpoints if endpoint.startswith("http")]:
         try:
-            body = routers.get(endpoint)
+            found[endpoint] = read_counts((routers.get(endpoint) or b"").decode())
         except PenstockError as error:
             unread[endpoint] = error.message
-        else:
-            found[endpoint] = read_counts((body or b"").decode())
+        except ValueError:
+            unread[endpoint] = f"{endpoint} does not answer with metrics; another server may listen there"
     return found, unread
 
 
@@ -118,7 +118,7 @@ def format_rates(model: str, view: DeploymentRates, past: Sequence[float] | None
         _pool_line(role, [worker for worker in view.workers if worker.role == role]) for role in ("prefill", "decode")
     ]
     table = format_table(_HEADER, [_row(worker, has_bars) for worker in view.workers])
-    notes = [f"no figures of a router: {reason}" for reason in view.unread.values()]
+    notes = [printable(f"no figures of a router: {reason}") for reason in view.unread.values()]
     return "\n".join([head, *pools, "", table, *(["", *notes] if notes else [])])
 
 

@@ -51,10 +51,13 @@ def run(arguments: Namespace) -> int:
 
 def _base_url(text: str) -> str:
     """Returns the URL without a path. Raises InvalidInput for what is none of HTTP."""
-    url = text if "://" in text else f"http://{text}"
-    parts = urllib.parse.urlsplit(url)
+    wrong = InvalidInput("--router", f"is {text!r}; give http://HOST:PORT, such as http://localhost:8000")
+    try:
+        parts = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
+    except ValueError as error:
+        raise wrong from error
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise InvalidInput("--router", f"is {text!r}; give http://HOST:PORT, such as http://localhost:8000")
+        raise wrong
     return f"{parts.scheme}://{parts.netloc}"
 
 
